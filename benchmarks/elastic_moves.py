@@ -178,7 +178,7 @@ class ElasticCluster:
         try:
             store.open(Deadline.after(_OPEN_S))
             self.cluster.servers[0].restart(member=self._scaling is not None)
-            seconds, _ = watch_repair(store, Deadline.after(TIMEOUT_S))
+            seconds, _ = watch_repair(store.repair, Deadline.after(TIMEOUT_S))
         finally:
             store.close()
         return n_rows / seconds

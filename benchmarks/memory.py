@@ -135,9 +135,9 @@ def _line(store: str, layout: str, dim: int, optimizer: str, n_rows: int, versio
         definition = definition.laid_out(n_rows, layout)
     size = definition.record.size_bytes
     with _server(store, max(256, math.ceil(2 * n_rows * (size + 256) / (1 << 20)))) as (server, writer):
-        versions[f"{store} server"] = writer.stats(Deadline.after(_TIMEOUT_S))[0].server
-        if (limits := writer.bucket_limits(server.address, Deadline.after(_TIMEOUT_S))) is not None:
-            writer.set_bucket_limits(server.address, limits_for([definition], limits), Deadline.after(_TIMEOUT_S))
+        versions[f"{store} server"] = writer.nodes.stats(Deadline.after(_TIMEOUT_S))[0].server
+        if (limits := writer.rows.bucket_limits(server.address, Deadline.after(_TIMEOUT_S))) is not None:
+            writer.rows.set_bucket_limits(server.address, limits_for([definition], limits), Deadline.after(_TIMEOUT_S))
         before = _at_rest(server)
         blocks = [(start, min(start + _WRITE_ROWS, n_rows)) for start in range(0, n_rows, _WRITE_ROWS)]
         for start, stop in blocks:
@@ -179,7 +179,7 @@ def _ids(definition: TableDef, start: int, stop: int) -> NDArray[np.uint64]:
 
 def _write(writer: Store, definition: TableDef, start: int, stop: int) -> None:
     keys, records = _records(definition, start, stop, pages=writer.capabilities.pages)
-    (result,) = writer.write([WritePart(keys, records, np.zeros(len(keys), np.uint64))], Deadline.after(_TIMEOUT_S))
+    (result,) = writer.rows.write([WritePart(keys, records, np.zeros(len(keys), np.uint64))], Deadline.after(_TIMEOUT_S))
     if not result.stored.all():
         raise KvembError(f"filling the table: {int((~result.stored).sum())} rows from {start} on were not stored")
 
@@ -187,7 +187,7 @@ def _write(writer: Store, definition: TableDef, start: int, stop: int) -> None:
 def _read_back(reader: Store, definition: TableDef, start: int, stop: int) -> None:
     keys, records = _records(definition, start, stop, pages=reader.capabilities.pages)
     size = definition.record.size_bytes
-    got = reader.read([ReadPart(keys, size, size)], Deadline.after(_TIMEOUT_S))[0].in_key_order()
+    got = reader.rows.read([ReadPart(keys, size, size)], Deadline.after(_TIMEOUT_S))[0].in_key_order()
     if not got.found.all() or not np.array_equal(got.records, records):
         raise KvembError(f"rows {start} to {stop} are not what was written")
 

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +13,9 @@ from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import StatusReply
 from kvemb.schema.keys import RowKeys
-from kvemb.stores.repairable import LostNode
 from kvemb.stores.row_io import ReadPart, WritePart
 from kvemb.stores.store import Store
+from kvemb.stores.store_repair import StoreRepair
 
 _BLOCK_ROWS = 100_000
 _POLL_S = 0.01
@@ -61,13 +60,6 @@ class WrongRestoreError(AssertionError):
     """What was brought back is not what was there."""
 
 
-class LooksAtNodes(Protocol):
-    """The part of a store that `watch_repair` needs."""
-
-    def lost_nodes(self, deadline: Deadline) -> list[LostNode]:
-        """Return the nodes that cannot be relied on."""
-
-
 def kill_and_replay(target: Target, *, n_passes: int, lost: NDArray[np.uint8] | None = None) -> Restored:
     """Kill the shard, start it, and take the time of its replay.
 
@@ -102,13 +94,13 @@ def empty_and_repair(target: Target) -> Restored:
     """
     expected, (server,) = rows_of(target.load), target.cluster.servers
     server.restart()
-    seconds, waited_s = watch_repair(target.store, Deadline.after(TIMEOUT_S))
+    seconds, waited_s = watch_repair(target.store.repair, Deadline.after(TIMEOUT_S))
     require_same(rows_of(target.load), expected)
     return Restored(target.load.n_rows, seconds, waited_s)
 
 
 def watch_repair(
-    store: LooksAtNodes,
+    repair: StoreRepair,
     deadline: Deadline,
     *,
     clock: Callable[[], float] = time.perf_counter,
@@ -123,7 +115,7 @@ def watch_repair(
     idle_until_s = begun_s = None
     while not deadline.expired:
         now_s = clock()
-        lost = store.lost_nodes(deadline)  # a node that does not answer is not among them
+        lost = repair.lost_nodes(deadline)  # a node that does not answer is not among them
         if any(node.why == "repairing" for node in lost):
             begun_s = begun_s or now_s
         elif lost:
@@ -185,7 +177,7 @@ def records(target: Target) -> NDArray[np.uint8]:
         WrongApplyError: one does not exist.
     """
     size = target.load.table.definition.record.size_bytes
-    read = [target.store.read([ReadPart(keys, size, size)], Deadline.after(TIMEOUT_S))[0].in_key_order() for keys in _keys(target)]
+    read = [target.store.rows.read([ReadPart(keys, size, size)], Deadline.after(TIMEOUT_S))[0].in_key_order() for keys in _keys(target)]
     n_missing = sum(int((~one.found).sum()) for one in read)
     if n_missing:
         raise WrongApplyError(f"{n_missing} of {target.load.n_rows} rows do not exist")
@@ -203,8 +195,8 @@ def put_back(target: Target, old: NDArray[np.uint8]) -> None:
         block = old[number * _BLOCK_ROWS :][: len(keys)]
         tokens = None
         if store.capabilities.cas:
-            tokens = store.read([ReadPart(keys, size, size, tokens=True)], Deadline.after(TIMEOUT_S))[0].in_key_order().tokens
-        stored = store.write([WritePart(keys, block, tokens)], Deadline.after(TIMEOUT_S))[0].stored
+            tokens = store.rows.read([ReadPart(keys, size, size, tokens=True)], Deadline.after(TIMEOUT_S))[0].in_key_order().tokens
+        stored = store.rows.write([WritePart(keys, block, tokens)], Deadline.after(TIMEOUT_S))[0].stored
         if not stored.all():
             raise WrongRestoreError(f"{int((~stored).sum())} old records could not be put back")
 

@@ -19,7 +19,8 @@ from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import WritePart
 from kvemb.stores.storage_kinds import open_store
-from kvemb.stores.store import NodeStats, Store
+from kvemb.stores.store import Store
+from kvemb.stores.store_nodes import NodeStats
 from kvemb.table import Table
 
 _FILL_ROWS = 100_000
@@ -108,6 +109,6 @@ def _fill(writer: Store, definition: TableDef, weights: NDArray[np.float32]) -> 
         ids = ids_of(definition, np.arange(start, start + len(rows)))
         records = definition.record.encode(ids, make_version(1, 1), rows, state[: len(rows)])
         part = WritePart(definition.keys(ids, pages=writer.capabilities.pages), records, np.zeros(len(ids), np.uint64))
-        (result,) = writer.write([part], Deadline.after(_FILL_TIMEOUT_S))
+        (result,) = writer.rows.write([part], Deadline.after(_FILL_TIMEOUT_S))
         if not result.stored.all():
             raise KvembError(f"filling the table: {int((~result.stored).sum())} rows from {start} on were not stored")

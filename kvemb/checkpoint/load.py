@@ -212,7 +212,7 @@ def _create_tables(loading: Loading, chain: Chain) -> None:
 def _next_serial(store: Store, timeout_s: float) -> int:
     """Above every earlier decision's, also of those that nodes have lost since: that is why it is a time."""
     try:
-        last = newest_decision(store.get_meta(META_NAME, Deadline.after(timeout_s)), store.copies_on(META_NAME))
+        last = newest_decision(store.values.get(META_NAME, Deadline.after(timeout_s)), store.values.copies_on(META_NAME))
     except DamagedCopyError:
         last = None  # the new decision is written over all of them
     return max(time.time_ns() // 1_000_000, 1 + (0 if last is None else last.serial))
@@ -220,7 +220,7 @@ def _next_serial(store: Store, timeout_s: float) -> int:
 
 def _decide(store: Store, decision: Decision, timeout_s: float) -> None:
     try:
-        store.put_meta(META_NAME, decision.encode(), Deadline.after(timeout_s))
+        store.values.put(META_NAME, decision.encode(), Deadline.after(timeout_s))
     except StorageError as error:
         raise CheckpointError(
             f"the decision to load {decision.url} may stand on some storage nodes and not on others ({error}); load again when all nodes "
@@ -264,7 +264,7 @@ def _share_done(report: Report) -> int:
 def _reports(loading: Loading) -> list[Report | None]:
     shards = loading.servers.numbers
     try:
-        found = [loading.store.get_meta(report_name(shard), Deadline.after(loading.timeout_s)) for shard in shards]
+        found = [loading.store.values.get(report_name(shard), Deadline.after(loading.timeout_s)) for shard in shards]
     except StorageError:
         return [None] * len(shards)
     return [newest_report(copies) for copies in found]

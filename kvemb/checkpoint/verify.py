@@ -211,8 +211,8 @@ def _compare(
     wanted = record.prefix_bytes if weights_only else record.size_bytes
     keys = here.keys(block.ids, pages=store.capabilities.pages)
     part = ReadPart(keys, record.size_bytes, wanted)
-    read = store.read([part], Deadline.after(timeout_s))[0].in_key_order()
-    record.check(read.records, block.ids, read.found, store.whereabouts(keys))
+    read = store.rows.read([part], Deadline.after(timeout_s))[0].in_key_order()
+    record.check(read.records, block.ids, read.found, store.rows.whereabouts(keys))
     expected = block.records(here, 0)[:, HEADER_SIZE:wanted]
     same = read.found & (read.records[:, HEADER_SIZE:wanted] == expected).all(axis=1)
     newer = np.zeros(len(block), bool)

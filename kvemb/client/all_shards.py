@@ -29,7 +29,7 @@ M = TypeVar("M", bound=Message)
 
 
 class MapReader(MapSource, Protocol):
-    """Who can read the cluster map again: a store."""
+    """Who can read the cluster map again: the nodes of a store."""
 
     def refresh_map(self, deadline: Deadline) -> bool:
         """Read it from the nodes; return whether it is another."""

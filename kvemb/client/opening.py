@@ -33,7 +33,7 @@ def open_shards(config: Config, trainer: str | None, store: Store, deadline: Dea
             which the caller closes.
     """
     sync = config.servers.mode == "sync"
-    servers = AllShards.of(config.servers, store)
+    servers = AllShards.of(config.servers, store.nodes)
     try:
         described, deadline = _described(servers, config, deadline)  # shard 0, which provisions storage; that says who the others are
         require_one_cluster(store.open(deadline)[0].cluster_id, described.cluster_id)

@@ -59,7 +59,7 @@ def connect(
     deadline = Deadline.of_caller(config.storage.timeout_s if timeout_s is None else timeout_s)
     store = open_store(config.storage, role="trainer")
     if not isinstance(source, Mapping):
-        store.follow(NodesInFile(source, config))
+        store.nodes.follow(NodesInFile(source, config))
     try:
         if read_only:
             store.open(deadline)

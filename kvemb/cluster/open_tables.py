@@ -70,8 +70,8 @@ class OpenTables:
 
     def definitions(self) -> dict[str, TableDef]:
         """The tables that exist, from the registry's copy in storage: complete before shard 0 answers a creation."""
-        store = self._access.store
-        return newest_registry(store.get_meta(META_NAME, Deadline.after(self._access.pull_timeout_s)), store.copies_on(META_NAME)).tables
+        values = self._access.store.values
+        return newest_registry(values.get(META_NAME, Deadline.after(self._access.pull_timeout_s)), values.copies_on(META_NAME)).tables
 
     def _remember(self, definition: TableDef) -> Table:
         known = self._tables.get(definition.name)

@@ -73,22 +73,22 @@ def _row(cluster: Cluster, name: str, given: int) -> dict[str, Any]:
     definition = cluster.table(name).definition
     ids, _ = normalize([given], definition.id_dtype, name, definition.num_ids, minus_one=True)
     slot = int(definition.placement.slots(ids)[0])
-    shard = int(cluster.store.cluster_map.slot_shards[slot])
+    shard = int(cluster.store.nodes.cluster_map.slot_shards[slot])
     known = cluster.questions.show_row(shard, name, int(ids[0]))
     store, record = cluster.store, definition.record
     keys = definition.keys(ids, pages=store.capabilities.pages)
     where = {
         "slot": slot,
-        "node": store.node_of(keys),
+        "node": store.rows.node_of(keys),
         "key": keys.described(0),
         "shard": shard,
         "address": cluster.questions.address(shard),
     }
     stored, trouble = b"", ""
     try:
-        read = store.read([ReadPart(keys, record.size_bytes, record.size_bytes)], Deadline.after(cluster.config.storage.timeout_s))[0]
+        read = store.rows.read([ReadPart(keys, record.size_bytes, record.size_bytes)], Deadline.after(cluster.config.storage.timeout_s))[0]
         got = read.in_key_order()
-        record.check(got.records, ids, got.found, store.whereabouts(keys))
+        record.check(got.records, ids, got.found, store.rows.whereabouts(keys))
         stored = got.records[0].tobytes() if got.found[0] else b""
     except StorageError as error:
         trouble = f"{type(error).__name__}: {error}"

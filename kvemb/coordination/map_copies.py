@@ -32,7 +32,7 @@ def newest_map(copies: Iterable[bytes | None], where: Sequence[str] = (), known:
     """Return the newest of the nodes' copies and the one that is known; None for none.
 
     Args:
-        copies: as `Store.get_meta` returns them.
+        copies: as `StoreValues.get` returns them.
         where: of each copy who holds it, for messages.
         known: what a shard has kept.
 

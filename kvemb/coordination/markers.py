@@ -4,7 +4,7 @@ A restarted, flushed, evicted or swapped node answers "missing" for rows that ex
 holds a marker. It is read on connect, and LAST in every batch on each connection that carried it; anything but the expected bytes fails the
 batch. On Redis Cluster there is one marker per slot, because keys belong to slots and a node-wide one would migrate away.
 
-While a node's rows are brought back (`kvemb.stores.repairable`), `repairing` stands in its marker, and afterwards the repair's nonce. Two
+While a node's rows are brought back (`kvemb.stores.store_repair`), `repairing` stands in its marker, and afterwards the repair's nonce. Two
 lifetimes of a node's data never have the same marker: a batch that began before a loss cannot take the repaired node for whole.
 """
 
@@ -20,7 +20,7 @@ from kvemb.errors import MapChangedError, NodeLostError, NodeSuspectError, Stora
 from kvemb.schema.cluster_map import ClusterMap
 
 Why = Literal["empty", "suspect", "repairing"]
-"""Why a node cannot be relied on; see `kvemb.stores.repairable.LostNode`."""
+"""Why a node cannot be relied on; see `kvemb.stores.store_repair.LostNode`."""
 
 MARKER_KEY = b"kvemb:marker"
 _MAGIC = "kvemb-marker"

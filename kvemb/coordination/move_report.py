@@ -43,7 +43,7 @@ class MoveReport:
 
 
 def report_name(shard: int) -> str:
-    """The name of a shard's report, for `Store.get_meta`."""
+    """The name of a shard's report, for `StoreValues.get`."""
     return f"kvemb:move:{shard}"
 
 

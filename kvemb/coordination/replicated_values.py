@@ -22,10 +22,10 @@ def intact_copies(copies: Iterable[bytes | None], decode: Callable[[bytes], T], 
     """Decode the copies that are good; say which are not.
 
     Args:
-        copies: as `Store.get_meta` returns them.
+        copies: as `StoreValues.get` returns them.
         decode: reads one; raises DamagedCopyError for what is none.
         name: the key that they stand under.
-        where: of each copy who holds it (`Store.copies_on`).
+        where: of each copy who holds it (`StoreValues.copies_on`).
 
     Raises:
         DamagedCopyError: there are copies, and every one is damaged.

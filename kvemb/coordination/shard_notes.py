@@ -45,7 +45,7 @@ class ShardNote:
 
 
 def note_name(shard: int) -> str:
-    """The name of a shard's note, for `Store.get_meta`."""
+    """The name of a shard's note, for `StoreValues.get`."""
     return f"kvemb:reached:{shard}"
 
 

@@ -55,7 +55,7 @@ class Owner:
 
 
 def owner_name(shard: int) -> str:
-    """The name of the shard's owner record, for `Store.get_meta`."""
+    """The name of the shard's owner record, for `StoreValues.get`."""
     return f"kvemb:owner:{shard}"
 
 

@@ -142,7 +142,7 @@ def read_tables(
         by_layout.setdefault(_layout(one.definition, paged), []).append(index)
     groups = [some[at : at + _MOST_TABLES] for some in by_layout.values() for at in range(0, len(some), _MOST_TABLES)]
     parts = [_part([wanted[index] for index in group], paged, memory) for group in groups]
-    results = store.read(parts, deadline)
+    results = store.rows.read(parts, deadline)
     layouts = [_OneLayout([wanted[i] for i in group], result) for group, result in zip(groups, results, strict=True)]
     for layout in layouts:
         layout.check(store)
@@ -172,7 +172,7 @@ class _OneLayout:
             return
         for one, rows in zip(self._wanted, self._bounds, strict=True):  # the first table that has one says which
             at = rows if self._at is None else self._at[rows]
-            where = store.whereabouts(one.definition.keys(one.ids, pages=store.capabilities.pages))
+            where = store.rows.whereabouts(one.definition.keys(one.ids, pages=store.capabilities.pages))
             one.definition.record.check(result.records[at], one.ids, result.found[at], where)
 
     def shares(self, with_versions: bool, missing: Missing | None) -> list[TableShare]:

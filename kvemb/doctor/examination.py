@@ -28,7 +28,8 @@ from kvemb.protocol.messages import DescribeReply, Empty, ExamineReply, StatusRe
 from kvemb.schema.table_def import TableDef
 from kvemb.status.cluster_status import ask_all, nodes_of_another
 from kvemb.stores.storage_kinds import open_store
-from kvemb.stores.store import NodeStats, Store
+from kvemb.stores.store import Store
+from kvemb.stores.store_nodes import NodeStats
 
 M = TypeVar("M", bound=Message)
 _PATIENCE_S = 10.0  # with each node: longer than a batch has, so that slow ones are told from those that are gone
@@ -91,8 +92,8 @@ def examine(config: Config, our_version: str) -> Examination:
 def _stats(store: Store, config: Config) -> list[NodeStats]:
     timeout_s = config.storage.timeout_s
     try:
-        store.find_nodes(Deadline.after(timeout_s))
-        return store.stats(Deadline.after(max(timeout_s, _PATIENCE_S) * len(store.addresses)))
+        store.nodes.find(Deadline.after(timeout_s))
+        return store.nodes.stats(Deadline.after(max(timeout_s, _PATIENCE_S) * len(store.nodes.addresses)))
     except (StorageError, ConfigError) as problem:  # a Redis Cluster none of whose members answers; or files of ours that cannot be used
         return [NodeStats(address, "-", 0, 0, 0, 0, error=str(problem)) for address in config.storage.nodes]
 
@@ -103,7 +104,7 @@ def _nodes(store: Store, stats: Sequence[NodeStats], timeout_s: float) -> Iterat
     if any(node.error for node in stats):
         return
     with suppress(KvembError):
-        if (change := store.unfinished_change(Deadline.after(timeout_s))) is not None:
+        if (change := store.nodes.unfinished_change(Deadline.after(timeout_s))) is not None:
             yield warning("nodes-change", "storage", str(change), "kvemb moves resume, or kvemb moves abort (docs/scaling.md).")
     try:
         store.open(Deadline.after(timeout_s))
@@ -129,7 +130,7 @@ def _settings(store: Store, node: NodeStats, timeout_s: float) -> dict[str, str]
     if node.error:
         return {}
     try:
-        return store.settings(node.address, Deadline.after(timeout_s))
+        return store.nodes.settings(node.address, Deadline.after(timeout_s))
     except StorageError:  # it was there a moment ago
         return {}
 
@@ -140,10 +141,10 @@ def _hash_limits(
     """The tables are those that shards know. A node that has its error already is passed over, or one whose user may not read limits."""
     tables = next((answer.tables for answer in described.values() if not isinstance(answer, Exception)), [])
     in_trouble = {one.where for one in found if one.level == ERROR}
-    for address in store.addresses:
+    for address in store.nodes.addresses:
         if tables and f"node {address}" not in in_trouble:
             with suppress(KvembError):
-                limits = store.bucket_limits(address, Deadline.after(timeout_s))
+                limits = store.rows.bucket_limits(address, Deadline.after(timeout_s))
                 if limits is not None:
                     yield from judge_limits(address, [TableDef.from_dict(table) for table in tables], limits)
 

@@ -14,7 +14,7 @@ from kvemb.config import Config
 from kvemb.protocol.messages import DescribeReply, ExamineReply, StatusReply
 from kvemb.schema.bucket_limits import BucketLimits, misfits
 from kvemb.schema.table_def import TableDef
-from kvemb.stores.store import NodeStats
+from kvemb.stores.store_nodes import NodeStats
 
 ERROR, WARNING = "error", "warning"
 
@@ -62,7 +62,7 @@ def judge_node(node: NodeStats, settings: Mapping[str, str]) -> Iterator[Finding
 
     Args:
         node: as it answered, or why not.
-        settings: see `Store.settings`.
+        settings: see `StoreNodes.settings`.
     """
     where = f"node {node.address}"
     if node.error:

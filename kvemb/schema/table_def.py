@@ -210,7 +210,7 @@ class TableDef:
             yield WholeBuckets(self.tag, numbers, self.n_buckets, name=self.name)
 
     def rows_under(self, found: RowKeys, *, pages: bool) -> RowKeys:
-        """Return the keys of every row that may lie under keys of this table that were found on a node (`Store.keys_on`).
+        """Return the keys of every row that may lie under keys of this table that were found on a node (`StoreRepair.keys_on`).
 
         Where rows lie in pages, the keys found are the pages', and each stands for all rows of its page, whether they exist or not.
         """

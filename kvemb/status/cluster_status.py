@@ -19,7 +19,8 @@ from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import Empty, RepairReply, StatusReply
 from kvemb.stores.row_io import HeldRows
 from kvemb.stores.storage_kinds import open_store
-from kvemb.stores.store import NodeStats, Store, UnfinishedChange
+from kvemb.stores.store import Store
+from kvemb.stores.store_nodes import NodeStats, UnfinishedChange
 
 if TYPE_CHECKING:  # they import gRPC
     from kvemb.client.all_shards import AllShards
@@ -68,8 +69,8 @@ def survey(config: Config) -> ClusterStatus:
         replies, unknown = ask_all(servers, config.storage.timeout_s)
         shards = tuple(_shard(shard, servers.channels[shard].address, reply) for shard, reply in replies.items())
         try:
-            store.find_nodes(Deadline.after(config.storage.timeout_s))
-            nodes = tuple(store.stats(Deadline.after(config.storage.timeout_s)))
+            store.nodes.find(Deadline.after(config.storage.timeout_s))
+            nodes = tuple(store.nodes.stats(Deadline.after(config.storage.timeout_s)))
         except StorageError as error:
             return ClusterStatus(shards, (), str(error), unknown)
         serve = all(isinstance(reply, StatusReply) and not reply.starting for reply in replies.values())
@@ -127,13 +128,13 @@ def _strangers(config: Config, store: Store, servers: "AllShards | None") -> str
 def nodes_of_another(store: Store, config: Config, deadline: Deadline, served: Collection[bytes]) -> tuple[str, str] | None:
     """Open the store, and say whether its nodes are another cluster's; see `of_another`."""
     cluster_id = store.open(deadline)[0].cluster_id
-    note = newest_note(store.get_meta(note_name(0), deadline))
-    return of_another(store.addresses, cluster_id, note, config.cluster, time.time(), served)
+    note = newest_note(store.values.get(note_name(0), deadline))
+    return of_another(store.nodes.addresses, cluster_id, note, config.cluster, time.time(), served)
 
 
 def _change(store: Store, timeout_s: float) -> UnfinishedChange | None:
     try:
-        return store.unfinished_change(Deadline.after(timeout_s))
+        return store.nodes.unfinished_change(Deadline.after(timeout_s))
     except KvembError:  # what is the matter with a node stands beside it
         return None
 
@@ -141,9 +142,9 @@ def _change(store: Store, timeout_s: float) -> UnfinishedChange | None:
 def _held(store: Store, timeout_s: float) -> tuple[tuple[str, tuple[HeldRows | None, ...]], ...]:
     """Count the rows of every table on every node."""
     try:
-        registry = newest_registry(store.get_meta(META_NAME, Deadline.after(timeout_s)), store.copies_on(META_NAME))
+        registry = newest_registry(store.values.get(META_NAME, Deadline.after(timeout_s)), store.values.copies_on(META_NAME))
         tables = [table for _, table in sorted(registry.tables.items())]
-        nodes = [store.held_rows(address, tables, Deadline.after(timeout_s)) for address in store.addresses]
+        nodes = [store.rows.held_on(address, tables, Deadline.after(timeout_s)) for address in store.nodes.addresses]
     except KvembError:  # what is the matter with a node stands beside it at the next look
         return ()
     return tuple((table.name, tuple(of)) for table, of in zip(tables, zip(*nodes, strict=True), strict=True))
@@ -159,7 +160,7 @@ def read_status(store: Store, client: "ShardClient | None", timeout_s: float) ->
     """
     shards = () if client is None else _shards(client, timeout_s)
     try:
-        nodes = tuple(store.stats(Deadline.of_caller(timeout_s)))
+        nodes = tuple(store.nodes.stats(Deadline.of_caller(timeout_s)))
     except StorageError as error:
         return ClusterStatus(shards, (), str(error))
     return ClusterStatus(shards, nodes)

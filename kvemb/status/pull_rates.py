@@ -18,7 +18,8 @@ from kvemb.errors import StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.storage_kinds import open_store
-from kvemb.stores.store import NodeStats, Store
+from kvemb.stores.store import Store
+from kvemb.stores.store_nodes import NodeStats
 
 Ids = NDArray[np.uint64]
 _PERCENTILES = (50, 90, 99, 100)
@@ -86,7 +87,7 @@ def by_node(store: Store, table: TableDef, ids: Ids) -> dict[str, Ids]:
     """Return the ids by the address of the node that holds their rows."""
     slots, first, which = np.unique(table.placement.slots(ids), return_index=True, return_inverse=True)
     pages = store.capabilities.pages
-    addresses = [store.node_of(table.keys(ids[at : at + 1], pages=pages)) for at in first]  # one for each slot, not for each id
+    addresses = [store.rows.node_of(table.keys(ids[at : at + 1], pages=pages)) for at in first]  # one for each slot, not for each id
     nodes = sorted(set(addresses))
     node = np.array([nodes.index(address) for address in addresses], np.intp)[which] if len(slots) else np.zeros(0, np.intp)
     return {address: ids[node == number] for number, address in enumerate(nodes)}
@@ -117,11 +118,11 @@ def look_twice(config: StorageConfig) -> tuple[Sequence[NodeStats], dict[str, No
 
     def look() -> dict[str, int]:
         nonlocal stats
-        stats = store.stats(Deadline.after(config.timeout_s))
+        stats = store.nodes.stats(Deadline.after(config.timeout_s))
         return {node.address: node.traffic_bytes for node in stats if not node.error}
 
     try:
-        store.find_nodes(Deadline.after(config.timeout_s))
+        store.nodes.find(Deadline.after(config.timeout_s))
         traffic = traffic_between(look)
         return stats, traffic
     except StorageError:

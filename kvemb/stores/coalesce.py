@@ -23,7 +23,7 @@ def read_coalesced(parts: Sequence[ReadPart], read: Callable[[Sequence[ReadPart]
     """Read parts as fewer ones; a result that was cut out of a larger one is in the order of its keys.
 
     Args:
-        parts: as in `Store.read`; those that bring memory of their own stand alone.
+        parts: as in `StoreRows.read`; those that bring memory of their own stand alone.
         read: reads the coalesced parts.
     """
     if len(parts) < 2:
@@ -43,7 +43,7 @@ def write_coalesced(
     """Write parts as fewer ones.
 
     Args:
-        parts: as in `Store.write`.
+        parts: as in `StoreRows.write`.
         write: writes the coalesced parts.
         one_node: whether one node has all rows. Rows under keys of their own need not be put in any order then, and joining them would
             cost more than it saves.

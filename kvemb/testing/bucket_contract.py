@@ -40,7 +40,7 @@ class BucketedStoreContract(StoreContract):
             write(store, one, records_of(one, wrong))
             with pytest.raises(RecordError, match=rf"node \S+, id {int(keys.ids[777])}\b.* {wrong} bytes"):
                 read(store, keys)
-            told = store.read([ReadPart(keys, SIZE, SIZE, foreign=True)], within())[0].in_key_order()
+            told = store.rows.read([ReadPart(keys, SIZE, SIZE, foreign=True)], within())[0].in_key_order()
             assert told.foreign is not None
             assert np.flatnonzero(told.foreign).tolist() == [777]
             assert np.flatnonzero(~told.found).tolist() == [777]
@@ -59,11 +59,11 @@ class BucketedStoreContract(StoreContract):
             read(store, keys)
         with pytest.raises(ForeignPageError, match=rf"node \S+, id \d+ \(key {key}, .*bucket"):
             write(store, keys, records_of(keys))
-        told = store.read([ReadPart(keys, SIZE, SIZE, foreign=True)], within())[0].in_key_order()
+        told = store.rows.read([ReadPart(keys, SIZE, SIZE, foreign=True)], within())[0].in_key_order()
         assert told.foreign is not None
         np.testing.assert_array_equal(told.foreign, lost)
         np.testing.assert_array_equal(told.found, ~lost)
-        assert store.make_way(keys, within()) == 0  # rows of other writers would be gone with it
+        assert store.repair.make_way(keys, within()) == 0  # rows of other writers would be gone with it
 
     def test_the_rows_of_a_bucket_that_was_deleted_behind_our_back_are_missing(self, store: Store, nodes: Nodes) -> None:
         keys = self.keys(1100)
@@ -79,11 +79,11 @@ class BucketedStoreContract(StoreContract):
         for size in (SIZE, 20):
             keys = self.keys(500)
             write(store, keys, records_of(keys, size))
-            store.erase([WritePart(keys, np.empty((500, 0), np.uint8))], within())
-            assert not store.read([ReadPart(keys, size, size)], within())[0].found.any()
+            store.rows.erase([WritePart(keys, np.empty((500, 0), np.uint8))], within())
+            assert not store.rows.read([ReadPart(keys, size, size)], within())[0].found.any()
             write(store, keys, records_of(keys, size))
-            assert store.read([ReadPart(keys, size, size)], within())[0].found.all()
-            store.erase([WritePart(keys, np.empty((500, 0), np.uint8))], within())
+            assert store.rows.read([ReadPart(keys, size, size)], within())[0].found.all()
+            store.rows.erase([WritePart(keys, np.empty((500, 0), np.uint8))], within())
 
     @pytest.mark.parametrize("n_buckets", [1, N_SLOTS, 4 * N_SLOTS])
     def test_tables_of_one_bucket_and_of_as_many_as_there_are_slots_and_more(self, store: Store, n_buckets: int) -> None:
@@ -96,9 +96,9 @@ class BucketedStoreContract(StoreContract):
     def test_tables_with_other_numbers_of_buckets_travel_in_one_call(self, store: Store) -> None:
         ids = self.keys(800).ids
         parts = [BucketKeys(tag, ids, n) for tag, n in ((b"aaa", 1), (b"bbb", 256), (b"ccc", 256), (b"ddd", 1 << 15))]
-        stored = store.write([WritePart(keys, records_of(keys, salt=i)) for i, keys in enumerate(parts)], within())
+        stored = store.rows.write([WritePart(keys, records_of(keys, salt=i)) for i, keys in enumerate(parts)], within())
         assert all(result.stored.all() for result in stored)
-        for i, result in enumerate(store.read([ReadPart(keys, SIZE, SIZE) for keys in parts], within())):
+        for i, result in enumerate(store.rows.read([ReadPart(keys, SIZE, SIZE) for keys in parts], within())):
             np.testing.assert_array_equal(result.in_key_order().records, records_of(parts[i], salt=i))
         require_rows(store, coalesce_keys(parts[1:3]), np.concatenate([records_of(parts[1], salt=1), records_of(parts[2], salt=2)]))
 
@@ -112,10 +112,10 @@ class BucketedStoreContract(StoreContract):
         for one in tables[:3]:
             keys = one.keys(ids, pages=True)
             write(store, keys, records_of(keys, one.record.size_bytes))
-        by_node = [store.held_rows(address, tables, within()) for address in store.addresses]
+        by_node = [store.rows.held_on(address, tables, within()) for address in store.nodes.addresses]
         keys = long.keys(ids, pages=True)
-        for address, counts in zip(store.addresses, by_node, strict=True):
-            on_node = int(np.count_nonzero(store.keys_of(address, keys)))
+        for address, counts in zip(store.nodes.addresses, by_node, strict=True):
+            on_node = int(np.count_nonzero(store.repair.keys_of(address, keys)))
             assert counts[1] == HeldRows(on_node, exact=True)
             assert counts[3] is None
         each = [[held for counts in by_node if (held := counts[i]) is not None] for i in range(3)]
@@ -128,8 +128,8 @@ class BucketedStoreContract(StoreContract):
         write(store, keys, records_of(keys, 20))
         write(store, few, records_of(few, 20))
         listed: dict[bytes, list[int]] = {}
-        for address in store.addresses:
-            for block in store.keys_on(address, within()) or ():
+        for address in store.nodes.addresses:
+            for block in store.repair.keys_on(address, within()) or ():
                 listed.setdefault(block.tag, []).extend(block.ids.tolist())
         assert sorted(listed[TAG]) == sorted(keys.ids.tolist())
         assert sorted(set(listed[b"few"])) == sorted(few.ids.tolist())

@@ -25,7 +25,7 @@ class ConflictContract(StoreOnNodes):
         write(store, keys.take(np.flatnonzero(stale)), records_of(keys, salt=1)[stale])
         tokens[2000:2003] = 0  # "must not exist", but they do
         conflict = stale | ((np.arange(3000) >= 2000) & (np.arange(3000) < 2003))
-        stored = store.write([WritePart(keys, records_of(keys, salt=2), tokens)], within())[0].stored
+        stored = store.rows.write([WritePart(keys, records_of(keys, salt=2), tokens)], within())[0].stored
         np.testing.assert_array_equal(stored, ~conflict)
         expected = np.where(conflict[:, None], records_of(keys), records_of(keys, salt=2))
         expected[stale] = records_of(keys, salt=1)[stale]
@@ -37,8 +37,8 @@ class ConflictContract(StoreOnNodes):
         keys = self.keys(10)
         write(store, keys, records_of(keys))
         tokens = read(store, keys, tokens=True).tokens
-        store.erase([WritePart(keys, records_of(keys))], within())
-        assert not store.write([WritePart(keys, records_of(keys), tokens)], within())[0].stored.any()
+        store.rows.erase([WritePart(keys, records_of(keys))], within())
+        assert not store.rows.write([WritePart(keys, records_of(keys), tokens)], within())[0].stored.any()
         assert not read(store, keys).found.any()
 
     def test_an_erase_with_tokens_leaves_rows_that_were_written_since(self, store: Store) -> None:
@@ -53,11 +53,11 @@ class ConflictContract(StoreOnNodes):
         newer = (np.arange(3000) % 500 == 7) | (np.arange(3000) >= 2990)
         write(store, keys.take(np.flatnonzero(newer)), records_of(keys, salt=1)[newer])
         nothing = np.empty((0, 0), np.uint8)
-        np.testing.assert_array_equal(store.erase([WritePart(keys, nothing, tokens)], within())[0], ~newer)
+        np.testing.assert_array_equal(store.rows.erase([WritePart(keys, nothing, tokens)], within())[0], ~newer)
         after = read(store, keys)
         np.testing.assert_array_equal(after.found, newer)
         np.testing.assert_array_equal(after.records[newer], records_of(keys, salt=1)[newer])
-        assert store.erase([WritePart(keys, nothing)], within())[0].all()  # without tokens: whatever is there
+        assert store.rows.erase([WritePart(keys, nothing)], within())[0].all()  # without tokens: whatever is there
         assert not read(store, keys).found.any()
 
     def test_an_erase_in_doubt_never_lands_on_a_newer_row(self, store: Store, nodes: Nodes) -> None:
@@ -68,7 +68,7 @@ class ConflictContract(StoreOnNodes):
         tokens = read(store, keys, tokens=True).tokens
         nodes.pause(1)
         with pytest.raises(DeadlineExceededError):
-            store.erase([WritePart(keys, np.empty((0, 0), np.uint8), tokens)], within(0.5))
+            store.rows.erase([WritePart(keys, np.empty((0, 0), np.uint8), tokens)], within(0.5))
         nodes.resume(1)
         stored = write(store, keys, records_of(keys, salt=2))
         while not stored.all():  # the erase landed between this write's read and itself
@@ -82,7 +82,7 @@ class ConflictContract(StoreOnNodes):
         tokens = read(store, keys, tokens=True).tokens
         nodes.pause(1)
         with pytest.raises(DeadlineExceededError):
-            store.write([WritePart(keys, records_of(keys, salt=1), tokens)], within(0.5))
+            store.rows.write([WritePart(keys, records_of(keys, salt=1), tokens)], within(0.5))
         nodes.resume(1)
         stored = write(store, keys, records_of(keys, salt=2))
         while not stored.all():  # the one in doubt landed between this write's read and itself

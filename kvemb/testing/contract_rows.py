@@ -68,13 +68,13 @@ def protocol_records(n: int, size: int = SIZE) -> NDArray[np.uint8]:
 
 def read(store: Store, keys: RowKeys, size: int = SIZE, *, tokens: bool = False, deadline: Deadline | None = None) -> ReadResult:
     """Read whole records, in the order of the keys."""
-    return store.read([ReadPart(keys, size, size, tokens)], deadline or within())[0].in_key_order()
+    return store.rows.read([ReadPart(keys, size, size, tokens)], deadline or within())[0].in_key_order()
 
 
 def write(store: Store, keys: RowKeys, records: NDArray[np.uint8], *, deadline: Deadline | None = None) -> NDArray[np.bool_]:
     """Write records over whatever is there; return which were stored."""
     tokens = read(store, keys, records.shape[1], tokens=True).tokens if store.capabilities.cas else None
-    return store.write([WritePart(keys, records, tokens)], deadline or within())[0].stored
+    return store.rows.write([WritePart(keys, records, tokens)], deadline or within())[0].stored
 
 
 def require_rows(store: Store, keys: RowKeys, records: NDArray[np.uint8]) -> None:

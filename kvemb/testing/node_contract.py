@@ -44,22 +44,22 @@ class NodeContract(StoreOnNodes):
         with nodes.store() as store:
             with pytest.raises(WrongNodeError):
                 store.provision(CLUSTER, GENERATION, within())
-            assert sum(node.n_keys for node in store.stats(within())) == 1
+            assert sum(node.n_keys for node in store.nodes.stats(within())) == 1
             with pytest.raises(NotProvisionedError):
                 store.open(within())
 
     def test_meta_values_come_back_from_every_node(self, store: Store) -> None:
-        assert set(store.get_meta("kvemb:test", within())) == {None}
+        assert set(store.values.get("kvemb:test", within())) == {None}
         for value in (b"one", b"EN\r\n$-1\r\nVA 3\r\n", b"", bytes(100_000)):
-            store.put_meta("kvemb:test", value, within())
-            assert set(store.get_meta("kvemb:test", within())) == {value}
+            store.values.put("kvemb:test", value, within())
+            assert set(store.values.get("kvemb:test", within())) == {value}
 
     def test_stats_count_keys_and_bytes_of_every_node(self, store: Store) -> None:
-        before = store.stats(within())
+        before = store.nodes.stats(within())
         keys = self.keys(200)
         write(store, keys, records_of(keys))
-        after = store.stats(within())
-        assert tuple(node.address for node in after) == store.addresses
+        after = store.nodes.stats(within())
+        assert tuple(node.address for node in after) == store.nodes.addresses
         assert sum(node.n_keys for node in after) == sum(node.n_keys for node in before) + self.n_keys_of(keys)
         assert all(node.used_bytes > 0 and node.server for node in after)
 
@@ -71,9 +71,9 @@ class NodeContract(StoreOnNodes):
             read(store, keys)
         tokens = np.zeros(400, dtype=np.uint64)
         with pytest.raises(NodeLostError):
-            store.write([WritePart(keys, records_of(keys), tokens)], within())
+            store.rows.write([WritePart(keys, records_of(keys), tokens)], within())
         with pytest.raises(NodeLostError):
-            store.erase([WritePart(keys, records_of(keys))], within())
+            store.rows.erase([WritePart(keys, records_of(keys))], within())
         with nodes.store() as another, pytest.raises((NodeLostError, NotProvisionedError)):
             another.open(within())
 
@@ -105,15 +105,15 @@ class NodeContract(StoreOnNodes):
             another.open(within())
 
     def test_one_good_copy_of_the_map_is_enough_and_none_is_told(self, store: Store, nodes: Nodes) -> None:
-        keys, copies = self.keys(400), store.get_meta(MAP_NAME, within())
+        keys, copies = self.keys(400), store.values.get(MAP_NAME, within())
         write(store, keys, records_of(keys))
-        assert set(copies) == {store.cluster_map.encode()}
+        assert set(copies) == {store.nodes.cluster_map.encode()}
         if len(copies) > 1:
-            store.mend_copies(MAP_NAME, copies, [index == 0 for index in range(len(copies))], b"junk", within())
+            store.values.mend(MAP_NAME, copies, [index == 0 for index in range(len(copies))], b"junk", within())
             with nodes.store() as another:
                 another.open(within())
                 require_rows(another, keys, records_of(keys))
-        store.put_meta(MAP_NAME, b"junk", within())
+        store.values.put(MAP_NAME, b"junk", within())
         with nodes.store() as another, pytest.raises(DamagedCopyError, match=MAP_NAME):
             another.open(within())
         require_rows(store, keys, records_of(keys))  # who knows the map goes on
@@ -127,7 +127,7 @@ class NodeContract(StoreOnNodes):
             with nodes.store(nodes=some) as another:
                 another.open(within())
                 require_rows(another, keys, records_of(keys))
-                assert len(another.addresses) == len(store.addresses)
+                assert len(another.nodes.addresses) == len(store.nodes.addresses)
 
     def test_a_node_that_is_down_is_named(self, store: Store, nodes: Nodes) -> None:
         keys = self.keys(400)

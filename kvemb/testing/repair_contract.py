@@ -24,9 +24,9 @@ from kvemb.errors import (
     NotProvisionedError,
 )
 from kvemb.schema.keys import RowKeys
-from kvemb.stores.repairable import LostNode
 from kvemb.stores.row_io import ReadPart, WritePart
 from kvemb.stores.store import Store
+from kvemb.stores.store_repair import LostNode
 from kvemb.testing.store_contract import (
     CLUSTER,
     GENERATION,
@@ -53,7 +53,7 @@ def rows_for(store: Store) -> RowKeys:
 def lost(store: Store) -> list[LostNode]:
     """The lost nodes, once the server that was started again serves."""
     deadline = within()
-    while not (found := store.lost_nodes(within())):
+    while not (found := store.repair.lost_nodes(within())):
         assert not deadline.expired, "no node was found lost"
         time.sleep(0.05)
     return found
@@ -61,7 +61,7 @@ def lost(store: Store) -> list[LostNode]:
 
 def begun(store: Store, address: str, *, even_if_whole: bool = False) -> str:
     """Begin a repair; a nonce is expected."""
-    nonce = store.begin_repair(address, within(), even_if_whole=even_if_whole)
+    nonce = store.repair.begin(address, within(), even_if_whole=even_if_whole)
     assert nonce is not None
     return nonce
 
@@ -69,13 +69,13 @@ def begun(store: Store, address: str, *, even_if_whole: bool = False) -> str:
 def rows_of(store: Store, address: str, keys: RowKeys | None = None) -> RowKeys:
     """The keys that belong to a node, of these or of all."""
     keys = rows_for(store) if keys is None else keys
-    return keys.take(np.flatnonzero(store.keys_of(address, keys)))
+    return keys.take(np.flatnonzero(store.repair.keys_of(address, keys)))
 
 
 def write_back(store: Store, address: str, nonce: str, keys: RowKeys, salt: int = 0) -> None:
     """Write rows to a node in repair, over whatever is there."""
-    tokens = store.read_in_repair(address, nonce, [ReadPart(keys, SIZE, SIZE, tokens=True)], within())[0].in_key_order().tokens
-    result = store.write_in_repair(address, nonce, [WritePart(keys, records_of(keys, salt=salt), tokens)], within())[0]
+    tokens = store.repair.read(address, nonce, [ReadPart(keys, SIZE, SIZE, tokens=True)], within())[0].in_key_order().tokens
+    result = store.repair.write(address, nonce, [WritePart(keys, records_of(keys, salt=salt), tokens)], within())[0]
     assert result.stored.all()
 
 
@@ -83,8 +83,8 @@ def repair(store: Store, address: str, salt: int = 0) -> None:
     """The whole repair of a node, by the only shard."""
     nonce = begun(store, address)
     write_back(store, address, nonce, rows_of(store, address), salt)
-    store.report_repaired(address, nonce, 0, within())
-    assert store.finish_repair(address, nonce, range(1), within())
+    store.repair.report(address, nonce, 0, within())
+    assert store.repair.finish(address, nonce, range(1), within())
 
 
 def eventually_reads(store: Store, salt: int = 0, keys: RowKeys | None = None) -> None:
@@ -98,7 +98,7 @@ def eventually_reads(store: Store, salt: int = 0, keys: RowKeys | None = None) -
 
 def own(store: Store, epoch: int) -> None:
     """Take shard 0 under an epoch."""
-    store.put_meta(owner_name(0), Owner(epoch, 1).encode(), within())
+    store.values.put(owner_name(0), Owner(epoch, 1).encode(), within())
     store.fence(0, epoch, within())
 
 
@@ -126,8 +126,8 @@ class RepairContract(StoreContract):
     # --- repair -----------------------------------------------------------------------------------------------------------------
 
     def test_whole_nodes_are_not_lost_and_not_repaired(self, store: Store, trainer: Store, rows: RowKeys) -> None:
-        assert store.lost_nodes(within()) == []
-        assert store.begin_repair(store.addresses[0], within()) is None
+        assert store.repair.lost_nodes(within()) == []
+        assert store.repair.begin(store.nodes.addresses[0], within()) is None
         require_rows(trainer, rows, records_of(rows))
 
     @pytest.mark.parametrize("how", ["started again empty", "flushed"])
@@ -137,11 +137,11 @@ class RepairContract(StoreContract):
         nodes.flush(0) if how == "flushed" else nodes.restart(0)
         (found,) = lost(store)
         assert (found.why, found.nonce) == ("empty", None)
-        here = store.keys_of(found.address, rows)
+        here = store.repair.keys_of(found.address, rows)
         mine, others = rows.take(np.flatnonzero(here)), rows.take(np.flatnonzero(~here))
         assert 0 < len(mine) < len(rows)
         nonce = begun(store, found.address)
-        assert store.lost_nodes(within()) == [LostNode(found.address, "repairing", nonce)]
+        assert store.repair.lost_nodes(within()) == [LostNode(found.address, "repairing", nonce)]
         for one in (store, trainer):
             with pytest.raises(LOST, match=found.address):
                 read(one, mine)
@@ -151,12 +151,12 @@ class RepairContract(StoreContract):
         with nodes.store() as late, pytest.raises(LOST, match=found.address):
             late.open(within())
         write_back(store, found.address, nonce, mine)
-        assert not store.finish_repair(found.address, nonce, range(1), within())
+        assert not store.repair.finish(found.address, nonce, range(1), within())
         with pytest.raises(LOST, match=found.address):
             read(trainer, mine)
-        store.report_repaired(found.address, nonce, 0, within())
-        assert store.finish_repair(found.address, nonce, range(1), within())
-        assert store.lost_nodes(within()) == []
+        store.repair.report(found.address, nonce, 0, within())
+        assert store.repair.finish(found.address, nonce, range(1), within())
+        assert store.repair.lost_nodes(within()) == []
         eventually_reads(trainer)
         eventually_reads(store)
         assert write(store, rows, records_of(rows, salt=1)).all()
@@ -172,20 +172,20 @@ class RepairContract(StoreContract):
         first = begun(store, found.address)
         mine = rows_of(store, found.address)
         write_back(store, found.address, first, mine)
-        store.report_repaired(found.address, first, 0, within())
+        store.repair.report(found.address, first, 0, within())
         nodes.flush(0) if how == "flushed" else nodes.restart(0)
         lost(store)  # it serves again
         for call in (
-            lambda: store.read_in_repair(found.address, first, [ReadPart(mine, SIZE, SIZE)], within()),
-            lambda: store.report_repaired(found.address, first, 0, within()),
-            lambda: store.finish_repair(found.address, first, range(1), within()),
+            lambda: store.repair.read(found.address, first, [ReadPart(mine, SIZE, SIZE)], within()),
+            lambda: store.repair.report(found.address, first, 0, within()),
+            lambda: store.repair.finish(found.address, first, range(1), within()),
         ):
             with pytest.raises((*LOST, NodeUnavailableError)):
                 call()
-        assert [node.why for node in store.lost_nodes(within())] == ["empty"]
+        assert [node.why for node in store.repair.lost_nodes(within())] == ["empty"]
         second = begun(store, found.address)
         assert second != first
-        assert not store.finish_repair(found.address, second, range(1), within())
+        assert not store.repair.finish(found.address, second, range(1), within())
         repair(store, found.address)
         eventually_reads(trainer)
 
@@ -205,14 +205,14 @@ class RepairContract(StoreContract):
             mine = rows_of(store, address)
             half = len(mine) // 2
             write_back(store, address, nonce, mine[:half])
-            store.report_repaired(address, nonce, 0, within())
-            assert not store.finish_repair(address, nonce, range(2), within())
+            store.repair.report(address, nonce, 0, within())
+            assert not store.repair.finish(address, nonce, range(2), within())
             with pytest.raises(LOST):
                 read(trainer, mine[:half])
             write_back(other, address, nonce, mine[half:])
-            other.report_repaired(address, nonce, 1, within())
-            assert other.finish_repair(address, nonce, range(2), within())
-            assert store.finish_repair(address, nonce, range(2), within())
+            other.repair.report(address, nonce, 1, within())
+            assert other.repair.finish(address, nonce, range(2), within())
+            assert store.repair.finish(address, nonce, range(2), within())
             for one in (store, other, trainer):
                 eventually_reads(one)
 
@@ -222,14 +222,14 @@ class RepairContract(StoreContract):
         nonce, mine = begun(store, address), rows_of(store, address)
         zeros = np.zeros(len(mine), dtype=np.uint64)
         with pytest.raises(NodeLostError):
-            store.write_in_repair(address, "0" * 16, [WritePart(mine, records_of(mine), zeros)], within())
+            store.repair.write(address, "0" * 16, [WritePart(mine, records_of(mine), zeros)], within())
         with pytest.raises(NodeLostError):
-            store.report_repaired(address, "0" * 16, 0, within())
+            store.repair.report(address, "0" * 16, 0, within())
         with pytest.raises(NodeLostError):
-            store.finish_repair(address, "0" * 16, range(1), within())
+            store.repair.finish(address, "0" * 16, range(1), within())
         with pytest.raises(InvalidInputError, match=address):
-            store.write_in_repair(address, nonce, [WritePart(rows, records_of(rows), np.zeros(len(rows), dtype=np.uint64))], within())
-        assert not store.read_in_repair(address, nonce, [ReadPart(mine, SIZE, SIZE)], within())[0].found.any()
+            store.repair.write(address, nonce, [WritePart(rows, records_of(rows), np.zeros(len(rows), dtype=np.uint64))], within())
+        assert not store.repair.read(address, nonce, [ReadPart(mine, SIZE, SIZE)], within())[0].found.any()
 
     def test_a_node_from_an_old_snapshot_is_suspect_until_its_rows_were_compared(
         self, nodes: Nodes, store: Store, trainer: Store, rows: RowKeys
@@ -237,7 +237,7 @@ class RepairContract(StoreContract):
         nodes.save(0)
         write(store, rows, records_of(rows, salt=1))
         gone = rows[:100]
-        store.erase([WritePart(gone, np.empty((100, 0), np.uint8))], within())
+        store.rows.erase([WritePart(gone, np.empty((100, 0), np.uint8))], within())
         nodes.restart(0, saved=True)
         (found,) = lost(store)
         assert found.why == "suspect"
@@ -247,17 +247,17 @@ class RepairContract(StoreContract):
             with pytest.raises(NodeSuspectError, match=found.address):
                 read(one, rows)
         nonce = begun(store, found.address)
-        blocks = store.keys_on(found.address, within())
+        blocks = store.repair.keys_on(found.address, within())
         assert blocks is not None
         seen = np.concatenate([block.ids for block in blocks if block.tag == rows.tag])
         mine = rows_of(store, found.address)
         assert set(seen.tolist()) == set(mine.ids.tolist())  # those that were erased included
         back = rows_of(store, found.address, gone)
-        assert store.read_in_repair(found.address, nonce, [ReadPart(back, SIZE, SIZE)], within())[0].found.all()
-        store.erase_in_repair(found.address, nonce, [WritePart(back, np.empty((len(back), 0), np.uint8))], within())
+        assert store.repair.read(found.address, nonce, [ReadPart(back, SIZE, SIZE)], within())[0].found.all()
+        store.repair.erase(found.address, nonce, [WritePart(back, np.empty((len(back), 0), np.uint8))], within())
         write_back(store, found.address, nonce, rows_of(store, found.address, rows[100:]), salt=1)
-        store.report_repaired(found.address, nonce, 0, within())
-        assert store.finish_repair(found.address, nonce, range(1), within())
+        store.repair.report(found.address, nonce, 0, within())
+        assert store.repair.finish(found.address, nonce, range(1), within())
         for one in (store, trainer):
             eventually_reads(one, 1, rows[100:])
             result = read(one, rows)
@@ -269,72 +269,72 @@ class RepairContract(StoreContract):
         first = begun(store, address)
         nodes.save(0)  # the snapshot holds the nonce, and no rows
         write_back(store, address, first, rows_of(store, address))
-        store.report_repaired(address, first, 0, within())
+        store.repair.report(address, first, 0, within())
         nodes.restart(0, saved=True)
         assert lost(store)[0].why in ("suspect", "empty")
         with pytest.raises((*LOST, NodeUnavailableError)):
-            store.finish_repair(address, first, range(1), within())
+            store.repair.finish(address, first, range(1), within())
         assert begun(store, address) != first
         repair(store, address)
         eventually_reads(trainer)
 
     def test_a_node_that_looks_whole_can_be_repaired_too(self, store: Store, trainer: Store, rows: RowKeys) -> None:
-        address = store.addresses[0]
+        address = store.nodes.addresses[0]
         nonce = begun(store, address, even_if_whole=True)
         with pytest.raises(LOST, match=address):
             read(trainer, rows)
         write_back(store, address, nonce, rows_of(store, address), salt=1)
-        store.report_repaired(address, nonce, 0, within())
-        assert store.finish_repair(address, nonce, range(1), within())
+        store.repair.report(address, nonce, 0, within())
+        assert store.repair.finish(address, nonce, range(1), within())
         for one in (store, trainer):
             eventually_reads(one, 1, rows_of(store, address))
 
     def test_a_shard_opens_and_repairs_a_cluster_that_has_lost_everything(
         self, nodes: Nodes, store: Store, trainer: Store, rows: RowKeys
     ) -> None:
-        for index in range(len(store.addresses)):
+        for index in range(len(store.nodes.addresses)):
             nodes.flush(index)
         with nodes.store() as unknowing, pytest.raises(NotProvisionedError):
             unknowing.open(within())
         with nodes.store() as shard:
-            markers = shard.open(within(), Identity(CLUSTER, GENERATION, store.cluster_map))
+            markers = shard.open(within(), Identity(CLUSTER, GENERATION, store.nodes.cluster_map))
             assert {marker.cluster_id for marker in markers} == {CLUSTER}
-            assert {node.why for node in shard.lost_nodes(within())} == {"empty"}
+            assert {node.why for node in shard.repair.lost_nodes(within())} == {"empty"}
             own(shard, 3)
-            for address in shard.addresses:
+            for address in shard.nodes.addresses:
                 repair(shard, address)
-            assert shard.lost_nodes(within()) == []
+            assert shard.repair.lost_nodes(within()) == []
             require_rows(shard, rows, records_of(rows))
-            assert shard.owner_epoch(0, within()) == 3
+            assert shard.values.owner_epoch(0, within()) == 3
         eventually_reads(trainer)
 
     def test_small_values_are_put_back_in_repair(self, nodes: Nodes, store: Store, trainer: Store) -> None:
         own(store, 5)
-        store.put_meta("kvemb:test", b"value", within())
+        store.values.put("kvemb:test", b"value", within())
         nodes.restart(0)
         address = lost(store)[0].address
         nonce = begun(store, address)
         write_back(store, address, nonce, rows_of(store, address))
-        store.put_meta_in_repair(address, nonce, "kvemb:test", b"value", within())
-        store.report_repaired(address, nonce, 0, within())
-        assert store.finish_repair(address, nonce, range(1), within())
+        store.repair.put_value(address, nonce, "kvemb:test", b"value", within())
+        store.repair.report(address, nonce, 0, within())
+        assert store.repair.finish(address, nonce, range(1), within())
         with nodes.store() as late:
             late.open(within())
-            assert set(late.get_meta("kvemb:test", within())) == {b"value"}
-            assert set(late.get_meta(owner_name(0), within())) == {Owner(5, 1).encode()}
+            assert set(late.values.get("kvemb:test", within())) == {b"value"}
+            assert set(late.values.get(owner_name(0), within())) == {Owner(5, 1).encode()}
 
     # --- fencing ----------------------------------------------------------------------------------------------------------------
 
     def test_the_owner_epoch_is_the_highest_on_any_node(self, store: Store) -> None:
-        assert store.owner_epoch(0, within()) == 0
+        assert store.values.owner_epoch(0, within()) == 0
         own(store, 4)
-        assert (store.owner_epoch(0, within()), store.owner_epoch(1, within())) == (4, 0)
+        assert (store.values.owner_epoch(0, within()), store.values.owner_epoch(1, within())) == (4, 0)
 
     def test_a_higher_epoch_of_the_same_owner_that_could_not_be_written_is_written_by_its_next_look(self, store: Store) -> None:
         own(store, 4)
         store.fence(0, 5, within())
-        assert store.lost_nodes(within()) == []
-        assert store.owner_epoch(0, within()) == 5
+        assert store.repair.lost_nodes(within()) == []
+        assert store.values.owner_epoch(0, within()) == 5
 
     def test_after_a_takeover_the_older_process_writes_nothing_on_a_new_connection(
         self, nodes: Nodes, store: Store, monkeypatch: pytest.MonkeyPatch, rows: RowKeys
@@ -350,7 +350,7 @@ class RepairContract(StoreContract):
                 patch.setattr(RowsReader, "feed", _interrupted)
                 read(store, rows)
             with pytest.raises(FencedError, match=r"epoch 2.*epoch 1"):
-                store.write([WritePart(rows, records_of(rows, salt=1), tokens)], within())
+                store.rows.write([WritePart(rows, records_of(rows, salt=1), tokens)], within())
             with pytest.raises(FencedError):
                 store.fence(0, 1, within())
             require_rows(successor, rows, records_of(rows))
@@ -365,7 +365,7 @@ class RepairContract(StoreContract):
             successor.open(within())
             require_rows(successor, rows, records_of(rows))
             own(successor, 2)
-            assert successor.kill_other_writers(within()) >= len(store.addresses)
+            assert successor.kill_other_writers(within()) >= len(store.nodes.addresses)
             assert successor.kill_other_writers(within()) == 0
             require_rows(successor, rows, records_of(rows))
             with pytest.raises(FencedError):

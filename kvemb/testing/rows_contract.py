@@ -45,9 +45,9 @@ class RowsContract(StoreOnNodes):
         shapes = ((b"aaa", self.smallest_record_bytes, 2000), (b"bbb", 300, 500), (b"ccc", 44, 0), (b"ddd", 5000, 40))
         parts = [(self.keys(n, tag=tag, size=size), size) for tag, size, n in shapes]
         zeros = [np.zeros(len(keys), dtype=np.uint64) for keys, _ in parts]
-        stored = store.write([WritePart(k, records_of(k, size), t) for (k, size), t in zip(parts, zeros, strict=True)], within())
+        stored = store.rows.write([WritePart(k, records_of(k, size), t) for (k, size), t in zip(parts, zeros, strict=True)], within())
         assert [result.stored.all() for result in stored] == [True] * 4
-        results = store.read([ReadPart(keys, size, size) for keys, size in parts], within())
+        results = store.rows.read([ReadPart(keys, size, size) for keys, size in parts], within())
         for (keys, size), result in zip(parts, results, strict=True):
             assert result.found.all()
             np.testing.assert_array_equal(result.in_key_order().records, records_of(keys, size))
@@ -58,11 +58,11 @@ class RowsContract(StoreOnNodes):
         records = [records_of(keys, salt=salt) for salt, keys in enumerate(parts)]
         there = [np.arange(len(keys)) % 5 != salt for salt, keys in enumerate(parts)]
         given = [(keys.take(np.flatnonzero(here)), rows[here]) for keys, rows, here in zip(parts, records, there, strict=True)]
-        written = store.write([WritePart(keys, rows, np.zeros(len(keys), dtype=np.uint64)) for keys, rows in given], within())
+        written = store.rows.write([WritePart(keys, rows, np.zeros(len(keys), dtype=np.uint64)) for keys, rows in given], within())
         assert all(result.stored.all() and len(result.stored) == len(keys) for result, (keys, _) in zip(written, given, strict=True))
         together = coalesce_keys([keys[:500] for keys in parts])
         asked = [ReadPart(keys, SIZE, SIZE, tokens=cas, foreign=True) for keys in parts]
-        *each, last = [result.in_key_order() for result in store.read([*asked, ReadPart(together, SIZE, SIZE)], within())]
+        *each, last = [result.in_key_order() for result in store.rows.read([*asked, ReadPart(together, SIZE, SIZE)], within())]
         for result, rows, here in zip(each, records, there, strict=True):
             np.testing.assert_array_equal(result.found, here)
             np.testing.assert_array_equal(result.records[here], rows[here])
@@ -78,13 +78,13 @@ class RowsContract(StoreOnNodes):
             np.testing.assert_array_equal(result.tokens[here], stored.tokens)
         tokens = [np.asarray(result.tokens).copy() for result in written]
         tokens[1][::2] = 0  # "must not exist": a conflict, in this table only
-        again = store.write([WritePart(keys, rows, some) for (keys, rows), some in zip(given, tokens, strict=True)], within())
+        again = store.rows.write([WritePart(keys, rows, some) for (keys, rows), some in zip(given, tokens, strict=True)], within())
         assert [int((~result.stored).sum()) for result in again] == [0, -(-len(tokens[1]) // 2), 0, 0]
 
     def test_order_says_which_row_is_which(self, store: Store) -> None:
         keys = self.keys(1500)
         write(store, keys, records_of(keys))
-        result = store.read([ReadPart(keys, SIZE, SIZE)], within())[0]
+        result = store.rows.read([ReadPart(keys, SIZE, SIZE)], within())[0]
         order = np.arange(1500) if result.order is None else result.order
         assert sorted(order.tolist()) == list(range(1500))
         np.testing.assert_array_equal(result.records, records_of(keys)[order])
@@ -92,7 +92,7 @@ class RowsContract(StoreOnNodes):
     def test_a_prefix_read_returns_the_first_bytes(self, store: Store) -> None:
         keys = self.keys(1200)
         write(store, keys, records_of(keys))
-        result = store.read([ReadPart(keys, SIZE, 13)], within())[0].in_key_order()
+        result = store.rows.read([ReadPart(keys, SIZE, 13)], within())[0].in_key_order()
         assert result.found.all()
         np.testing.assert_array_equal(result.records, records_of(keys)[:, :13])
 
@@ -107,8 +107,8 @@ class RowsContract(StoreOnNodes):
         write(store, keys, records_of(keys))
         gone = np.arange(1500) % 3 == 0
         part = WritePart(keys.take(np.flatnonzero(gone)), np.empty((int(gone.sum()), 0), np.uint8))
-        store.erase([part], within())
-        store.erase([part], within())
+        store.rows.erase([part], within())
+        store.rows.erase([part], within())
         result = read(store, keys)
         np.testing.assert_array_equal(result.found, ~gone)
         np.testing.assert_array_equal(result.records[~gone], records_of(keys)[~gone])
@@ -120,4 +120,4 @@ class RowsContract(StoreOnNodes):
             nodes.put_foreign(keys.take(np.array([777])).encode().tobytes(), wrong)
             with pytest.raises(RecordError, match=rf"node \S+, id {int(keys.ids[777])}\b.* {len(wrong)} bytes"):
                 read(store, keys)
-        assert store.read([ReadPart(keys.take(np.arange(700)), SIZE, SIZE)], within())[0].found.all()
+        assert store.rows.read([ReadPart(keys.take(np.arange(700)), SIZE, SIZE)], within())[0].found.all()

@@ -32,12 +32,12 @@ class SharedUseContract(StoreOnNodes):
         keys = self.keys(3)
         for call in (
             lambda: read(store, keys),
-            lambda: store.write([WritePart(keys, records_of(keys), np.zeros(3, dtype=np.uint64))], within()),
-            lambda: store.erase([WritePart(keys, records_of(keys))], within()),
-            lambda: store.get_meta("kvemb:test", within()),
-            lambda: store.put_meta("kvemb:test", b"", within()),
+            lambda: store.rows.write([WritePart(keys, records_of(keys), np.zeros(3, dtype=np.uint64))], within()),
+            lambda: store.rows.erase([WritePart(keys, records_of(keys))], within()),
+            lambda: store.values.get("kvemb:test", within()),
+            lambda: store.values.put("kvemb:test", b"", within()),
             lambda: store.open(within()),
-            lambda: store.stats(within()),
+            lambda: store.nodes.stats(within()),
         ):
             with pytest.raises(ClosedError):
                 call()

@@ -136,8 +136,8 @@ class PagedStoreContract(StoreContract):
         mask = {"all": np.ones(2500, dtype=bool), "none": np.zeros(2500, dtype=bool), "the second half": half}[new]
         said = paged_keys(TAG, keys.ids, page_layout(SIZE), mask)
         for salt in (0, 1):
-            assert store.write([WritePart(said, records_of(keys, salt=salt))], within())[0].stored.all()
+            assert store.rows.write([WritePart(said, records_of(keys, salt=salt))], within())[0].stored.all()
             require_rows(store, keys, records_of(keys, salt=salt))
         gone = keys.take(np.flatnonzero(half))
-        store.erase([WritePart(gone, np.empty((len(gone), 0), np.uint8))], within())
+        store.rows.erase([WritePart(gone, np.empty((len(gone), 0), np.uint8))], within())
         np.testing.assert_array_equal(read(store, keys).found, ~half)

@@ -95,8 +95,8 @@ class ChangedRowsFinder:
         record = definition.record
         keys = definition.keys(ids, pages=self._store.capabilities.pages)
         part = ReadPart(keys, record.size_bytes, record.prefix_bytes)
-        got = self._store.read([part], Deadline.after(self._timeout_s))[0].in_key_order()
-        record.check(got.records, ids, got.found, self._store.whereabouts(keys))
+        got = self._store.rows.read([part], Deadline.after(self._timeout_s))[0].in_key_order()
+        record.check(got.records, ids, got.found, self._store.rows.whereabouts(keys))
         if not (got.found & (record.versions(got.records) == versions)).all():
             raise LostRowError(f"table {definition.name!r}: rows in storage are not those that the shard's index knows")
         return got.records[:, HEADER_SIZE : record.prefix_bytes]

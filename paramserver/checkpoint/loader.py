@@ -113,7 +113,7 @@ class Loader:
         """
         plan = self._plan()
         decision = self._decision()
-        if decision is not None and plan is None and self._parts.shard not in self._store.cluster_map.writing_shards:
+        if decision is not None and plan is None and self._parts.shard not in self._store.nodes.cluster_map.writing_shards:
             note_carried_out(self._data, decision, self._still_ours)  # none of its rows is this shard's, and it may be gone by now
             self._report(decision.load_id, "done")
             return
@@ -137,8 +137,8 @@ class Loader:
     def _decision(self) -> Decision | None:
         """The newest decision, unless it was carried out."""
         try:
-            copies = self._store.get_meta(META_NAME, Deadline.after(self._timeout_s))
-            found = newest_decision(copies, self._store.copies_on(META_NAME))
+            copies = self._store.values.get(META_NAME, Deadline.after(self._timeout_s))
+            found = newest_decision(copies, self._store.values.copies_on(META_NAME))
         except (NodeLostError, NodeSuspectError):  # to be repaired first; a decision that only lost nodes held was never answered
             return None
         except DamagedCopyError as error:
@@ -148,7 +148,7 @@ class Loader:
             ) from error
         damaged = are_damaged(copies, decode_decision)
         if found is not None and any(damaged):
-            self._store.mend_copies(META_NAME, copies, damaged, found.encode(), Deadline.after(self._timeout_s))
+            self._store.values.mend(META_NAME, copies, damaged, found.encode(), Deadline.after(self._timeout_s))
         done = int(self._data.read(LOADED) or b"0")
         return found if found is not None and found.serial > done else None
 
@@ -169,7 +169,7 @@ class Loader:
             shutil.rmtree(old)
         epoch = self._parts.engine.epoch
         runs, version = Runs(self._staged(decision.load_id), epoch=epoch, still_ours=self._still_ours), make_version(epoch, 0)
-        self._done, self._rows = 0, sum(level.manifest.n_rows for level in chain.levels) // len(self._store.cluster_map.shard_numbers)
+        self._done, self._rows = 0, sum(level.manifest.n_rows for level in chain.levels) // len(self._store.nodes.cluster_map.shard_numbers)
         writers = []
         for saved in chain.newest.tables:
             definition = self._parts.registry.find_last(saved.definition.name)
@@ -192,7 +192,7 @@ class Loader:
         return plan
 
     def _own_rows(self, chain: Chain, definition: TableDef, version: int) -> Iterator[tuple[Ids, NDArray[np.uint8]]]:
-        mine, cluster_map = self._parts.shard, self._store.cluster_map
+        mine, cluster_map = self._parts.shard, self._store.nodes.cluster_map
         sources: Sequence[int] = [mine] if self._same_shards(chain.newest) else range(chain.newest.n_shards)
         for block in chain.rows_of(definition, sources):
             own = cluster_map.shards_of(definition.placement.slots(block.ids)) == mine
@@ -202,7 +202,7 @@ class Loader:
 
     def _same_shards(self, manifest: CheckpointManifest) -> bool:
         """Whether the shard of our number wrote all of our rows, and no others."""
-        return manifest.slots == self._store.cluster_map.shard_runs and self._parts.shard < manifest.n_shards
+        return manifest.slots == self._store.nodes.cluster_map.shard_runs and self._parts.shard < manifest.n_shards
 
     def _step(self, manifest: CheckpointManifest, saved: SavedTable) -> int:
         """Docs/adr/0004: the same shard's, or where other shards have the rows now the largest."""
@@ -268,7 +268,7 @@ class Loader:
         self._reported = now
         report = Report(load_id, state, error[:2000], self._done, self._rows, time.time_ns())
         with suppress(StorageError):
-            self._store.put_meta(report_name(self._parts.shard), report.encode(), Deadline.after(self._timeout_s))
+            self._store.values.put(report_name(self._parts.shard), report.encode(), Deadline.after(self._timeout_s))
 
 
 def _without(arrays: Sequence[Ids], loaded: Ids) -> Ids:

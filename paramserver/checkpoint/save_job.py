@@ -328,7 +328,7 @@ class SaveJob:
         keys = definition.keys(ids, pages=self._store.capabilities.pages)
         wanted_bytes = record.prefix_bytes if self.order.weights_only else record.size_bytes
         part = ReadPart(keys, record.size_bytes, wanted_bytes, foreign=True)
-        read = self._store.read([part], Deadline.after(self._timeout_s))[0].in_key_order()
+        read = self._store.rows.read([part], Deadline.after(self._timeout_s))[0].in_key_order()
         ours = read.found & record.belong(read.records, ids)
         stored = np.where(ours, record.versions(read.records), np.uint64(0))
         late = np.flatnonzero(stored != versions)

@@ -165,8 +165,8 @@ class Saver:
             raise CheckpointError(f"shard {self._shard}: a save to {before.order.url} is under way; wait for its end")
         require_extra("pyarrow.parquet")
         storage = CheckpointStorage(order.url)
-        if self._store.cluster_map.plan is not None:
-            self._store.refresh_map(deadline)  # a move that has just ended is not said to go on
+        if self._store.nodes.cluster_map.plan is not None:
+            self._store.nodes.refresh_map(deadline)  # a move that has just ended is not said to go on
         self._refuse_in_mid_move()
         self._observer.follow(None)
         self._finished = _finished(storage, order, self._shard)
@@ -187,7 +187,7 @@ class Saver:
         job.thread.start()
 
     def _refuse_in_mid_move(self) -> None:
-        plan = self._store.cluster_map.plan
+        plan = self._store.nodes.cluster_map.plan
         if plan is not None and plan.kind == SHARDS:
             raise CheckpointError(
                 f"shard {self._shard}: slots move between shards (phase {plan.phase}); nothing was saved. `kvemb moves` shows how "
@@ -241,7 +241,7 @@ class Saver:
         erased = self._observer.erased_log.after(base_version, definition.key)
         if erased is None:
             return None
-        own: NDArray[np.bool_] = self._store.cluster_map.shards_of(definition.placement.slots(erased)) == self._shard
+        own: NDArray[np.bool_] = self._store.nodes.cluster_map.shards_of(definition.placement.slots(erased)) == self._shard
         return erased[own]
 
 

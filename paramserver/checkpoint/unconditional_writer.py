@@ -53,7 +53,7 @@ class UnconditionalWriter:
             return stop
 
         def make_way(error: StorageError) -> None:
-            if not self._store.make_way(self._access.keys(definition, ids[piece()]), self._access.deadline()):
+            if not self._store.repair.make_way(self._access.keys(definition, ids[piece()]), self._access.deadline()):
                 raise error
             log.error("%s", error)
 

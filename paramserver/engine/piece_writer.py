@@ -137,7 +137,7 @@ class PieceWriter:
     def _round(self, change: Change, todo: Sequence[CheckedRows]) -> list[CheckedRows]:
         """Read, compute, write once; return the rows that met a conflict."""
         self.prepared = []
-        self._tables.follow(self._store.cluster_map)
+        self._tables.follow(self._store.nodes.cluster_map)
         fetched = self._fetch(todo)
         prepared = [self._prepare(change, rows, got) for rows, got in zip(todo, fetched, strict=True)]
         computed, self._computed = self._computed, None  # only the first round begins with all rows

@@ -34,16 +34,16 @@ T = TypeVar("T", bound=Sized)
 
 
 class RowCalls(Protocol):
-    """Reads and writes of rows: a `Store`, or what stands for it at one node in repair."""
+    """Reads and writes of rows: those of a store, of one node in repair, or of the other nodes of slots under way."""
 
     def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
-        """See `Store.read`."""
+        """See `StoreRows.read`."""
 
     def write(self, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
-        """See `Store.write`."""
+        """See `StoreRows.write`."""
 
     def erase(self, parts: Sequence[WritePart], deadline: Deadline) -> list[Mask]:
-        """See `Store.erase`."""
+        """See `StoreRows.erase`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ class RowAccess:
         pace: Pace | None = None,
     ) -> None:
         self._store, self._timeout_s, self._error = store, timeout_s, error
-        self._calls: RowCalls = calls or store
+        self._calls: RowCalls = calls or store.rows
         self.pace = pace or Pace(timeout_s)
 
     def by(self, calls: RowCalls) -> "RowAccess":
@@ -122,7 +122,7 @@ class RowAccess:
         results, found = read_coalesced(parts, lambda few: self._calls.read(few, self.deadline())), []
         for (definition, ids), part, result in zip(tables, parts, results, strict=True):
             got = result.in_key_order()
-            definition.record.check(got.records, ids, got.found, self._store.whereabouts(part.keys))
+            definition.record.check(got.records, ids, got.found, self._store.rows.whereabouts(part.keys))
             found.append(FetchedRecords(got.records, got.found, got.tokens))
         return found
 
@@ -159,12 +159,13 @@ class RowAccess:
 
     @property
     def _second(self) -> OtherNodes | None:
-        return self._store.second if self._calls is self._store else None
+        other = self._other
+        return other if other is not None and other.written else None
 
     @property
     def _other(self) -> OtherNodes | None:
         """Where rows may be besides, also while they are erased there: one that is left would come back with its slot."""
-        return self._store.other if self._calls is self._store else None
+        return self._store.rows.moving if self._calls is self._store.rows else None
 
     def _erase_other(self, other: OtherNodes | None, parts: Sequence[WritePart]) -> None:
         if other is not None:

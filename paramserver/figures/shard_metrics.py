@@ -15,7 +15,7 @@ from kvemb.metrics import MetricFamilies
 from kvemb.net.tls_probe import look_at_own
 from kvemb.schema.move_plan import PHASES as MOVE_PHASES
 from kvemb.schema.move_plan import MovePlan
-from kvemb.stores.store import NodeStats
+from kvemb.stores.store_nodes import NodeStats
 
 from ..apply.applier import ApplyFigures
 from ..checkpoint.save_job import SaveFigures

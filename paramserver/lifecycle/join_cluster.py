@@ -144,18 +144,18 @@ def _try_to_join(store: Store, data: DataDir, shard: int, n_shards: int, name: s
     found = markers[0].cluster_id
     ours = _unpack(data.read(CLUSTER), "cluster_id") or (shard == 0 and _unpack(data.read(INTENT), "cluster_id"))
     if ours != found:
-        note = newest_note(store.get_meta(note_name(0), Deadline.after(timeout_s)))
+        note = newest_note(store.values.get(note_name(0), Deadline.after(timeout_s)))
         if ours:
-            where = f"storage.nodes ({', '.join(store.addresses)}) hold the rows of {whose(found, 0, note, time.time())}"
+            where = f"storage.nodes ({', '.join(store.nodes.addresses)}) hold the rows of {whose(found, 0, note, time.time())}"
             raise WrongNodeError(
                 f"{where}. The data folder {data.path} is of cluster {ours.hex()}. Nothing was changed. Correct storage.nodes, or "
                 "parameter_servers.data_dir, in kvemb.yaml."
             )
-        if (another := of_another(store.addresses, found, note, name, time.time())) is not None:
+        if (another := of_another(store.nodes.addresses, found, note, name, time.time())) is not None:
             raise WrongNodeError(" ".join(another))
     if wrong is not None:
         raise wrong
-    return Identity(found, markers[0].generation, store.cluster_map)
+    return Identity(found, markers[0].generation, store.nodes.cluster_map)
 
 
 def keep_identity(data: DataDir, identity: Identity) -> None:
@@ -213,7 +213,7 @@ def _provision(store: Store, data: DataDir, n_shards: int, timeout_s: float) -> 
     intent = data.read(INTENT)
     cluster_id, generation = _unpack(intent, "cluster_id"), _unpack(intent, "generation")
     store.provision(cluster_id, generation, Deadline.after(timeout_s), n_shards)
-    log.info("provisioned cluster %s on %s", cluster_id.hex(), ", ".join(store.addresses))
+    log.info("provisioned cluster %s on %s", cluster_id.hex(), ", ".join(store.nodes.addresses))
 
 
 def _may_pass(error: KvembError, data: DataDir) -> bool:

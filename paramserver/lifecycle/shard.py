@@ -103,7 +103,7 @@ class Shard:
         self.fenced, self._erased_log = False, observer.erased_log
         look = threading.Event()  # at map and reports: set where they have changed
         rows = GivenRows(parts.tables, lambda: make_version(engine.epoch, engine.k))
-        offers = SlotOffers(store, rows, parts.shard, lambda: engine.epoch, parts.ingest.attendance.members)
+        offers = SlotOffers(store.nodes, rows, parts.shard, lambda: engine.epoch, parts.ingest.attendance.members)
         self._moved = MoveFigures()
         self._mover = self._make_mover(offers, rows, observer, look.set)
         self._background = self._make_background(handover.wake, observer)
@@ -120,12 +120,12 @@ class Shard:
         versions = {"epoch": engine.epoch, "k": engine.k}
         self._committer = Committer(parts.ingest, parts.tables, parts.fenced_log, handover, sync=sync, **versions, failed=self._failed)
         self._saver = self._make_saver(observer, self._committer)
-        self._checkpoints = CheckpointHandlers(self._saver, parts.registry, store, on_load)
+        self._checkpoints = CheckpointHandlers(self._saver, parts.registry, store.nodes, on_load)
         still_ours = parts.claim.require
         keep = partial(keep_map, data, check=still_ours)
         dropping = lambda: [table.name for table in parts.registry.dropping]  # noqa: E731
         planner = MovePlanner(store, self._metas, parts.config.servers.shards, dropping)
-        others = OtherShards(store, parts.config.servers)
+        others = OtherShards(store.nodes, parts.config.servers)
         left = LeftSessions(data, others.watermarks, still_ours)
         carrier = (
             MoveCarrier(store, keep=keep, planner=planner, left=left, sync=sync, changed=look.set, timeout_s=timeout_s)
@@ -242,14 +242,14 @@ class Shard:
             joins=self._joins,
             leaves=parts.ingest.gate.leaves,
         )
-        questions = GiverQuestions(parts.shard, OtherShards(store, parts.config.servers))
+        questions = GiverQuestions(parts.shard, OtherShards(store.nodes, parts.config.servers))
         shards = HandoverWork(store, parts.shard, giver, taker, offers=offers, questions=questions, ports=ports)
         return PhaseRunner(store, nodes, shards, done)
 
     def _joins(self) -> None:
         """Begin to take rows, as one whose rows are those of the newest load."""
-        copies = self._store.get_meta(LOAD_NAME, Deadline.after(self._parts.config.storage.timeout_s))
-        note_carried_out(self._data, newest_decision(copies, self._store.copies_on(LOAD_NAME)), self._parts.claim.require)
+        copies = self._store.values.get(LOAD_NAME, Deadline.after(self._parts.config.storage.timeout_s))
+        note_carried_out(self._data, newest_decision(copies, self._store.values.copies_on(LOAD_NAME)), self._parts.claim.require)
         self._parts.ingest.gate.joins()
 
     def _risen(self, epoch: int) -> None:
@@ -264,14 +264,14 @@ class Shard:
         return BackgroundWork(parts.repairer, self._snapshots(), scrub, wake, mover=self._mover, timeout_s=timeout_s)
 
     def _n_shards(self) -> int:
-        return len(self._store.cluster_map.shard_numbers)
+        return len(self._store.nodes.cluster_map.shard_numbers)
 
     def _metas(self) -> dict[str, bytes]:
         """The small values that a node which joins gets copies of."""
         found, timeout_s = {META_NAME: self._parts.registry.encoded}, self._parts.config.storage.timeout_s
-        for shard in range(self._store.cluster_map.n_shards):
+        for shard in range(self._store.nodes.cluster_map.n_shards):
             name = owner_name(shard)
-            owner = newest_owner(self._store.get_meta(name, Deadline.after(timeout_s)), shard, self._store.copies_on(name))
+            owner = newest_owner(self._store.values.get(name, Deadline.after(timeout_s)), shard, self._store.values.copies_on(name))
             if owner is not None:
                 found[name] = owner.encode()
         return found

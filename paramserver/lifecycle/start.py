@@ -192,12 +192,12 @@ class _Start:
                     there[table.name].require_same(table.opened_as(there[table.name]))
 
         def left() -> list[tuple[str, int, int]]:
-            others, left_s = OtherShards(self._store, servers), self._start_timeout_s
+            others, left_s = OtherShards(self._store.nodes, servers), self._start_timeout_s
             return sessions_in(storage(lambda: others.left(shard, Deadline.after(left_s)), (ShardUnavailableError,)).sessions)
 
         state = claim_shard(self._store, data, shard, cluster_id, timeout_s, check=check, left=left, again=storage)
         claim = Claim(data, self._store, shard, state.epoch, timeout_s)
-        self._on_claimed(lambda: claim.epoch, lambda: self._store.cluster_map)
+        self._on_claimed(lambda: claim.epoch, lambda: self._store.nodes.cluster_map)
         if data.read(CLUSTER_NAME) is None:
             data.write(CLUSTER_NAME, [name.encode()])
         for table in self._config.tables if shard == 0 else ():
@@ -206,7 +206,7 @@ class _Start:
                 continue
             storage(partial(registry.create, table, exist_ok=True))
         if shard == 0 and registry.tables:
-            storage(lambda: settle_limits(self._store, self._store.addresses, registry.tables, timeout_s))
+            storage(lambda: settle_limits(self._store, self._store.nodes.addresses, registry.tables, timeout_s))
         journal = self._open_journal()
         still_ours = claim.require
         fenced_log = FencedLog(journal, still_ours)
@@ -234,7 +234,7 @@ class _Start:
                 tables.forget(table)
             rule = servers.barrier_timeout_s, recovered.members, servers.on_lost_trainer
             steps = SyncSteps.first(servers.trainers, *rule) if servers.mode == "sync" else None
-            gate = MapGate(shard, lambda: self._store.cluster_map)
+            gate = MapGate(shard, lambda: self._store.nodes.cluster_map)
             ingest = Ingest(sessions, steps, record=fenced_log.record, gate=gate)
             parts = ShardParts(
                 self._config,
@@ -249,7 +249,7 @@ class _Start:
                 timeline,
                 runs,
                 repairer,
-                self._store,
+                self._store.nodes,
                 claim,
                 due,
             )

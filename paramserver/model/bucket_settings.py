@@ -25,9 +25,9 @@ def require_limits(store: Store, table: TableDef, timeout_s: float) -> None:
         StorageError: a node does not answer.
     """
     if table.layout != "compact":
-        settle_limits(store, store.addresses, [table], timeout_s)
+        settle_limits(store, store.nodes.addresses, [table], timeout_s)
         return
-    for address in store.addresses:
+    for address in store.nodes.addresses:
         _settle(store, address, [table], Deadline.after(timeout_s))
 
 
@@ -43,7 +43,7 @@ def settle_limits(store: Store, addresses: Sequence[str], tables: Sequence[Table
 def _settle(store: Store, address: str, tables: Sequence[TableDef], deadline: Deadline) -> None:
     names = ", ".join(repr(table.name) for table in tables if table.layout == "compact")
     try:
-        limits = store.bucket_limits(address, deadline)
+        limits = store.rows.bucket_limits(address, deadline)
     except _REFUSED as error:
         raise InvalidInputError(f"tables {names} (layout compact): the limits of node {address} cannot be read: {error}") from error
     if limits is None:
@@ -51,7 +51,7 @@ def _settle(store: Store, address: str, tables: Sequence[TableDef], deadline: De
     wanted = limits_for(tables, limits)
     if wanted != limits:
         try:
-            store.set_bucket_limits(address, wanted, deadline)
+            store.rows.set_bucket_limits(address, wanted, deadline)
         except _REFUSED as error:
             why = "; ".join(misfits(tables, limits))
             raise InvalidInputError(f"node {address}: {why}. Type that on the node, where kvemb may not ({error})") from error

@@ -49,11 +49,11 @@ class RegistryCopies:
             if kept is None:
                 raise
             copies, whole = [], False
-        holders = self._store.copies_on(META_NAME) if copies else ()
+        holders = self._store.values.copies_on(META_NAME) if copies else ()
         found = newest_registry([*copies, kept], [*holders, f"this shard's file {KEPT}"])
         damaged = are_damaged(copies, decode_registry)
         if any(damaged) and (self._shard == 0 or _some_good(copies, damaged)):  # what another shard has kept may be old
-            self._store.mend_copies(META_NAME, copies, damaged, encoded(found), Deadline.after(self._timeout_s))
+            self._store.values.mend(META_NAME, copies, damaged, encoded(found), Deadline.after(self._timeout_s))
         if self._shard == 0 and found.serial and whole and len(set(copies)) > 1:
             self.write(found)
         self._remember(found, kept)
@@ -66,7 +66,7 @@ class RegistryCopies:
             StorageError: some nodes may hold it; the next `catch_up` tells.
         """
         self._behind = True
-        self._store.put_meta(META_NAME, encoded(new), Deadline.after(self._timeout_s))
+        self._store.values.put(META_NAME, encoded(new), Deadline.after(self._timeout_s))
         self._remember(new, None)
         self._behind = False
 
@@ -74,7 +74,7 @@ class RegistryCopies:
         """The nodes' copies; where all are damaged, shard 0 is given time to mend them: nobody else knows the newest tables."""
         until = Deadline.after(_MENDED_WITHIN_S)
         while True:
-            copies = self._store.get_meta(META_NAME, Deadline.after(self._timeout_s))
+            copies = self._store.values.get(META_NAME, Deadline.after(self._timeout_s))
             damaged = are_damaged(copies, decode_registry)
             if self._shard == 0 or not any(damaged) or _some_good(copies, damaged) or until.expired:
                 return copies

@@ -87,7 +87,7 @@ class HandoverWork(PhaseWork):
 
     @property
     def changes_runs(self) -> bool:
-        now = self._store.cluster_map
+        now = self._store.nodes.cluster_map
         plan = now.plan
         if plan is None or plan.kind != SHARDS or plan.phase not in (DRAINING, FLIPPED, ABORTING):
             return False
@@ -197,7 +197,7 @@ class HandoverWork(PhaseWork):
             return
         # Who takes the slots may have done its part of a repair before it knew their rows. But rows that are noted as gone cannot be made
         # anew here; by then no such repair was under way.
-        while not self._giver.begun(slots) and (lost := self._store.lost_nodes(Deadline.after(_LOOK_TIMEOUT_S))):
+        while not self._giver.begun(slots) and (lost := self._store.repair.lost_nodes(Deadline.after(_LOOK_TIMEOUT_S))):
             yield _RETRY_S
             log.info("a move of slots waits for the repair of %s", ", ".join(node.address for node in lost))
         n_rows = self._giver.drop(slots)

@@ -81,8 +81,8 @@ class MapFollower:
 
     def _look(self, *, told: bool) -> None:
         if self._carry is None or not told:  # shard 0 has the newest, unless another process is shard 0 now
-            self._store.refresh_map(Deadline.after(min(self._timeout_s, _LOOK_TIMEOUT_S)))
-        cluster_map = self._store.cluster_map
+            self._store.nodes.refresh_map(Deadline.after(min(self._timeout_s, _LOOK_TIMEOUT_S)))
+        cluster_map = self._store.nodes.cluster_map
         if cluster_map is not self._kept:
             if self._kept is None or cluster_map.version != self._kept.version:
                 if self._carry is not None:  # which has changed it, or has just started
@@ -106,7 +106,7 @@ class MapFollower:
         report, told = MoveReport(self._epoch(), cluster_map.version, done, rows, n_rows, trouble, step), self._told
         news = told is None or (told.version, told.done, bool(told.trouble)) != (report.version, report.done, bool(report.trouble))
         if news or time.monotonic() - self._told_s >= _TELL_S:
-            self._store.put_meta_where_possible(
+            self._store.values.put_where_possible(
                 report_name(self._shard), report.encode(), Deadline.after(min(self._timeout_s, _LOOK_TIMEOUT_S))
             )
             self._told, self._told_s = report, time.monotonic()

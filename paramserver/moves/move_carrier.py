@@ -73,7 +73,7 @@ class MoveCarrier:
             StorageError: a new node cannot be used; nothing was changed.
         """
         with self._lock:
-            planned = self._planner.plan(self._store.cluster_map, wanted, deadline)
+            planned = self._planner.plan(self._store.nodes.cluster_map, wanted, deadline)
             self._taken_back = ""
             self._follow(planned)
             log.info("a move of slots begins (map version %d)", planned.version)
@@ -87,7 +87,7 @@ class MoveCarrier:
             MoveRefusedError: they are on their way.
         """
         with self._lock:
-            plan = self._store.cluster_map.plan
+            plan = self._store.nodes.cluster_map.plan
             if plan is not None and plan.kind == SHARDS:
                 raise MoveRefusedError(
                     f"slots are moving between shards (phase {plan.phase}), and nothing was changed. `kvemb moves` shows how far that is; "
@@ -102,10 +102,10 @@ class MoveCarrier:
             MoveRefusedError: there is none, or it is past the point from which it can only go on.
         """
         with self._lock:
-            transition = on_abort(self._store.cluster_map, why)
+            transition = on_abort(self._store.nodes.cluster_map, why)
             if transition is not None:
                 self._take(transition)
-            return self._store.cluster_map
+            return self._store.nodes.cluster_map
 
     def replace_address(self, number: int, address: str, version: int, deadline: Deadline) -> ClusterMap:
         """Let a node that is gone for good be at another, empty address; the shards bring its rows back there, as after any loss.
@@ -115,12 +115,12 @@ class MoveCarrier:
             StorageError: the new one cannot be used; nothing was changed.
         """
         with self._lock:
-            now = self._store.cluster_map
+            now = self._store.nodes.cluster_map
             changed = self._planner.exchanged(now, number, address, version, deadline)
-            before = self._store.places[number]
+            before = self._store.nodes.places[number]
             self._follow(changed)
             log.warning("node %d, which was at %s, is now at %s: its rows are brought back there", number, before, address)
-            return self._store.cluster_map
+            return self._store.nodes.cluster_map
 
     @property
     def taken_back(self) -> str:
@@ -145,7 +145,7 @@ class MoveCarrier:
     def carry(self) -> None:
         """Take the next step of the plan under way, if it can be taken."""
         with self._lock:
-            now = self._store.cluster_map
+            now = self._store.nodes.cluster_map
             if now.plan is None:
                 return
             if self._given is None or self._given[0] is not now or time.monotonic() - self._given[1] > _GIVE_AGAIN_S:
@@ -161,7 +161,7 @@ class MoveCarrier:
         if what == KEEP_SESSIONS:
             return self._left.keep(plan.leaving, now.version, self._deadline())
         assert what == RENEW_MARKERS
-        if missed := self._store.renew_markers(Deadline.after(self._timeout_s)):
+        if missed := self._store.nodes.renew_markers(Deadline.after(self._timeout_s)):
             self._say(f"a move waits until every node's marker names the new map: {'; '.join(missed)}")
         return not missed
 
@@ -169,7 +169,7 @@ class MoveCarrier:
         if transition.taken_back:
             log.warning("the move is taken back: %s", transition.taken_back)
             self._taken_back = transition.taken_back
-        flipped = (plan := self._store.cluster_map.plan) is not None and plan.flipped
+        flipped = (plan := self._store.nodes.cluster_map.plan) is not None and plan.flipped
         self._follow(transition.map)
         if transition.map.plan is None:
             log.info("the move is %s (map version %d)", "done" if flipped else "taken back", transition.map.version)
@@ -180,8 +180,8 @@ class MoveCarrier:
         self._changed()
 
     def _publish(self, cluster_map: ClusterMap) -> None:
-        missed = self._store.publish_map(cluster_map, Deadline.after(self._timeout_s))
-        self._given = None if missed else (self._store.cluster_map, time.monotonic())
+        missed = self._store.nodes.publish_map(cluster_map, Deadline.after(self._timeout_s))
+        self._given = None if missed else (self._store.nodes.cluster_map, time.monotonic())
         if missed:
             self._say(f"nodes do not have the newest map yet: {'; '.join(missed)}")
 
@@ -196,7 +196,7 @@ class MoveCarrier:
         """What each shard has said of this map; None where its present process has said nothing."""
         shards = range(now.n_shards)
         names = [name(shard) for name in (report_name, owner_name) for shard in shards]
-        copies = self._store.metas_where_possible(names, self._deadline())
+        copies = self._store.values.get_where_possible(names, self._deadline())
         found: list[MoveReport | None] = []
         for shard, reports, owners in zip(shards, copies, copies[now.n_shards :], strict=False):
             # Whoever claims a shard puts his record on every node before he begins: any of them will do.

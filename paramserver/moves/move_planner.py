@@ -74,7 +74,7 @@ class MovePlanner:
         if not 0 <= number < now.n_nodes or places[number].said_by == GONE:
             raise InvalidInputError(f"node {number}: is none of the cluster's, which has {now.n_nodes}; nothing was changed")
         _require_new(places, [address])
-        self._store.require_empty(address, deadline)
+        self._store.nodes.require_empty(address, deadline)
         changed = tuple(NodePlace(address, BY_COMMAND) if at == number else place for at, place in enumerate(places))
         return replace(now, version=now.version + 1, places=changed)
 
@@ -83,7 +83,7 @@ class MovePlanner:
         joining = tuple(range(now.n_nodes, now.n_nodes + len(wanted.join)))
         _check(now, places, wanted, slot_nodes)
         for number, address in zip(joining, wanted.join, strict=True):
-            self._store.prepare_node(address, number, self._metas(), deadline)
+            self._store.nodes.prepare(address, number, self._metas(), deadline)
         plan = MovePlan(NODES, MOVING, slot_nodes, wanted.leave, joining, wanted.max_bytes_per_s)
         places = (*places, *(NodePlace(address, BY_COMMAND) for address in wanted.join))
         return replace(now, version=now.version + 1, n_nodes=len(places), places=places, plan=plan)
@@ -117,7 +117,7 @@ class MovePlanner:
 
     def _places(self, now: ClusterMap) -> tuple[NodePlace, ...]:
         """Where the nodes are, as this process knows it: kvemb.yaml may say something newer than the map."""
-        known = self._store.places
+        known = self._store.nodes.places
         kept = now.places or tuple(NodePlace(address, IN_FILE) for address in known)
         return tuple(place if place.said_by == GONE else place._replace(address=known[at]) for at, place in enumerate(kept))
 

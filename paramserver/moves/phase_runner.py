@@ -101,7 +101,7 @@ class PhaseRunner:
         """Why this shard does not come further, if it has not for seconds."""
         since_s = self._failing_since_s
         failing = since_s and self._clock() - since_s >= _TROUBLE_S
-        return self._work(self._store.cluster_map).trouble or (self._why if failing else "")
+        return self._work(self._store.nodes.cluster_map).trouble or (self._why if failing else "")
 
     @property
     def changes_runs(self) -> bool:
@@ -110,7 +110,7 @@ class PhaseRunner:
 
     def due_in_s(self) -> float | None:
         """When there is something to do; None while there is not."""
-        if self.progress.done and self._map is self._store.cluster_map:
+        if self.progress.done and self._map is self._store.nodes.cluster_map:
             return None
         return max(0.0, self._not_before_s - self._clock())
 
@@ -123,7 +123,7 @@ class PhaseRunner:
         Raises:
             LostRowError: a row that is to be copied cannot be restored: the shard must stop.
         """
-        cluster_map = self._store.cluster_map
+        cluster_map = self._store.nodes.cluster_map
         if cluster_map is not self._map:
             self._begin(cluster_map)
         if self.progress.done or self._clock() < self._not_before_s:

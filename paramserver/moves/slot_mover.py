@@ -57,8 +57,8 @@ class SlotMover(PhaseWork):
 
     @property
     def trouble(self) -> str:
-        second = self._store.second
-        return "" if second is None else second.trouble(_TROUBLE_S)
+        other = self._store.rows.moving
+        return "" if other is None or not other.written else other.trouble(_TROUBLE_S)
 
     def held_up(self, error: Exception) -> str:
         if isinstance(error, LostRowError) or not isinstance(error, StorageError):
@@ -69,7 +69,7 @@ class SlotMover(PhaseWork):
         plan = cluster_map.plan
         if plan is None or plan.phase not in (MOVING, CLEANING, ABORTING):
             return
-        other = self._store.other
+        other = self._store.rows.moving
         assert other is not None
         todo = [(state, self._ids_at(other, state)) for state in self._tables.all()]
         count.n_rows = sum(len(ids) for _, ids in todo)

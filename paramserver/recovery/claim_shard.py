@@ -79,13 +79,13 @@ def claim_shard(
         LostRowError: the last owner left no state in the folder.
         ParameterServerError: the state is damaged or not the last owner's, or the folder has never been this shard's.
     """
-    kept, n_shards = read_epoch(data), store.cluster_map.n_shards
+    kept, n_shards = read_epoch(data), store.nodes.cluster_map.n_shards
     stored = again(lambda: _owner(store, shard, timeout_s, kept))
-    if kept > stored and again(lambda: store.lost_nodes(Deadline.after(timeout_s))):
+    if kept > stored and again(lambda: store.repair.lost_nodes(Deadline.after(timeout_s))):
         stored = kept  # the nodes that knew are to be repaired
-    note = again(lambda: newest_note(store.get_meta(note_name(shard), Deadline.after(timeout_s))))
-    found = _Traces(shard, cluster_id, stored, kept, note, ", ".join(store.addresses))
-    state = _left_state(data, n_shards, found) if kept or shard in store.cluster_map.shard_numbers or data.read(STATE) else None
+    note = again(lambda: newest_note(store.values.get(note_name(shard), Deadline.after(timeout_s))))
+    found = _Traces(shard, cluster_id, stored, kept, note, ", ".join(store.nodes.addresses))
+    state = _left_state(data, n_shards, found) if kept or shard in store.nodes.cluster_map.shard_numbers or data.read(STATE) else None
     if state is None:
         state = ShardState(cluster_id, shard, n_shards, k=0 if note is None else note.k, sessions=tuple(left() if shard < n_shards else ()))
         if note is not None:
@@ -106,7 +106,7 @@ def claim_shard(
 def _take(store: Store, shard: int, owner: Owner, still_ours: Callable[[], None], timeout_s: float) -> None:
     """Tell the nodes who owns the shard now; may be done again."""
     still_ours()  # or the record of whoever has taken it over meanwhile would be overwritten
-    store.put_meta(owner_name(shard), owner.encode(), Deadline.after(timeout_s))
+    store.values.put(owner_name(shard), owner.encode(), Deadline.after(timeout_s))
     store.fence(shard, owner.epoch, Deadline.after(timeout_s), still_ours=still_ours)
     store.kill_other_writers(Deadline.after(timeout_s))
 
@@ -145,7 +145,7 @@ class Claim:
         """
         deadline, name = Deadline.after(self._timeout_s), owner_name(self._shard)
         # Another process of this number may have a folder of its own, while it has no slots: the nodes know.
-        require_not_fenced(self._store.get_meta(name, deadline), self._shard, self._said)
+        require_not_fenced(self._store.values.get(name, deadline), self._shard, self._said)
         with self._lock:
             require_owner(self._data, self.epoch)
             if other >= self.epoch:
@@ -158,7 +158,7 @@ class Claim:
             # First what is compared with the nodes' record, then that record: between them the lower one is no reason to stop.
             self._store.fence(self._shard, self.epoch, deadline, still_ours=self.require)
             self._said = self.epoch
-            self._store.put_meta(name, Owner(self.epoch, self._store.cluster_map.n_shards).encode(), deadline)
+            self._store.values.put(name, Owner(self.epoch, self._store.nodes.cluster_map.n_shards).encode(), deadline)
             self._store.fence(self._shard, self.epoch, deadline, still_ours=self.require)
             self._told = self.epoch
 
@@ -219,7 +219,7 @@ def _owner(store: Store, shard: int, timeout_s: float, kept: int) -> int:
     """
     name = owner_name(shard)
     try:
-        owner = newest_owner(store.get_meta(name, Deadline.after(timeout_s)), shard, store.copies_on(name))
+        owner = newest_owner(store.values.get(name, Deadline.after(timeout_s)), shard, store.values.copies_on(name))
     except DamagedCopyError as error:
         if kept == 0:
             raise

@@ -41,7 +41,7 @@ def require_reached(state: ShardState, store: Store, journal: Path, timeout_s: f
     """
     if state.journal is None:
         return
-    told = newest_note(store.get_meta(note_name(state.shard), Deadline.after(timeout_s)))
+    told = newest_note(store.values.get(note_name(state.shard), Deadline.after(timeout_s)))
     k = max(state.k, last_batch(journal, Position(*state.journal)))
     if told is not None and told.k > k:
         raise JournalBehindError(
@@ -78,5 +78,5 @@ class HighWaterMarkReporter:
         """
         now, told = replace(self._about, k=self._k(), at_s=int(self._clock())), self._told
         if told is None or told.k != now.k or abs(now.at_s - told.at_s) >= _AGAIN_S:
-            self._store.put_meta(note_name(self._shard), now.encode(), Deadline.after(self._timeout_s))
+            self._store.values.put(note_name(self._shard), now.encode(), Deadline.after(self._timeout_s))
             self._told = now

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 
 from kvemb.errors import FencedError, KvembError, NodeLostError, ParameterServerError, UnsafeNodeError
 from kvemb.net.deadline import Deadline
-from kvemb.stores.repairable import LostNode
-from kvemb.stores.store import NodeStats, Store
+from kvemb.stores.store import Store
+from kvemb.stores.store_nodes import NodeStats
+from kvemb.stores.store_repair import LostNode
 
 from ..owned_thread import OwnedThread
 
@@ -101,9 +102,9 @@ class NodeWatch:
     def look_for_evictions(self) -> None:
         """Compare the counters with those seen before. A node that does not answer is looked at next time."""
         try:
-            nodes = self._store.stats(Deadline.after(self._timeout_s))
+            nodes = self._store.nodes.stats(Deadline.after(self._timeout_s))
         except KvembError as error:
-            nodes = [NodeStats(address, "-", 0, 0, 0, 0, error=str(error)) for address in self._store.addresses]
+            nodes = [NodeStats(address, "-", 0, 0, 0, 0, error=str(error)) for address in self._store.nodes.addresses]
         self.seen = replace(self.seen, stats=nodes, slots_left=self._slots_left())
         for node in nodes:
             if node.error:
@@ -125,7 +126,7 @@ class NodeWatch:
 
     def _slots_left(self) -> int:
         try:
-            change = self._store.unfinished_change(Deadline.after(self._timeout_s))
+            change = self._store.nodes.unfinished_change(Deadline.after(self._timeout_s))
         except KvembError:
             return self.seen.slots_left
         return 0 if change is None else change.n_left
@@ -146,7 +147,7 @@ class NodeWatch:
 
     def _see_lost_nodes(self) -> list[LostNode]:
         try:
-            lost = self._store.lost_nodes(Deadline.after(self._timeout_s))
+            lost = self._store.repair.lost_nodes(Deadline.after(self._timeout_s))
         except KvembError:
             self.seen = replace(self.seen, known=False)
             raise
@@ -190,7 +191,7 @@ class NodeWatch:
                 return True
             pause_s -= MARKERS_INTERVAL_S
             with suppress(KvembError):  # the look says it
-                if self._store.looks_lost(Deadline.after(self._timeout_s)):
+                if self._store.repair.looks_lost(Deadline.after(self._timeout_s)):
                     return False
         return self.thread.wait(pause_s)
 

@@ -2,7 +2,7 @@
 
 The index knows every row that exists and its version; the records come from the cache or are reconstructed from the local snapshot and
 the journal. Because the apply thread itself does this, nothing else writes the shard's rows meanwhile. The protocol between the shards
-stands on the damaged node (`kvemb.stores.repairable`): every shard restores its rows everywhere first, and only then waits for the
+stands on the damaged node (`kvemb.stores.store_repair`): every shard restores its rows everywhere first, and only then waits for the
 others. So two shards that begin with different nodes never wait for each other.
 """
 
@@ -71,15 +71,15 @@ class _RowCallsInRepair:
 
     def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
         """See `RowCalls`."""
-        return self._store.read_in_repair(self._address, self._nonce, parts, deadline)
+        return self._store.repair.read(self._address, self._nonce, parts, deadline)
 
     def write(self, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
         """See `RowCalls`."""
-        return self._making_way(self._store.write_in_repair, parts, deadline)
+        return self._making_way(self._store.repair.write, parts, deadline)
 
     def erase(self, parts: Sequence[WritePart], deadline: Deadline) -> list[NDArray[np.bool_]]:
         """See `RowCalls`."""
-        return self._making_way(self._store.erase_in_repair, parts, deadline)
+        return self._making_way(self._store.repair.erase, parts, deadline)
 
     def _making_way(
         self, call: Callable[[str, str, Sequence[WritePart], Deadline], T], parts: Sequence[WritePart], deadline: Deadline
@@ -88,7 +88,7 @@ class _RowCallsInRepair:
             return call(self._address, self._nonce, parts, deadline)
         except RecordError as error:
             repair = self._address, self._nonce
-            n_changed = sum(self._store.make_way(part.keys, self._deadline(), repair=repair) for part in parts)
+            n_changed = sum(self._store.repair.make_way(part.keys, self._deadline(), repair=repair) for part in parts)
             if n_changed:  # else another shard was faster
                 log.error("%s; %d such pages rebuilt", error, n_changed)
             return call(*repair, parts, self._deadline())
@@ -130,7 +130,7 @@ class Repairer:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Every node."""
-        return self._store.addresses
+        return self._store.nodes.addresses
 
     def nodes(self, ahead: AheadOfIndex, pause: Pause, *, suspects: Iterable[str] = ()) -> int:
         """Repair every node that is lost, and wait until the other shards have done their part; return how many.
@@ -178,7 +178,7 @@ class Repairer:
         found: list[tuple[TableState, Ids, Ids, NDArray[np.bool_]]] = []  # all are looked at before any is written
         for rows in batch.tables:
             state = self._tables.state(rows.definition)
-            n_long = self._store.make_way(self._access.keys(rows.definition, rows.ids), self._access.deadline())
+            n_long = self._store.repair.make_way(self._access.keys(rows.definition, rows.ids), self._access.deadline())
             if n_long:
                 log.error("table %r: %d pages had bytes of another program behind their end; cut off", rows.definition.name, n_long)
             for block in self._blocks(rows.definition, len(rows.ids)):
@@ -214,7 +214,7 @@ class Repairer:
         wrong = self._differs(state, ids, wanted, NO_BATCH, self._access, Deadline.after(timeout_s))
         n_rows = int(np.count_nonzero(wrong))
         if n_rows:
-            self._store.make_way(self._access.keys(state.definition, ids[wrong]), self._access.deadline())
+            self._store.repair.make_way(self._access.keys(state.definition, ids[wrong]), self._access.deadline())
             self._bring_back([(state, ids[wrong], wanted[wrong])], self._access)
             name, first = state.definition.name, state.definition.shown_id(int(ids[np.argmax(wrong)]))
             log.error("table %r: %d rows were missing, old or overwritten in storage, the first was id %s; they have been restored",
@@ -223,10 +223,10 @@ class Repairer:
 
     def _restore_all(self, asked: set[str], restored: dict[str, str], ahead: AheadOfIndex) -> list[str]:
         """Restore this shard's rows on every lost node and try to finish; return the nodes that still wait for other shards."""
-        lost = {node.address for node in self._store.lost_nodes(self._access.deadline())}
+        lost = {node.address for node in self._store.repair.lost_nodes(self._access.deadline())}
         still_open = []
         for address in sorted(lost | asked):
-            nonce = self._store.begin_repair(address, self._access.deadline(), even_if_whole=address in asked)
+            nonce = self._store.repair.begin(address, self._access.deadline(), even_if_whole=address in asked)
             asked.discard(address)
             if nonce is None:
                 continue
@@ -236,10 +236,10 @@ class Repairer:
                 self._restore_node(address, nonce, ahead)
                 self._own_s += time.monotonic() - begun_s
                 restored[address] = nonce
-            if self._store.finish_repair(address, nonce, self._store.cluster_map.shard_numbers, self._access.deadline()):
+            if self._store.repair.finish(address, nonce, self._store.nodes.cluster_map.shard_numbers, self._access.deadline()):
                 continue
             if not reported:  # another program may have written over our report
-                self._store.report_repaired(address, nonce, self._shard, self._access.deadline())
+                self._store.repair.report(address, nonce, self._shard, self._access.deadline())
             still_open.append(address)
         return still_open
 
@@ -252,11 +252,11 @@ class Repairer:
             self._tables.state(definition)  # of tables that only the journal knows so far
         settle_limits(store, [address], [state.definition for state in self._tables.all()], self._timeout_s)
         for name, value in self._metas():
-            store.put_meta_in_repair(address, nonce, name, value, self._access.deadline())
+            store.repair.put_value(address, nonce, name, value, self._access.deadline())
         self._restore_tables(address, ahead, access)
         self._erase_strangers(address, access, ahead)
         self._still_ours()
-        store.report_repaired(address, nonce, self._shard, self._access.deadline())
+        store.repair.report(address, nonce, self._shard, self._access.deadline())
 
     def _restore_tables(self, address: str, ahead: AheadOfIndex, access: RowAccess) -> None:
         """Find the rows of this node that differ, then restore them in as few passes over the journal as memory allows."""
@@ -275,7 +275,7 @@ class Repairer:
         for state in self._tables.all():
             ids, versions = _existing(state, ahead)
             for block in self._blocks(state.definition, len(ids)):
-                here = self._store.keys_of(address, self._access.keys(state.definition, ids[block]))
+                here = self._store.repair.keys_of(address, self._access.keys(state.definition, ids[block]))
                 if here.any():
                     yield state, ids[block][here], versions[block][here]
 
@@ -299,7 +299,7 @@ class Repairer:
         stored, foreign = seen.versions, seen.foreign
         refuse_later_epoch(state.definition, ids, stored, self._timeline.epoch, known)
         if foreign.any():
-            where = self._store.whereabouts(self._access.keys(state.definition, ids))(int(np.argmax(foreign)))
+            where = self._store.rows.whereabouts(self._access.keys(state.definition, ids))(int(np.argmax(foreign)))
             log.error("%d values of another program lie under keys of rows; they are written over; the first: %s", foreign.sum(), where)
         written_ahead = (stored >= np.uint64(ahead.first)) & (stored <= np.uint64(ahead.newest)) & (ahead.tail is None)
         self._timeline.refuse_lost(state.definition, ids, np.where(written_ahead, np.uint64(0), stored), known)
@@ -329,14 +329,14 @@ class Repairer:
 
     def _erase_strangers(self, address: str, access: RowAccess, ahead: AheadOfIndex) -> None:
         """Delete rows that an old snapshot brought back: they stand on the node, are this shard's, and the index does not know them."""
-        found = self._store.keys_on(address, self._access.deadline())
+        found = self._store.repair.keys_on(address, self._access.deadline())
         by_tag = {state.definition.tag: state for state in self._tables.all()}
         for keys in found if found is not None else ():
             state = by_tag.get(keys.tag)
             if state is None:
                 continue
             ids = np.unique(state.definition.rows_under(keys, pages=self._store.capabilities.pages).ids)
-            ids = ids[self._store.cluster_map.shards_of(state.definition.placement.slots(ids)) == self._shard]
+            ids = ids[self._store.nodes.cluster_map.shards_of(state.definition.placement.slots(ids)) == self._shard]
             known = state.versions(ids)
             ids = ids[(known == 0 if ahead.tail is None else (known == 0) & (ahead.tail.wanted(state.definition, ids, known) == 0))]
             for block in self._blocks(state.definition, len(ids)):

@@ -49,7 +49,7 @@ class MoveHandlers:
 
     def begin(self, request: MoveRequest, deadline: Deadline) -> MoveStatusReply:
         """Begin a plan."""
-        carrier, now = self._on_shard_0(), self._store.cluster_map
+        carrier, now = self._on_shard_0(), self._store.nodes.cluster_map
         wanted = WantedMove(
             request.version,
             _owners("slot_nodes", request.slot_nodes, now.n_nodes + len(request.join)),
@@ -81,12 +81,12 @@ class MoveHandlers:
 
     def status(self, request: Empty, deadline: Deadline) -> MoveStatusReply:
         """Say how far a plan is."""
-        cluster_map = self._store.cluster_map
+        cluster_map = self._store.nodes.cluster_map
         heard = self._on_shard_0().heard(cluster_map)
         told = [b"" if one is None else one.encode() for one in heard]
         if cluster_map.plan is None and (why := self._on_shard_0().taken_back):
             told[0] = MoveReport(0, cluster_map.version, True, trouble=why).encode()
-        return MoveStatusReply(cluster_map.encode(), told, list(self._store.places))
+        return MoveStatusReply(cluster_map.encode(), told, list(self._store.nodes.places))
 
     def news(self, request: Empty, deadline: Deadline) -> Empty:
         """Look at once: another shard has changed the map, or its report."""
@@ -130,7 +130,7 @@ class MoveHandlers:
         return self._carrier
 
     def _number_of(self, address: str) -> int:
-        places = self._store.places
+        places = self._store.nodes.places
         if not address or address not in places:
             raise InvalidInputError(f"node {address}: is none of the cluster's, which are {', '.join(filter(None, places))}")
         return places.index(address)

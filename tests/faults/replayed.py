@@ -52,7 +52,7 @@ class Replayed:
         with open_store(cluster.config.storage, role="trainer") as store:
             store.open(Deadline.after(PATIENCE_S))
             keys = self.definition.keys(self.ids, pages=store.capabilities.pages)
-            (read,) = store.read([ReadPart(keys, record.size_bytes, record.size_bytes)], Deadline.after(PATIENCE_S))
+            (read,) = store.rows.read([ReadPart(keys, record.size_bytes, record.size_bytes)], Deadline.after(PATIENCE_S))
         got, name = read.in_key_order(), self.definition.name
         np.testing.assert_array_equal(got.found, self.exists, err_msg=name)
         record.check(got.records, self.ids, got.found)

@@ -81,17 +81,17 @@ def require_whole(local: LocalCluster, epochs: Sequence[int]) -> None:
     """Every copy is good again, and no owner's epoch has gone back."""
     with open_store(load(local.config_path, {}).storage, role="shard:9") as store:
         assert store.open(Deadline.after(5))
-        assert None not in store.get_meta(META_NAME, Deadline.after(5))
-        assert len(set(store.get_meta(META_NAME, Deadline.after(5)))) == 1
-        assert set(store.get_meta(MAP_NAME, Deadline.after(5))) == {store.cluster_map.encode()}
+        assert None not in store.values.get(META_NAME, Deadline.after(5))
+        assert len(set(store.values.get(META_NAME, Deadline.after(5)))) == 1
+        assert set(store.values.get(MAP_NAME, Deadline.after(5))) == {store.nodes.cluster_map.encode()}
         for shard, least in enumerate(epochs):
-            copies = set(store.get_meta(owner_name(shard), Deadline.after(5)))
+            copies = set(store.values.get(owner_name(shard), Deadline.after(5)))
             assert len(copies) == 1
             owner = newest_owner(copies, shard)
             assert owner is not None
             assert owner.epoch >= least
         if local.store == "redis-cluster":
-            assert len(decode_members(store.get_meta(MEMBERS, Deadline.after(5))[0])) == 3
+            assert len(decode_members(store.values.get(MEMBERS, Deadline.after(5))[0])) == 3
 
 
 def is_whole(local: LocalCluster, epochs: Sequence[int]) -> bool:

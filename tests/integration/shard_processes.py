@@ -199,7 +199,7 @@ class Cluster:
         with open_store(self.storage, role="trainer") as store:
             store.open(Deadline.after(PATIENCE_S))
             keys = table.keys(np.array(ids, np.uint64), pages=store.capabilities.pages)
-            read = store.read([ReadPart(keys, table.record.size_bytes, table.record.prefix_bytes)], Deadline.after(PATIENCE_S))[0]
+            read = store.rows.read([ReadPart(keys, table.record.size_bytes, table.record.prefix_bytes)], Deadline.after(PATIENCE_S))[0]
         got = read.in_key_order()
         assert got.found.all()
         table.record.check(got.records, keys.ids, got.found)

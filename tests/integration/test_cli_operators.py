@@ -131,7 +131,7 @@ def test_show_tells_a_row_that_storage_has_lost_and_fails(cluster: LocalCluster)
     with kvemb.connect(cluster.url) as client:
         definition = client.table("user").definition
         keys = definition.keys(np.array([9], np.uint64), pages=True)
-        host, _, port = client.store.node_of(keys).rpartition(":")
+        host, _, port = client.store.rows.node_of(keys).rpartition(":")
         with redis.Redis(host, int(port)) as node:
             for _ in range(5):  # once a minute the shard compares its rows with storage, and may have restored this one before it is shown
                 assert node.hdel(keys.encode().tobytes(), keys.fields().tobytes()) == 1  # type: ignore[attr-defined]

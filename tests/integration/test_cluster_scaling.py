@@ -111,7 +111,7 @@ def test_a_node_joins_and_leaves_a_cluster_that_speaks_tls(tmp_path: Path, requi
             assert {node.address for node in scaling.plans.show()} == {*others, new.tls_address}
         write(store, ROWS, records_of(ROWS, salt=1))
         require_rows(store, ROWS, records_of(ROWS, salt=1))
-        assert new.tls_address in store.addresses
+        assert new.tls_address in store.nodes.addresses
 
 
 def test_a_node_with_replicas_gives_slots_away_and_is_not_removed(scaled: Scaled) -> None:
@@ -135,7 +135,7 @@ def test_a_change_that_was_broken_off_is_in_what_operators_and_prometheus_see(sc
     storage = {"kind": "redis-cluster", "nodes": list(scaled.nodes.config.nodes)}
     servers = {"shards": [f"127.0.0.1:{free_ports(1)[0]}"]}
     config = parse({"cluster": "c", "storage": storage, "parameter_servers": servers}, {})
-    assert scaled.store.unfinished_change(within()) is None
+    assert scaled.store.nodes.unfinished_change(within()) is None
     migrate, n_calls = KeyMigration._migrate_pieces, 0
 
     def stopped_soon(self: KeyMigration, *args: object, **more: object) -> None:
@@ -151,7 +151,7 @@ def test_a_change_that_was_broken_off_is_in_what_operators_and_prometheus_see(sc
         with pytest.raises(Stopped):
             nodes.carry_out(plan)
     with NodeScaling(scaled.nodes.config) as nodes:
-        change = scaled.store.unfinished_change(within())
+        change = scaled.store.nodes.unfinished_change(within())
         assert change is not None
         assert (change.kind, change.n_left) == ("add", nodes.n_left(nodes.plans.under_way()))  # type: ignore[arg-type]
         assert 0 < change.n_left <= plan.n_slots
@@ -166,7 +166,7 @@ def test_a_change_that_was_broken_off_is_in_what_operators_and_prometheus_see(sc
         assert f"{change.n_left:,} slots to go" in found.what
         assert "kvemb moves resume" in found.mend
         nodes.abort()
-    assert scaled.store.unfinished_change(within()) is None
+    assert scaled.store.nodes.unfinished_change(within()) is None
     watch.look_for_evictions()
     assert watch.seen.slots_left == 0
 
@@ -202,5 +202,5 @@ def test_a_target_that_dies_for_good_while_slots_stand_open_costs_the_source_its
         assert view.owners == before
         assert nodes.plans.under_way() is None
         assert scaled.new.address not in [node.address for node in view.primaries]
-    found = scaled.store.lost_nodes(within())
+    found = scaled.store.repair.lost_nodes(within())
     assert [node.why for node in found] == ["empty"]

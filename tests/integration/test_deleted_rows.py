@@ -52,7 +52,7 @@ def delete(local: LocalCluster, table: "kvemb.Table") -> None:
     with open_store(load(local.config_path, {}).storage, role="trainer") as store:
         store.open(Deadline.after(PATIENCE_S))
         keys = table.definition.keys(GONE.astype(np.uint64), pages=store.capabilities.pages)
-        store.erase([WritePart(keys, np.empty((0, 0), np.uint8))], Deadline.after(PATIENCE_S))
+        store.rows.erase([WritePart(keys, np.empty((0, 0), np.uint8))], Deadline.after(PATIENCE_S))
 
 
 def until(ready: Callable[[], bool]) -> None:

@@ -7,25 +7,27 @@ import numpy as np
 import pytest
 import redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from memory_store import MemoryStore
 
 import kvemb
 import kvemb.init
-from kvemb.config import StorageConfig
 from kvemb.errors import ShardFailedError
 from kvemb.local_cluster import LocalCluster
 from kvemb.protocol.messages import SERVICE
-from kvemb.stores.store import NodeStats
+from kvemb.stores.store_nodes import NodeStats
 from paramserver.repair.node_watch import NodeWatch
 from paramserver.rpc.service import LIVE
 
 
-class CountingStore(MemoryStore):
-    """Nodes with counters that a test sets."""
+class CountingStore:
+    """A store and its nodes, with counters that a test sets."""
 
     counters: tuple[int, ...] = ()
     moved = 0  # of each node
     unsafe = ""
+
+    @property
+    def nodes(self) -> "CountingStore":
+        return self
 
     def stats(self, deadline: object) -> list[NodeStats]:
         return [
@@ -35,7 +37,7 @@ class CountingStore(MemoryStore):
 
 
 def test_counters_that_rise_are_lost_rows_and_counters_that_begin_anew_are_not() -> None:
-    store = CountingStore(StorageConfig("memory", ("watch:1",)), role="shard:0")
+    store = CountingStore()
     said: list[str] = []
     watch = NodeWatch(store, 1.0, evicted=lambda address, error: said.append(f"{address}: {error}"))
     for counters in ((5, 0), (5, 0), (0, 0)):
@@ -48,7 +50,7 @@ def test_counters_that_rise_are_lost_rows_and_counters_that_begin_anew_are_not()
 
 
 def test_a_node_that_is_set_to_throw_rows_away_while_it_runs_is_told_of_at_the_next_look() -> None:
-    store = CountingStore(StorageConfig("memory", ("watch:1",)), role="shard:0")
+    store = CountingStore()
     store.counters = (0, 0)
     said: list[str] = []
     watch = NodeWatch(store, 1.0, unsafe=lambda error: said.append(str(error)))
@@ -60,7 +62,7 @@ def test_a_node_that_is_set_to_throw_rows_away_while_it_runs_is_told_of_at_the_n
 
 
 def test_where_evictions_are_allowed_only_rows_that_went_with_slab_pages_are_looked_for() -> None:
-    store = CountingStore(StorageConfig("memory", ("watch:1",)), role="shard:0")
+    store = CountingStore()
     said: list[str] = []
     watch = NodeWatch(store, 1.0, evicted=lambda address, error: said.append(str(error)), moves_only=True)
     for counters, moved in (((5, 0), 0), ((9, 0), 0), ((12, 0), 3)):

@@ -112,14 +112,14 @@ def test_a_new_connection_to_a_foreign_node_carries_no_row(tmp_path: Path) -> No
         (marker,) = mine.open(Deadline.after(5))
         other.open(Deadline.after(5))
         foreign = Marker(b"f" * 16, 0, marker.generation, marker.map_digest, marker.map_serial, marker.run_id)
-        other.put_meta(MARKER_KEY.decode(), foreign.encode(), Deadline.after(5))
+        other.values.put(MARKER_KEY.decode(), foreign.encode(), Deadline.after(5))
         pool = mine._links.pool  # type: ignore[attr-defined]
         pool.close()
         pool._closed = False  # the next batch opens a link of its own
         keys = BucketKeys(b"tab", np.arange(10, dtype=np.uint64), 1)
         with pytest.raises(WrongNodeError, match="belongs to cluster"):
-            mine.write([WritePart(keys, np.zeros((10, 12), np.uint8))], Deadline.after(5))
-        assert other.stats(Deadline.after(5))[0].n_keys == 2  # marker and cluster map
+            mine.rows.write([WritePart(keys, np.zeros((10, 12), np.uint8))], Deadline.after(5))
+        assert other.nodes.stats(Deadline.after(5))[0].n_keys == 2  # marker and cluster map
     finally:
         mine.close()
         other.close()

@@ -49,7 +49,7 @@ with open_store(StorageConfig(sys.argv[1], tuple(sys.argv[2:])), role="shard:0")
     try:
         for turn in range(10**6):
             with suppress(NodeUnavailableError):
-                written = store.write([WritePart(keys, records[turn % 2], tokens)], within())[0]
+                written = store.rows.write([WritePart(keys, records[turn % 2], tokens)], within())[0]
                 tokens = written.tokens
                 if not written.stored.all():
                     store.fence(0, 1, within())  # a conflict: is there another owner?
@@ -181,7 +181,7 @@ def test_trainers_wait_for_a_repair_or_fail_at_once(start: Callable[[str, int], 
             with pytest.raises((*LOST, NodeUnavailableError), match=address) as failure:
                 read(impatient, rows)
             assert "Waited" not in str(failure.value)
-        store.begin_repair(address, within())
+        store.repair.begin(address, within())
         with pytest.raises(NodeLostError, match=rf"{address}.*repair .*Waited 1 s .*a longer timeout_s") as failure:
             read(patient, rows, deadline=within(1))
         assert "on_lost_node" not in str(failure.value)  # it is set to wait already
@@ -210,7 +210,7 @@ def test_a_replica_that_takes_over_is_suspect_until_its_rows_were_compared(start
         mine = rows_of(store, replica.address)
         assert 0 < len(mine) < len(rows)
         repair(store, replica.address, salt=1)
-        assert store.lost_nodes(within()) == []
+        assert store.repair.lost_nodes(within()) == []
         eventually_reads(trainer, 1, mine)
         with opened(nodes, "trainer", provision=False, on_lost_node="fail") as late:
             require_rows(late, mine, records_of(mine, salt=1))
@@ -220,10 +220,10 @@ def test_the_owner_record_is_read_on_the_slots_primary_wherever_it_moved(start: 
     nodes = start("redis-cluster", 3)
     with opened(nodes) as store:
         own(store, 3)
-        assert store.owner_epoch(0, within()) == 3
+        assert store.values.owner_epoch(0, within()) == 3
         with opened(nodes, provision=False) as other:
-            other.put_meta(owner_name(0), Owner(4, 1).encode(), within())
-            assert store.owner_epoch(0, within()) == other.owner_epoch(0, within()) == 4
+            other.values.put(owner_name(0), Owner(4, 1).encode(), within())
+            assert store.values.owner_epoch(0, within()) == other.values.owner_epoch(0, within()) == 4
 
 
 def _all_know(nodes: ServerNodes, port: int) -> bool:

@@ -81,12 +81,12 @@ class Lossy:
         if forget:
             with open_store(load(self.local.config_path, {}).storage, role="trainer") as store:
                 store.open(Deadline.after(PATIENCE_S))
-                store.put_meta(note_name(0), ShardNote(1, 0).encode(), Deadline.after(PATIENCE_S))
+                store.values.put(note_name(0), ShardNote(1, 0).encode(), Deadline.after(PATIENCE_S))
 
     def told(self) -> ShardNote | None:
         with open_store(load(self.local.config_path, {}).storage, role="trainer") as store:
             store.open(Deadline.after(PATIENCE_S))
-            return newest_note(store.get_meta(note_name(0), Deadline.after(PATIENCE_S)))
+            return newest_note(store.values.get(note_name(0), Deadline.after(PATIENCE_S)))
 
     def refused(self) -> str:
         """Start the shard, which must not come up; return its last words."""

@@ -38,7 +38,7 @@ def test_a_node_joins_and_another_leaves_while_rows_are_pushed_and_pulled(kind: 
             nodes.begin(plan)
             state = nodes.wait(timeout_s=PATIENCE_S, progress=lambda state: phases.append(state.phase))
             assert (np.bincount(state.map.slot_nodes, minlength=3) > 3000).all()
-            assert third.address in load.reader.store.addresses or load.reader.table("t").pull(IDS[:100]) is not None
+            assert third.address in load.reader.store.nodes.addresses or load.reader.table("t").pull(IDS[:100]) is not None
             first = local.servers[0].address
             steps = load.n_steps
             nodes.begin(nodes.remove(first))
@@ -60,7 +60,7 @@ def test_on_memcached_rows_are_judged_at_each_node_that_they_are_written_to(requ
     ):
         table = cluster.create_table("t", dim=4, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
         table.push(IDS, np.ones((N_IDS, 4), np.float32)).wait_applied(PATIENCE_S)
-        nodes, definition, cluster_map = cluster.nodes, table.definition, cluster.store.cluster_map
+        nodes, definition, cluster_map = cluster.nodes, table.definition, cluster.store.nodes.cluster_map
         ids = IDS[cluster_map.shards_of(definition.placement.slots(IDS.astype(np.uint64))) == 0][:2000]
         plan = nodes.add(third.address)
         n_moving = int((plan.after[definition.placement.slots(ids.astype(np.uint64))] == 2).sum())

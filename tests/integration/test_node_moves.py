@@ -157,16 +157,16 @@ def test_a_batch_that_was_begun_before_nodes_moved_is_not_answered_by_others(
         with open_store(nodes.config, role="trainer") as store:
             assert isinstance(store, NodeStore)
             store.open(within())
-            store.follow(lambda: (second, first))
+            store.nodes.follow(lambda: (second, first))
             nodes.put_markers([marker.encode() for marker in markers[::-1]])
-            run = store._rows._run
+            run = store.rows._batches._run
 
             def moving(*args: Any) -> None:
-                assert store._follow(NodeUnavailableError("met by another thread"))
+                assert store.nodes.follow_error(NodeUnavailableError("met by another thread"))
                 run(*args)
 
-            monkeypatch.setattr(store._rows, "_run", moving)
+            monkeypatch.setattr(store.rows._batches, "_run", moving)
             with pytest.raises((NodeSuspectError, WrongNodeError)):
-                store._rows.read([ReadPart(row_keys(100), SIZE, SIZE)], within(), None)
+                store.rows._batches.read([ReadPart(row_keys(100), SIZE, SIZE)], within(), None)
     finally:
         nodes.close()

@@ -67,7 +67,7 @@ def records(local: LocalCluster, table: "kvemb.Table", ids: np.ndarray = IDS) ->
         definition = table.definition
         keys = definition.keys(ids.astype(np.uint64), pages=store.capabilities.pages)
         size = definition.record.size_bytes
-        got = store.read([ReadPart(keys, size, size)], Deadline.after(PATIENCE_S))[0].in_key_order()
+        got = store.rows.read([ReadPart(keys, size, size)], Deadline.after(PATIENCE_S))[0].in_key_order()
         return got.records, got.found
 
 

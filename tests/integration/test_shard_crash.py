@@ -288,7 +288,7 @@ def records(local: LocalCluster, definition: TableDef) -> dict[int, tuple[bytes,
         store.open(Deadline.after(PATIENCE_S))
         size = definition.record.size_bytes
         keys = definition.keys(ids, pages=store.capabilities.pages)
-        got = store.read([ReadPart(keys, size, size)], Deadline.after(PATIENCE_S))[0].in_key_order()
+        got = store.rows.read([ReadPart(keys, size, size)], Deadline.after(PATIENCE_S))[0].in_key_order()
     weights, state = definition.record.weights(got.records), definition.record.state(got.records)
     return {int(i): (weights[i].tobytes(), state[i].tobytes()) for i in ids if got.found[i]}
 

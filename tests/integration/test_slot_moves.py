@@ -148,7 +148,7 @@ def test_a_change_whose_command_was_killed_at_any_round_trip_is_finished_or_take
                 assert any(whole), "neither done nor as before"
         require_rows(store, ROWS, records_of(ROWS, salt=salt))
     assert n > 12
-    assert store.lost_nodes(within()) == []
+    assert store.repair.lost_nodes(within()) == []
 
 
 @pytest.mark.parametrize("who", ["source", "target"])
@@ -186,7 +186,7 @@ def test_rows_that_a_server_loses_while_its_slot_stands_open_are_told_never_new(
                         client.set(name, value)
         with suppress(NodeLostError):  # nothing is sent back from a node that lost it
             nodes.resume() if then == "resume" else nodes.abort()
-    found = store.lost_nodes(within())
+    found = store.repair.lost_nodes(within())
     assert found
     assert all(node.why == "empty" for node in found)
 
@@ -231,7 +231,7 @@ def test_a_dead_nodes_slots_go_to_a_newcomer_however_slowly_it_takes_them(
                 assert {node.address for node in view.primaries} == {new.address, *(one.address for one in nodes.servers[:2])}
                 assert "" not in view.owners
             lost = within()
-            while not (found := store.lost_nodes(lost)):
+            while not (found := store.repair.lost_nodes(lost)):
                 assert not lost.expired
             assert [(node.address, node.why) for node in found] == [(new.address, "empty")]
     finally:
@@ -330,4 +330,4 @@ def test_a_node_leaves_with_all_rows_elsewhere_and_joins_again_as_a_whole_one(
         assert told[-1][1] == told[-1][2]
         assert {figures.address: figures.n_slots for figures in nodes.plans.show()}[address] == plan.n_slots > 5000
     require_rows(store, ROWS, records_of(ROWS))
-    assert store.lost_nodes(within()) == []
+    assert store.repair.lost_nodes(within()) == []

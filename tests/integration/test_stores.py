@@ -120,18 +120,18 @@ class _OwnMap(_Servers, RepairContract):
     ) -> None:
         keys, markers = self.keys(50), store.open(within())
         write(store, keys, records_of(keys))
-        maps = [store.cluster_map]
+        maps = [store.nodes.cluster_map]
 
         def renew(published: int = 1) -> None:
             maps.append(replace(maps[-1], version=maps[-1].version + 1, serial=maps[-1].serial + 1))
             if published:
-                store.put_meta(MAP_NAME, maps[-1].encode(), within())
+                store.values.put(MAP_NAME, maps[-1].encode(), within())
             nodes.put_markers([marker.naming(maps[-1]).encode() for marker in markers])
 
         with open_store(replace(nodes.config, on_lost_node=on_lost_node), role="trainer") as trainer:
             assert isinstance(trainer, NodeStore)
             trainer.open(within())
-            tries, read = itertools.count(1), trainer._rows.read
+            tries, read = itertools.count(1), trainer.rows._batches.read
 
             def read_meanwhile(*args: Any) -> list[ReadResult]:
                 n = next(tries)
@@ -143,14 +143,14 @@ class _OwnMap(_Servers, RepairContract):
                     return read(*args)
                 except MapChangedError:
                     if case == "another thread was first":
-                        trainer.refresh_map(within())
+                        trainer.nodes.refresh_map(within())
                     raise
 
             if case == "another thread was first":
                 renew()
-            monkeypatch.setattr(trainer._rows, "read", read_meanwhile)
+            monkeypatch.setattr(trainer.rows._batches, "read", read_meanwhile)
             require_rows(trainer, keys, records_of(keys))
-            assert trainer.cluster_map.serial == maps[-1].serial
+            assert trainer.nodes.cluster_map.serial == maps[-1].serial
 
 
 class TestMemcachedStore(_OwnMap):
@@ -255,7 +255,7 @@ def test_a_memcached_that_may_lose_rows_is_refused_unless_allowed(
         with open_store(config, role="shard:0") as store, pytest.raises(UnsafeNodeError, match=rf"{address}.*{setting}.*no_slab_reassign"):
             store.open(within()) if call == "open" else store.provision(CLUSTER, GENERATION, within())
     with opened(replace(config, allow_row_loss=True)) as store:
-        assert store.stats(within())[0].address == address
+        assert store.nodes.stats(within())[0].address == address
 
 
 @pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-ttl", "allkeys-random"])
@@ -282,7 +282,7 @@ def test_a_redis_that_comes_back_from_a_snapshot_is_suspect(launch: Launcher) ->
         with pytest.raises(NodeSuspectError, match=address):
             require_rows(store, keys, records_of(keys, salt=1))
         with pytest.raises(NodeSuspectError, match=address):
-            store.write([WritePart(keys, records_of(keys))], within())
+            store.rows.write([WritePart(keys, records_of(keys))], within())
     with pytest.raises(NodeSuspectError, match=address), opened(config, provision=False):
         pass
 
@@ -293,7 +293,7 @@ def test_the_password_of_the_configuration_is_used(launch: Launcher) -> None:
     with opened(config) as store:
         write(store, keys, records_of(keys))
         require_rows(store, keys, records_of(keys))
-        assert store.stats(within())[0].n_keys == 2 + len(np.unique(keys.encode(), axis=0))  # marker and cluster map
+        assert store.nodes.stats(within())[0].n_keys == 2 + len(np.unique(keys.encode(), axis=0))  # marker and cluster map
     for password in ("wrong", None):
         with pytest.raises(ConfigError, match=rf"storage\.password_env.*{address}") as failure, opened(replace(config, password=password)):
             pass

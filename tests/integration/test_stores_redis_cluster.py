@@ -92,13 +92,13 @@ def test_rows_are_right_while_their_slot_is_on_its_way(store: Store, mover: Move
     write(store, keys, records_of(keys, salt=1))
     require_rows(store, keys, records_of(keys, salt=1))
     gone = inside.take(np.arange(0, len(inside), 3))
-    store.erase([WritePart(gone, np.empty((len(gone), 0), np.uint8))], within())
+    store.rows.erase([WritePart(gone, np.empty((len(gone), 0), np.uint8))], within())
     left = ~np.isin(keys.ids, gone.ids)
     np.testing.assert_array_equal(read(store, keys).found, left)
     new = gone if layout == "buckets" else paged_keys(TAG, gone.ids, page_layout(SIZE), np.ones(len(gone), dtype=bool))
-    assert store.write([WritePart(new, records_of(gone, salt=2))], within())[0].stored.all()
+    assert store.rows.write([WritePart(new, records_of(gone, salt=2))], within())[0].stored.all()
     require_rows(store, gone, records_of(gone, salt=2))
-    store.erase([WritePart(gone, np.empty((len(gone), 0), np.uint8))], within())
+    store.rows.erase([WritePart(gone, np.empty((len(gone), 0), np.uint8))], within())
     mover.finish(SLOT, source, to)
     result = read(store, keys)
     np.testing.assert_array_equal(result.found, left)
@@ -133,16 +133,16 @@ def test_after_a_move_reads_writes_erases_and_meta_follow(store: Store, running:
         for other in (writer, eraser, asker):
             other.open(within())
         write(store, keys, records_of(keys))
-        asker.put_meta(name, b"before", within())
+        asker.values.put(name, b"before", within())
         mover.move(SLOT, (mover.owner(SLOT) + 1) % 3)
         require_rows(store, keys, records_of(keys))
-        writer.write([WritePart(keys, records_of(keys, salt=1))], within())
+        writer.rows.write([WritePart(keys, records_of(keys, salt=1))], within())
         require_rows(store, keys, records_of(keys, salt=1))
-        assert asker.get_meta(name, within()) == [b"before"]
+        assert asker.values.get(name, within()) == [b"before"]
         mover.move(SLOT, (mover.owner(SLOT) + 1) % 3)
-        asker.put_meta(name, b"after", within())
-        assert store.get_meta(name, within()) == [b"after"]
-        eraser.erase([WritePart(keys, np.empty((len(keys), 0), np.uint8))], within())
+        asker.values.put(name, b"after", within())
+        assert store.values.get(name, within()) == [b"after"]
+        eraser.rows.erase([WritePart(keys, np.empty((len(keys), 0), np.uint8))], within())
         assert not read(store, keys).found.any()
     with running.store() as late:
         assert len(late.open(within())) == N_SLOTS
@@ -164,8 +164,8 @@ def test_a_batch_follows_slots_that_have_moved_without_asking_for_the_whole_map(
     for to in ((source + 1) % 3, source):
         mover.move(slot, to)
         require_rows(store, keys, records_of(keys))
-        assert store.get_meta(name, within()) != [None]
-        assert store.node_of(keys) == f"127.0.0.1:{mover.ports[to]}"
+        assert store.values.get(name, within()) != [None]
+        assert store.rows.node_of(keys) == f"127.0.0.1:{mover.ports[to]}"
     assert not asked
 
 
@@ -183,22 +183,22 @@ def test_a_node_that_has_not_heard_of_a_move_sends_nobody_in_circles(store: Stor
     monkeypatch.setattr("kvemb.stores.redis_cluster.cluster_topology.fetch_slot_map", fetch)
     store._topology._answered = (third,)
     mover.move(slot, to)
-    assert store.get_meta(name, within()) != [None]
+    assert store.values.get(name, within()) != [None]
     store._topology.known, store._topology._answered = before, (third,)
     require_rows(store, keys, records_of(keys))
 
 
 def test_meta_is_right_while_its_slot_is_on_its_way(store: Store, mover: Mover) -> None:
     name = f"kvemb:test:{{{slot_tags()[SLOT].decode()}}}"
-    store.put_meta(name, b"before", within())
+    store.values.put(name, b"before", within())
     to = (mover.owner(SLOT) + 1) % 3
     source = mover.begin(SLOT, to)
-    assert store.get_meta(name, within()) == [b"before"]
+    assert store.values.get(name, within()) == [b"before"]
     mover.migrate(source, to, [name.encode()])
     try:
-        assert store.get_meta(name, within(5)) == [b"before"]
-        store.put_meta(name, b"after", within(5))
-        assert store.get_meta(name, within(5)) == [b"after"]
+        assert store.values.get(name, within(5)) == [b"before"]
+        store.values.put(name, b"after", within(5))
+        assert store.values.get(name, within(5)) == [b"after"]
     finally:
         mover.finish(SLOT, source, to)
 
@@ -329,7 +329,7 @@ def test_rows_of_slots_that_came_without_their_keys_are_never_new(store: Store, 
             read(store, keys)
     with pytest.raises(NodeLostError, match=rf"slot {SLOT}\b"):
         read(store, keys_of(np.concatenate([rows_in(SLOT).ids, other.ids])))  # whose last slot is another one
-    (lost,) = store.lost_nodes(within())
+    (lost,) = store.repair.lost_nodes(within())
     assert (lost.address, lost.why) == (f"127.0.0.1:{mover.ports[to]}", "empty")
 
 
@@ -402,47 +402,47 @@ def test_a_shard_that_looks_while_another_finishes_a_repair_does_not_begin_it_ag
     running.restart(0)
     address = lost(store)[0].address
     with running.store() as other:
-        other.open(within(), Identity(CLUSTER, GENERATION, store.cluster_map))
+        other.open(within(), Identity(CLUSTER, GENERATION, store.nodes.cluster_map))
         for number, one in enumerate((store, other)):
             nonce = begun(one, address)
-            one.report_repaired(address, nonce, number, within())
+            one.repair.report(address, nonce, number, within())
 
         def looks() -> None:
-            assert [node for node in other.lost_nodes(within()) if node.why != "repairing"] == []
-            assert other.begin_repair(address, within()) in (None, nonce)
+            assert [node for node in other.repair.lost_nodes(within()) if node.why != "repairing"] == []
+            assert other.repair.begin(address, within()) in (None, nonce)
 
         if seen.startswith("its"):
-            swap = store._repairs._swap
+            swap = store.repair._swap
 
             def swapped(*args: Any) -> list[bool]:
                 done = swap(*args)
                 looks()
                 return done
 
-            monkeypatch.setattr(store._repairs, "_swap", swapped)
-            assert store.finish_repair(address, nonce, range(2), within())
+            monkeypatch.setattr(store.repair, "_swap", swapped)
+            assert store.repair.finish(address, nonce, range(2), within())
         else:
-            state = other._repairs._state
+            state = other.repair._state
 
             def late(*args: Any) -> Any:
-                monkeypatch.setattr(other._repairs, "_state", state)
-                assert store.finish_repair(address, nonce, range(2), within())
+                monkeypatch.setattr(other.repair, "_state", state)
+                assert store.repair.finish(address, nonce, range(2), within())
                 return state(*args)
 
-            monkeypatch.setattr(other._repairs, "_state", late)
+            monkeypatch.setattr(other.repair, "_state", late)
         looks()
 
 
 @pytest.mark.parametrize("how", ["started again empty", "flushed"])
 def test_a_glance_at_the_primaries_tells_of_one_that_lost_its_rows(store: Store, running: ServerNodes, how: str) -> None:
-    assert not store.looks_lost(within())
+    assert not store.repair.looks_lost(within())
     running.flush(1) if how == "flushed" else running.restart(1)
     deadline = within()
-    while not store.looks_lost(within()):
+    while not store.repair.looks_lost(within()):
         assert not deadline.expired
     address = lost(store)[0].address
     repair(store, address)
-    assert not store.looks_lost(within())
+    assert not store.repair.looks_lost(within())
 
 
 def test_a_repair_of_a_node_that_another_has_replaced_meanwhile_ends_by_name(store: Store, running: ServerNodes, mover: Mover) -> None:
@@ -450,17 +450,17 @@ def test_a_repair_of_a_node_that_another_has_replaced_meanwhile_ends_by_name(sto
     running.restart(0)
     address = lost(store)[0].address
     nonce = begun(store, address)
-    store.report_repaired(address, nonce, 0, within())
+    store.repair.report(address, nonce, 0, within())
     source = mover.ports.index(int(address.rpartition(":")[2]))
     other = (source + 1) % 3
     its = [line[:2] for line in mover.clients[source].execute_command("CLUSTER SLOTS") if line[2][1] == mover.ports[source]]
     give(mover, other, its)
     try:
         deadline = within()
-        while address in {node.address for node in store.lost_nodes(within())}:
+        while address in {node.address for node in store.repair.lost_nodes(within())}:
             assert not deadline.expired
         with pytest.raises(NodeUnavailableError, match="holds no slot"):
-            store.finish_repair(address, nonce, range(1), within())
+            store.repair.finish(address, nonce, range(1), within())
     finally:
         give(mover, source, its)
 

@@ -374,7 +374,7 @@ def of_child():
 def pulls():
     while True:
         table.pull(ids)
-        cluster.store.refresh_map(kvemb.net.deadline.Deadline.after(10))
+        cluster.store.nodes.refresh_map(kvemb.net.deadline.Deadline.after(10))
 
 def ended(child):
     until_s = time.monotonic() + 60

@@ -201,7 +201,7 @@ def test_the_next_owner_of_a_number_knows_what_the_last_one_had_taken(local: Loc
 def owner_epoch(local: LocalCluster) -> int:
     with open_store(kvemb.config.load(local.config_path, {}).storage, role="trainer") as store:
         store.open(Deadline.after(PATIENCE_S))
-        return store.owner_epoch(2, Deadline.after(PATIENCE_S))
+        return store.values.owner_epoch(2, Deadline.after(PATIENCE_S))
 
 
 @pytest.mark.parametrize("started", one_of("before the load", "when the checkpoint is gone"))

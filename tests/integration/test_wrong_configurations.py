@@ -84,7 +84,7 @@ def prod(require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
         with open_store(load(local.config_path, {}).storage, role="trainer") as store:
             store.open(Deadline.after(PATIENCE_S))
             deadline = Deadline.after(PATIENCE_S)
-            while any(newest_note(store.get_meta(note_name(shard), deadline)) is None for shard in (0, 1)):
+            while any(newest_note(store.values.get(note_name(shard), deadline)) is None for shard in (0, 1)):
                 assert not deadline.expired
         yield local
 
@@ -107,7 +107,7 @@ def contents(trial: Trial) -> list[dict[str, bytes | None]]:
     names = ["kvemb:map", "kvemb:tables", "kvemb:owner:0", "kvemb:owner:1", "kvemb:owner:2"]
     with open_store(load(trial.prod.config_path, {}).storage, role="trainer") as store:
         store.open(Deadline.after(PATIENCE_S))
-        copies = {name: store.get_meta(name, Deadline.after(PATIENCE_S)) for name in names}
+        copies = {name: store.values.get(name, Deadline.after(PATIENCE_S)) for name in names}
     return [{name: found[node] for name, found in copies.items()} for node in range(2)]
 
 

@@ -43,4 +43,4 @@ def write(store: MemoryStore, table: TableDef, ids: np.ndarray, rows: np.ndarray
     bits = ids.view(np.uint64)
     state = np.full((len(ids), table.optimizer.state_size(table.dim)), 7, np.float32)
     records = table.record.encode(bits, version, round_nearest(rows.astype(np.float32), table.dtype), state)
-    store.write([WritePart(RowKeys(table.tag, bits), records)], SOON)
+    store.rows.write([WritePart(RowKeys(table.tag, bits), records)], SOON)

@@ -66,10 +66,10 @@ def run(engine: Engine, batch: Batch, pause: Pause) -> Applied:
 def read(store: Storage, definition: TableDef, ids: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """found, versions, weights."""
     size, keys = definition.record.size_bytes, RowKeys(definition.tag, np.array(ids, np.uint64))
-    got = store.read([ReadPart(keys, size, size)], Deadline.after(5))[0].in_key_order()
+    got = store.rows.read([ReadPart(keys, size, size)], Deadline.after(5))[0].in_key_order()
     return got.found, definition.record.versions(got.records), definition.record.weights(got.records)
 
 
 def node_of(store: Storage, definition: TableDef, row_id: int) -> tuple[object, bytes]:
     keys = RowKeys(definition.tag, np.array([row_id], np.uint64))
-    return memory_node(store.addresses[store.map.slot_nodes[keys.slots()[0]]]), bytes(keys.encode()[0])
+    return memory_node(store.nodes.addresses[store.nodes.map.slot_nodes[keys.slots()[0]]]), bytes(keys.encode()[0])

@@ -69,7 +69,7 @@ class Shard:
     def read(self, definition: TableDef, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """found, whole records."""
         size = definition.record.size_bytes
-        got = self.store.read([ReadPart(definition.keys(ids, pages=False), size, size)], Deadline.after(5))[0].in_key_order()
+        got = self.store.rows.read([ReadPart(definition.keys(ids, pages=False), size, size)], Deadline.after(5))[0].in_key_order()
         return got.found, got.records.copy()
 
     def reconstruct(self, wanted: Sequence[WantedVersions]) -> list[np.ndarray]:

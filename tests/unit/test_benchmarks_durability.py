@@ -24,8 +24,8 @@ from kvemb.config import StorageConfig
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
-from kvemb.stores.repairable import LostNode
 from kvemb.stores.row_io import ReadPart, WritePart
+from kvemb.stores.store_repair import LostNode
 
 DEFINITION = TableDef("t", 3, kvemb.optim.adam(lr=0.1), kvemb.init.zeros(), id_dtype="uint64")
 
@@ -137,7 +137,7 @@ def test_recovery_is_compared_with_what_the_shard_applies_and_the_server_sets() 
 
 
 class Nodes:
-    """A store whose nodes change from look to look; every look takes a second of the test's clock."""
+    """The repair of a store whose nodes change from look to look; every look takes a second of the test's clock."""
 
     def __init__(self, looks: Sequence[str]) -> None:
         self.looks = list(looks)
@@ -205,9 +205,9 @@ def write(target: Target, k: int) -> np.ndarray:
     rows = np.arange(len(ids) * 3, dtype=np.float32).reshape(-1, 3) + 1000 * k
     encoded = DEFINITION.record.encode(ids, make_version(1, k), rows, np.zeros((len(ids), 6), np.float32))
     keys = DEFINITION.keys(ids, pages=False)
-    held = target.store.read([ReadPart(keys, encoded.shape[1], 12, tokens=True)], Deadline.after(5))[0].in_key_order()
+    held = target.store.rows.read([ReadPart(keys, encoded.shape[1], 12, tokens=True)], Deadline.after(5))[0].in_key_order()
     assert held.tokens is not None
-    (result,) = target.store.write([WritePart(keys, encoded, np.where(held.found, held.tokens, np.uint64(0)))], Deadline.after(5))
+    (result,) = target.store.rows.write([WritePart(keys, encoded, np.where(held.found, held.tokens, np.uint64(0)))], Deadline.after(5))
     assert result.stored.all()
     return encoded
 
@@ -226,7 +226,7 @@ def test_records_that_were_put_back_are_those_of_before(target: Target, monkeypa
 def test_a_row_that_is_not_there_is_found_when_records_are_read(target: Target) -> None:
     write(target, 1)
     lost = DEFINITION.keys(target.load.batches[1][3:4], pages=False)
-    target.store.erase([WritePart(lost, np.empty((0, 0), np.uint8))], Deadline.after(5))
+    target.store.rows.erase([WritePart(lost, np.empty((0, 0), np.uint8))], Deadline.after(5))
     with pytest.raises(WrongApplyError, match="1 of 25 rows"):
         recovery_steps.records(target)
 

@@ -34,6 +34,7 @@ class LimitedStore:
     addresses = ("one:1", "two:2")
 
     def __init__(self, limits: BucketLimits | None, refused: Exception | None = None, unreadable: Exception | None = None) -> None:
+        self.rows = self.nodes = self
         self.now = dict.fromkeys(self.addresses, limits)
         self._refused, self._unreadable = refused, unreadable
 

@@ -35,7 +35,7 @@ def stored(changes: dict[int, tuple[int, float]], n: int = 10) -> MemoryStore:
         if k:
             ids = ids_of([i])
             records = block_of(USER, ids, make_version(1, k), value).records(USER, make_version(1, k))
-            store.write([WritePart(RowKeys(USER.tag, ids), records, np.zeros(1, np.uint64))], Deadline.after(5))
+            store.rows.write([WritePart(RowKeys(USER.tag, ids), records, np.zeros(1, np.uint64))], Deadline.after(5))
     return store
 
 

@@ -7,7 +7,7 @@ import pytest
 from kvemb import config
 from kvemb.doctor.findings import ShardFacts, judge_node, judge_shard
 from kvemb.protocol.messages import DescribeReply, ExamineReply, StatusReply
-from kvemb.stores.store import NodeStats
+from kvemb.stores.store_nodes import NodeStats
 
 CONFIG = config.parse({"cluster": "c", "storage": {"kind": "redis", "nodes": ["n:1"]}, "parameter_servers": {"shards": ["s:1"]}}, {})
 GOOD = ExamineReply("1.0", 1000.0, ["s:1"], ["n:1"], "fsync", 0.001, 10**12, 2 * 10**12, 90, 4096, 2**32)

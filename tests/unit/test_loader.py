@@ -91,13 +91,13 @@ class Cluster:
         """Weights and state of the rows that storage has."""
         with self.store() as store:
             size, keys = definition.record.size_bytes, RowKeys(definition.tag, ids_of(ids))
-            got = store.read([ReadPart(keys, size, size)], Deadline.after(5))[0].in_key_order()
+            got = store.rows.read([ReadPart(keys, size, size)], Deadline.after(5))[0].in_key_order()
         return {int(i): bytes(record[12:]) for i, record, there in zip(keys.ids, got.records, got.found, strict=True) if there}
 
     def decide(self, url: str, save_id: str, serial: int = 1) -> None:
         """Put a decision on the nodes."""
         with self.store() as store:
-            store.put_meta(META_NAME, Decision(serial, f"{serial:032x}", url, save_id).encode(), Deadline.after(5))
+            store.values.put(META_NAME, Decision(serial, f"{serial:032x}", url, save_id).encode(), Deadline.after(5))
 
     def counts(self) -> dict[str, int]:
         """Rows by table, as the index has them."""
@@ -107,7 +107,7 @@ class Cluster:
     def report(self) -> tuple[str, str]:
         """The shard's state and error as who watches a load sees them."""
         with self.store() as store:
-            report = newest_report(store.get_meta(report_name(0), Deadline.after(5)))
+            report = newest_report(store.values.get(report_name(0), Deadline.after(5)))
         assert report is not None
         return report.state, report.error
 
@@ -350,6 +350,6 @@ def test_a_plan_comes_back_as_it_went_and_a_damaged_one_is_refused() -> None:
 
 def test_a_value_that_is_no_decision_is_refused(cluster: Cluster) -> None:
     with cluster.store() as store:
-        store.put_meta(META_NAME, b"\x93\x01\x02\x03", Deadline.after(5))
+        store.values.put(META_NAME, b"\x93\x01\x02\x03", Deadline.after(5))
     with pytest.raises(KvembError, match="kvemb:load"):
         cluster.start()

@@ -34,10 +34,10 @@ def test_a_node_that_is_down_is_not_sought_at_whatever_address_a_file_in_another
 def test_a_repair_whose_rows_were_chosen_before_a_plan_went_on_is_tried_again_and_fails_no_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     store = RedisStore(StorageConfig("redis", ("a:1",)), "shard:0")
     aborting = MovePlan(NODES, ABORTING, FIRST.slot_nodes, (), (), 0)
-    monkeypatch.setattr(store, "keys_of", lambda address, keys: np.zeros(len(keys), bool))
+    monkeypatch.setattr(store.repair, "keys_of", lambda address, keys: np.zeros(len(keys), bool))
     part = ReadPart(RowKeys(b"tag", np.arange(3, dtype=np.uint64)), 16, 16)
     with pytest.raises(InvalidInputError):
-        store.read_in_repair("a:1", "nonce", [part], Deadline.after(1))
+        store.repair.read("a:1", "nonce", [part], Deadline.after(1))
     store._links.view = NodesView(replace(FIRST, plan=aborting), ("a:1", "b:1", "c:1"))
     with pytest.raises(NodeSuspectError):
-        store.read_in_repair("a:1", "nonce", [part], Deadline.after(1))
+        store.repair.read("a:1", "nonce", [part], Deadline.after(1))

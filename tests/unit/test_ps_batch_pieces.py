@@ -257,7 +257,7 @@ def test_a_load_waits_for_a_node_that_goes_away_while_another_programs_value_is_
         return answer
 
     store.spoil = spoil
-    monkeypatch.setattr(store, "make_way", make_way)
+    monkeypatch.setattr(store.repair, "make_way", make_way)
     UnconditionalWriter(store, 5.0, lambda error, pause_s: waited.append(error), NO_REPAIR).write(ADAM, ids, records)
     assert (len(waited), answers) == (1, [])
     assert versions_of(store, IDS) == [make_version(2, 0)]

@@ -54,7 +54,7 @@ def run(engine: Engine, batch: Batch, pause: Pause) -> Applied:
 
 def stored(store: MemoryStore, definition: TableDef, n: int) -> np.ndarray:
     size = definition.record.size_bytes
-    (read,) = store.read([ReadPart(RowKeys(definition.tag, np.arange(n, dtype=np.uint64)), size, size)], Deadline.after(5))
+    (read,) = store.rows.read([ReadPart(RowKeys(definition.tag, np.arange(n, dtype=np.uint64)), size, size)], Deadline.after(5))
     got = read.in_key_order()
     return np.where(got.found[:, None], got.records, 0)
 
@@ -113,7 +113,7 @@ def test_a_half_written_batch_is_completed_across_blocks(monkeypatch: pytest.Mon
     for one in (whole, engine):
         run(one, before, never)
     run(whole, batch, never)
-    write = store.write
+    write = store.rows.write
 
     def half(parts: list[WritePart], deadline: Deadline) -> None:
         (part,) = parts
@@ -133,7 +133,7 @@ def test_a_row_lost_in_a_late_block_stops_the_batch_before_anything_is_written(m
     engine, store, _ = make_engine(0)
     run(engine, Batch(APPLY, (rows(WIDE, np.arange(30), 1),)), never)
     key = bytes(RowKeys(WIDE.tag, np.array([29], np.uint64)).encode()[0])
-    memory_node(store.addresses[0]).values.pop(key)
+    memory_node(store.nodes.addresses[0]).values.pop(key)
     before = stored(store, WIDE, 30)
     with pytest.raises(LostRowError, match="id 29"):
         run(engine, Batch(APPLY, (rows(WIDE, np.arange(30), 2),)), never)

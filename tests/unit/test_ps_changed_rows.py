@@ -101,7 +101,7 @@ def test_rows_of_the_last_batch_are_not_read_without_a_cache() -> None:
     shard.run(APPLY, 1, 2)
     shard.run(APPLY, 2, 3)
     expected = read(shard.store, ADAM, [2, 3])[2]
-    for address in shard.store.addresses:
+    for address in shard.store.nodes.addresses:
         memory_node(address).down = True
     (changed,) = shard.answer(holds([3, 2], [0, 1]))
     assert changed.rows == expected[::-1].tobytes()

@@ -68,16 +68,16 @@ def test_a_claim_rises_on_nodes_that_have_lost_the_owner_record(folder: Folder, 
 def test_a_claim_that_was_told_to_some_nodes_only_goes_on_rising_and_is_still_ours(folder: Folder, tmp_path: Path) -> None:
     data, nodes, risen = folder(tmp_path, 0), addresses(), list[int]()
     epoch, store = start(nodes, data).epoch, opened_store(nodes)
-    claim, put_meta = Claim(data, store, 0, epoch, 5), store.put_meta
+    claim, put_meta = Claim(data, store, 0, epoch, 5), store.values.put
 
     def told_and_no_answer(name: str, value: bytes, deadline: Deadline) -> None:
         put_meta(name, value, deadline)
         raise DeadlineExceededError("no complete answer within 2 s from node x")
 
-    store.put_meta = told_and_no_answer  # type: ignore[method-assign]
+    store.values.put = told_and_no_answer  # type: ignore[method-assign]
     with pytest.raises(DeadlineExceededError):
         claim.rise_above(7, risen.append)
-    store.put_meta = put_meta  # type: ignore[method-assign]
+    store.values.put = put_meta  # type: ignore[method-assign]
     claim.rise_above(7, risen.append)
     assert (risen, claim.epoch, read_epoch(data), stored_epoch(nodes)) == ([8], 8, 8, 8)
 
@@ -89,7 +89,7 @@ def left(first: ShardState, k: int = 7, journal: tuple[int, int] | None = None) 
 
 
 def stored_epoch(nodes: tuple[str, ...]) -> int:
-    owner = newest_owner(make_store(nodes).get_meta(owner_name(0), Deadline.after(5)), 0)
+    owner = newest_owner(make_store(nodes).values.get(owner_name(0), Deadline.after(5)), 0)
     return owner.epoch if owner is not None else 0
 
 
@@ -103,7 +103,7 @@ def test_every_start_raises_the_epoch_in_the_folder_and_on_the_nodes(folder: Fol
 def test_a_start_that_cannot_reach_the_nodes_leaves_them_behind_the_folder_and_the_next_one_goes_on(folder: Folder, tmp_path: Path) -> None:
     nodes, data = addresses(), folder(tmp_path, 0)
     first, store = start(nodes, data), opened_store(nodes)
-    store.put_meta = lambda *args: (_ for _ in ()).throw(NodeUnavailableError("node x: refused"))  # type: ignore[method-assign]
+    store.values.put = lambda *args: (_ for _ in ()).throw(NodeUnavailableError("node x: refused"))  # type: ignore[method-assign]
     with pytest.raises(NodeUnavailableError):
         claim_shard(store, data, 0, first.cluster_id, 5)
     assert (read_epoch(data), stored_epoch(nodes)) == (2, 1)
@@ -138,8 +138,8 @@ def test_a_number_that_has_left_goes_on_in_an_empty_folder_with_the_sessions_tha
     nodes, data = addresses(), folder(tmp_path, 0)
     start(nodes, data)
     store, empty = opened_store(nodes), folder(tmp_path / "new", 2)
-    store.put_meta(owner_name(2), Owner(4, 3).encode(), Deadline.after(5))
-    store.put_meta(note_name(2), ShardNote(4, 90).encode(), Deadline.after(5))
+    store.values.put(owner_name(2), Owner(4, 3).encode(), Deadline.after(5))
+    store.values.put(note_name(2), ShardNote(4, 90).encode(), Deadline.after(5))
     state = claim_shard(store, empty, 2, join(nodes, empty, 2), 5, left=lambda: [("never", 1, 1)])
     assert (state.epoch, state.k, state.sessions) == (5, 90, ())  # this map has no such number: it never had a slot
 

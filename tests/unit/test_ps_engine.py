@@ -101,7 +101,7 @@ def test_a_batch_without_a_reply_is_tried_again_under_the_same_version() -> None
 def test_pauses_grow_and_giving_up_leaves_the_index_alone() -> None:
     store, pauses = make_store(), []
     engine = engine_on(store)
-    memory_node(store.addresses[0]).down = memory_node(store.addresses[1]).down = True
+    memory_node(store.nodes.addresses[0]).down = memory_node(store.nodes.addresses[1]).down = True
 
     def pause(error: StorageError, pause_s: float) -> None:
         pauses.append(pause_s)
@@ -174,7 +174,7 @@ def test_rows_that_change_under_every_try_are_given_up() -> None:
     store = make_store()
     engine = engine_on(store)
     run(engine, Batch(APPLY, (rows(SGD, [1]),)), never)
-    store.write = lambda parts, deadline: [WriteResult(np.zeros(len(part.keys), bool)) for part in parts]  # type: ignore[method-assign]
+    store.rows.write = lambda parts, deadline: [WriteResult(np.zeros(len(part.keys), bool)) for part in parts]  # type: ignore[method-assign]
     with pytest.raises(StorageError, match=r"'sgd'.*another program"):
         run(engine, Batch(APPLY, (rows(SGD, [1]),)), never)
 
@@ -234,7 +234,7 @@ def test_assign_sets_rows_and_begins_their_optimizer_state_anew() -> None:
     assert versions.tolist() == [make_version(1, 2)] * 2
     assert (weights == to_float32(round_nearest(np.float32([1 / 3]), "bfloat16"), "bfloat16")).all()
     size, keys = HALF.record.size_bytes, RowKeys(HALF.tag, np.array([1, 2], np.uint64))
-    got = store.read([ReadPart(keys, size, size)], Deadline.after(5))[0]
+    got = store.rows.read([ReadPart(keys, size, size)], Deadline.after(5))[0]
     assert not HALF.record.state(got.records).any()
     assert engine._tables.state(HALF).step == 1
 
@@ -266,13 +266,13 @@ def cached_engine(store: Storage) -> Engine:
 def count_reads(store: Storage) -> list[int]:
     """How many rows each read asks for, from now on."""
     asked: list[int] = []
-    read_rows = store.read
+    read_rows = store.rows.read
 
     def counted(parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
         asked.append(sum(len(part.keys) for part in parts))
         return read_rows(parts, deadline)
 
-    store.read = counted  # type: ignore[method-assign]
+    store.rows.read = counted  # type: ignore[method-assign]
     return asked
 
 
@@ -325,7 +325,7 @@ def test_an_erase_that_meets_a_newer_owner_takes_nothing() -> None:
     newer.run(Batch(APPLY, (rows(SGD, [2]),)), make_version(2, 2), never)
     with pytest.raises(FencedError, match=r"id 2: version \(2, 2\) in storage is of a later epoch"):
         engine.run(Batch(ERASE, (rows(SGD, [1, 2, 3], dim=0),)), make_version(1, 2), never)
-    assert sum(len(memory_node(address).values) for address in store.addresses) == 3 + 2 * len(store.addresses)
+    assert sum(len(memory_node(address).values) for address in store.nodes.addresses) == 3 + 2 * len(store.nodes.addresses)
 
 
 def test_rows_that_change_while_they_are_erased_are_looked_at_again() -> None:
@@ -339,7 +339,7 @@ def test_rows_that_change_while_they_are_erased_are_looked_at_again() -> None:
                 self.left -= 1
                 for part in parts:
                     key = bytes(part.keys.encode()[0])
-                    node = next(node for node in map(memory_node, self.addresses) if key in node.values)
+                    node = next(node for node in map(memory_node, self.nodes.addresses) if key in node.values)
                     node.put(key, node.values[key][0])
             return super().erase(parts, deadline)
 
@@ -351,7 +351,7 @@ def test_rows_that_change_while_they_are_erased_are_looked_at_again() -> None:
     store.left = 3
     assert engine.run(Batch(ERASE, (rows(SGD, [1, 2, 9], dim=0),)), make_version(1, 2), never).n_existed == 2
     assert store.left == 0
-    assert sum(len(memory_node(address).values) for address in store.addresses) == 1 + 2 * len(store.addresses)
+    assert sum(len(memory_node(address).values) for address in store.nodes.addresses) == 1 + 2 * len(store.nodes.addresses)
     store.left = 1000
     with pytest.raises(StorageError, match="1 rows were changed between every read and write"):
         engine.run(Batch(ERASE, (rows(SGD, [3], dim=0),)), make_version(1, 3), never)

@@ -166,7 +166,7 @@ def test_a_trainer_with_nothing_waiting_is_let_in_even_when_the_queue_is_full(ma
 
 def test_flush_says_which_storage_error_is_in_the_way(make: Callable[..., Rig]) -> None:
     rig = make()
-    node = memory_node(rig.store.addresses[0])
+    node = memory_node(rig.store.nodes.addresses[0])
     node.down = True
     outcome = rig.push(rig.hello(), {1: 1.0})
     rig.store.reached.wait(90)
@@ -207,7 +207,7 @@ def test_a_failed_shard_refuses_everything_with_the_cause(make: Callable[..., Ri
     a = rig.hello()
     rig.push(a, {1: 1.0}).wait()
     held = rig.push(rig.hello("b"), {4: 1.0}, trainer="b", more=True)
-    memory_node(rig.store.addresses[0]).flush()
+    memory_node(rig.store.nodes.addresses[0]).flush()
     assert isinstance(rig.push(a, {1: 1.0}).error(), ShardFailedError)
     assert rig.failed.wait(90)
     assert isinstance(held.error(), ShardFailedError)
@@ -240,7 +240,7 @@ def test_draining_finishes_what_was_accepted_and_takes_nothing_new(make: Callabl
 
 def test_a_stopped_shard_gives_up_the_batch_that_waits_for_storage(make: Callable[..., Rig]) -> None:
     rig = make()
-    memory_node(rig.store.addresses[0]).down = True
+    memory_node(rig.store.nodes.addresses[0]).down = True
     rig.push(rig.hello(), {1: 1.0})
     assert rig.store.reached.wait(90)
     assert not rig.ingest.backlog.drain(Deadline.after(0))

@@ -3,23 +3,28 @@
 from collections.abc import Callable
 
 import pytest
-from memory_store import MemoryStore
 
-from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError, FencedError, NodeUnavailableError, ParameterServerError
 from kvemb.net.deadline import Deadline
-from kvemb.stores.repairable import LostNode
+from kvemb.stores.store_nodes import NodeStats
+from kvemb.stores.store_repair import LostNode
 from paramserver.repair.node_watch import NodeWatch
 
 
-class SlowStore(MemoryStore):
-    """Every look at the markers takes the next of these seconds, by a clock of its own; a negative one ends with an error."""
+class SlowStore:
+    """A store, its nodes and its repair. Each look at the markers takes the next of these seconds by its clock; a negative one fails."""
 
     def __init__(self, took_s: list[float]) -> None:
-        super().__init__(StorageConfig("memory", ("watch-slow:1",)), role="shard:0")
+        self.repair = self.nodes = self
         self.now_s, self._took_s = 0.0, iter(took_s)
         self.pauses = Pauses()
         self.n_glances = 0
+
+    def stats(self, deadline: Deadline) -> list[NodeStats]:
+        return []
+
+    def unfinished_change(self, deadline: Deadline) -> None:
+        return None
 
     def looks_lost(self, deadline: Deadline) -> bool:
         self.n_glances += 1

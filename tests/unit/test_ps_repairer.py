@@ -29,7 +29,7 @@ def shard() -> Shard:
 
 def test_a_flushed_node_gets_back_the_bytes_it_had(shard: Shard) -> None:
     before = [shard.read(ADAM, IDS), shard.read(SGD, IDS)]
-    memory_node(shard.store.addresses[0]).flush()
+    memory_node(shard.store.nodes.addresses[0]).flush()
     with pytest.raises(NodeLostError):
         shard.read(ADAM, IDS)
     assert shard.repairer.nodes(NO_BATCH, fail) == 1
@@ -40,22 +40,22 @@ def test_a_flushed_node_gets_back_the_bytes_it_had(shard: Shard) -> None:
         assert records[found].tobytes() == records_before[found].tobytes()
     assert 0 < n_rows < 4500, "rows of the other node were left alone"
     assert shard.repairer.figures.nodes == 1
-    assert shard.store.get_meta("kvemb:tables", Deadline.after(5))[0] == b"registry"
+    assert shard.store.values.get("kvemb:tables", Deadline.after(5))[0] == b"registry"
 
 
 def test_all_nodes_may_be_lost(shard: Shard) -> None:
     before = shard.read(ADAM, IDS)[1]
-    for address in shard.store.addresses:
+    for address in shard.store.nodes.addresses:
         memory_node(address).flush()
     assert shard.repairer.nodes(NO_BATCH, fail) == 2
     assert shard.repairer.figures.rows == 4500
     assert shard.read(ADAM, IDS)[1].tobytes() == before.tobytes()
 
 
-@pytest.mark.parametrize("verb", ["read_in_repair", "write_in_repair"])
+@pytest.mark.parametrize("verb", ["read", "write"])
 def test_a_node_too_slow_for_a_whole_block_is_restored_in_smaller_ones(shard: Shard, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
     before, sizes = shard.read(ADAM, IDS)[1], []
-    whole = getattr(shard.store, verb)
+    whole = getattr(shard.store.repair, verb)
 
     def slow(address: str, nonce: str, parts: Sequence[ReadPart] | Sequence[WritePart], deadline: Deadline) -> object:
         sizes.append(sum(len(part.keys) for part in parts))
@@ -63,17 +63,17 @@ def test_a_node_too_slow_for_a_whole_block_is_restored_in_smaller_ones(shard: Sh
             raise DeadlineExceededError(f"{sizes[-1]} rows do not fit into the deadline")
         return whole(address, nonce, parts, deadline)
 
-    monkeypatch.setattr(shard.store, verb, slow)
+    monkeypatch.setattr(shard.store.repair, verb, slow)
     monkeypatch.setattr("paramserver.engine.storage_retry.LEAST_BYTES", 100)
     monkeypatch.setattr("paramserver.engine.storage_retry._FASTER", 1)  # here, a block that is not too large takes no time
-    memory_node(shard.store.addresses[0]).flush()
+    memory_node(shard.store.nodes.addresses[0]).flush()
     assert shard.repairer.nodes(NO_BATCH, lambda error, pause_s: None) == 1
     assert sizes[0] > 1000
     assert shard.read(ADAM, IDS)[1].tobytes() == before.tobytes()
 
 
 def test_a_suspect_node_has_only_old_rows_rewritten(shard: Shard) -> None:
-    address = shard.store.addresses[0]
+    address = shard.store.nodes.addresses[0]
     node = memory_node(address)
     old = dict(node.values)
     before = shard.read(ADAM, IDS)[1]
@@ -81,14 +81,14 @@ def test_a_suspect_node_has_only_old_rows_rewritten(shard: Shard) -> None:
     newest = shard.read(ADAM, IDS)[1]
     node.values = old
     node.run_id = "another process"
-    here = int(shard.store.keys_of(address, ADAM.keys(IDS[:500], pages=False)).sum())
+    here = int(shard.store.repair.keys_of(address, ADAM.keys(IDS[:500], pages=False)).sum())
     assert shard.repairer.nodes(NO_BATCH, fail) == 1
     assert shard.repairer.figures.rows == here
     assert shard.read(ADAM, IDS)[1].tobytes() == newest.tobytes() != before.tobytes()
 
 
 def test_rows_that_an_old_snapshot_brings_back_are_erased_again(shard: Shard) -> None:
-    node = memory_node(shard.store.addresses[0])
+    node = memory_node(shard.store.nodes.addresses[0])
     old = dict(node.values)
     shard.apply(SGD, IDS[::2], ERASE)
     node.values = old
@@ -101,8 +101,8 @@ def test_rows_that_an_old_snapshot_brings_back_are_erased_again(shard: Shard) ->
 def test_rows_of_a_half_written_batch_are_left_alone(shard: Shard) -> None:
     version = make_version(1, shard.k + 1)
     records = ADAM.record.encode(IDS[:10], version, np.ones((10, 2), np.float32), np.ones((10, ADAM.record.state_size), np.float32))
-    shard.store.write([WritePart(ADAM.keys(IDS[:10], pages=False), records, _tokens(shard, IDS[:10]))], Deadline.after(5))
-    for address in shard.store.addresses:
+    shard.store.rows.write([WritePart(ADAM.keys(IDS[:10], pages=False), records, _tokens(shard, IDS[:10]))], Deadline.after(5))
+    for address in shard.store.nodes.addresses:
         memory_node(address).run_id = "another process"
     assert shard.repairer.nodes(AheadOfIndex(version, version), fail) == 2
     assert shard.repairer.figures.rows == 0
@@ -140,7 +140,7 @@ def test_two_shards_repair_two_nodes_without_waiting_for_each_other() -> None:
 
 def test_a_flush_in_the_middle_starts_the_repair_over(shard: Shard) -> None:
     before = shard.read(ADAM, IDS)[1]
-    node = memory_node(shard.store.addresses[0])
+    node = memory_node(shard.store.nodes.addresses[0])
     node.flush()
     again = _flush_once(node.flush)
     shard.repairer._reconstruct = lambda wanted: again(shard.reconstruct(wanted))
@@ -151,7 +151,7 @@ def test_a_flush_in_the_middle_starts_the_repair_over(shard: Shard) -> None:
 def test_single_lost_rows_are_restored_before_a_batch_is_applied_to_them(shard: Shard) -> None:
     before = shard.read(ADAM, IDS[:50])[1]
     rows = CheckedRows(ADAM, IDS[:50], np.ones((50, 2), np.float32), np.empty(0, np.uint64), ADAM.optimizer.check_hyper({}))
-    shard.store.erase([WritePart(ADAM.keys(IDS[:20], pages=False), np.empty((0, 0), np.uint8))], Deadline.after(5))
+    shard.store.rows.erase([WritePart(ADAM.keys(IDS[:20], pages=False), np.empty((0, 0), np.uint8))], Deadline.after(5))
     with pytest.raises(LostRowError):
         shard.engine.run(Batch(APPLY, (rows,)), make_version(1, shard.k + 1), fail)
     assert shard.repairer.rows(Batch(APPLY, (rows,)), NO_BATCH) == 20
@@ -161,14 +161,14 @@ def test_single_lost_rows_are_restored_before_a_batch_is_applied_to_them(shard: 
 def test_a_process_that_was_taken_over_restores_nothing_over_its_successor(shard: Shard) -> None:
     versions = np.full(5, make_version(2, 9), np.uint64)
     later = ADAM.record.encode(IDS[:5], versions, np.ones((5, 2), np.float32), np.ones((5, ADAM.record.state_size), np.float32))
-    shard.store.write([WritePart(ADAM.keys(IDS[:5], pages=False), later, _tokens(shard, IDS[:5]))], Deadline.after(5))
-    shard.store.erase([WritePart(ADAM.keys(IDS[10:20], pages=False), np.empty((0, 0), np.uint8))], Deadline.after(5))
+    shard.store.rows.write([WritePart(ADAM.keys(IDS[:5], pages=False), later, _tokens(shard, IDS[:5]))], Deadline.after(5))
+    shard.store.rows.erase([WritePart(ADAM.keys(IDS[10:20], pages=False), np.empty((0, 0), np.uint8))], Deadline.after(5))
     rows = CheckedRows(ADAM, IDS[:50], np.ones((50, 2), np.float32), np.empty(0, np.uint64), ADAM.optimizer.check_hyper({}))
     with pytest.raises(FencedError):
         shard.repairer.rows(Batch(APPLY, (rows,)), NO_BATCH)
     with pytest.raises(FencedError):
-        shard.repairer.nodes(NO_BATCH, fail, suspects=shard.store.addresses)
-    memory_node(shard.store.addresses[0]).flush()
+        shard.repairer.nodes(NO_BATCH, fail, suspects=shard.store.nodes.addresses)
+    memory_node(shard.store.nodes.addresses[0]).flush()
 
     def fenced() -> None:
         raise FencedError("a successor")
@@ -176,7 +176,7 @@ def test_a_process_that_was_taken_over_restores_nothing_over_its_successor(shard
     shard.repairer._still_ours = fenced
     with pytest.raises(FencedError):
         shard.repairer.nodes(NO_BATCH, fail)
-    assert not any(len(key) == 14 for key in memory_node(shard.store.addresses[0]).values)
+    assert not any(len(key) == 14 for key in memory_node(shard.store.nodes.addresses[0]).values)
 
 
 def test_a_row_that_cannot_be_reconstructed_keeps_its_node_out_of_use(shard: Shard) -> None:
@@ -184,7 +184,7 @@ def test_a_row_that_cannot_be_reconstructed_keeps_its_node_out_of_use(shard: Sha
         raise LostRowError("no record")
 
     shard.repairer._reconstruct = cannot
-    memory_node(shard.store.addresses[0]).flush()
+    memory_node(shard.store.nodes.addresses[0]).flush()
     with pytest.raises(LostRowError):
         shard.repairer.nodes(NO_BATCH, fail)
     with pytest.raises(NodeLostError):
@@ -193,7 +193,8 @@ def test_a_row_that_cannot_be_reconstructed_keeps_its_node_out_of_use(shard: Sha
 
 def _tokens(shard: Shard, ids: np.ndarray) -> np.ndarray | None:
     size = ADAM.record.size_bytes
-    return shard.store.read([ReadPart(ADAM.keys(ids, pages=False), size, size, tokens=True)], Deadline.after(5))[0].in_key_order().tokens
+    part = ReadPart(ADAM.keys(ids, pages=False), size, size, tokens=True)
+    return shard.store.rows.read([part], Deadline.after(5))[0].in_key_order().tokens
 
 
 def _flush_once(flush: Callable[[], None]) -> Callable[[np.ndarray], np.ndarray]:

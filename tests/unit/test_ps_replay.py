@@ -123,7 +123,7 @@ def test_a_row_that_is_missing_and_was_not_erased_is_lost() -> None:
     store, entries = make_store(), applied(3)
     states = live_on(Life(store, Saved(), epoch=EPOCH, cache_bytes=0), entries)
     keys = RowKeys(MOMENTUM.tag, np.array([1], np.uint64))
-    for address in store.addresses:
+    for address in store.nodes.addresses:
         memory_node(address).values.pop(bytes(keys.encode()[0]), None)
     with pytest.raises(LostRowError, match=r"id 1: no row in storage, expected version \(3, 1\)"):
         Life(store, states[1], epoch=EPOCH + 1, cache_bytes=0).recover(entries)
@@ -200,10 +200,10 @@ def test_a_trainer_that_was_dropped_from_a_sync_job_is_neither_awaited_nor_let_i
 
 def test_a_recovery_waits_for_storage_and_can_be_given_up() -> None:
     store, entries = make_store(), applied(2)
-    memory_node(store.addresses[0]).down = memory_node(store.addresses[1]).down = True
+    memory_node(store.nodes.addresses[0]).down = memory_node(store.nodes.addresses[1]).down = True
     with pytest.raises(NodeUnavailableError):
         Life(store, Saved(), epoch=EPOCH, cache_bytes=0).recover(entries)
-    memory_node(store.addresses[0]).down = memory_node(store.addresses[1]).down = False
+    memory_node(store.nodes.addresses[0]).down = memory_node(store.nodes.addresses[1]).down = False
     life = Life(store, Saved(), epoch=EPOCH + 1, cache_bytes=0)
     life.recover(entries)
     assert life.engine.k == 2

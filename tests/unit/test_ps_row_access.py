@@ -32,6 +32,7 @@ class Node:
         self.rows: dict[bytes, bytes] = {}
         self.tokens: dict[bytes, int] = {}
         self.next_token = first_token
+        self.written = True
         self.before: Callable[[], None] = lambda: None  # called before the next write
         self.after: Callable[[], None] = lambda: None  # called after the next write or erase
 
@@ -91,17 +92,16 @@ class MovingSlots:
     def __init__(self, *, cas: bool = False) -> None:
         self.old, self.new = (Node(100), Node(900)) if cas else (Node(), Node())
         self.capabilities = SimpleNamespace(cas=cas, pages=False)
-        self.first: Node = self.old
-        self.second: Node | None = self.new
-        self.other = self.new
+        self.rows = self
+        self.first, self.moving = self.old, self.new
 
     def flip(self) -> None:
-        self.first, self.second, self.other = self.new, self.old, self.old
+        self.first, self.moving = self.new, self.old
 
     def clean(self) -> None:
         """The map names the new node alone, and what the old one has is being erased."""
         self.flip()
-        self.second = None
+        self.moving.written = False
 
     def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
         return self.first.read(parts, deadline)

@@ -62,7 +62,7 @@ def a_round(scrub: Scrub, clock: Clock) -> int:
 
 
 def delete(shard: Shard, table: TableDef, ids: np.ndarray) -> None:
-    shard.store.erase([WritePart(table.keys(ids, pages=False), np.empty((0, 0), np.uint8))], Deadline.after(5))
+    shard.store.rows.erase([WritePart(table.keys(ids, pages=False), np.empty((0, 0), np.uint8))], Deadline.after(5))
 
 
 def test_a_round_finds_every_deleted_row_of_every_table_and_brings_back_its_bytes(shard: Shard) -> None:
@@ -99,7 +99,7 @@ def test_all_shards_together_take_a_fiftieth_of_the_time_and_a_round_begins_once
     assert took_s < 0.1
     n_steps = a_round(scrub, clock)
     assert n_steps >= (N - 4096) // 4096
-    small = scrub_of(Shard(shard.store.addresses).open(), clock)  # nothing to compare
+    small = scrub_of(Shard(shard.store.nodes.addresses).open(), clock)  # nothing to compare
     clock.now_s += 60
     small.step()
     assert small.due_in_s() > 59
@@ -119,7 +119,7 @@ def test_storage_that_does_not_answer_is_asked_again_later_for_the_same_rows(sha
     clock = Clock()
     scrub = scrub_of(shard, clock)
     clock.now_s += 100
-    node = memory_node(shard.store.addresses[0])
+    node = memory_node(shard.store.nodes.addresses[0])
     node.down = True
     with pytest.raises(NodeUnavailableError):
         scrub.step()
@@ -136,7 +136,7 @@ def test_a_row_of_a_batch_that_the_journal_lacks_is_not_set_back(shard: Shard) -
     version = make_version(1, shard.k + 5)
     delete(shard, ADAM, MANY[40:41])
     records = ADAM.record.encode(MANY[40:41], version, np.ones((1, 2), np.float32), np.ones((1, ADAM.record.state_size), np.float32))
-    shard.store.write([WritePart(ADAM.keys(MANY[40:41], pages=False), records)], Deadline.after(5))
+    shard.store.rows.write([WritePart(ADAM.keys(MANY[40:41], pages=False), records)], Deadline.after(5))
     with pytest.raises(JournalBehindError, match=r"table 'adam', id 40 has version \(1, 7\) in storage"):
         a_round(scrub, clock)
     assert shard.read(ADAM, MANY[40:41])[1].tobytes() == records.tobytes()

@@ -128,7 +128,7 @@ class Shard:
             ids, versions = state.arrays()
             size = table.record.size_bytes
             part = ReadPart(table.keys(ids, pages=False), size, size)
-            got = self.store.read([part], Deadline.after(5))[0].in_key_order()
+            got = self.store.rows.read([part], Deadline.after(5))[0].in_key_order()
             assert got.found.all()
             assert table.record.versions(got.records).tolist() == versions.tolist()
             assert self.reconstructor.records([WantedVersions(state, ids, versions)])[0].tobytes() == got.records.tobytes()

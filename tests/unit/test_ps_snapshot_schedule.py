@@ -90,7 +90,7 @@ class Shard:
         return self.background.step(self.applied, fail)
 
     def records(self) -> bytes:
-        return b"".join(value for key, (value, _) in sorted(memory_node(self.store.addresses[0]).values.items()) if len(key) == 14)
+        return b"".join(value for key, (value, _) in sorted(memory_node(self.store.nodes.addresses[0]).values.items()) if len(key) == 14)
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_the_journal_stays_bounded_and_every_row_can_still_be_restored(shard: Sh
     assert largest < 3 * MAX_BYTES
     assert shard.journal.start.segment > 1
     before = shard.records()
-    memory_node(shard.store.addresses[0]).flush()
+    memory_node(shard.store.nodes.addresses[0]).flush()
     assert shard.repairer.nodes(NO_BATCH, fail) == 1
     assert shard.records() == before
 
@@ -130,7 +130,7 @@ def test_a_batch_on_a_lost_node_is_completed_after_its_repair(shard: Shard) -> N
     expected = Shard(shard.runs._folder.parent / "other")
     for _ in range(4):
         expected.push()
-    memory_node(shard.store.addresses[0]).flush()
+    memory_node(shard.store.nodes.addresses[0]).flush()
     shard.push()
     assert shard.records() == expected.records()
     assert shard.repairer.figures.rows == len(IDS)
@@ -155,7 +155,7 @@ def test_a_value_of_another_program_is_written_over_and_the_snapshot_is_taken(sh
     shard.snapshots._due_bytes = 1 << 40
     for _ in range(2):
         shard.push()
-    before, node = shard.records(), memory_node(shard.store.addresses[0])
+    before, node = shard.records(), memory_node(shard.store.nodes.addresses[0])
     for key in ADAM.keys(IDS[::500], pages=False).encode():
         node.put(bytes(key), value)
     shard.snapshots._needed = True
@@ -173,7 +173,7 @@ def test_a_node_lost_before_a_replay_is_in_use_again_only_with_the_rows_of_the_j
     for _ in range(5):
         shard.push()
     expected = shard.records()
-    memory_node(shard.store.addresses[0]).flush()
+    memory_node(shard.store.nodes.addresses[0]).flush()
     tables = Tables([])
     repairer = Repairer(
         shard.store,

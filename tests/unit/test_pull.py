@@ -27,12 +27,12 @@ def pull_one(store: MemoryStore, table: TableDef, ids: object, out: np.ndarray |
 
 @pytest.mark.parametrize("table", [USER, ITEM])
 def test_rows_that_do_not_exist_are_the_initializer_s_and_nothing_is_written(store: CountingStore, table: TableDef) -> None:
-    before = [dict(memory_node(address).values) for address in store.addresses]
+    before = [dict(memory_node(address).values) for address in store.nodes.addresses]
     ids = np.arange(50, dtype=np.uint64)
     rows = pull_one(store, table, ids)
     assert np.array_equal(rows, table.initial_rows(ids))
     assert np.array_equal(rows, pull_one(store, table, ids))
-    assert [memory_node(address).values for address in store.addresses] == before
+    assert [memory_node(address).values for address in store.nodes.addresses] == before
 
 
 def test_stored_rows_and_new_ones_come_back_each_in_its_place(store: CountingStore) -> None:
@@ -97,7 +97,7 @@ def test_a_read_only_out_is_refused(store: CountingStore) -> None:
 def test_another_row_s_record_is_never_used(store: CountingStore) -> None:
     write(store, USER, np.array([1, 2]), np.ones((2, 4)), 1)
     keys = [bytes(key) for key in RowKeys(USER.tag, np.array([1, 2], np.uint64)).encode()]
-    nodes = {key: node for node in map(memory_node, store.addresses) for key in node.values}
+    nodes = {key: node for node in map(memory_node, store.nodes.addresses) for key in node.values}
     nodes[keys[1]].put(keys[1], nodes[keys[0]].values[keys[0]][0])
     out = np.full((2, 4), -1, np.float32)
     with pytest.raises(RecordError, match="'user', id 2"):
@@ -176,7 +176,7 @@ def test_the_table_of_a_wrong_record_is_named_among_those_read_with_it(any_store
     for table in SIMILAR[:3]:
         write(any_store, table, np.array([1, 2]), np.ones((2, 4)), 1)
     right, wrong = (bytes(RowKeys(table.tag, np.array([2], np.uint64)).encode()[0]) for table in SIMILAR[:2])
-    nodes = {key: node for node in map(memory_node, any_store.addresses) for key in node.values}
+    nodes = {key: node for node in map(memory_node, any_store.nodes.addresses) for key in node.values}
     nodes[wrong].put(wrong, nodes[right].values[right][0])
     outs = [np.full((2, 4), -1, np.float32) for _ in range(3)]
     with pytest.raises(RecordError, match="'similar1', id 2"):

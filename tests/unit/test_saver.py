@@ -101,7 +101,7 @@ class Shard:
         for definition in (ITEM, USER):
             ids = np.sort(self.tables.state(definition).arrays()[0])
             size = definition.record.size_bytes
-            got = self.store.read([ReadPart(RowKeys(definition.tag, ids), size, size)], Deadline.after(5))[0].in_key_order()
+            got = self.store.rows.read([ReadPart(RowKeys(definition.tag, ids), size, size)], Deadline.after(5))[0].in_key_order()
             assert got.found.all()
             found[definition.name] = {int(i): bytes(record[4:]) for i, record in zip(ids, got.records, strict=True)}
         return found
@@ -255,7 +255,7 @@ def test_a_save_goes_on_when_a_node_is_away_for_a_while(shard: Shard, tmp_path: 
 def lose(shard: Shard) -> None:
     """Let storage lose a row."""
     keys = RowKeys(USER.tag, np.array([290], np.uint64))
-    shard.store.erase([WritePart(keys, np.empty((0, 0), np.uint8))], Deadline.after(5))
+    shard.store.rows.erase([WritePart(keys, np.empty((0, 0), np.uint8))], Deadline.after(5))
 
 
 def failed(shard: Shard, save_id: str = "1" * 32) -> str:

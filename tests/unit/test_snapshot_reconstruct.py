@@ -91,7 +91,7 @@ class Shard:
 
     def read(self, table: TableDef, ids: np.ndarray) -> np.ndarray:
         size = table.record.size_bytes
-        got = self.store.read([ReadPart(table.keys(ids, pages=False), size, size)], Deadline.after(5))[0].in_key_order()
+        got = self.store.rows.read([ReadPart(table.keys(ids, pages=False), size, size)], Deadline.after(5))[0].in_key_order()
         assert got.found.all()
         return got.records
 
@@ -220,7 +220,7 @@ def test_a_snapshot_that_is_given_up_leaves_the_one_before_it(shard: Shard) -> N
 
 def test_a_row_that_storage_lost_stops_the_snapshot(shard: Shard) -> None:
     shard.run(APPLY, rows(ADAM, [1, 2]))
-    for address in shard.store.addresses:
+    for address in shard.store.nodes.addresses:
         node = memory_node(address)
         for key in [key for key in node.values if key.startswith(ADAM.tag)]:
             del node.values[key]
@@ -233,9 +233,9 @@ def test_a_row_that_storage_lost_stops_the_snapshot(shard: Shard) -> None:
 def test_rows_are_taken_from_the_cache(tmp_path: Path) -> None:
     shard = Shard(tmp_path, cache_bytes=1 << 20)
     shard.run(APPLY, rows(ADAM, [1, 2]))
-    shard.store.read, read = None, shard.store.read  # type: ignore[method-assign, assignment]
+    shard.store.rows.read, read = None, shard.store.rows.read  # type: ignore[method-assign, assignment]
     shard.snapshot()
-    shard.store.read = read  # type: ignore[method-assign]
+    shard.store.rows.read = read  # type: ignore[method-assign]
     shard.check()
     shard.journal.close()
     shard.runs.close()

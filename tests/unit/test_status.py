@@ -5,7 +5,7 @@ from dataclasses import fields
 from kvemb.protocol.messages import StatusReply
 from kvemb.status.cluster_status import ClusterStatus, ShardStatus, healthy, render
 from kvemb.stores.row_io import HeldRows
-from kvemb.stores.store import NodeStats
+from kvemb.stores.store_nodes import NodeStats
 
 LONG = "the shard stopped applying: NodeLostError: " + "a long story " * 30
 

@@ -10,19 +10,20 @@ nothing was lost.
 
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.coordination.markers import DamagedMarkerError, Marker, diagnose, why_lost
-from kvemb.errors import DeadlineExceededError, NodeLostError, NodeUnavailableError, ProtocolError
+from kvemb.errors import DeadlineExceededError, InvalidInputError, NodeLostError, NodeUnavailableError, ProtocolError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.slots import N_SLOTS, text_slot
 from kvemb.stores.owner_fence import OwnerFence
 from kvemb.stores.redis_cluster.cluster_members import process_of, run_id_in
+from kvemb.stores.redis_cluster.cluster_rounds import ClusterRounds
 from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
 from kvemb.stores.redis_cluster.cluster_values import ClusterValues
 from kvemb.stores.redis_cluster.shards_map import ShardsMap
@@ -31,7 +32,9 @@ from kvemb.stores.redis_cluster.slot_markers import Begun, SlotMarkers
 from kvemb.stores.redis_cluster.whole_primaries import WholePrimaries
 from kvemb.stores.redis_server import compare_and_set, redis_admin
 from kvemb.stores.redis_server.redis_commands import RedisAccess
-from kvemb.stores.repairable import LostNode
+from kvemb.stores.redis_server.row_scan import rows_on
+from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
+from kvemb.stores.store_repair import LostNode, StoreRepair
 
 _MAX_TRIES = 100
 log = logging.getLogger("kvemb")
@@ -62,8 +65,8 @@ class PrimaryState:
         return next((nonce for nonce in self.nonces if nonce), "")
 
 
-class ClusterRepair:
-    """The repair half of the store of a cluster that moves its own slots; methods without a docstring are those of `Repairable`.
+class ClusterRepair(StoreRepair):
+    """The facet `repair` of a cluster that moves its own slots; methods without a docstring are those of `StoreRepair`.
 
     Args:
         access: how servers are reached.
@@ -73,6 +76,7 @@ class ClusterRepair:
         markers: of the slots.
         shards_map: the cluster map, of which the cluster has a copy.
         fence: the owner that the store writes as.
+        rounds: batches of rows.
     """
 
     def __init__(
@@ -84,9 +88,10 @@ class ClusterRepair:
         markers: SlotMarkers,
         shards_map: ShardsMap,
         fence: OwnerFence,
+        rounds: ClusterRounds,
     ) -> None:
         self._access, self._topology, self._values = access, topology, values
-        self._whole, self._markers, self._map, self._fence = whole, markers, shards_map, fence
+        self._whole, self._markers, self._map, self._fence, self._rounds = whole, markers, shards_map, fence, rounds
         self._begun: dict[str, Begun] = {}  # per address the repair that this store takes part in
 
     # --- the state of a primary -------------------------------------------------------------------------------------------------
@@ -128,7 +133,7 @@ class ClusterRepair:
                 return True
         return False
 
-    def begin_repair(self, address: str, deadline: Deadline, *, even_if_whole: bool = False) -> str | None:
+    def begin(self, address: str, deadline: Deadline, *, even_if_whole: bool = False) -> str | None:
         slot_map = self._topology.refreshed(deadline)
         if address not in slot_map.addresses:
             raise NodeLostError(f"node {address}: holds no slots of the cluster any more; ask for the lost nodes again")
@@ -164,11 +169,23 @@ class ClusterRepair:
             )
         return n_changed
 
-    def put_meta_in_repair(self, address: str, nonce: str, name: str, value: bytes, deadline: Deadline) -> None:
+    def keys_on(self, address: str, deadline: Deadline) -> Iterator[RowKeys]:
+        return rows_on(address, self._access, deadline)
+
+    def read(self, address: str, nonce: str, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
+        return self._rounds.read(parts, deadline, self._lane(address, nonce, parts))
+
+    def write(self, address: str, nonce: str, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
+        return self._rounds.write(parts, deadline, self._lane(address, nonce, parts))
+
+    def erase(self, address: str, nonce: str, parts: Sequence[WritePart], deadline: Deadline) -> list[NDArray[np.bool_]]:
+        return self._rounds.erase(parts, deadline, self._lane(address, nonce, parts))
+
+    def put_value(self, address: str, nonce: str, name: str, value: bytes, deadline: Deadline) -> None:
         if self._topology.slots_of(address)[text_slot(name.encode())]:
             self._values.put(name, value, deadline)
 
-    def report_repaired(self, address: str, nonce: str, shard: int, deadline: Deadline) -> None:
+    def report(self, address: str, nonce: str, shard: int, deadline: Deadline) -> None:
         begun = self._require_repair(address, nonce, deadline)
         if self._fence.record:
             self._put_back_owner(deadline)
@@ -176,8 +193,8 @@ class ClusterRepair:
         self._values.put(_report_name(shard, nonce), np.packbits(begun.slots).tobytes(), deadline)
         self._require_repair(address, nonce, deadline)
 
-    def finish_repair(self, address: str, nonce: str, shards: Collection[int], deadline: Deadline) -> bool:
-        begun = self.begun_as(address, nonce)
+    def finish(self, address: str, nonce: str, shards: Collection[int], deadline: Deadline) -> bool:
+        begun = self._begun_as(address, nonce)
         state = self._state(address, self._topology.refreshed(deadline), deadline)
         wholes = [replace(self._markers.expected(int(slot)), repair=nonce).encode() for slot in state.slots]
         left = [index for index, going in enumerate(state.nonces) if going == nonce]
@@ -239,20 +256,26 @@ class ClusterRepair:
             changes.append((marker_keys()[int(slot)], value, self._markers.in_repair(int(slot), begun).encode()))
         return changes
 
-    def begun_as(self, address: str, nonce: str) -> Begun:
+    def _lane(self, address: str, nonce: str, parts: Sequence[ReadPart] | Sequence[WritePart]) -> Begun:
+        """What a batch in repair expects."""
+        if not all(self.keys_of(address, part.keys).all() for part in parts):
+            raise InvalidInputError(f"a batch that repairs node {address} holds rows of other nodes")
+        return self._begun_as(address, nonce)
+
+    def _begun_as(self, address: str, nonce: str) -> Begun:
         """Return the repair of that nonce, which this store takes part in."""
         begun = self._begun.get(address)
         if begun is None or begun.nonce != nonce:
-            raise NodeLostError(f"node {address}: repair {nonce} is not one that this process takes part in; begin_repair joins it")
+            raise NodeLostError(f"node {address}: repair {nonce} is not one that this process takes part in; beginning the repair joins it")
         return begun
 
     def _require_repair(self, address: str, nonce: str, deadline: Deadline) -> Begun:
         """The repair that goes on, by the process and the marker of a slot.
 
         Raises:
-            NodeLostError, NodeSuspectError: it does not, or this store has not joined it by `begin_repair`.
+            NodeLostError, NodeSuspectError: it does not, or this store has not joined it by `begin`.
         """
-        begun = self.begun_as(address, nonce)
+        begun = self._begun_as(address, nonce)
         process = process_of(redis_admin.info(address, self._access, deadline))
         for slot in np.flatnonzero(begun.slots):
             (value,) = self._markers.at(address, np.array([slot]), deadline)

@@ -1,20 +1,24 @@
 """Runs a batch of rows on a Redis Cluster in rounds, with the markers that vouch for them: all rows first, then those redirected."""
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvemb.coordination.markers import diagnose
 from kvemb.errors import DeadlineExceededError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.net.pool import LinkPool
+from kvemb.stores.coalesce import write_coalesced
 from kvemb.stores.redirects import NOT_NOW, redirect_target
-from kvemb.stores.redis_cluster.cluster_batch import ClusterBatch, NodeShare, Redirects
+from kvemb.stores.redis_cluster.cluster_batch import ClusterBatch, EraseBatch, NodeShare, ReadBatch, Redirects, WriteBatch
 from kvemb.stores.redis_cluster.cluster_members import run_id_in
 from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
 from kvemb.stores.redis_cluster.primary_links import exchange
 from kvemb.stores.redis_cluster.slot_map import SlotMap
 from kvemb.stores.redis_cluster.slot_markers import Begun, Check, SlotMarkers, merged_steps
+from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.wire.replies import Step
 from kvemb.wire.resp.resp_codec import RespCodec
 
@@ -36,6 +40,26 @@ class ClusterRounds:
         self._rows, self._repair = rows, repair
         self._codec = RespCodec()
         self._asking_codec = RespCodec(asking=True)
+
+    def read(self, parts: Sequence[ReadPart], deadline: Deadline, repair: Begun | None = None) -> list[ReadResult]:
+        """Read parts; `repair` is that of a batch in one."""
+        batch = ReadBatch(parts)
+        self.run(batch, deadline, repair)
+        return batch.results
+
+    def write(self, parts: Sequence[WritePart], deadline: Deadline, repair: Begun | None = None) -> list[WriteResult]:
+        """Write parts."""
+
+        def run(coalesced: Sequence[WritePart]) -> list[WriteResult]:
+            self.run(WriteBatch(coalesced), deadline, repair)
+            return [WriteResult(np.ones(len(part.keys), dtype=bool)) for part in coalesced]
+
+        return write_coalesced(parts, run)
+
+    def erase(self, parts: Sequence[WritePart], deadline: Deadline, repair: Begun | None = None) -> list[NDArray[np.bool_]]:
+        """Delete the rows of parts."""
+        self.run(EraseBatch(parts), deadline, repair)
+        return [np.ones(len(part.keys), dtype=bool) for part in parts]
 
     def run(self, batch: ClusterBatch, deadline: Deadline, repair: Begun | None = None) -> None:
         """Run a batch in rounds until no row is left or the deadline passes."""

@@ -15,6 +15,7 @@ from kvemb.stores.redirects import REDIRECTS, redirect_target
 from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
 from kvemb.stores.redis_cluster.primary_links import exchange
 from kvemb.stores.redis_server import compare_and_set
+from kvemb.stores.store import StoreValues
 from kvemb.wire.replies import BlobReply, CodeReply, LineReply, Step
 from kvemb.wire.resp.resp_codec import RespCodec, command
 
@@ -23,7 +24,7 @@ _PAUSE_S = 0.02  # between tries while the cluster says "not now"
 
 
 class ClusterValues:
-    """Reads and writes values by their names, as `Store.get_meta` and its neighbours say.
+    """Reads and writes values by their names, one copy of each.
 
     Args:
         topology: who holds which slot.
@@ -72,7 +73,7 @@ class ClusterValues:
         return not reply.out[0]
 
     def mend(self, name: str, copies: Sequence[bytes | None], damaged: Sequence[bool], value: bytes, deadline: Deadline) -> None:
-        """See `Store.mend_copies`; there is one copy."""
+        """See `StoreValues.mend`; there is one copy."""
         if damaged[0] and self.swap(name, copies[0], value, deadline):
             log.error("%s: the value under the key %s was damaged and has been put right", self._topology.holder_of(name), name)
 
@@ -109,3 +110,27 @@ class ClusterValues:
         else:
             self._topology.refreshed(deadline)
         return True
+
+
+class OneCopyValues(StoreValues):
+    """The facet `values` of a cluster that moves its own slots; methods without a docstring are those of `StoreValues`.
+
+    Args:
+        values: of the cluster.
+        topology: who holds them, for messages.
+    """
+
+    def __init__(self, values: ClusterValues, topology: ClusterTopology) -> None:
+        self._values, self._topology = values, topology
+
+    def get(self, name: str, deadline: Deadline) -> list[bytes | None]:
+        return [self._values.get(name, deadline)]
+
+    def put(self, name: str, value: bytes, deadline: Deadline) -> None:
+        self._values.put(name, value, deadline)
+
+    def copies_on(self, name: str) -> tuple[str, ...]:
+        return (self._topology.holder_of(name),)
+
+    def mend(self, name: str, copies: Sequence[bytes | None], damaged: Sequence[bool], value: bytes, deadline: Deadline) -> None:
+        self._values.mend(name, copies, damaged, value, deadline)

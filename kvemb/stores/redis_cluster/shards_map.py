@@ -42,7 +42,7 @@ class ShardsMap:
         return newest is not None and self._follow(newest)
 
     def publish(self, cluster_map: ClusterMap, deadline: Deadline) -> list[str]:
-        """See `Store.publish_map`."""
+        """See `StoreNodes.publish_map`."""
         self._follow(cluster_map)
         try:
             self.keep(deadline)

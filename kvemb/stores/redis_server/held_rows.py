@@ -8,8 +8,8 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.buckets import WholeBuckets, needs_filler
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.redis_server.redis_commands import RedisAccess, admin, ask_all
-from kvemb.stores.repairable import Repairable
 from kvemb.stores.row_io import HeldRows
+from kvemb.stores.store_repair import StoreRepair
 from kvemb.wire.request_arrays import chunks
 
 _MOST_BUCKETS = 4096  # of a table, that are all counted; of more, so many drawn at random
@@ -17,9 +17,9 @@ _PIPELINED = 1024
 
 
 def held_rows(
-    store: Repairable, address: str, access: RedisAccess, tables: Sequence[TableDef], deadline: Deadline
+    repair: StoreRepair, address: str, access: RedisAccess, tables: Sequence[TableDef], deadline: Deadline
 ) -> list[HeldRows | None]:
-    """See `Store.held_rows`."""
+    """See `StoreRows.held_on`."""
     with admin(address, access, deadline) as link:
         counted: list[HeldRows | None] = []
         for table in tables:
@@ -27,7 +27,7 @@ def held_rows(
                 counted.append(None)
                 continue
             buckets = WholeBuckets(table.tag, _numbers(table.n_buckets), table.n_buckets)
-            keys = [bytes(key) for key in buckets.take(np.flatnonzero(store.keys_of(address, buckets))).encode()]
+            keys = [bytes(key) for key in buckets.take(np.flatnonzero(repair.keys_of(address, buckets))).encode()]
             asked = [[("HLEN", key) for key in keys[some]] for some in chunks(len(keys), _PIPELINED)]
             sizes = [size for commands in asked for size in ask_all(link, commands, deadline)]
             fillers = int(needs_filler(table.record.size_bytes, compact=table.layout == "compact"))

@@ -12,7 +12,7 @@ from kvemb.errors import ConfigError, DeadlineExceededError, NodeUnavailableErro
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Link
 from kvemb.stores.redis_server.redis_commands import RedisAccess, admin, ask, ask_all, number_of, open_admin, shown, text_of
-from kvemb.stores.store import NodeStats
+from kvemb.stores.store_nodes import NodeStats
 
 log = logging.getLogger("kvemb")
 _SCAN_KEYS = 10_000

@@ -20,7 +20,7 @@ _SCAN_FIELDS = 4096
 
 
 def rows_on(address: str, access: RedisAccess, deadline: Deadline) -> Iterator[RowKeys]:
-    """Yield the rows on a server in blocks of one table; see `Repairable.keys_on`.
+    """Yield the rows on a server in blocks of one table; see `StoreRepair.keys_on`.
 
     Args:
         address: "host:port".

@@ -15,8 +15,10 @@ from kvemb.net.link import Connect, Link
 from kvemb.net.tls_link import connector_of
 from kvemb.schema.keys import KEY_SIZE
 from kvemb.stores.node_batch import server_error
+from kvemb.stores.standalone.node_links import NodeServer
 from kvemb.stores.standalone.node_store import NodeStore
-from kvemb.stores.store import Capabilities, NodeStats
+from kvemb.stores.store import Capabilities
+from kvemb.stores.store_nodes import NodeStats
 from kvemb.wire.memcached.meta_codec import MetaCodec
 from kvemb.wire.memcached.stats_reply import StatsReply
 from kvemb.wire.replies import BlobReply, LineReply
@@ -25,7 +27,7 @@ _ITEM_OVERHEAD_BYTES = 64  # item header, token, flags and line end (memcached.h
 SAFE_OPTIONS = "-M -o no_slab_reassign"
 
 
-class MemcachedServer:
+class MemcachedServer(NodeServer):
     """What is special to memcached; see `NodeServer`.
 
     Args:
@@ -40,26 +42,43 @@ class MemcachedServer:
         self._config, self._connect = config, connect
         self.item_limit: int | None = None
 
+    @property
+    def capabilities(self) -> Capabilities:
+        limit = None if self.item_limit is None else self.item_limit - KEY_SIZE - _ITEM_OVERHEAD_BYTES
+        return Capabilities(cas=True, max_record_bytes=limit)
+
     def open_link(self, address: str, deadline: Deadline) -> Link:
         return self._connect(address, deadline)
 
-    def dropped(self, link: Link) -> None:
-        return  # every write carries a condition: one that lands late finds it false
+    # `dropped` need do nothing: every write carries a condition, and one that lands late finds it false.
 
     def inspect(self, address: str, deadline: Deadline) -> tuple[str, int]:
-        settings = self.settings_of(address, deadline)
+        settings = self.settings(address, deadline)
         self.item_limit = _number(address, settings, "item_size_max")
         if not self._config.allow_row_loss:
             _require_safe(address, settings)
-        return "", _number(address, self.stats_of(address, deadline), "curr_items")
+        return "", _number(address, self._counted(address, deadline), "curr_items")
 
-    def settings_of(self, address: str, deadline: Deadline) -> dict[str, str]:
-        """Return what a server was started with."""
+    def settings(self, address: str, deadline: Deadline) -> dict[str, str]:
         return _ask(self._connect, address, deadline, "settings")
 
-    def stats_of(self, address: str, deadline: Deadline) -> dict[str, str]:
-        """Return what a server counts."""
+    def _counted(self, address: str, deadline: Deadline) -> dict[str, str]:
         return _ask(self._connect, address, deadline)
+
+    def stats(self, address: str, deadline: Deadline) -> NodeStats:
+        stats = self._counted(address, deadline)
+        counters = (f"slab_reassign_{why}" for why in ("evictions_nomem", "busy_deletes"))
+        moved = sum(_number(address, stats, name) for name in counters if name in stats)
+        return NodeStats(
+            address=address,
+            server=f"memcached {stats.get('version', '?')}",
+            n_keys=_number(address, stats, "curr_items"),
+            used_bytes=_number(address, stats, "bytes"),
+            limit_bytes=_number(address, stats, "limit_maxbytes"),
+            evicted=_number(address, stats, "evictions") + moved,
+            moved=moved,
+            traffic_bytes=_number(address, stats, "bytes_read") + _number(address, stats, "bytes_written"),
+        )
 
     def swap(self, address: str, key: bytes, old: bytes | None, new: bytes, run_id: str, deadline: Deadline) -> bool:
         with _connected(self._connect, address, deadline) as link:
@@ -82,35 +101,7 @@ class MemcachedStore(NodeStore):
     """The store over nodes of memcached >= 1.6."""
 
     def __init__(self, config: StorageConfig, role: str) -> None:
-        self._memcached = MemcachedServer(config, connector_of(config.tls))
-        super().__init__(config, role, MetaCodec(), self._memcached, cas=True)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        item_limit = self._memcached.item_limit
-        limit = None if item_limit is None else item_limit - KEY_SIZE - _ITEM_OVERHEAD_BYTES
-        return Capabilities(cas=True, max_record_bytes=limit)
-
-    def keys_on(self, address: str, deadline: Deadline) -> None:
-        return None
-
-    def settings(self, address: str, deadline: Deadline) -> dict[str, str]:
-        return self._memcached.settings_of(address, deadline)
-
-    def _node_stats(self, address: str, deadline: Deadline) -> NodeStats:
-        stats = self._memcached.stats_of(address, deadline)
-        counters = (f"slab_reassign_{why}" for why in ("evictions_nomem", "busy_deletes"))
-        moved = sum(_number(address, stats, name) for name in counters if name in stats)
-        return NodeStats(
-            address=address,
-            server=f"memcached {stats.get('version', '?')}",
-            n_keys=_number(address, stats, "curr_items"),
-            used_bytes=_number(address, stats, "bytes"),
-            limit_bytes=_number(address, stats, "limit_maxbytes"),
-            evicted=_number(address, stats, "evictions") + moved,
-            moved=moved,
-            traffic_bytes=_number(address, stats, "bytes_read") + _number(address, stats, "bytes_written"),
-        )
+        super().__init__(config, role, MetaCodec(), MemcachedServer(config, connector_of(config.tls)))
 
 
 def _require_safe(address: str, settings: dict[str, str]) -> None:

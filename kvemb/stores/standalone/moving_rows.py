@@ -28,8 +28,9 @@ class MovingRows:
         plan = cluster_map.plan
         assert plan is not None
         self._rows, self._owners = rows, plan.slot_owners
+        self.written = plan.writes_both
         self._moving = cluster_map.slot_nodes != self._owners
-        if not plan.writes_both:  # what goes keeps what it has, and need not be there any more
+        if not self.written:  # what goes keeps what it has, and need not be there any more
             self._moving &= ~np.isin(self._owners, plan.leaving if plan.phase == CLEANING else plan.joining)
         self._failing_since_s, self._why = 0.0, ""
 

@@ -4,9 +4,10 @@ Two pools: one leads to nodes whose markers are in order, for rows; the other to
 of the shard before anything else.
 """
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from kvemb.coordination.markers import MARKER_KEY, Marker, Placements, accept, why_lost
 from kvemb.errors import DeadlineExceededError, NodeUnavailableError, StorageError
@@ -14,29 +15,77 @@ from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import Conversation, run
 from kvemb.net.link import Link
 from kvemb.net.pool import Doubts, LinkPool
+from kvemb.schema.bucket_limits import BucketLimits
 from kvemb.schema.cluster_map import ClusterMap
+from kvemb.schema.keys import Containers, RowKeys
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.node_batch import server_error
 from kvemb.stores.owner_fence import OwnerFence
 from kvemb.stores.read_retry import ABSENT
+from kvemb.stores.row_io import HeldRows
 from kvemb.stores.standalone.nodes_view import NodesView
+from kvemb.stores.store import Capabilities
+from kvemb.stores.store_nodes import NodeStats
+from kvemb.stores.store_repair import StoreRepair
 from kvemb.wire.codec import Codec
 from kvemb.wire.replies import BlobReply, Step
 
 R = TypeVar("R")
 
 
-class NodeServer(Protocol):
-    """What is special to one kind of server, node by node."""
+class NodeServer(ABC):
+    """What is special to one kind of server, node by node. Kinds without buckets need not override what is about those."""
 
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """See `Store.capabilities`."""
+
+    @abstractmethod
     def open_link(self, address: str, deadline: Deadline) -> Link:
         """Connect and authenticate."""
 
     def dropped(self, link: Link) -> None:
         """Told of a link that was given up with requests in flight."""
+        return
 
+    @abstractmethod
     def inspect(self, address: str, deadline: Deadline) -> tuple[str, int]:
         """Refuse settings that can lose rows; return the server process's run id ("" if it has none) and its number of keys."""
 
+    @abstractmethod
+    def settings(self, address: str, deadline: Deadline) -> dict[str, str]:
+        """See `StoreNodes.settings`."""
+
+    @abstractmethod
+    def stats(self, address: str, deadline: Deadline) -> NodeStats:
+        """See `StoreNodes.stats_of`."""
+
+    def kill_other_writers(self, addresses: Iterable[str], deadline: Deadline) -> int:
+        """See `Store.kill_other_writers`."""
+        return 0
+
+    def keys_on(self, address: str, deadline: Deadline) -> Iterator[RowKeys] | None:
+        """See `StoreRepair.keys_on`."""
+        return None
+
+    def make_way(self, address: str, keys: Sequence[bytes], wanted: Containers, run_id: str, deadline: Deadline, *, clear: bool) -> int:
+        """See `StoreRepair.make_way`; `clear` in a repair."""
+        return 0
+
+    def held_on(self, address: str, repair: StoreRepair, tables: Sequence[TableDef], deadline: Deadline) -> list[HeldRows | None]:
+        """See `StoreRows.held_on`; `repair` says which keys belong to the node."""
+        return [None] * len(tables)
+
+    def bucket_limits(self, address: str, deadline: Deadline) -> BucketLimits | None:
+        """See `StoreRows.bucket_limits`."""
+        return None
+
+    def set_bucket_limits(self, address: str, limits: BucketLimits, deadline: Deadline) -> None:
+        """See `StoreRows.set_bucket_limits`."""
+        raise NotImplementedError("storage without buckets has no limits of them")
+
+    @abstractmethod
     def swap(self, address: str, key: bytes, old: bytes | None, new: bytes, run_id: str, deadline: Deadline) -> bool:
         """Replace a small value if it is `old` (None: if there is none) and the server process has this run id, in one step."""
 

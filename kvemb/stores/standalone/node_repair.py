@@ -5,7 +5,7 @@ How a value is read, or replaced on a condition, is known to the nodes (`MarkedN
 
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
@@ -16,12 +16,16 @@ from numpy.typing import NDArray
 from kvemb.coordination.map_copies import MAP_NAME, decode_map, is_behind
 from kvemb.coordination.markers import MARKER_KEY, Marker, Placements, Why, as_under, diagnose, why_lost
 from kvemb.coordination.replicated_values import are_damaged
-from kvemb.errors import DeadlineExceededError, NodeUnavailableError, ProtocolError, WrongNodeError
+from kvemb.errors import DeadlineExceededError, InvalidInputError, NodeUnavailableError, ProtocolError, WrongNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.keys import RowKeys
 from kvemb.stores.owner_fence import OwnerFence
-from kvemb.stores.repairable import LostNode
+from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
+from kvemb.stores.standalone.node_links import NodeLinks, NodeServer
+from kvemb.stores.standalone.node_rows import NodeRows, RepairLane
+from kvemb.stores.standalone.nodes_view import moved_meanwhile
+from kvemb.stores.store_repair import LostNode, StoreRepair
 
 _MAX_TRIES = 100
 log = logging.getLogger("kvemb")
@@ -61,8 +65,8 @@ class MarkedNodes(Protocol):
         """Replace a small value if it is `old` (None: if there is none) and the server process has this run id, in one step."""
 
 
-class NodeRepair:
-    """The repair half of a store under a map of ours; methods without a docstring are those of `Repairable`.
+class NodeRepair(StoreRepair):
+    """Repair under a map of ours, but for its rows; methods without a docstring are those of `StoreRepair`.
 
     Args:
         nodes: what is repaired.
@@ -88,7 +92,7 @@ class NodeRepair:
                 self._keep_copies(address, Deadline.after(share_s))
         return lost
 
-    def begin_repair(self, address: str, deadline: Deadline, *, even_if_whole: bool = False) -> str | None:
+    def begin(self, address: str, deadline: Deadline, *, even_if_whole: bool = False) -> str | None:
         for _ in range(_MAX_TRIES):
             got, run_id = self._nodes.look(address, deadline)
             found = self._judge(address, got, run_id)
@@ -112,7 +116,7 @@ class NodeRepair:
             mine |= cluster_map.second_nodes[slots] == number
         return mine
 
-    def report_repaired(self, address: str, nonce: str, shard: int, deadline: Deadline) -> None:
+    def report(self, address: str, nonce: str, shard: int, deadline: Deadline) -> None:
         run_id = self.require_repair(address, nonce, deadline).run_id
         if self._fence.record:
             self._put_back_owner(address, run_id, deadline)
@@ -120,12 +124,12 @@ class NodeRepair:
         self._replace(address, _report_key(shard), nonce.encode(), run_id, deadline)
         self.require_repair(address, nonce, deadline)
 
-    def put_meta_in_repair(self, address: str, nonce: str, name: str, value: bytes, deadline: Deadline) -> None:
+    def put_value(self, address: str, nonce: str, name: str, value: bytes, deadline: Deadline) -> None:
         run_id = self.require_repair(address, nonce, deadline).run_id
         self._replace(address, name.encode(), value, run_id, deadline)
         self.require_repair(address, nonce, deadline)
 
-    def finish_repair(self, address: str, nonce: str, shards: Collection[int], deadline: Deadline) -> bool:
+    def finish(self, address: str, nonce: str, shards: Collection[int], deadline: Deadline) -> bool:
         got, run_id = self._nodes.look(address, deadline)
         if got is not None and self._judge(address, got, run_id) is None and Marker.decode(got, address).repair == nonce:
             return True  # another shard was faster
@@ -166,11 +170,6 @@ class NodeRepair:
                 return marker
         raise diagnose(address, wanted, got)
 
-    def mend_copies(self, name: str, copies: Sequence[bytes | None], damaged: Sequence[bool], value: bytes, deadline: Deadline) -> None:
-        for address, copy, wrong in zip(self._nodes.addresses, copies, damaged, strict=True):
-            if wrong and self._nodes.swap(address, name.encode(), copy, value, self._nodes.look(address, deadline)[1], deadline):
-                log.error("node %s: the value under the key %s was damaged and has been put right", address, name)
-
     def _keep_copies(self, address: str, deadline: Deadline) -> None:
         """Put our owner record and the cluster map back on a whole node where another program has damaged them."""
         name, record = self._fence.name, self._fence.record
@@ -180,16 +179,12 @@ class NodeRepair:
             found, map_copy = self._nodes.peek(address, [name.encode(), MAP_NAME.encode()], deadline)
             if found != record:
                 self._nodes.require_ours(address, found, deadline)
-                self._mend_here(address, name, found, record, deadline)
+                mend_copy(self._nodes, address, name, found, record, deadline)
             if map_copy is None or are_damaged([map_copy], decode_map)[0]:
                 log.error("node %s: its copy of the cluster map is missing or damaged", address)
                 self._put_map(address, self._nodes.look(address, deadline)[1], deadline)
         except (NodeUnavailableError, DeadlineExceededError) as error:
             log.warning("%s", error)
-
-    def _mend_here(self, address: str, name: str, copy: bytes | None, value: bytes, deadline: Deadline) -> None:
-        here = [one == address for one in self._nodes.addresses]
-        self.mend_copies(name, [copy if mine else None for mine in here], here, value, deadline)
 
     def _put_map(self, address: str, run_id: str, deadline: Deadline) -> None:
         put_map(self._nodes, address, self._nodes.map, run_id, deadline)
@@ -210,6 +205,58 @@ class NodeRepair:
             if found == value or self._nodes.swap(address, key, found, value, run_id, deadline):
                 return
         raise ProtocolError(f"node {address}: {key.decode()} changed {_MAX_TRIES} times while it was to be written")
+
+
+class PlacedRepair(NodeRepair):
+    """The facet `repair` of a store under a map of ours.
+
+    Args:
+        links: to the nodes.
+        server: of their kind.
+        batches: of rows.
+        fence: the owner that the store writes as.
+    """
+
+    def __init__(self, links: NodeLinks, server: NodeServer, batches: NodeRows, fence: OwnerFence) -> None:
+        super().__init__(links, fence)
+        self._server, self._batches = server, batches
+
+    def keys_on(self, address: str, deadline: Deadline) -> Iterator[RowKeys] | None:
+        return self._server.keys_on(address, deadline)
+
+    def read(self, address: str, nonce: str, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
+        return self._batches.read(parts, deadline, self._lane(address, nonce, parts, deadline))
+
+    def write(self, address: str, nonce: str, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
+        return self._batches.write(parts, deadline, self._lane(address, nonce, parts, deadline))
+
+    def erase(self, address: str, nonce: str, parts: Sequence[WritePart], deadline: Deadline) -> list[NDArray[np.bool_]]:
+        return self._batches.erase(parts, deadline, self._lane(address, nonce, parts, deadline))
+
+    def make_way(self, keys: RowKeys, deadline: Deadline, *, repair: tuple[str, str] | None = None) -> int:
+        found, n_changed = keys.containers(), 0
+        if found is None:
+            return 0
+        for address in self._nodes.addresses if repair is None else [repair[0]]:
+            names = [bytes(key) for key in found.keys.encode()[self.keys_of(address, found.keys)]]
+            if names:
+                run_id = self._nodes.look(address, deadline)[1] if repair is None else self.require_repair(*repair, deadline).run_id
+                n_changed += self._server.make_way(address, names, found, run_id, deadline, clear=repair is not None)
+        return n_changed
+
+    def _lane(self, address: str, nonce: str, parts: Sequence[ReadPart] | Sequence[WritePart], deadline: Deadline) -> RepairLane:
+        """What a batch in repair is sent by."""
+        if not all(self.keys_of(address, part.keys).all() for part in parts):
+            if self._nodes.map.plan is not None:  # its phase has changed since the caller chose the rows
+                raise moved_meanwhile(address)
+            raise InvalidInputError(f"a batch that repairs node {address} holds rows of other nodes")
+        return RepairLane(self._nodes.number_of(address), self.require_repair(address, nonce, deadline))
+
+
+def mend_copy(nodes: MarkedNodes, address: str, name: str, copy: bytes | None, value: bytes, deadline: Deadline) -> None:
+    """Put a value in the place of a node's damaged copy, if that still stands there."""
+    if nodes.swap(address, name.encode(), copy, value, nodes.look(address, deadline)[1], deadline):
+        log.error("node %s: the value under the key %s was damaged and has been put right", address, name)
 
 
 def put_map(nodes: MarkedNodes, address: str, cluster_map: ClusterMap, run_id: str, deadline: Deadline) -> None:

@@ -12,6 +12,7 @@ from kvemb.errors import DeadlineExceededError
 from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import Conversation, run
 from kvemb.schema.keys import RowKeys
+from kvemb.stores.coalesce import write_coalesced
 from kvemb.stores.node_batch import Grouped, NodeSteps, group_by_node, raise_row_errors, unexpected_value
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.standalone.node_links import NodeLinks, value_of
@@ -86,6 +87,12 @@ class NodeRows:
         self, parts: Sequence[WritePart], deadline: Deadline, lane: RepairLane | None = None, owners: SlotOwners | None = None
     ) -> list[WriteResult]:
         """Write parts."""
+        one_node = self._links.map.n_nodes == 1
+        return write_coalesced(parts, lambda coalesced: self._write(coalesced, deadline, lane, owners), one_node=one_node)
+
+    def _write(
+        self, parts: Sequence[WritePart], deadline: Deadline, lane: RepairLane | None, owners: SlotOwners | None
+    ) -> list[WriteResult]:
         plan: Plan = []
         outs: list[tuple[Grouped, NDArray[np.uint8], NDArray[np.uint64] | None]] = []
         view = self._links.view

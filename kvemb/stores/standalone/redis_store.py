@@ -8,24 +8,29 @@ from kvemb.net.deadline import Deadline
 from kvemb.net.link import Link
 from kvemb.net.tls_link import connector_of
 from kvemb.schema.bucket_limits import BucketLimits
-from kvemb.schema.keys import RowKeys
+from kvemb.schema.keys import Containers, RowKeys
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.redis_server import compare_and_set, hash_limits, held_rows, redis_admin
 from kvemb.stores.redis_server.redis_commands import MAX_VALUE_BYTES, RedisAccess
 from kvemb.stores.redis_server.row_scan import rows_on
 from kvemb.stores.row_io import HeldRows
+from kvemb.stores.standalone.node_links import NodeServer
 from kvemb.stores.standalone.node_store import NodeStore
-from kvemb.stores.store import Capabilities, NodeStats
+from kvemb.stores.store import Capabilities
+from kvemb.stores.store_nodes import NodeStats
+from kvemb.stores.store_repair import StoreRepair
 from kvemb.wire.resp.resp_codec import RespCodec
 
 
-class RedisServer:
+class RedisServer(NodeServer):
     """What is special to Redis and Valkey; see `NodeServer`.
 
     Args:
         access: how servers are reached.
         role: who writes, see `Store`.
     """
+
+    capabilities = Capabilities(cas=False, max_record_bytes=MAX_VALUE_BYTES, pages=True)
 
     def __init__(self, access: RedisAccess, role: str) -> None:
         self._access, self._role = access, role
@@ -53,40 +58,17 @@ class RedisServer:
         return compare_and_set.swap(address, self._access, [(key, old, new)], run_id, deadline)[0]
 
     def kill_other_writers(self, addresses: Iterable[str], deadline: Deadline) -> int:
-        """See `Store.kill_other_writers`."""
         own = frozenset(self._own)
         return sum(redis_admin.kill_writers(address, self._access, self._role, own, deadline) for address in addresses)
-
-
-class RedisStore(NodeStore):
-    """Nodes of Redis >= 6 or Valkey >= 7 that know nothing of each other."""
-
-    capabilities = Capabilities(cas=False, max_record_bytes=MAX_VALUE_BYTES, pages=True)
-
-    def __init__(self, config: StorageConfig, role: str) -> None:
-        self._access = RedisAccess(config, connector_of(config.tls))
-        self._redis = RedisServer(self._access, role)
-        super().__init__(config, role, RespCodec(), self._redis, cas=False)
-
-    def kill_other_writers(self, deadline: Deadline) -> int:
-        return self._redis.kill_other_writers(self.addresses, deadline)
 
     def keys_on(self, address: str, deadline: Deadline) -> Iterator[RowKeys]:
         return rows_on(address, self._access, deadline)
 
-    def make_way(self, keys: RowKeys, deadline: Deadline, *, repair: tuple[str, str] | None = None) -> int:
-        found, n_changed = keys.containers(), 0
-        if found is None:
-            return 0
-        for address in self.addresses if repair is None else [repair[0]]:
-            names = [bytes(key) for key in found.keys.encode()[self.keys_of(address, found.keys)]]
-            if names:
-                run_id = self._links.look(address, deadline)[1] if repair is None else self._repair.require_repair(*repair, deadline).run_id
-                n_changed += compare_and_set.make_way(address, self._access, names, found, run_id, deadline, clear=repair is not None)
-        return n_changed
+    def make_way(self, address: str, keys: Sequence[bytes], wanted: Containers, run_id: str, deadline: Deadline, *, clear: bool) -> int:
+        return compare_and_set.make_way(address, self._access, keys, wanted, run_id, deadline, clear=clear)
 
-    def held_rows(self, address: str, tables: Sequence[TableDef], deadline: Deadline) -> list[HeldRows | None]:
-        return held_rows.held_rows(self, address, self._access, tables, deadline)
+    def held_on(self, address: str, repair: StoreRepair, tables: Sequence[TableDef], deadline: Deadline) -> list[HeldRows | None]:
+        return held_rows.held_rows(repair, address, self._access, tables, deadline)
 
     def bucket_limits(self, address: str, deadline: Deadline) -> BucketLimits:
         return hash_limits.read_limits(address, self._access, deadline)
@@ -97,5 +79,14 @@ class RedisStore(NodeStore):
     def settings(self, address: str, deadline: Deadline) -> dict[str, str]:
         return redis_admin.settings(address, self._access, deadline)
 
-    def _node_stats(self, address: str, deadline: Deadline) -> NodeStats:
+    def stats(self, address: str, deadline: Deadline) -> NodeStats:
         return redis_admin.node_stats(address, redis_admin.info(address, self._access, deadline), self._access.config)
+
+
+class RedisStore(NodeStore):
+    """Nodes of Redis >= 6 or Valkey >= 7 that know nothing of each other."""
+
+    capabilities = RedisServer.capabilities
+
+    def __init__(self, config: StorageConfig, role: str) -> None:
+        super().__init__(config, role, RespCodec(), RedisServer(RedisAccess(config, connector_of(config.tls)), role))

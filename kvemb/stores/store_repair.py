@@ -1,4 +1,4 @@
-"""The port of repair: how the shards bring back the rows of a node that has lost them, or may hold old ones.
+"""How the shards bring back the rows of a node that has lost them, or may hold old ones.
 
 All state of a repair stands on the damaged node, so that losing its data once more takes the repair with it:
 
@@ -39,11 +39,11 @@ class LostNode:
     nonce: str | None = None
 
 
-class Repairable(ABC):
-    """What a store offers to shards that repair a node; part of `Store`.
+class StoreRepair(ABC):
+    """What a store offers to shards that repair a node: a part of `Store`, as `repair`.
 
     Methods with a nonce raise NodeLostError when it does not stand on the node any more. Then the node has lost its data again, or the
-    repair has been finished. Begin again then: `begin_repair` says which of the two it was. All of them may be called again after any
+    repair has been finished. Begin again then: `begin` says which of the two it was. All of them may be called again after any
     error.
     """
 
@@ -60,7 +60,7 @@ class Repairable(ABC):
         return False
 
     @abstractmethod
-    def begin_repair(self, address: str, deadline: Deadline, *, even_if_whole: bool = False) -> str | None:
+    def begin(self, address: str, deadline: Deadline, *, even_if_whole: bool = False) -> str | None:
         """Begin the repair of a node, or join the one that has begun; from now on normal batches fail there.
 
         Args:
@@ -85,16 +85,16 @@ class Repairable(ABC):
         """
 
     @abstractmethod
-    def read_in_repair(self, address: str, nonce: str, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
-        """Read rows of a node in repair; all keys belong to it. See `Store.read`."""
+    def read(self, address: str, nonce: str, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
+        """Read rows of a node in repair; all keys belong to it. See `StoreRows.read`."""
 
     @abstractmethod
-    def write_in_repair(self, address: str, nonce: str, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
-        """Write records to a node in repair; all keys belong to it. See `Store.write`."""
+    def write(self, address: str, nonce: str, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
+        """Write records to a node in repair; all keys belong to it. See `StoreRows.write`."""
 
     @abstractmethod
-    def erase_in_repair(self, address: str, nonce: str, parts: Sequence[WritePart], deadline: Deadline) -> "list[NDArray[np.bool_]]":
-        """Delete rows of a node in repair; all keys belong to it. See `Store.erase`."""
+    def erase(self, address: str, nonce: str, parts: Sequence[WritePart], deadline: Deadline) -> list[NDArray[np.bool_]]:
+        """Delete rows of a node in repair; all keys belong to it. See `StoreRows.erase`."""
 
     def make_way(self, keys: RowKeys, deadline: Deadline, *, repair: tuple[str, str] | None = None) -> int:
         """Let rows be written under keys of pages where another program has put what is no page; stores without pages need not.
@@ -113,13 +113,13 @@ class Repairable(ABC):
         return 0
 
     @abstractmethod
-    def put_meta_in_repair(self, address: str, nonce: str, name: str, value: bytes, deadline: Deadline) -> None:
-        """Write a node's copy of a small value (see `Store.put_meta`), if it is one of those that hold a copy."""
+    def put_value(self, address: str, nonce: str, name: str, value: bytes, deadline: Deadline) -> None:
+        """Write a node's copy of a small value (see `StoreValues.put`), if it is one of those that hold a copy."""
 
     @abstractmethod
-    def report_repaired(self, address: str, nonce: str, shard: int, deadline: Deadline) -> None:
+    def report(self, address: str, nonce: str, shard: int, deadline: Deadline) -> None:
         """Say that this shard's rows on the node are in order; puts the shard's owner record back too, if the store was fenced."""
 
     @abstractmethod
-    def finish_repair(self, address: str, nonce: str, shards: Collection[int], deadline: Deadline) -> bool:
+    def finish(self, address: str, nonce: str, shards: Collection[int], deadline: Deadline) -> bool:
         """Renew the marker when all of these shards have reported; return True when the node is in use again, False to be asked again."""

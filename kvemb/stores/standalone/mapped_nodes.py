@@ -1,0 +1,212 @@
+"""The nodes of a store under a cluster map of ours: the map is followed, published, and named by markers; nodes join.
+
+Publishing, renewing and joining are for shard 0, which carries moves.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+from kvemb.config import StorageConfig
+from kvemb.coordination.map_copies import MAP_NAME, newest_map
+from kvemb.coordination.markers import MARKER_KEY, Marker, diagnose
+from kvemb.coordination.shard_notes import note_name, whose_keys
+from kvemb.errors import (
+    ConfigError,
+    KvembError,
+    MapChangedError,
+    NodeUnavailableError,
+    ProtocolError,
+    StorageError,
+    WrongNodeError,
+)
+from kvemb.net.deadline import Deadline
+from kvemb.process import ForkLock
+from kvemb.schema.cluster_map import ClusterMap
+from kvemb.stores.standalone.node_links import NodeLinks, NodeServer
+from kvemb.stores.standalone.node_repair import put_map
+from kvemb.stores.standalone.nodes_view import NodesView, places_to_write
+from kvemb.stores.standalone.seen_nodes import SeenNodes, number_in
+from kvemb.stores.store_nodes import NodeStats, StoreNodes
+
+_MAX_TRIES = 100
+_FOLLOW_PAUSE_S, _FOLLOW_TIMEOUT_S = 1.0, 2.0
+log = logging.getLogger("kvemb")
+
+
+class MappedNodes(StoreNodes):
+    """The facet `nodes` of a store under a map of ours; methods without a docstring are those of `StoreNodes`.
+
+    Args:
+        links: to the nodes.
+        server: of their kind.
+        config: the storage section.
+        writes: whether the store writes rows: a node that it has asked stays where it was then, see `places_to_write`.
+    """
+
+    def __init__(self, links: NodeLinks, server: NodeServer, config: StorageConfig, *, writes: bool) -> None:
+        self._links, self._server, self._config, self._writes = links, server, config, writes
+        self._nodes_now: Callable[[], tuple[str, ...]] | None = None
+        self._changing, self._not_before_s = ForkLock(), 0.0
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return self._links.addresses
+
+    @property
+    def cluster_map(self) -> ClusterMap:
+        return self._links.map
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        return self._links.view.places
+
+    def follow(self, nodes_now: Callable[[], tuple[str, ...]]) -> None:
+        self._nodes_now = nodes_now
+
+    def find(self, deadline: Deadline) -> None:
+        with suppress(KvembError):
+            view = SeenNodes(self._server, self._links).view(None, deadline, inspect=False)
+            self._links.view = NodesView(view.map, view.places)
+
+    def refresh_map(self, deadline: Deadline) -> bool:
+        return not self._has_newest(deadline) and self._refresh_map(deadline)
+
+    def _has_newest(self, deadline: Deadline) -> bool:
+        """Whether every node answers, on connections that there are, and none has a newer map."""
+        view, half = self._links.view, Deadline.after(deadline.remaining_s() / 2)
+        found = self._links.each(lambda address, share: self._links.peek(address, [MAP_NAME.encode()], share)[0], half)
+        if any(isinstance(copy, StorageError) for copy in found):
+            return False
+        copies = [copy for copy in found if not isinstance(copy, StorageError)]
+        newest = newest_map(copies, view.addresses, view.map)
+        return newest is not None and newest.version <= view.map.version
+
+    def _refresh_map(self, deadline: Deadline, newest: ClusterMap | None = None) -> bool:
+        before = self._links.view
+        seen = SeenNodes(self._server, self._links)
+        cluster_map, places = seen.places(before, newest or before.map, deadline)
+        with self._changing:
+            now = self._links.view
+            if self._writes:
+                places = places_to_write(now, cluster_map, places)
+            if (cluster_map.version, places) == (now.map.version, now.places) or cluster_map.version < now.map.version:
+                return now is not before
+            self._links.view = now.changed(cluster_map, places)
+        if (addresses := self._links.addresses) != now.addresses:
+            log.warning("storage nodes are now at %s; until now %s", ", ".join(addresses), ", ".join(now.addresses))
+        return True
+
+    def follow_error(self, error: StorageError) -> bool:
+        """After an error that nodes at other addresses, or another map, would explain: whether there are."""
+        if not isinstance(error, MapChangedError):
+            if time.monotonic() < self._not_before_s:  # a node that is down for long is asked for again and again
+                return False
+            self._not_before_s = time.monotonic() + _FOLLOW_PAUSE_S
+        if self._nodes_now is not None:
+            try:
+                self._links.in_file = self._nodes_now()
+            except ConfigError as why:
+                raise type(error)(f"{error} {why}") from error
+        elif not isinstance(error, (MapChangedError, NodeUnavailableError, WrongNodeError)):
+            return False
+        return self._refresh_map(Deadline.after(min(self._config.timeout_s, _FOLLOW_TIMEOUT_S)))
+
+    # --- changing the map ---------------------------------------------------------------------------------------------------------
+
+    def publish_map(self, cluster_map: ClusterMap, deadline: Deadline) -> list[str]:
+        before = self.addresses  # those that leave are told, too
+        if cluster_map.version > self.cluster_map.version:
+            self._refresh_map(deadline, cluster_map)
+        missed = []
+        for address in dict.fromkeys([*self.addresses, *before]):
+            try:
+                put_map(self._links, address, cluster_map, self._links.look(address, deadline)[1], deadline)
+            except StorageError as error:
+                missed.append(str(error))
+        return missed
+
+    def renew_markers(self, deadline: Deadline) -> list[str]:
+        missed = []
+        for address in self._links.addresses:
+            try:
+                if trouble := self._renew_marker(address, deadline):
+                    missed.append(trouble)
+            except StorageError as error:
+                missed.append(str(error))
+        return missed
+
+    def _renew_marker(self, address: str, deadline: Deadline) -> str:
+        """Let a node's marker name the map in force; return "" or why it does not."""
+        view = self._links.view
+        for _ in range(_MAX_TRIES):
+            got, run_id = self._links.look(address, deadline)
+            if got is None:
+                return f"node {address}: its marker is gone; the parameter servers bring its rows back first"
+            marker = Marker.decode(got, address)
+            if (marker.map_digest, marker.map_serial) == (view.map.digest, view.map.serial):
+                return ""
+            if (marker.map_digest, marker.map_serial) not in view.placements:
+                raise diagnose(address, view.expected(address), got)
+            if self._links.swap(address, MARKER_KEY, got, marker.naming(view.map).encode(), run_id, deadline):
+                return ""
+        raise ProtocolError(f"node {address}: its marker changed {_MAX_TRIES} times while it was to be renewed")
+
+    def require_empty(self, address: str, deadline: Deadline) -> None:
+        n_keys = self._server.inspect(address, deadline)[1]
+        if n_keys:
+            raise self._not_empty(address, n_keys, deadline)
+
+    def prepare(self, address: str, number: int, metas: Mapping[str, bytes], deadline: Deadline) -> None:
+        view = self._links.view
+        run_id, n_keys = self._server.inspect(address, deadline)
+        any_ = next(iter(view.markers.values()))
+        wanted = replace(any_, node=number, run_id=run_id, repair="", repairing=False).naming(view.map)
+        value, copy = self._links.first_look(address, [MARKER_KEY, MAP_NAME.encode()], deadline)
+        if value == wanted.encode():
+            return  # an earlier try came so far
+        if value is not None or n_keys > len(metas) + 1 or (n_keys and copy is None):
+            raise self._not_empty(address, n_keys, deadline)
+        for name, value_ in {MAP_NAME: view.map.encode(), **metas}.items():
+            self._put(address, name.encode(), value_, run_id, deadline)
+        if not self._server.swap(address, MARKER_KEY, None, wanted.encode(), run_id, deadline):
+            raise WrongNodeError(f"node {address}: another program writes there; nothing was changed in the cluster. Look, and try again.")
+
+    def _not_empty(self, address: str, n_keys: int, deadline: Deadline) -> WrongNodeError:
+        """Say whose keys there are before any advice: the address may be another cluster's, or one of this one's under another name."""
+        value, note = self._links.first_look(address, [MARKER_KEY, note_name(0).encode()], deadline)
+        fact, view = whose_keys(address, n_keys, value, note, time.time()), self._links.view
+        ours = next(iter(view.markers.values())).cluster_id
+        number = number_in(address, value, ours)
+        if number is None:
+            return WrongNodeError(f"{fact}. A node that joins has to be empty: give the address of another one.")
+        place = view.places[number] if number < len(view.places) else ""
+        if place:
+            return WrongNodeError(
+                f"{fact}. Its marker says that it is node {number} of this cluster, which is at {place}: give another one."
+            )
+        return WrongNodeError(
+            f"{fact}. It was node {number} of this cluster and has left it: these keys are not read any more. A node that joins "
+            "has to be empty: empty this one (FLUSHALL, flush_all), and ask again."
+        )
+
+    def _put(self, address: str, key: bytes, value: bytes, run_id: str, deadline: Deadline) -> None:
+        for _ in range(_MAX_TRIES):
+            (found,) = self._links.first_look(address, [key], deadline)
+            if found == value or self._server.swap(address, key, found, value, run_id, deadline):
+                return
+        raise ProtocolError(f"node {address}: {key.decode()} changed {_MAX_TRIES} times while it was to be written")
+
+    # --- what the servers say of themselves -----------------------------------------------------------------------------------------
+
+    def stats(self, deadline: Deadline) -> list[NodeStats]:
+        self._links.pool.require_open()
+        return super().stats(deadline)
+
+    def stats_of(self, address: str, deadline: Deadline) -> NodeStats:
+        return self._server.stats(address, deadline)
+
+    def settings(self, address: str, deadline: Deadline) -> dict[str, str]:
+        return self._server.settings(address, deadline)
