@@ -23,7 +23,7 @@ from kvemb.errors import ConfigError, KvembError, ParameterServerError
 from kvemb.interrupts import StopFlag
 from kvemb.process import replace_atomically
 
-from .disk.disk_errors import named
+from .disk.data_dir import named
 from .lifecycle.join_cluster import StoppedError, kept_place
 from .lifecycle.shard import Shard
 from .lifecycle.start import start

@@ -22,8 +22,7 @@ from pathlib import Path
 from kvemb.errors import ClosedError, FencedError, InvalidInputError, JournalFullError, ParameterServerError
 from kvemb.process import sync_folder
 
-from ..disk.data_dir import make_folder
-from ..disk.disk_errors import mend
+from ..disk.data_dir import make_folder, mend
 from . import segment_files
 from .entry import Entry, SessionEntry, encode_entry
 from .log_reader import Segment, read_entries, recover

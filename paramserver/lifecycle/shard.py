@@ -28,8 +28,7 @@ from ..apply.changed_rows import ChangedRowsFinder
 from ..apply.committer import Committer, Handover
 from ..checkpoint.loader import note_carried_out
 from ..checkpoint.saver import SaveObserver, Saver
-from ..disk.data_dir import DataDir
-from ..disk.disk_errors import mend
+from ..disk.data_dir import DataDir, mend
 from ..engine.storage_retry import Pause
 from ..figures.shard_metrics import ShardMetrics
 from ..handover.other_shards import GiverQuestions, MoveNews, OtherShards

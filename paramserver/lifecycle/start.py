@@ -19,8 +19,7 @@ from kvemb.stores.storage_kinds import open_store
 
 from ..checkpoint.loader import LoadedError, Loader
 from ..checkpoint.saver import SaveObserver
-from ..disk.data_dir import DataDir, folder_of
-from ..disk.disk_errors import mend, named
+from ..disk.data_dir import DataDir, folder_of, mend, named
 from ..engine.engine import Engine
 from ..engine.piece_writer import EnginePorts
 from ..engine.storage_retry import Pause

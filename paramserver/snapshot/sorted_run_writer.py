@@ -7,7 +7,7 @@ from pathlib import Path
 from kvemb.errors import JournalFullError
 from kvemb.schema.table_def import TableDef
 
-from ..disk.disk_errors import mend
+from ..disk.data_dir import mend
 from ..journal import segment_files
 from .run_manifest import RunEntry
 from .sorted_run import Bytes, Ids, SortedRunEncoder
