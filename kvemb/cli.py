@@ -309,7 +309,7 @@ def _acl(args: argparse.Namespace) -> int:
 
 
 def _repair(args: argparse.Namespace) -> int:
-    from kvemb.client.repair_request import repair
+    from kvemb.commands.status_command import repair
     from kvemb.config import load
     from kvemb.status.cluster_status import render_repair
 

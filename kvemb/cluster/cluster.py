@@ -16,9 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 from kvemb import init
 from kvemb.cluster.open_tables import OpenTables
 from kvemb.cluster.several_tables import prepare_all_prefetched, prepare_pulls, prepare_pushes
-from kvemb.cluster.trainer_metrics import TrainerMetrics
 from kvemb.config import Config
-from kvemb.connection.access import Access
+from kvemb.connection.access import Access, TrainerMetrics
 from kvemb.errors import ConfigError, InvalidInputError, KvembError
 from kvemb.init import Initializer
 from kvemb.metrics import MetricsCollector, MetricsEndpoint

@@ -1,25 +1,56 @@
-"""What the tables of one connection share: storage, the shards, how often it has written, and how long a pull may take."""
+"""What the tables of one connection share: storage, the shards, how often it has written, and how long a pull may take.
+
+How long a connection's pulls took, by table: counted once somebody wants to know, and not before.
+
+One connection's figures, for prometheus-client's registries.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvemb.connection.pull_times import PullTimes
 from kvemb.connection.write_counter import WriteCounter
 from kvemb.datapath.multi_table_read import Missing
 from kvemb.datapath.prefetched_rows import PrefetchedRows
 from kvemb.datapath.pull import Pulled, PullRequest, pull
 from kvemb.errors import ClosedError, ReadOnlyError
+from kvemb.metrics import SECONDS, BucketCounts, MetricFamilies
 from kvemb.net.deadline import Deadline
+from kvemb.process import ForkLock
 from kvemb.protocol.message_format import TableRows
 from kvemb.stores.store import Store
 
 if TYPE_CHECKING:  # gRPC is imported when a cluster with parameter servers is opened
+    from prometheus_client.metrics_core import Metric
+
     from kvemb.client.ack import Ack
     from kvemb.client.shard_client import ShardClient
+
+
+class PullTimes:
+    """Times of pulls. A pull of several tables counts whole for each of them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.counted = False
+        self._lock, self._tables = ForkLock(), dict[str, BucketCounts]()
+
+    def count(self) -> None:
+        """Count from now on."""
+        self.counted = True
+
+    def add(self, requests: Sequence[PullRequest], took_s: float) -> None:
+        """Count a pull that took so long; one that fails is not counted."""
+        with self._lock:
+            for request in requests:
+                self._tables.setdefault(request.definition.name, BucketCounts(SECONDS)).add(took_s)
+
+    def tables(self) -> list[tuple[str, BucketCounts]]:
+        """Return what was counted of each table, by name."""
+        with self._lock:
+            return sorted(self._tables.items())
 
 
 @dataclass(eq=False)
@@ -95,3 +126,27 @@ class Access:
         """Wait until storage has what was released to this connection; raises as `WriteCounter.wait_stored`."""
         if self.shards is not None:
             self.changes.wait_stored(Deadline.after(self.shards.timeout_s))
+
+
+@dataclass(frozen=True, eq=False)
+class TrainerMetrics:
+    """The collector of one connection; asks no server. Any thread. Make it with `of`."""
+
+    cluster: str
+    access: Access
+
+    @staticmethod
+    def of(cluster: str, access: Access) -> TrainerMetrics:
+        """Return the collector of a connection, whose pulls are timed from now on."""
+        access.pull_times.count()
+        return TrainerMetrics(cluster, access)
+
+    def collect(self) -> Iterable[Metric]:
+        """Return every family as it is now."""
+        shards = self.access.shards
+        families = MetricFamilies({"cluster": self.cluster, "trainer": "" if shards is None else shards.trainer})
+        times = [({"table": name}, counts) for name, counts in self.access.pull_times.tables()]
+        families.histogram("kvemb_pull_seconds", "Time of a pull that the table had a part in.", times)
+        if shards is not None:
+            families.gauge("kvemb_trainer_undelivered_pushes", "Pushes that not every shard has accepted.", shards.n_undelivered)
+        return families

@@ -20,7 +20,7 @@ from jobs import PATIENCE_S, RawShard, RawStream, add, counting_table, eventuall
 import kvemb
 from kvemb.checkpoint.chain import open_chain
 from kvemb.checkpoint.verify import verify
-from kvemb.client.repair_request import repair
+from kvemb.commands.status_command import repair
 from kvemb.errors import KvembError, MessageError, RecordError, from_wire
 from kvemb.protocol.messages import Empty
 from kvemb.schema.buckets import BucketKeys

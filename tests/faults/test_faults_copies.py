@@ -9,7 +9,7 @@ import pytest
 from jobs import PATIENCE_S, add, counting_table, eventually, require
 
 import kvemb
-from kvemb.client.repair_request import repair
+from kvemb.commands.status_command import repair
 from kvemb.config import load
 from kvemb.coordination.map_copies import MAP_NAME
 from kvemb.coordination.markers import MARKER_KEY

@@ -17,9 +17,9 @@ from pymemcache.client.base import Client
 import kvemb
 import kvemb.init
 import kvemb.optim
-from kvemb.client import repair_request
-from kvemb.client.repair_request import repair
 from kvemb.client.shard_channel import SAY_AFTER_S
+from kvemb.commands import status_command
+from kvemb.commands.status_command import repair
 from kvemb.config import load
 from kvemb.errors import InvalidInputError, ShardUnavailableError
 from kvemb.local_cluster import LocalCluster
@@ -235,7 +235,7 @@ def test_a_shard_and_a_node_that_are_lost_together_come_back_from_the_data_folde
 def test_a_repair_names_every_shard_that_is_away_and_does_not_wait_for_its_whole_time(
     kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(repair_request, "_PRESENT_S", SAY_AFTER_S + 2)
+    monkeypatch.setattr(status_command, "_PRESENT_S", SAY_AFTER_S + 2)
     with LocalCluster(kind, 1, shards=3, memory_mb=64) as local:
         config = load(local.config_path, {})
         for shard in local.shards[:2]:
