@@ -54,7 +54,7 @@ class MoveCarrier:
         changed: Callable[[], None],
         timeout_s: float,
     ) -> None:
-        self._store, self._keep, self._planner, self._left, self._timeout_s = store, keep, planner, left, timeout_s
+        self._store, self._keep, self._planner, self.left, self._timeout_s = store, keep, planner, left, timeout_s
         self._sync, self._changed = sync, changed
         self._given: tuple[ClusterMap, float] | None = None  # what every node has, and since when
         self._heard: tuple[int, list[MoveReport | None]] = 0, []
@@ -127,14 +127,6 @@ class MoveCarrier:
         """Why the last move was taken back, as far as this process knows; "" where it was not."""
         return self._taken_back
 
-    def left_session(self, shard: int, trainer: str, incarnation: int) -> int:
-        """See `LeftSessions.find`."""
-        return self._left.find(shard, trainer, incarnation)
-
-    def left_sessions(self, shard: int) -> bytes:
-        """See `LeftSessions.all_of`."""
-        return self._left.all_of(shard)
-
     def heard(self, cluster_map: ClusterMap) -> list[MoveReport | None]:
         """Return what each shard has said of this map, by the last look; None where its present process has said nothing."""
         version, reports = self._heard
@@ -159,7 +151,7 @@ class MoveCarrier:
     def _can(self, what: str, now: ClusterMap, plan: MovePlan) -> bool:
         """Do what comes before a transition; return whether it is done."""
         if what == KEEP_SESSIONS:
-            return self._left.keep(plan.leaving, now.version, self._deadline())
+            return self.left.keep(plan.leaving, now.version, self._deadline())
         assert what == RENEW_MARKERS
         if missed := self._store.nodes.renew_markers(Deadline.after(self._timeout_s)):
             self._say(f"a move waits until every node's marker names the new map: {'; '.join(missed)}")

@@ -117,11 +117,11 @@ class MoveHandlers:
 
     def left_sessions(self, request: LeftSessionsRequest, deadline: Deadline) -> WatermarksReply:
         """Tell the next owner of a shard's number what the one that has left had taken of each trainer."""
-        return WatermarksReply(True, self._on_shard_0().left_sessions(request.shard))
+        return WatermarksReply(True, self._on_shard_0().left.all_of(request.shard))
 
     def left_session(self, request: LeftSessionRequest, deadline: Deadline) -> HelloReply:
         """Tell a trainer what a shard that has left had taken of it."""
-        last = self._on_shard_0().left_session(request.shard, request.trainer, request.incarnation)
+        last = self._on_shard_0().left.find(request.shard, request.trainer, request.incarnation)
         return HelloReply(request.incarnation, last, self._parts.config.servers.mode)
 
     def _on_shard_0(self) -> MoveCarrier:
