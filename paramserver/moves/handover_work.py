@@ -150,9 +150,10 @@ class HandoverWork(PhaseWork):
             n_behind = sum(len(one.ids) for one in behind)
             if not n_behind or (n_before and not _FEW_ROWS < n_behind < _LESS * n_before):
                 return  # trainers wait for the rest, which is little, or would not become less
-            count.n_rows, n_before = count.n_rows + n_behind, n_behind
+            count.expect(n_behind)
+            n_before = n_behind
             for n_rows in self._taker.read_ahead(behind):
-                count.rows += n_rows
+                count.gone_through(n_rows)
                 yield 0.0
 
     def _hold(self, cluster_map: ClusterMap, count: PhaseCount) -> Iterator[float]:
@@ -161,7 +162,7 @@ class HandoverWork(PhaseWork):
             while steps.phase == UNKNOWN:
                 self._never = _STARTED_ANEW
                 yield _RETRY_S
-            count.step = steps.last
+            count.hold_at(steps.last)
 
     def _come_to_last_step(self, cluster_map: ClusterMap) -> Iterator[float]:
         while (steps := self._steps_of(cluster_map)) is not None and steps.phase != AT_LAST:

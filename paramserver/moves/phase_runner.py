@@ -33,6 +33,18 @@ class PhaseCount:
     n_rows: int = 0
     step: int = 0
 
+    def expect(self, n_rows: int) -> None:
+        """So many rows more are to be gone through."""
+        self.n_rows += n_rows
+
+    def gone_through(self, n_rows: int) -> None:
+        """So many rows more are done."""
+        self.rows += n_rows
+
+    def hold_at(self, step: int) -> None:
+        """All hold behind this step."""
+        self.step = step
+
 
 @dataclass(frozen=True)
 class MoveProgress:

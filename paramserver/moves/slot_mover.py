@@ -72,7 +72,7 @@ class SlotMover(PhaseWork):
         other = self._store.rows.moving
         assert other is not None
         todo = [(state, self._ids_at(other, state)) for state in self._tables.all()]
-        count.n_rows = sum(len(ids) for _, ids in todo)
+        count.expect(sum(len(ids) for _, ids in todo))
         copies = plan.phase == MOVING
         bytes_per_s = plan.max_bytes_per_s / len(cluster_map.shard_numbers)
         there = self._access.by(other)
@@ -81,7 +81,7 @@ class SlotMover(PhaseWork):
             if not copies:
                 there.erase(state.definition, some)
                 self._figures.erased += len(some)
-            count.rows += len(some)
+            count.gone_through(len(some))
             yield n_bytes / bytes_per_s if bytes_per_s else 0.0
 
     def _ids_at(self, other: OtherNodes, state: TableState) -> Ids:
