@@ -12,11 +12,11 @@ import kvemb
 from benchmarks.ids import row_ids
 from benchmarks.measure import cpu_s
 from benchmarks.servers import ids_of
-from kvemb.cluster import Cluster
-from kvemb.connection.open_cluster import OpenCluster
+from kvemb.api import Cluster
+from kvemb.api.open_cluster import OpenCluster
+from kvemb.api.table import Table
 from kvemb.errors import KvembError
 from kvemb.protocol.messages import StatusReply
-from kvemb.table import Table
 
 TIMEOUT_S = 120.0
 _SUM_ROWS = 20_000

@@ -17,8 +17,8 @@ import kvemb
 from benchmarks.dlrm_rounds import Spent, Trainer
 from benchmarks.ids import sampler
 from benchmarks.local_rows import LocalRows
+from kvemb.api import Cluster
 from kvemb.arrays.hashing import mix64
-from kvemb.cluster import Cluster
 from kvemb.errors import KvembError
 
 N_TABLES, DIM = 26, 64

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 import kvemb
 from benchmarks.apply_load import TIMEOUT_S, WrongApplyError
 from benchmarks.ids import row_ids
+from kvemb.api import Cluster
+from kvemb.api.table import Table
 from kvemb.client.ack import Ack
-from kvemb.cluster import Cluster
-from kvemb.table import Table
 
 _UNAPPLIED = 2
 _BLOCK_ROWS = 100_000

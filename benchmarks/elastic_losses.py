@@ -8,7 +8,7 @@ import numpy as np
 import kvemb
 from benchmarks.deepfm import example, steps_of
 from benchmarks.elastic_moves import N_NODES, N_SHARDS, further_node, further_shard
-from kvemb.cluster import Cluster
+from kvemb.api import Cluster
 from kvemb.local_cluster import LocalCluster
 
 _LINES, _LINES_OF_STEP = 20_000, 256

@@ -16,8 +16,8 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.arrays.row_index import RowIndex
 from kvemb.errors import KvembError, to_wire
-from kvemb.index.row_index import RowIndex
 from kvemb.protocol.message_format import MAX_MESSAGE_BYTES, Message, TableRows
 from kvemb.protocol.messages import SERVICE as PATH
 from kvemb.protocol.messages import CreateTableRequest, Empty, Reply

@@ -19,12 +19,12 @@ from benchmarks.report import Report, Section
 from benchmarks.servers import OPTIMIZERS, Filled, filled, ids_of
 from benchmarks.tfra.lookups import TFRA_STORES, tfra_lookups
 from benchmarks.tls_port import table_over_tls
+from kvemb.api.table import Table
 from kvemb.errors import KvembError
 from kvemb.schema.buckets import BucketKeys
 from kvemb.schema.keys import RowKeys
 from kvemb.stores.node_batch import group_by_node
 from kvemb.stores.storage_kinds import KINDS
-from kvemb.table import Table
 
 BATCH_IDS = 26 * 4096
 STORES = ("redis", "valkey", "memcached")

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 import kvemb
 from benchmarks.ids import row_ids
-from kvemb.cluster import Cluster
+from kvemb.api import Cluster
+from kvemb.api.table import Table
 from kvemb.errors import KvembError
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
@@ -21,7 +22,6 @@ from kvemb.stores.row_io import WritePart
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
 from kvemb.stores.store_nodes import NodeStats
-from kvemb.table import Table
 
 _FILL_ROWS = 100_000
 _FILL_TIMEOUT_S = 60.0

@@ -8,9 +8,9 @@ import redis
 
 import kvemb
 from benchmarks.servers import Filled
+from kvemb.api.table import Table
 from kvemb.errors import KvembError
 from kvemb.local_cluster.processes import free_ports
-from kvemb.table import Table
 
 
 def table_over_tls(stack: ExitStack, target: Filled) -> Table:

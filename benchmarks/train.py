@@ -18,7 +18,7 @@ from benchmarks.options import positive, whole
 from benchmarks.report import Line, Report, Section
 from benchmarks.tfra.peer import Tfra, started
 from benchmarks.train_loop import CommandCounter, Ours, Stretch, check_first_steps, check_trained, stretch
-from kvemb.cluster import Cluster
+from kvemb.api import Cluster
 from kvemb.config import DURABILITIES
 from kvemb.local_cluster import LocalCluster
 from kvemb.schema.buckets import LAYOUTS

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from benchmarks.measure import Turn, cpu_s
 from benchmarks.tfra.peer import Tfra
+from kvemb.api.table import Table
 from kvemb.arrays.ids import unique_ascending
 from kvemb.client.ack import Ack, Staleness
-from kvemb.table import Table
 
 TIMEOUT_S = 120.0
 GRADIENT = 0.5  # as tfra/worker.py

@@ -65,12 +65,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvemb import columns, errors, init, jax, keras, optim, tensorflow, torch
+    from kvemb.api import Cluster, connect, nodes
+    from kvemb.api.table import Table
     from kvemb.arrays.hashing import hash_ids
-    from kvemb.cluster import Cluster, connect, nodes
     from kvemb.errors import KvembError
     from kvemb.local_cluster import local
     from kvemb.process import json_log_formatter
-    from kvemb.table import Table
 
 __all__ = [
     "Cluster",
@@ -93,14 +93,14 @@ __all__ = [
 
 _MODULES = ("columns", "errors", "init", "jax", "keras", "optim", "tensorflow", "torch")
 _HOMES = {
-    "Cluster": "kvemb.cluster",
+    "Cluster": "kvemb.api",
     "KvembError": "kvemb.errors",
-    "Table": "kvemb.table",
-    "connect": "kvemb.cluster",
+    "Table": "kvemb.api.table",
+    "connect": "kvemb.api",
     "hash_ids": "kvemb.arrays.hashing",
     "json_log_formatter": "kvemb.process",
     "local": "kvemb.local_cluster",
-    "nodes": "kvemb.cluster",
+    "nodes": "kvemb.api",
 }
 
 

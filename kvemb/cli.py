@@ -311,7 +311,7 @@ def _acl(args: argparse.Namespace) -> int:
 def _repair(args: argparse.Namespace) -> int:
     from kvemb.commands.status_command import repair
     from kvemb.config import load
-    from kvemb.status.cluster_status import render_repair
+    from kvemb.operate.cluster_status import render_repair
 
     replies = repair(load(args.config, os.environ), args.node, all_nodes=args.all, timeout_s=args.timeout)
     print(render_repair(replies))
@@ -319,7 +319,7 @@ def _repair(args: argparse.Namespace) -> int:
 
 
 def _drop(args: argparse.Namespace) -> int:
-    from kvemb.cluster import connect
+    from kvemb.api import connect
 
     with connect(args.config) as cluster:
         if not args.yes:

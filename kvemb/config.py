@@ -16,8 +16,8 @@ import yaml
 
 from kvemb.errors import ConfigError, InvalidInputError
 from kvemb.init import ALGORITHM_VERSION
+from kvemb.net.tls_config import TlsConfig, parse_tls
 from kvemb.schema.table_def import TableDef
-from kvemb.tls_config import TlsConfig, parse_tls
 
 
 class _Loader(yaml.SafeLoader):

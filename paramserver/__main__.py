@@ -16,19 +16,19 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from kvemb.api.plaintext import require_encrypted
 from kvemb.commands.verb_options import example_text, takes_config
 from kvemb.config import Config, load
-from kvemb.connection.plaintext import require_encrypted
 from kvemb.errors import ConfigError, KvembError, ParameterServerError
 from kvemb.interrupts import StopFlag
 from kvemb.process import replace_atomically
 
-from .disk.data_dir import named
 from .lifecycle.join_cluster import StoppedError, kept_place
 from .lifecycle.shard import Shard
 from .lifecycle.start import start
-from .log_lines import LEVELS, LogLines
 from .rpc.access_control import AccessControl
+from .shard_process.data_dir import named
+from .shard_process.log_lines import LEVELS, LogLines
 
 _CONFIG, _START, _NOT_DRAINED, _FENCED = 2, 3, 4, 5
 _POLL_S = 0.1

@@ -15,7 +15,6 @@ CLASSES_TWICE = {
 # Modules and folders that may have another one's name: who looks for one of them must not be led astray by the other.
 MODULES_TWICE = {
     "checkpoint": "a shard's part of saves and loads, and the files themselves: one idea, two packages",
-    "cluster": "the file for which its folder is named",
     "columns": "a facade (kvemb.own): both are the same module",
     "engine": "the file for which its folder is named",
     "ingest": "the file for which its folder is named",

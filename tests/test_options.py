@@ -35,14 +35,14 @@ SCRAPED = "tests/integration/test_metrics.py:test_every_shard_serves_its_figures
 
 # By function, or by class of which each field is a key of kvemb.yaml: its options, and where their effect is shown.
 SHOWN_BY = {
-    "kvemb/cluster/connector.py:connect": {
+    "kvemb/api/connector.py:connect": {
         "source": "tests/unit/test_config.py:test_a_mapping_is_read_as_a_file_would_be",
         "read_only": f"{TABLE}:test_read_only_pulls_and_refuses_the_rest",
         "trainer": "tests/integration/test_trainer_restart.py:test_what_a_stopped_trainer_sends_after_its_successor_came_is_not_applied",
         "timeout_s": f"{FAILURES}:test_connecting_waits_as_long_as_it_was_told",
         "metrics_port": "tests/integration/test_metrics.py:test_a_trainer_serves_the_times_of_its_pulls_by_table_until_it_is_closed",
     },
-    "kvemb/cluster/cluster.py:Cluster.create_table": {
+    "kvemb/api/cluster.py:Cluster.create_table": {
         "name": "tests/integration/test_table_names.py:test_any_printable_name_is_a_tables",
         "dim": f"{TABLE}:test_several_tables_travel_together",
         "optimizer": f"{TABLE}:test_opening_with_another_learning_rate_uses_it",
@@ -57,7 +57,7 @@ SHOWN_BY = {
         "exist_ok": f"{TABLE}:test_another_identity_is_refused_and_both_are_shown",
         "start_over": "tests/integration/test_drop_table.py:test_start_over_drops_what_there_is_and_creates_anew",
     },
-    "kvemb/cluster/cluster.py:Cluster.save": {
+    "kvemb/api/cluster.py:Cluster.save": {
         "url": SAVED,
         "base": SAVED,
         "weights_only": f"{SAVES}:test_a_checkpoint_goes_to_another_number_of_shards_and_another_storage",
@@ -66,7 +66,7 @@ SHOWN_BY = {
         "timeout_s": "tests/unit/test_checkpoint_save.py:test_shards_and_caller_have_the_same_time_for_the_cut",
         "progress": SAVED,
     },
-    "kvemb/cluster/cluster.py:Cluster.load": {
+    "kvemb/api/cluster.py:Cluster.load": {
         "url": f"{SAVES}:test_a_load_brings_everything_back_while_trainers_wait",
         "stall_timeout_s": f"{LOADED}:test_a_load_of_which_no_shard_comes_any_further_is_watched_no_longer_than_asked_for",
         "progress": f"{SAVES}:test_a_shard_killed_while_it_loads_goes_on_when_it_is_started",
@@ -200,7 +200,7 @@ SHOWN_BY = {
         "tls": f"{TLS}:test_a_certificate_that_is_not_good_is_refused_by_name",
         "insecure": IN_THE_CLEAR,
     },
-    "kvemb/tls_config.py:TlsConfig": {
+    "kvemb/net/tls_config.py:TlsConfig": {
         "ca": f"{TLS}:test_a_trainer_refuses_a_shard_of_another_authority_and_plain_text_is_refused",
         "cert": f"{TLS}:test_a_trainer_with_its_certificate_trains_under_its_name_and_below_it",
         "key": f"{TLS}:test_a_trainer_with_its_certificate_trains_under_its_name_and_below_it",

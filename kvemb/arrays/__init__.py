@@ -1,1 +1,1 @@
-"""Pure array functions over ids and weights: hashing, unique ids, sums by id, rounding, the inverse normal distribution."""
+"""Pure array code over ids and weights: hashing, unique ids, sums by id, rounding, maps from ids to numbers, the cache of records."""

@@ -16,13 +16,13 @@ from kvemb.config import Config, ServersConfig
 from kvemb.coordination.map_copies import decode_map
 from kvemb.errors import ClosedError, ConfigError, ParameterServerError, SlotsMovedError, StorageError
 from kvemb.net.deadline import Deadline
+from kvemb.net.tls_config import TlsConfig
 from kvemb.net.tls_files import TlsFiles
 from kvemb.protocol.message_format import Message
 from kvemb.protocol.messages import DescribeReply, Empty
 from kvemb.protocol.move_messages import MoveStatusReply
 from kvemb.protocol.shard_routing import MapSource
 from kvemb.schema.cluster_map import ClusterMap
-from kvemb.tls_config import TlsConfig
 
 _LOOK_S, _LOOK_TIMEOUT_S = 0.02, 2.0
 M = TypeVar("M", bound=Message)

@@ -1,7 +1,7 @@
 """Every verb that changes something through the shards, in one place: tables, pushes, flush, assign, erase.
 
-It deals in definitions and validated rows; what callers see is kvemb.table and kvemb.cluster. What must not live here: storage, and what
-shards are only asked (kvemb.client.shard_questions). Thread-safe; not fork-safe (`kvemb.client.all_shards` says so to the caller).
+It deals in definitions and validated rows; what callers see is in kvemb.api. What must not live here: storage, and what shards
+are only asked (kvemb.client.shard_questions). Thread-safe; not fork-safe (`kvemb.client.all_shards` says so to the caller).
 """
 
 import logging

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from kvemb import capacity as costs
-from kvemb.cluster import Cluster, connect
+from kvemb.api import Cluster, connect
 from kvemb.commands.progress_meter import text_table
 from kvemb.errors import InvalidInputError
+from kvemb.operate import capacity as costs
+from kvemb.operate.pull_rates import Ids, PullRate, by_node, measure
 from kvemb.protocol.messages import MAX_SAMPLED_IDS
 from kvemb.schema.table_def import TableDef
-from kvemb.status.pull_rates import Ids, PullRate, by_node, measure
 
 _PARTS = 3  # of the time: all nodes, ids that do not exist, node by node
 _SLOW = 0.5  # of what the nodes reach in the middle

@@ -16,7 +16,7 @@ from kvemb.errors import InvalidInputError
 
 def save_command(args: argparse.Namespace) -> int:
     """Save a cluster; with --keep, delete older checkpoints beside it afterwards."""
-    from kvemb.cluster import connect
+    from kvemb.api import connect
 
     try:
         extra = json.loads(args.extra) if args.extra else {}
@@ -41,7 +41,7 @@ def save_command(args: argparse.Namespace) -> int:
 
 def load_command(args: argparse.Namespace) -> int:
     """Load a checkpoint into a cluster; with --offline only decide it."""
-    from kvemb.cluster import connect
+    from kvemb.api import connect
 
     if args.offline:
         return _decide_command(args)
@@ -54,8 +54,8 @@ def load_command(args: argparse.Namespace) -> int:
 
 
 def _decide_command(args: argparse.Namespace) -> int:
+    from kvemb.api import connect
     from kvemb.checkpoint.load import decide
-    from kvemb.cluster import connect
 
     with connect(args.config, read_only=True) as cluster, ProgressMeter(sys.stderr, "B") as meter:
         tables = {name: cluster.table(name).definition for name in cluster.tables()}
@@ -92,8 +92,8 @@ def verify_command(args: argparse.Namespace) -> int:
         return 1
     if not args.against_storage:
         return 0
+    from kvemb.api import connect
     from kvemb.checkpoint.verify import compare
-    from kvemb.cluster import connect
 
     with connect(args.config) as cluster, ProgressMeter(sys.stderr, "rows") as meter:
         counts = {name: len(cluster.table(name)) for name in cluster.tables()}

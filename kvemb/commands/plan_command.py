@@ -5,21 +5,10 @@ import dataclasses
 import json
 from typing import Any
 
-from kvemb import capacity as costs
 from kvemb import init, optim
-from kvemb.capacity import (
-    BUSY,
-    FULL,
-    Counted,
-    ShardPlan,
-    StoragePlan,
-    Workload,
-    cautions,
-    parts_of,
-    plan_shards,
-    plan_storage,
-)
 from kvemb.commands.progress_meter import text_table
+from kvemb.operate import capacity as costs
+from kvemb.operate.capacity import BUSY, FULL, Counted, ShardPlan, StoragePlan, Workload, cautions, parts_of, plan_shards, plan_storage
 from kvemb.schema.table_def import TableDef
 
 _GB, _MB = 1e9, 1e6

@@ -22,11 +22,11 @@ from kvemb.config import Config, StorageConfig, load
 from kvemb.errors import ConfigError, MoveRefusedError, ShardUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_link import connector_of
+from kvemb.operate.cluster_status import survey
+from kvemb.operate.pull_rates import look_twice, traffic_between
 from kvemb.schema.cluster_map import GONE, ClusterMap
 from kvemb.schema.move_plan import NODES
 from kvemb.schema.slot_dealing import SlotPlan, SlotSizes
-from kvemb.status.cluster_status import survey
-from kvemb.status.pull_rates import look_twice, traffic_between
 from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
 from kvemb.stores.redis_cluster.node_change import NodeChange
 from kvemb.stores.redis_cluster.scaling.node_scaling import NodeScaling, Progress

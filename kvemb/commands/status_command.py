@@ -16,13 +16,13 @@ from typing import Any
 
 from kvemb.client.all_shards import AllShards
 from kvemb.config import Config, load
-from kvemb.doctor.examination import examine
-from kvemb.doctor.findings import ERROR
 from kvemb.errors import ShardUnavailableError
 from kvemb.net.deadline import Deadline
+from kvemb.operate.cluster_status import ClusterStatus, healthy, render, survey
+from kvemb.operate.examination import examine
+from kvemb.operate.findings import ERROR
 from kvemb.protocol.message_format import installed_version
 from kvemb.protocol.messages import Empty, RepairReply, RepairRequest, StatusReply
-from kvemb.status.cluster_status import ClusterStatus, healthy, render, survey
 
 _CLEAR = "\x1b[H\x1b[2J"
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from kvemb.api import Cluster, connect
 from kvemb.arrays.ids import normalize
-from kvemb.cluster import Cluster, connect
 from kvemb.commands.progress_meter import text_table
 from kvemb.errors import StorageError
 from kvemb.net.deadline import Deadline

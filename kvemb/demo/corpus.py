@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb import init, optim
+from kvemb.api import Cluster
 from kvemb.arrays.hashing import hash_ids
 from kvemb.client.ack import Ack
-from kvemb.cluster import Cluster
 from kvemb.errors import InvalidInputError
 
 HELD_OUT_EVERY = 50  # one stretch of text in so many is never trained on: 2 %

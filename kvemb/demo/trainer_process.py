@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from kvemb.cluster import connect
+from kvemb.api import connect
 from kvemb.demo.corpus import ClusterRows, load
 from kvemb.demo.skipgram import PassText, TrainingProgress, train_pass
 from kvemb.errors import KvembError

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from kvemb.errors import ConfigError
-from kvemb.tls_config import TlsConfig
+from kvemb.net.tls_config import TlsConfig
 
 _LOOK_S = 1.0
 Stamp = tuple[tuple[int, int, int], ...]

@@ -11,8 +11,8 @@ import ssl
 from kvemb.errors import ConfigError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Connect, Link, connect_link, connect_socket
+from kvemb.net.tls_config import TlsConfig
 from kvemb.net.tls_files import Stamp, TlsFiles
-from kvemb.tls_config import TlsConfig
 
 _HANDSHAKE_S = 5.0  # longer than TCP's greeting may take: the other side computes
 _SEND_BYTES = 256 << 10

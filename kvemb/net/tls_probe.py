@@ -14,7 +14,7 @@ from typing import Any
 from kvemb.errors import ConfigError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.net.name_lookup import connect_timeout_s, host_and_port
-from kvemb.tls_config import TlsConfig
+from kvemb.net.tls_config import TlsConfig
 
 _FAULTS = {10: "expired", 9: "not yet valid", 62: "names", 64: "names", 26: "purpose"}
 """OpenSSL's numbers (X509_V_ERR_…) of what a certificate is not good for."""

@@ -21,7 +21,7 @@ from ..ingest.ingest_state import AbandonedError
 from ..journal import Position
 from ..model.batch import ReceivedPart, RefusedStep, RowsWork
 from ..model.tables import Tables
-from ..owned_thread import OwnedThread
+from ..shard_process.owned_thread import OwnedThread
 from .background import BackgroundWork
 from .changed_rows import ChangedRowsFinder
 from .committer import Committed, Handover

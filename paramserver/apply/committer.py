@@ -22,7 +22,7 @@ from ..journal import BatchEntry, Position, Watermark
 from ..journal.write_ahead_log import FencedLog
 from ..model.batch import APPLY, ERASE, Batch, Push, RefusedStep, RowsWork, Work
 from ..model.tables import Tables, TableState
-from ..owned_thread import OwnedThread
+from ..shard_process.owned_thread import OwnedThread
 
 DEPTH = 2
 log = logging.getLogger("paramserver")

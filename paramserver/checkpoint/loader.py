@@ -34,12 +34,12 @@ from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.store import Store
 
-from ..disk.data_dir import DataDir
 from ..engine.storage_retry import Pause
 from ..model.table_registry import Registry
 from ..recovery.claim_shard import save
 from ..recovery.shard_parts import ShardParts, image
 from ..recovery.state_file import TableImage
+from ..shard_process.data_dir import DataDir
 from ..snapshot.run_set import Runs
 from ..snapshot.sorted_run import ROWS
 from . import unconditional_writer

@@ -23,21 +23,21 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.arrays.row_index import RowIndex
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
 from kvemb.checkpoint.format.checkpoint_manifest import ERASED, IDS, Cut
 from kvemb.checkpoint.format.parquet_blocks import RowBlock
 from kvemb.checkpoint.format.strict_json import decode, encode
 from kvemb.checkpoint.writer import Fragment, ShardWriter
 from kvemb.errors import CheckpointError, LostRowError, StorageError
-from kvemb.index.row_index import RowIndex
 from kvemb.net.deadline import Deadline
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
 from kvemb.stores.store import Store
 
-from ..disk.data_dir import replace_privately
 from ..engine.storage_retry import PASSING
-from ..owned_thread import OwnedThread
+from ..shard_process.data_dir import replace_privately
+from ..shard_process.owned_thread import OwnedThread
 
 Ids = NDArray[np.uint64]
 Bytes = NDArray[np.uint8]

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.ids import as_items, as_rows
+from kvemb.arrays.record_cache import RecordCache
 from kvemb.cached_property import cached_property
-from kvemb.index.record_cache import RecordCache
 from kvemb.stores.row_io import WritePart
 
 from ..model.batch import CheckedRows

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..disk.data_dir import FILE_MODE
+from ..shard_process.data_dir import FILE_MODE
 from .segment import ReadAt
 
 _MAX_BUFFERS = 512  # of one call; the system takes 1024

@@ -22,7 +22,7 @@ from pathlib import Path
 from kvemb.errors import ClosedError, FencedError, InvalidInputError, JournalFullError, ParameterServerError
 from kvemb.process import sync_folder
 
-from ..disk.data_dir import make_folder, mend
+from ..shard_process.data_dir import make_folder, mend
 from . import segment_files
 from .entry import Entry, SessionEntry, encode_entry
 from .log_reader import Segment, read_entries, recover

@@ -9,12 +9,12 @@ from kvemb.errors import ConfigError, ParameterServerError
 from kvemb.metrics import MetricsCollector, MetricsEndpoint
 from kvemb.net.deadline import Deadline
 
-from ..figures.shard_metrics import StartMetrics
 from ..recovery.start_report import StartReport
 from ..rpc.access_control import AccessControl
 from ..rpc.checkpoint_handlers import CheckpointHandlers
 from ..rpc.handlers import Handlers
 from ..rpc.service import Server
+from ..rpc.shard_metrics import StartMetrics
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric

@@ -32,8 +32,8 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.stores.store import Store
 
-from ..disk.data_dir import DataDir, folder_of
 from ..recovery.start_report import StartReport
+from ..shard_process.data_dir import DataDir, folder_of
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 ABSENT = (NodeUnavailableError, DeadlineExceededError)

@@ -28,21 +28,19 @@ from ..apply.changed_rows import ChangedRowsFinder
 from ..apply.committer import Committer, Handover
 from ..checkpoint.loader import note_carried_out
 from ..checkpoint.saver import SaveObserver, Saver
-from ..disk.data_dir import DataDir, mend
 from ..engine.storage_retry import Pause
-from ..figures.shard_metrics import ShardMetrics
-from ..handover.other_shards import GiverQuestions, MoveNews, OtherShards
-from ..handover.slot_entries import GivenRows, SlotEntries
-from ..handover.slot_giver import SlotGiver, SlotOffers
-from ..handover.slot_taker import SlotTaker
 from ..journal import Position
 from ..moves.handover_work import HandoverPorts, HandoverWork
 from ..moves.left_sessions import LeftSessions
 from ..moves.map_follower import MapFollower
 from ..moves.move_carrier import MoveCarrier
 from ..moves.move_planner import MovePlanner
+from ..moves.other_shards import GiverQuestions, MoveNews, OtherShards
 from ..moves.phase_runner import PhaseRunner
+from ..moves.slot_entries import GivenRows, SlotEntries
+from ..moves.slot_giver import SlotGiver, SlotOffers
 from ..moves.slot_mover import MoveFigures, SlotMover
+from ..moves.slot_taker import SlotTaker
 from ..recovery.claim_shard import note_change, save
 from ..recovery.high_water_mark import HighWaterMarkReporter
 from ..recovery.shard_parts import ShardParts, image
@@ -52,6 +50,8 @@ from ..repair.scrub import Scrub
 from ..rpc.checkpoint_handlers import CheckpointHandlers
 from ..rpc.handlers import Handlers
 from ..rpc.move_handlers import MoveHandlers
+from ..rpc.shard_metrics import ShardMetrics
+from ..shard_process.data_dir import DataDir, mend
 from ..snapshot import Snapshotter
 from ..snapshot.snapshot_schedule import LocalSnapshots
 from ..snapshot.snapshotter import from_storage

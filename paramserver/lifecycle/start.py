@@ -8,10 +8,10 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from kvemb.arrays.record_cache import CacheBudget
 from kvemb.config import Config
 from kvemb.coordination.registry_format import META_NAME
 from kvemb.errors import ConfigError, JournalBehindError, ParameterServerError, ShardUnavailableError, StorageError
-from kvemb.index.record_cache import CacheBudget
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.record import make_version
@@ -19,11 +19,9 @@ from kvemb.stores.storage_kinds import open_store
 
 from ..checkpoint.loader import LoadedError, Loader
 from ..checkpoint.saver import SaveObserver
-from ..disk.data_dir import DataDir, folder_of, mend, named
 from ..engine.engine import Engine
 from ..engine.piece_writer import EnginePorts
 from ..engine.storage_retry import Pause
-from ..handover.other_shards import OtherShards
 from ..ingest.admission import MapGate
 from ..ingest.ingest import Ingest
 from ..ingest.sessions import Sessions
@@ -35,6 +33,7 @@ from ..model.table_registry import Registry
 from ..model.tables import Tables, TableState
 from ..model.transition import Timeline
 from ..moves.left_sessions import sessions_in
+from ..moves.other_shards import OtherShards
 from ..recovery.claim_shard import CLUSTER_NAME, STATE, Claim, claim_shard, save
 from ..recovery.high_water_mark import require_reached
 from ..recovery.replay import Recovery
@@ -43,6 +42,7 @@ from ..recovery.start_report import CLAIMING, JOINING, LOADING, READING, REPLAYI
 from ..recovery.state_changes import with_changes
 from ..recovery.state_file import ShardState, TableImage
 from ..repair.repairer import Repairer
+from ..shard_process.data_dir import DataDir, folder_of, mend, named
 from ..snapshot import Reconstructor, Runs
 from ..snapshot.snapshot_schedule import reaches_back
 from .front import Front

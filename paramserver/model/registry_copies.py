@@ -13,7 +13,7 @@ from kvemb.errors import NodeLostError, NodeSuspectError
 from kvemb.net.deadline import Deadline
 from kvemb.stores.store import Store
 
-from ..disk.data_dir import DataDir, named
+from ..shard_process.data_dir import DataDir, named
 
 KEPT = "tables"  # file in the data folder
 _MENDED_WITHIN_S, _PAUSE_S = 30.0, 0.2  # shard 0 looks at the copies every 5 s, and every 20 s where one look at the markers takes long

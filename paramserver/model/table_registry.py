@@ -22,7 +22,7 @@ from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import WritePart
 from kvemb.stores.store import Store
 
-from ..disk.data_dir import DataDir
+from ..shard_process.data_dir import DataDir
 from .bucket_settings import require_limits
 from .registry_copies import RegistryCopies, encoded
 

@@ -13,8 +13,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.index.record_cache import CacheBudget, RecordCache
-from kvemb.index.row_index import HASHES, IndexLookup, RowIndex
+from kvemb.arrays.record_cache import CacheBudget, RecordCache
+from kvemb.arrays.row_index import HASHES, IndexLookup, RowIndex
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.table_def import TableDef
 

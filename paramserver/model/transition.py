@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.rounding import round_nearest, round_stochastic
+from kvemb.arrays.row_index import RowIndex
 from kvemb.errors import FencedError, JournalBehindError, LostRowError
-from kvemb.index.row_index import RowIndex
 from kvemb.schema.record import MAX_K, split_version
 from kvemb.schema.table_def import TableDef
 

@@ -1,1 +1,1 @@
-"""Slots that move between nodes while training goes on: who copies and erases their rows, and who carries a plan from phase to phase."""
+"""Slots that move while pushes go on: between nodes, where rows are copied, and between shards, where they change their writer."""

@@ -15,11 +15,11 @@ from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, HOLDING, MOVING, SHARDS
 from kvemb.stores.store import Store
 
-from ..handover.other_shards import GiverQuestions
-from ..handover.slot_giver import SlotGiver, SlotOffers
-from ..handover.slot_taker import SlotTaker
 from ..ingest.sync_steps import AT_LAST, ENDED, UNKNOWN, HeldSteps
+from .other_shards import GiverQuestions
 from .phase_runner import PhaseCount, PhaseWork
+from .slot_giver import SlotGiver, SlotOffers
+from .slot_taker import SlotTaker
 
 _POLL_S, _RETRY_S = 0.01, 0.2
 _STARTED_ANEW = "the shard was restarted while all stopped at one step of a sync job, and does not know which one it had come to"

@@ -13,7 +13,7 @@ from kvemb.errors import KvembError, ParameterServerError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.move_messages import WatermarksReply, WatermarksRequest
 
-from ..disk.data_dir import DataDir
+from ..shard_process.data_dir import DataDir
 
 FILE = "left-sessions"
 log = logging.getLogger("paramserver")

@@ -15,8 +15,8 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.stores.store import Store
 
-from ..handover.other_shards import MoveNews
-from ..owned_thread import OwnedThread
+from ..shard_process.owned_thread import OwnedThread
+from .other_shards import MoveNews
 from .phase_runner import PhaseRunner
 
 _LOOK_S = 0.25

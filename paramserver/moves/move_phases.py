@@ -10,19 +10,7 @@ from dataclasses import dataclass, replace
 from kvemb.coordination.move_report import MoveReport
 from kvemb.errors import MoveRefusedError
 from kvemb.schema.cluster_map import GONE, ClusterMap, NodePlace
-from kvemb.schema.move_plan import (
-    ABORTING,
-    CLEANING,
-    DRAINING,
-    FLIPPED,
-    HOLDING,
-    MAX_WHY,
-    MOVING,
-    NODES,
-    SERVING,
-    SHARDS,
-    MovePlan,
-)
+from kvemb.schema.move_plan import ABORTING, CLEANING, DRAINING, FLIPPED, HOLDING, MAX_WHY, MOVING, NODES, SERVING, SHARDS, MovePlan
 
 RENEW_MARKERS, KEEP_SESSIONS = "renew markers", "keep sessions"
 _AFTER = {

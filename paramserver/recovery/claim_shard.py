@@ -22,7 +22,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.record import MAX_EPOCH
 from kvemb.stores.store import Store
 
-from ..disk.data_dir import DataDir, sweep
+from ..shard_process.data_dir import DataDir, sweep
 from .state_changes import MOST, changes, checksum_of, clear_changes, name_behind
 from .state_file import ShardState, decode_state, encode_state
 

@@ -18,15 +18,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.arrays.row_index import RowIndex
 from kvemb.errors import JournalDamagedError, ParameterServerError
-from kvemb.index.row_index import RowIndex
 from kvemb.schema.record import split_version
 from kvemb.schema.slots import from_runs, runs_of
 
-from ..disk.data_dir import DataDir
 from ..journal import BatchEntry, Journal, Position, decode_entry
 from ..journal.entry import Find
 from ..model.batch import ERASE
+from ..shard_process.data_dir import DataDir
 from .state_file import ShardState, TableImage, decode_state
 
 PREFIX = "state-after-"

@@ -19,7 +19,7 @@ from kvemb.stores.store import Store
 from kvemb.stores.store_nodes import NodeStats
 from kvemb.stores.store_repair import LostNode
 
-from ..owned_thread import OwnedThread
+from ..shard_process.owned_thread import OwnedThread
 
 INTERVAL_S = 5.0
 MARKERS_INTERVAL_S = 1.0  # at least, between two looks at the markers

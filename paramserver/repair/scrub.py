@@ -9,7 +9,7 @@ only; `describe` for any.
 import time
 from collections.abc import Callable
 
-from kvemb.index.row_index import HASHES
+from kvemb.arrays.row_index import HASHES
 
 from ..model.tables import Tables, TableState
 from .repairer import Repairer

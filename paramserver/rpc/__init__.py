@@ -1,1 +1,1 @@
-"""The gRPC service: messages come in, answers go out; and how many streams there may be."""
+"""The gRPC service: messages come in, answers go out; how many streams there may be, and the shard's figures."""

@@ -26,10 +26,10 @@ from kvemb.protocol.move_messages import (
 from kvemb.schema.slots import N_SLOTS, from_runs
 from kvemb.stores.store import Store
 
-from ..handover.slot_giver import SlotOffers
 from ..moves.left_sessions import pack_sessions
 from ..moves.move_carrier import MoveCarrier
 from ..moves.move_planner import WantedMove
+from ..moves.slot_giver import SlotOffers
 from ..recovery.shard_parts import ShardParts
 
 

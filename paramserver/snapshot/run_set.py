@@ -21,8 +21,8 @@ from kvemb.errors import JournalDamagedError, ParameterServerError
 from kvemb.process import sync_folder
 from kvemb.schema.table_def import TableDef
 
-from ..disk.data_dir import make_folder, replace_privately, sweep
 from ..journal import segment_files
+from ..shard_process.data_dir import make_folder, replace_privately, sweep
 from .run_manifest import RunEntry, SnapshotManifest, decode_snapshot_manifest, encode_snapshot_manifest
 from .run_merge import erased_versions, merge_from, merged
 from .sorted_run import ERASED, ROWS, Bytes, Ids, SortedRun

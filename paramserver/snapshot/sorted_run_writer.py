@@ -7,8 +7,8 @@ from pathlib import Path
 from kvemb.errors import JournalFullError
 from kvemb.schema.table_def import TableDef
 
-from ..disk.data_dir import mend
 from ..journal import segment_files
+from ..shard_process.data_dir import mend
 from .run_manifest import RunEntry
 from .sorted_run import Bytes, Ids, SortedRunEncoder
 

@@ -19,14 +19,14 @@ from paramserver.checkpoint.save_job import SaveJob
 from paramserver.checkpoint.saver import Saver
 from paramserver.checkpoint.unconditional_writer import UnconditionalWriter
 from paramserver.engine.piece_writer import PieceWriter
-from paramserver.handover.slot_giver import SlotGiver
-from paramserver.handover.slot_taker import SlotTaker
 from paramserver.ingest.sync_steps import SyncSteps
 from paramserver.journal import segment_files
 from paramserver.journal.write_ahead_log import FencedLog
 from paramserver.moves import move_phases
 from paramserver.moves.handover_work import HandoverWork
 from paramserver.moves.move_carrier import MoveCarrier
+from paramserver.moves.slot_giver import SlotGiver
+from paramserver.moves.slot_taker import SlotTaker
 from paramserver.snapshot import Runs
 from paramserver.snapshot.sorted_run_writer import RunWriter
 

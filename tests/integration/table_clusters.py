@@ -6,9 +6,9 @@ from itertools import count
 import numpy as np
 
 import kvemb
-from kvemb.cluster import Cluster
+from kvemb.api import Cluster
+from kvemb.api.table import Table
 from kvemb.local_cluster import LocalCluster
-from kvemb.table import Table
 
 NODES = {"memcached": 2, "redis": 2, "valkey": 2, "redis-cluster": 3}
 PROGRAMS = {"memcached": "memcached", "redis": "redis-server", "redis-cluster": "redis-server"}

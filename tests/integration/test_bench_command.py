@@ -14,7 +14,7 @@ import kvemb
 from kvemb.cli import main
 from kvemb.commands.bench_command import _slow_nodes
 from kvemb.local_cluster import LocalCluster
-from kvemb.status.pull_rates import PullRate
+from kvemb.operate.pull_rates import PullRate
 from tests.integration.tls_clusters import TlsCluster, running
 
 N_ROWS = 20_000

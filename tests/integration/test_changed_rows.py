@@ -13,9 +13,9 @@ import pytest
 from numpy.typing import NDArray
 
 import kvemb
+from kvemb.api import Cluster
 from kvemb.client import push_session
 from kvemb.client.ack import Ack
-from kvemb.cluster import Cluster
 from kvemb.config import StorageConfig
 from kvemb.datapath.prefetched_rows import route_prefetched
 from kvemb.errors import ClosedError, InvalidInputError, ShardUnavailableError, UnknownTableError

@@ -12,24 +12,24 @@ from matrix import one_of
 
 from kvemb.arrays.hashing import mix64
 from kvemb.config import parse
-from kvemb.doctor.examination import examine
 from kvemb.errors import ConfigError
 from kvemb.local_cluster import storage_servers
 from kvemb.local_cluster.processes import accepts, free_ports
 from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer
 from kvemb.metrics import MetricFamilies
 from kvemb.net.deadline import Deadline
+from kvemb.operate.cluster_status import ClusterStatus, render
+from kvemb.operate.examination import examine
 from kvemb.schema.buckets import BucketKeys
 from kvemb.schema.slots import N_SLOTS
-from kvemb.status.cluster_status import ClusterStatus, render
 from kvemb.stores.redis_cluster.redis_cluster_store import RedisClusterStore
 from kvemb.stores.redis_cluster.scaling.key_migration import KeyMigration
 from kvemb.stores.redis_cluster.scaling.node_scaling import NodeScaling
 from kvemb.stores.store import Store
 from kvemb.testing.real_servers import ServerNodes, redis_client
 from kvemb.testing.store_contract import CLUSTER, GENERATION, TAG, records_of, require_rows, within, write
-from paramserver.figures.shard_metrics import add_nodes
 from paramserver.repair.node_watch import NodeWatch
+from paramserver.rpc.shard_metrics import add_nodes
 from tests.integration.tls_storage import TlsNodes, TlsServer
 
 ROWS = BucketKeys(TAG, mix64(np.arange(1, 20_000, dtype=np.uint64)), N_SLOTS)

@@ -23,11 +23,11 @@ from test_cli import run
 import kvemb
 from kvemb.config import load
 from kvemb.coordination.map_copies import MAP_NAME
-from kvemb.doctor.examination import examine
-from kvemb.doctor.findings import Finding
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import free_ports
 from kvemb.local_cluster.storage_servers import start_servers
+from kvemb.operate.examination import examine
+from kvemb.operate.findings import Finding
 from kvemb.protocol.message_format import installed_version
 from tests.integration.tls_clusters import TlsCluster, running
 

@@ -15,14 +15,14 @@ from chaos.proxy import FaultProxy
 
 from kvemb.client.shard_channel import ShardChannel
 from kvemb.config import Config, StorageConfig, load
-from kvemb.doctor.certificate_findings import judge_certificates
-from kvemb.doctor.examination import examine
-from kvemb.doctor.findings import Finding
 from kvemb.local_cluster.processes import free_ports
 from kvemb.net.certificate_authority import Authority, Issued
+from kvemb.net.tls_config import TlsConfig
+from kvemb.operate.certificate_findings import judge_certificates
+from kvemb.operate.cluster_status import survey
+from kvemb.operate.examination import examine
+from kvemb.operate.findings import Finding
 from kvemb.protocol.message_format import installed_version
-from kvemb.status.cluster_status import survey
-from kvemb.tls_config import TlsConfig
 from tests.integration.scraped import ports_side_by_side, value
 from tests.integration.tls_clusters import TlsCluster, running
 from tests.integration.tls_storage import start_tls_servers

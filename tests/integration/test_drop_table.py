@@ -13,14 +13,14 @@ import yaml
 from matrix import one_of
 
 import kvemb
+from kvemb.api import Cluster
+from kvemb.api.table import Table
 from kvemb.cli import main
-from kvemb.cluster import Cluster
 from kvemb.errors import CheckpointError, InvalidInputError, ShardUnavailableError, TableDroppedError, UnknownTableError
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import EraseTableReply, EraseTableRequest, TableReply, TableRequest
 from kvemb.schema.table_def import TableDef
-from kvemb.table import Table
 from kvemb.testing.real_servers import redis_client
 
 PROGRAMS = {"redis": "redis-server", "valkey": "", "memcached": "memcached"}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import kvemb
+from kvemb.api import Cluster
 from kvemb.arrays.rounding import round_nearest, to_float32
-from kvemb.cluster import Cluster
 from kvemb.errors import InvalidInputError
 from kvemb.local_cluster import LocalCluster
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import kvemb
-from kvemb.cluster import connect
+from kvemb.api import connect
 from kvemb.errors import ConfigError, ShardUnavailableError
 from kvemb.local_cluster.launcher import LocalCluster, local
 from kvemb.local_cluster.processes import LocalFolder, LocalProcess, LocalProcessError, free_ports

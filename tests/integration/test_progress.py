@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kvemb
-from kvemb.cluster import Cluster
+from kvemb.api import Cluster
 from kvemb.errors import ReadOnlyError, ShardUnavailableError
 from kvemb.local_cluster import LocalCluster
 from tests.owners import shard_of

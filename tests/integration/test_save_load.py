@@ -14,11 +14,11 @@ from matrix import one_of
 from shard_moves import ShardMoves
 
 import kvemb
+from kvemb.api import Cluster
 from kvemb.checkpoint.chain import open_chain
 from kvemb.checkpoint.format.checkpoint_manifest import SAVING, part_path
 from kvemb.checkpoint.listing import list_checkpoints
 from kvemb.checkpoint.verify import verify
-from kvemb.cluster import Cluster
 from kvemb.errors import CheckpointError, InvalidInputError, TableMismatchError
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline

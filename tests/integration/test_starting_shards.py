@@ -19,12 +19,12 @@ from scraped import ports_side_by_side, value
 
 import kvemb
 from kvemb.config import load
-from kvemb.doctor.examination import examine
 from kvemb.errors import DeadlineExceededError, FencedError, NodeUnavailableError, ParameterServerError, ShardUnavailableError
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import LocalProcessError, free_ports
+from kvemb.operate.cluster_status import healthy, render, survey
+from kvemb.operate.examination import examine
 from kvemb.protocol.message_format import installed_version
-from kvemb.status.cluster_status import healthy, render, survey
 from kvemb.testing.real_servers import ServerNodes
 from paramserver.lifecycle.shard import Shard
 from paramserver.lifecycle.start import start

@@ -15,12 +15,12 @@ from kvemb.local_cluster.processes import LocalProcessError
 from kvemb.net.certificate_authority import Authority
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import connect_socket
+from kvemb.net.tls_config import TlsConfig
 from kvemb.net.tls_link import TlsConnector
 from kvemb.stores.storage_kinds import open_store
 from kvemb.testing.bucket_contract import BucketedStoreContract
 from kvemb.testing.repair_contract import RepairContract
 from kvemb.testing.store_contract import CLUSTER, GENERATION, Nodes, StoreContract, records_of, require_rows, within, write
-from kvemb.tls_config import TlsConfig
 from tests.integration.tls_storage import TlsNodes
 
 

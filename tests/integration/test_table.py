@@ -10,7 +10,7 @@ import pytest
 from matrix import one_of
 
 import kvemb
-from kvemb.cluster import Cluster
+from kvemb.api import Cluster
 from kvemb.errors import (
     ClosedError,
     InvalidInputError,
@@ -168,7 +168,7 @@ def test_run_time_values_hold_for_later_pushes(cluster: Cluster) -> None:
 
 
 def test_assign_erase_export_and_len(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvemb.table._EXPORTED_AT_ONCE", 700)
+    monkeypatch.setattr("kvemb.api.table._EXPORTED_AT_ONCE", 700)
     table = new_table(cluster)
     ids, rows = ids_of(4000), np.random.default_rng(2).standard_normal((4000, 4), np.float32)
     table.assign(ids, rows)

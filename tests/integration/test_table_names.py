@@ -8,8 +8,8 @@ import pytest
 import kvemb
 from kvemb.checkpoint.format.checkpoint_manifest import part_path, table_folder
 from kvemb.local_cluster import LocalCluster
+from kvemb.operate.cluster_status import render
 from kvemb.schema.table_def import MAX_NAME_BYTES
-from kvemb.status.cluster_status import render
 
 NAMES = [
     "sparse_arch.embedding_bag_collection.embedding_bags.user_id_lookup.weight",  # 73 characters, as TorchRec makes them

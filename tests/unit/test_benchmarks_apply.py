@@ -79,7 +79,7 @@ def test_one_wrong_sum_is_found_and_its_id_named() -> None:
 
 @pytest.mark.parametrize("dim", [1, 16, 256])
 def test_a_cache_for_every_row_holds_every_row(dim: int) -> None:
-    from kvemb.index.record_cache import CacheBudget, RecordCache
+    from kvemb.arrays.record_cache import CacheBudget, RecordCache
 
     record_bytes, n_rows = 12 + 12 * dim, 5000
     cache = RecordCache(record_bytes, CacheBudget(apply_load.cache_mb_for(n_rows, record_bytes) << 20))

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvemb import capacity as costs
 from kvemb import cli, init, optim
-from kvemb.capacity import Workload, cautions, plan_shards, plan_storage
+from kvemb.arrays.row_index import RowIndex
 from kvemb.errors import InvalidInputError
-from kvemb.index.row_index import RowIndex
+from kvemb.operate import capacity as costs
+from kvemb.operate.capacity import Workload, cautions, plan_shards, plan_storage
 from kvemb.schema.table_def import TableDef
 
 ROOT = Path(__file__).parents[2]

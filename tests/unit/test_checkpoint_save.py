@@ -8,11 +8,11 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from kvemb.api import Cluster
+from kvemb.api.access import Access
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
 from kvemb.checkpoint.save import Stalled
-from kvemb.cluster import Cluster
 from kvemb.config import parse
-from kvemb.connection.access import Access
 from kvemb.errors import CheckpointError, ShardUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import SaveReply, SaveRequest

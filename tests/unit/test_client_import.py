@@ -50,7 +50,7 @@ def test_help_shows_short_types(of: str) -> None:
     assert not [line for line in signatures if "numpy." in line or "collections.abc." in line or "kvemb." in line]
 
 
-@pytest.mark.parametrize("module", ["kvemb.schema.table_def", "kvemb.cluster", "kvemb.init", "kvemb.index.row_index"])
+@pytest.mark.parametrize("module", ["kvemb.schema.table_def", "kvemb.api", "kvemb.init", "kvemb.arrays.row_index"])
 def test_numpy_1_is_refused_with_the_reason(module: str) -> None:
     script = f"import numpy; numpy.__version__ = '1.26.4'; import {module}"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvemb import config
-from kvemb.doctor.findings import ShardFacts, judge_node, judge_shard
+from kvemb.operate.findings import ShardFacts, judge_node, judge_shard
 from kvemb.protocol.messages import DescribeReply, ExamineReply, StatusReply
 from kvemb.stores.store_nodes import NodeStats
 

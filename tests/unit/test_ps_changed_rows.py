@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from memory_store import memory_node
 
+from kvemb.arrays.record_cache import CacheBudget
 from kvemb.arrays.rounding import to_float32
 from kvemb.errors import PushRejectedError, SlotsMovedError
-from kvemb.index.record_cache import CacheBudget
 from kvemb.protocol.message_format import ChangedRowsBlock
 from kvemb.protocol.messages import PushReply, digest_tables
 from kvemb.schema.record import make_version

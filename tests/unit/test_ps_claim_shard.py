@@ -16,11 +16,11 @@ from kvemb.coordination.shard_owners import Owner, newest_owner, owner_name
 from kvemb.errors import DeadlineExceededError, FencedError, LostRowError, NodeUnavailableError, ParameterServerError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.table_def import TableDef
-from paramserver.disk.data_dir import DataDir
 from paramserver.lifecycle.join_cluster import StorageWait, join_cluster, keep_identity
 from paramserver.recovery.claim_shard import EPOCH, STATE, Claim, claim_shard, read_epoch, require_owner, save
 from paramserver.recovery.start_report import StartReport
 from paramserver.recovery.state_file import ShardState, TableImage, decode_state, encode_state
+from paramserver.shard_process.data_dir import DataDir
 
 _NUMBERS = count()
 Folder = Callable[[Path, int], DataDir]

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from memory_store import MemoryStore, memory_node
 
+from kvemb.arrays.record_cache import CacheBudget
 from kvemb.arrays.rounding import round_nearest, to_float32
 from kvemb.config import StorageConfig
 from kvemb.errors import FencedError, LostRowError, NodeUnavailableError, RecordError, StorageError
-from kvemb.index.record_cache import CacheBudget
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.record import make_version

@@ -28,10 +28,10 @@ from kvemb.errors import (
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import table_tag
 from kvemb.schema.table_def import TableDef
-from paramserver.disk.data_dir import DataDir
 from paramserver.lifecycle.join_cluster import CLUSTER, INTENT, StorageWait, join_cluster, keep_identity
 from paramserver.model.table_registry import Registry
 from paramserver.recovery.start_report import StartReport
+from paramserver.shard_process.data_dir import DataDir
 
 _NUMBERS = count()
 Folder = Callable[[Path, int], DataDir]

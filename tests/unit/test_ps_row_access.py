@@ -9,8 +9,8 @@ import pytest
 
 import kvemb.init
 import kvemb.optim
+from kvemb.arrays.record_cache import CacheBudget
 from kvemb.errors import StorageError
-from kvemb.index.record_cache import CacheBudget
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.keys import RowKeys

@@ -8,8 +8,8 @@ from memory_store import memory_node
 
 import kvemb.init
 import kvemb.optim
+from kvemb.arrays.row_index import HASHES, RowIndex
 from kvemb.errors import JournalBehindError, NodeUnavailableError
-from kvemb.index.row_index import HASHES, RowIndex
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef

@@ -13,27 +13,27 @@ from memory_store import MemoryStore, memory_node
 
 import kvemb.init
 import kvemb.optim
+from kvemb.arrays.record_cache import CacheBudget
 from kvemb.config import StorageConfig
 from kvemb.errors import FencedError, JournalFullError, LostRowError, ParameterServerError, StorageError
-from kvemb.index.record_cache import CacheBudget
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import make_version
 from kvemb.schema.slots import N_SLOTS
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
-from paramserver.disk.data_dir import DataDir
 from paramserver.engine.engine import Engine
-from paramserver.handover import slot_taker
-from paramserver.handover.slot_entries import GivenRows, SlotEntries
-from paramserver.handover.slot_giver import SlotGiver
-from paramserver.handover.slot_taker import SlotTaker
 from paramserver.journal import BatchEntry, Journal, encode_entry
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 from paramserver.model.tables import Tables, TableState
 from paramserver.model.transition import Timeline
+from paramserver.moves import slot_taker
+from paramserver.moves.slot_entries import GivenRows, SlotEntries
+from paramserver.moves.slot_giver import SlotGiver
+from paramserver.moves.slot_taker import SlotTaker
 from paramserver.recovery.claim_shard import EPOCH, STATE, note_change, save
 from paramserver.recovery.state_changes import MOST, changes, slots_gone, with_changes
 from paramserver.recovery.state_file import ShardState, TableImage, decode_state, encode_state
+from paramserver.shard_process.data_dir import DataDir
 from paramserver.snapshot import Reconstructor, Runs, Snapshotter, WantedVersions
 from paramserver.snapshot.snapshotter import from_storage
 from tests.unit.lonely_engine import ALONE

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from kvemb.arrays.row_index import Places, RowIndex
 from kvemb.errors import StorageError
-from kvemb.index.row_index import Places, RowIndex
 from kvemb.schema.record import make_version
 from paramserver.apply.applier import part_staleness
 from paramserver.engine.engine import Engine

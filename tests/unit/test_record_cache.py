@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvemb.index import record_cache
-from kvemb.index.record_cache import MIN_ROWS, CacheBudget, RecordCache
+from kvemb.arrays import record_cache
+from kvemb.arrays.record_cache import MIN_ROWS, CacheBudget, RecordCache
 
 SIZE = 12
 

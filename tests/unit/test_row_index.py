@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvemb.index import hash_probe, row_index
-from kvemb.index.hash_probe import home, probe
-from kvemb.index.row_index import RowIndex
+from kvemb.arrays import hash_probe, row_index
+from kvemb.arrays.hash_probe import home, probe
+from kvemb.arrays.row_index import RowIndex
 
 IDS = st.one_of(st.integers(0, 40), st.integers(0, 2**64 - 1))
 STEP = st.tuples(st.sampled_from(["put", "erase"]), st.lists(IDS, unique=True, max_size=30))

@@ -12,9 +12,9 @@ from memory_store import MemoryStore, memory_node
 
 import kvemb.init
 import kvemb.optim
+from kvemb.arrays.record_cache import CacheBudget
 from kvemb.config import StorageConfig
 from kvemb.errors import JournalFullError, LostRowError, StorageError, UnknownTableError
-from kvemb.index.record_cache import CacheBudget
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef

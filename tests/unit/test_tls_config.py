@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from kvemb.api.plaintext import require_encrypted
 from kvemb.config import load, parse
-from kvemb.connection.plaintext import require_encrypted
 from kvemb.errors import AccessDeniedError, ConfigError
+from kvemb.net.tls_config import TlsConfig
 from kvemb.protocol.roles import MAY_CALL, caller_of
-from kvemb.tls_config import TlsConfig
 
 
 def tree(tls: Any, at: str = "parameter_servers") -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvemb.connection.write_counter import WriteCounter
+from kvemb.api.write_counter import WriteCounter
 from kvemb.net.deadline import Deadline
 
 

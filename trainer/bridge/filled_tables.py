@@ -25,8 +25,8 @@ from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
 
 if TYPE_CHECKING:
-    from kvemb.cluster import Cluster
-    from kvemb.table import Table
+    from kvemb.api import Cluster
+    from kvemb.api.table import Table
 
 
 CHUNK_BYTES, CHUNK_ROWS = 4 << 20, 1 << 16

@@ -15,7 +15,7 @@ from ..bridge.cluster_ports import TablePort
 from .column_kinds import EmbeddingColumn
 
 if TYPE_CHECKING:
-    from kvemb.cluster import Cluster
+    from kvemb.api import Cluster
 
 DENSE_MOST = 1 << 30
 """Up to so many buckets a table is dense: most of its rows will come to exist, and pages suit them."""

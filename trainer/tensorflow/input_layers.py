@@ -31,7 +31,7 @@ from ..columns.feature_values import MISSING_INTEGER
 from .embedding_lookups import fused_safe_embedding_lookup_sparse
 
 if TYPE_CHECKING:
-    from kvemb.cluster import Cluster
+    from kvemb.api import Cluster
 
 Features = Mapping[str, Any]
 

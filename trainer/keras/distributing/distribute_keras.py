@@ -34,8 +34,8 @@ from .keras_rules import MappedRule
 from .keras_sites import DeclaredTable, KerasSite, Names, counterpart, declared_tables, find_sites, make_declared
 
 if TYPE_CHECKING:
-    from kvemb.cluster import Cluster
-    from kvemb.table import Table
+    from kvemb.api import Cluster
+    from kvemb.api.table import Table
 
 
 @dataclass(frozen=True, eq=False)

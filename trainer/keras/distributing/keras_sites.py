@@ -27,8 +27,8 @@ from ..steps.model_state import refuse_unfit, rule_of
 from .keras_rules import MappedRule
 
 if TYPE_CHECKING:
-    from kvemb.cluster import Cluster
-    from kvemb.table import Table
+    from kvemb.api import Cluster
+    from kvemb.api.table import Table
 
 
 Names = Mapping[str, str] | Callable[[str], str]

@@ -16,7 +16,7 @@ from .jagged_tensors import JaggedTensor, KeyedTensor
 from .keyed_recipes import BagRecipe, EmbeddingBagConfig, EmbeddingConfig, KeyedJagged, SequenceRecipe
 
 if TYPE_CHECKING:
-    from kvemb.cluster import Cluster
+    from kvemb.api import Cluster
 
 
 class EmbeddingBagCollection(TableCollection[BagRecipe]):

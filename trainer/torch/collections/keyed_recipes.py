@@ -27,7 +27,7 @@ from ..modules.pooling import LookedUp, LookUp, exporting, pool
 from .jagged_tensors import JaggedTensor, KeyedTensor
 
 if TYPE_CHECKING:
-    from kvemb.cluster import Cluster
+    from kvemb.api import Cluster
 
 POOLINGS = ("sum", "mean")
 

@@ -32,8 +32,8 @@ from .first_rows import check_range, first_rows
 from .recognized_embeddings import is_scaled
 
 if TYPE_CHECKING:
-    from kvemb.cluster import Cluster
-    from kvemb.table import Table
+    from kvemb.api import Cluster
+    from kvemb.api.table import Table
 
 
 @dataclass(frozen=True, eq=False)

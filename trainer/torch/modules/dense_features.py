@@ -24,7 +24,7 @@ from .column_recipe import ColumnRecipe, Feature
 from .table_collection import TableCollection
 
 if TYPE_CHECKING:
-    from kvemb.cluster import Cluster
+    from kvemb.api import Cluster
 
 
 class DenseFeatures(TableCollection[ColumnRecipe]):

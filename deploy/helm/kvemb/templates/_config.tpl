@@ -23,5 +23,5 @@
 {{- else if $values.tls.shardSecret }}
 {{- $_ := set $servers "tls" (dict "ca" "/etc/kvemb-tls/ca.crt" "cert" "/etc/kvemb-tls/tls.crt" "key" "/etc/kvemb-tls/tls.key") }}
 {{- else }}{{ $_ := set $servers "insecure" true }}{{ end }}
-{{- toYaml (dict "cluster" (include "kvemb.cluster" .) "storage" (mergeOverwrite $storage (deepCopy $values.storage.options)) "parameter_servers" (mergeOverwrite $servers (deepCopy $values.shards.options)) "tables" $values.tables) }}
+{{- toYaml (dict "cluster" (include "kvemb.api" .) "storage" (mergeOverwrite $storage (deepCopy $values.storage.options)) "parameter_servers" (mergeOverwrite $servers (deepCopy $values.shards.options)) "tables" $values.tables) }}
 {{- end }}

@@ -3,7 +3,7 @@
 {{- if contains "kvemb" .Release.Name }}{{ .Release.Name | trunc 40 | trimSuffix "-" }}{{ else }}{{ printf "%s-kvemb" (.Release.Name | trunc 34 | trimSuffix "-") }}{{ end }}
 {{- end }}
 
-{{- define "kvemb.cluster" -}}
+{{- define "kvemb.api" -}}
 {{ .Values.cluster | default (include "kvemb.name" .) }}
 {{- end }}
 

@@ -70,7 +70,7 @@ SAVE_ROWS_S = 545.08e3
 """Rows a second of a full save by one shard (section "checkpoint", records of 204)."""
 
 INDEX_BYTES_PER_ROW = 24
-"""Memory of a shard's index: 20 to 23.7 bytes (`kvemb.index.row_index`)."""
+"""Memory of a shard's index: 20 to 23.7 bytes (`kvemb.arrays.row_index`)."""
 
 PROCESS_BYTES = 250e6
 """Memory of a shard's process beside its index and cache (section "Memory of a shard in training"): at most, with pushes of 50,000 rows."""

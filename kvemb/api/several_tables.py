@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvemb.api.table import Table
 from kvemb.datapath.prefetched_rows import PrefetchedRows, prepare_prefetched
 from kvemb.datapath.pull import PullRequest, prepare_pull
 from kvemb.datapath.push import prepare_push
 from kvemb.errors import InvalidInputError
 from kvemb.protocol.message_format import TableRows
-from kvemb.table import Table
 
 OpenTable = Callable[[str], Table]
 

@@ -1,6 +1,6 @@
 """Opens a cluster: reads kvemb.yaml, opens storage and shards.
 
-What must not live here: what is done with an open cluster (kvemb.cluster.cluster).
+What must not live here: what is done with an open cluster (kvemb.api.cluster).
 
 Where storage nodes are now: kvemb.yaml, read again by a process that runs on while a node is replaced at another address.
 
@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvemb.cluster.cluster import Cluster
+from kvemb.api.access import Access
+from kvemb.api.cluster import Cluster
+from kvemb.api.plaintext import require_encrypted
 from kvemb.config import Config, load
-from kvemb.connection.access import Access
-from kvemb.connection.plaintext import require_encrypted
 from kvemb.errors import ConfigError, InvalidInputError
 from kvemb.net.deadline import Deadline
 from kvemb.stores.storage_kinds import open_store

@@ -1,19 +1,19 @@
 """The tables of one connection: which exist, and the object of each that was opened. Created and dropped here, too.
 
-What must not live here: batches (kvemb.cluster.several_tables), what a table does (kvemb.table). Thread-safe.
+What must not live here: batches (kvemb.api.several_tables), what a table does (kvemb.api.table). Thread-safe.
 """
 
 from contextlib import suppress
 
+from kvemb.api.access import Access
+from kvemb.api.open_cluster import OpenCluster
+from kvemb.api.table import Table
 from kvemb.config import Config
-from kvemb.connection.access import Access
-from kvemb.connection.open_cluster import OpenCluster
 from kvemb.coordination.registry_format import META_NAME, newest_registry
 from kvemb.errors import InvalidInputError, UnknownTableError
 from kvemb.net.deadline import Deadline
 from kvemb.process import ForkLock
 from kvemb.schema.table_def import TableDef
-from kvemb.table import Table
 
 
 class OpenTables:

@@ -1,7 +1,7 @@
 """An open cluster: what users call it with.
 
 What must not live here: what a verb does (kvemb.datapath, kvemb.client, kvemb.checkpoint), how a cluster is opened
-(kvemb.cluster.connector). Thread-safe; forks as kvemb.table says.
+(kvemb.api.connector). Thread-safe; forks as kvemb.api.table says.
 """
 
 from __future__ import annotations  # help() shows types as they are written here
@@ -14,20 +14,20 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvemb import init
-from kvemb.cluster.open_tables import OpenTables
-from kvemb.cluster.several_tables import prepare_all_prefetched, prepare_pulls, prepare_pushes
+from kvemb.api.access import Access, TrainerMetrics
+from kvemb.api.open_tables import OpenTables
+from kvemb.api.several_tables import prepare_all_prefetched, prepare_pulls, prepare_pushes
+from kvemb.api.table import Table
 from kvemb.config import Config
-from kvemb.connection.access import Access, TrainerMetrics
 from kvemb.errors import ConfigError, InvalidInputError, KvembError
 from kvemb.init import Initializer
 from kvemb.metrics import MetricsCollector, MetricsEndpoint
 from kvemb.net.deadline import Deadline
+from kvemb.operate.cluster_status import ClusterStatus, read_status
 from kvemb.optim import OptimizerSpec
 from kvemb.process import ForkLock
 from kvemb.schema.table_def import TableDef, check_table_name
-from kvemb.status.cluster_status import ClusterStatus, read_status
 from kvemb.stores.store import Store
-from kvemb.table import Table
 
 if TYPE_CHECKING:
     from kvemb.checkpoint.load import LoadProgress, LoadResult

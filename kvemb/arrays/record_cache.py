@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.ids import as_items
-from kvemb.index.row_index import IndexLookup, RowIndex
+from kvemb.arrays.row_index import IndexLookup, RowIndex
 
 Ids = NDArray[np.uint64]
 _INDEX_GROWTH = 1.5  # rows come and go: each that goes leaves a place behind, and the fewer places are free, the sooner all rows are moved

@@ -10,12 +10,12 @@ import time
 from collections.abc import Iterator
 
 from kvemb.config import Config
-from kvemb.doctor.findings import Finding, error, warning
 from kvemb.net.deadline import Deadline
 from kvemb.net.name_lookup import is_loopback
+from kvemb.net.tls_config import TlsConfig
 from kvemb.net.tls_probe import SeenCertificate, look_at, look_at_own
+from kvemb.operate.findings import Finding, error, warning
 from kvemb.protocol.roles import caller_of
-from kvemb.tls_config import TlsConfig
 
 LEAST_DAYS = 14
 UNUSABLE = "tls-files"

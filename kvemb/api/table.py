@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvemb.api.access import Access
+from kvemb.api.open_cluster import OpenCluster
 from kvemb.arrays.ids import to_caller
 from kvemb.arrays.rounding import storage_dtype
-from kvemb.connection.access import Access
-from kvemb.connection.open_cluster import OpenCluster
 from kvemb.datapath.pull import prepare_pull
 from kvemb.datapath.push import prepare_assign, prepare_erase, prepare_push
 from kvemb.schema.table_def import TableDef

@@ -1,4 +1,4 @@
-"""Looking for ids in the hash table of `kvemb.index.row_index`: which place holds each. Pure functions over its arrays, NumPy only.
+"""Looking for ids in the hash table of `kvemb.arrays.row_index`: which place holds each. Pure functions over its arrays, NumPy only.
 
 The tags of a bucket are one word, so that all of them are compared with an id's at once. Then one pair is looked at, also where buckets are
 nearly full. Most ids are settled by their own bucket. The others go on bucket by bucket while they are many, and through several buckets at

@@ -1,10 +1,10 @@
 """An index of ids: each with a number of 64 bits (a row's version, a place in an array). Pure, NumPy only.
 
-Shards know by it which rows exist, and both caches of rows (`kvemb.index.record_cache`) find theirs.
+Shards know by it which rows exist, and both caches of rows (`kvemb.arrays.record_cache`) find theirs.
 
 A hash table of buckets of 8 places, filled from the first place on; what does not fit stands in the next bucket that has room. Beside the
 (id, version) pairs every place has a tag of 8 bits of the id's hash, 0 where it is empty. By the tags ids are found
-(`kvemb.index.hash_probe`). All operations take batches of unique ids, a block at a time: what one step leaves is still in the processor's
+(`kvemb.arrays.hash_probe`). All operations take batches of unique ids, a block at a time: what one step leaves is still in the processor's
 cache for the next. There is no loop over rows.
 
 Memory is 17 bytes a place. Between _MAX_LOAD / _GROWTH and _MAX_LOAD of the places are taken. So a row costs 20 to 23.7 bytes from about a
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.index.hash_probe import WIDTH, Ids, Places, home, probe, zero_bytes
+from kvemb.arrays.hash_probe import WIDTH, Ids, Places, home, probe, zero_bytes
 
 Versions = NDArray[np.uint64]
 

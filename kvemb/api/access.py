@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvemb.connection.write_counter import WriteCounter
+from kvemb.api.write_counter import WriteCounter
 from kvemb.datapath.multi_table_read import Missing
 from kvemb.datapath.prefetched_rows import PrefetchedRows
 from kvemb.datapath.pull import Pulled, PullRequest, pull

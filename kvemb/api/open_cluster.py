@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # they import gRPC
     from kvemb.checkpoint.load import LoadProgress, LoadResult
     from kvemb.checkpoint.save import SaveProgress, SaveResult
     from kvemb.client.ack import Ack
-    from kvemb.status.cluster_status import ClusterStatus
+    from kvemb.operate.cluster_status import ClusterStatus
 
 
 class OpenCluster(Protocol):
@@ -37,7 +37,7 @@ class OpenCluster(Protocol):
         ...
 
     def table(self, name: str) -> Any:
-        """Open an existing table: a `kvemb.table.Table`."""
+        """Open an existing table: a `kvemb.api.table.Table`."""
         ...
 
     def tables(self) -> list[str]:

@@ -8,8 +8,6 @@ from typing import TypeVar
 
 from kvemb.client.all_shards import AllShards
 from kvemb.config import Config
-from kvemb.doctor.certificate_findings import UNUSABLE, judge_certificates
-from kvemb.doctor.findings import ERROR, SLOW_S, Finding, ShardFacts, error, judge_limits, judge_node, judge_shard, warning
 from kvemb.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -23,10 +21,12 @@ from kvemb.errors import (
     WrongNodeError,
 )
 from kvemb.net.deadline import Deadline
+from kvemb.operate.certificate_findings import UNUSABLE, judge_certificates
+from kvemb.operate.cluster_status import ask_all, nodes_of_another
+from kvemb.operate.findings import ERROR, SLOW_S, Finding, ShardFacts, error, judge_limits, judge_node, judge_shard, warning
 from kvemb.protocol.message_format import Message
 from kvemb.protocol.messages import DescribeReply, Empty, ExamineReply, StatusReply
 from kvemb.schema.table_def import TableDef
-from kvemb.status.cluster_status import ask_all, nodes_of_another
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
 from kvemb.stores.store_nodes import NodeStats

@@ -1,1 +1,0 @@
-"""What `kvemb doctor` finds wrong: everything is asked first, then judged, and each finding comes with its mend."""

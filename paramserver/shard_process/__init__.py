@@ -1,0 +1,1 @@
+"""What a shard has of its own as a process: its data folder, its threads, its log."""
