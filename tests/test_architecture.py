@@ -213,10 +213,6 @@ def test_no_module_imports_itself_by_a_detour() -> None:
     circles.prepare()  # raises CycleError, which names them
 
 
-# Small modules of one importer that have not joined it yet: this list only shrinks.
-CRUMBS = {"kvemb.wire.memcached.stats_reply"}
-
-
 def test_a_module_of_at_most_sixty_lines_has_more_than_one_importer() -> None:
     """Facades are the one exception: each is a public name, and what it hands on is imported when somebody uses it."""
     known = frozenset(SOURCES)
@@ -227,8 +223,7 @@ def test_a_module_of_at_most_sixty_lines_has_more_than_one_importer() -> None:
     small = {name for name, path in SOURCES.items() if len(path.read_text(encoding="utf-8").splitlines()) <= 60}
     rooms = {name for name, path in SOURCES.items() if path.name == "__init__.py"}
     alone = {name for name in small - rooms - FACADES.keys() if len(importers.get(name, ())) == 1}
-    assert alone <= CRUMBS, "it belongs into the module that imports it"
-    assert alone >= CRUMBS, "it has joined its importer: take it off the list"
+    assert alone == set(), "it belongs into the module that imports it"
 
 
 @pytest.mark.parametrize("module", sorted(SOURCES))

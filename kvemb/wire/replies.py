@@ -2,7 +2,7 @@
 
 A reply is fed views of the receive buffer and says how many bytes it has consumed. All of them rest on one idea: a batch of replies is an
 array with a constant stride. So its framing is checked, and its data copied out, in a few vector operations for all rows at once. Values
-are read by `fixed_size_values` and, with memcached's tokens, by `cas_values_reply` and `cas_write_reply`.
+are read by `fixed_size_values` and, with memcached's tokens, by `memcached_replies`.
 """
 
 from abc import ABC, abstractmethod

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvemb.errors import ProtocolError
-from kvemb.wire.memcached.cas_write_reply import CasWriteReply
+from kvemb.wire.memcached.memcached_replies import CasWriteReply
 
 TRAILING = b"VA 3\r\n"
 line = st.one_of(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvemb.errors import ProtocolError
 from kvemb.wire.buffer_scan import is_error, value_size
 from kvemb.wire.fixed_size_values import FixedSizeValuesReply
-from kvemb.wire.memcached.cas_values_reply import CasValuesReply
+from kvemb.wire.memcached.memcached_replies import CasValuesReply
 from kvemb.wire.replies import CodeReply, ReplyReader, UnexpectedValueError
 
 ERRORS = (b"-MOVED 1 h:1", b"-ERR $-1", b"SERVER_ERROR out of memory", b"-ASK 2 h:2", b"CLIENT_ERROR EN", b"ERROR")

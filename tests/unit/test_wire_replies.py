@@ -9,8 +9,7 @@ import pytest
 from kvemb.errors import ProtocolError
 from kvemb.wire.buffer_scan import find
 from kvemb.wire.fixed_size_values import FixedSizeValuesReply
-from kvemb.wire.memcached.cas_values_reply import CasValuesReply
-from kvemb.wire.memcached.cas_write_reply import CasWriteReply
+from kvemb.wire.memcached.memcached_replies import CasValuesReply, CasWriteReply
 from kvemb.wire.replies import BlobReply, CodeReply, LineReply, RepliesInOrder, ReplyReader, RowsReader, UnexpectedValueError
 from kvemb.wire.resp.integer_replies import IntegerReplies
 

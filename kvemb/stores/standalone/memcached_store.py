@@ -19,8 +19,8 @@ from kvemb.stores.standalone.node_links import NodeServer
 from kvemb.stores.standalone.node_store import NodeStore
 from kvemb.stores.store import Capabilities
 from kvemb.stores.store_nodes import NodeStats
+from kvemb.wire.memcached.memcached_replies import StatsReply
 from kvemb.wire.memcached.meta_codec import MetaCodec
-from kvemb.wire.memcached.stats_reply import StatsReply
 from kvemb.wire.replies import BlobReply, LineReply
 
 _ITEM_OVERHEAD_BYTES = 64  # item header, token, flags and line end (memcached.h: sizeof(item) 48 + 8 + 2, rounded up)

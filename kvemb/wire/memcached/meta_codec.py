@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from kvemb.schema.keys import RowKeys
 from kvemb.wire.codec import RecordsToWrite
 from kvemb.wire.fixed_size_values import FixedSizeValuesReply
-from kvemb.wire.memcached.cas_values_reply import CasValuesReply
-from kvemb.wire.memcached.cas_write_reply import CasWriteReply
+from kvemb.wire.memcached.memcached_replies import CasValuesReply, CasWriteReply
 from kvemb.wire.replies import BlobReply, CodeReply, RowsReader, RowsStep, Step
 from kvemb.wire.request_arrays import Bytes, SharedRows, chunks, columns, decimals
 
