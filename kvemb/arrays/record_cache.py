@@ -4,8 +4,7 @@ The parameter servers keep what they wrote: whole records, with memcached's toke
 is what storage holds, as long as the write was answered. Rows of a batch that was not answered are dropped (`forget`) and fetched.
 
 When the budget is used up, a table takes the room of rows of its own that were not used lately. (CLOCK: a hand goes round, passes over rows
-that were used since its last visit, and takes the others.) Memory is claimed from the system as
-rows come, not before. Not thread-safe.
+that were used since its last visit, and takes the others.) Memory is claimed from the system as rows come, not before. Not thread-safe.
 """
 
 from collections.abc import Callable
@@ -51,11 +50,12 @@ class RecordCache:
         self._budget = budget
         self._record_bytes = record_bytes
         capacity = max(MIN_ROWS, budget.limit_bytes // self._row_bytes) if budget.limit_bytes else 0
+        # All by place, [capacity]; places from `_n_taken` on have never held a row.
         self.records = np.empty((capacity, record_bytes), np.uint8)
-        self.tokens = np.zeros(capacity, np.uint64)
-        self._ids = np.zeros(capacity, np.uint64)
-        self._used = np.zeros(capacity, bool)
-        self._live = np.zeros(capacity, bool)
+        self.tokens = np.zeros(capacity, np.uint64)  # memcached's; 0 where none is known
+        self._ids = np.zeros(capacity, np.uint64)  # whose record lies there, or lay there last
+        self._used = np.zeros(capacity, bool)  # whether the row was used since the hand's last visit
+        self._live = np.zeros(capacity, bool)  # whether the place holds a row: `forget` gives it up
         self._places = RowIndex(_INDEX_GROWTH)  # id -> place + 1
         self._kept: IndexLookup | None = None  # of the last `find`
         self._n_taken = 0
@@ -69,8 +69,8 @@ class RecordCache:
     def find(self, ids: Ids) -> NDArray[np.int64]:
         """Return where each row lies in `records` and `tokens`, -1 where it is not kept: int64 [n]."""
         self._kept = self._places.find(ids)
-        at = self._at(self._kept)
-        kept = at >= 0
+        at = self._at(self._kept)  # int64 [n]: the place of each id, -1 for none
+        kept = at >= 0  # bool [n]
         n_hits = int(np.count_nonzero(kept))
         self._used[at if n_hits == len(at) else at[kept]] = True
         self._budget.n_lookups += len(ids)
@@ -98,17 +98,17 @@ class RecordCache:
         if at is None:  # the ids in this array may not be those that were looked up any more
             found = self._places.find(ids)
             at = self._at(found)
-        new = np.flatnonzero(at < 0)
+        new = np.flatnonzero(at < 0)  # intp [q]: which of the n ids have no place yet
         if not len(new):
             self._set(at, records, tokens)
             self._used[at] = True
             return
         if len(new) < len(ids):
             # Rows that are kept already come first: making room for the others may well take their places, which is fine then.
-            kept = np.flatnonzero(at >= 0)
+            kept = np.flatnonzero(at >= 0)  # intp [n - q]
             self._set(at[kept], records, tokens, kept)
             self._used[at[kept]] = True
-        places = self._make_room(len(new))
+        places = self._make_room(len(new))  # int64 [p], p <= q: a place for each of the first p new rows
         new = new[: len(places)]  # more rows than there is room for: the rest is not kept
         self._ids[places] = ids[new]
         self._live[places] = True
@@ -121,7 +121,7 @@ class RecordCache:
     def forget(self, ids: Ids) -> None:
         """Drop rows, those that are kept among them."""
         at = self.peek(ids)
-        at = at[at >= 0]
+        at = at[at >= 0]  # int64 [k]: the places of those that are kept
         self._places.erase(self._ids[at])
         self._live[at] = False
         self._used[at] = False
@@ -136,7 +136,7 @@ class RecordCache:
         return self._at(self._places.find(ids))
 
     def _at(self, found: IndexLookup) -> NDArray[np.int64]:
-        at = self._places.at(found).view(np.int64)
+        at = self._places.at(found).view(np.int64)  # [n]: place + 1, 0 for an id that is not kept
         at -= 1
         return at
 
@@ -153,9 +153,10 @@ class RecordCache:
 
     def _evict(self, n: int) -> NDArray[np.int64]:
         """Turn the hand until n rows are given up; at most two rounds, since the first clears every mark."""
-        taken: list[NDArray[np.int64]] = []
+        taken: list[NDArray[np.int64]] = []  # the places given up, window by window
         left = 2 * self._n_taken
         while n > 0 and left > 0:
+            # window: the next places that the hand passes over; idle: those of them whose rows were not used since its last visit
             window = np.arange(self._hand, min(self._hand + max(4 * n, MIN_ROWS), self._hand + left, self._n_taken))
             idle = window[~self._used[window]]
             if len(idle) > n:
@@ -166,7 +167,7 @@ class RecordCache:
             taken.append(idle)
             n, left = n - len(idle), left - len(window)
             self._hand = int(window[-1]) + 1 if len(window) and window[-1] + 1 < self._n_taken else 0
-        places = np.concatenate(taken) if taken else np.empty(0, np.int64)
+        places = np.concatenate(taken) if taken else np.empty(0, np.int64)  # some hold no row: it was forgotten
         self._places.erase(self._ids[places[self._live[places]]])
         self._live[places] = False
         return places
@@ -180,10 +181,10 @@ class RecordCache:
     ) -> None:
         """Copy records and tokens, or those of them that `which` numbers in ascending order, to their places."""
         n = len(places)
-        to: NDArray[np.int64] | slice = places
+        to: NDArray[np.int64] | slice = places  # where rows go; `at`: which of the given rows go there, n as well
         if n and places[-1] - places[0] == n - 1 and (np.diff(places) == 1).all():
             to = slice(int(places[0]), int(places[0]) + n)  # side by side, as places of new rows mostly are: one copy of all
         at: NDArray[np.intp] | slice = slice(0, n) if which is None or (n and which[-1] == n - 1) else which
-        as_items(self.records)[to] = as_items(np.ascontiguousarray(records))[at]
+        as_items(self.records)[to] = as_items(np.ascontiguousarray(records))[at]  # one item per record
         if tokens is not None:
             self.tokens[to] = tokens[at]

@@ -80,7 +80,7 @@ class TableShare:
         values: [k] items of 4 * dim raw bytes, the float32 weights, of any stride; those of rows that do not exist are the initializer's.
         found_versions: uint64 [k], 0 where the row does not exist; [0] unless they were asked for.
         at: intp [n], where among those the row of each id is; None for 0, 1, 2, ….
-        ours: whether the values are contiguous and nobody else's, so that they may be handed on as they are.
+        ours: whether the values are contiguous and referred to from nowhere else, so that they may be handed on as they are.
     """
 
     values: NDArray[Any]
@@ -95,7 +95,8 @@ class TableShare:
             inverse: intp [m], which of the n ids; None for all in their order.
             out: [m] items, contiguous, to fill instead of a new array.
         """
-        at = inverse if self.at is None else self.at if inverse is None else self.at.take(inverse)  # one gather for two
+        # at intp [m]: which of the k values each row is, one gather for two; None: all k values in their order
+        at = inverse if self.at is None else self.at if inverse is None else self.at.take(inverse)
         if out is None:
             if at is None:
                 return self.values if self.ours else self.values.copy()
@@ -110,7 +111,7 @@ class TableShare:
 
     def versions(self, inverse: NDArray[np.intp] | None) -> NDArray[np.uint64]:
         """Return the versions of the same ids: uint64 [m]."""
-        at = inverse if self.at is None else self.at if inverse is None else self.at.take(inverse)
+        at = inverse if self.at is None else self.at if inverse is None else self.at.take(inverse)  # as in `rows`
         return self.found_versions.copy() if at is None else self.found_versions.take(at)
 
 
@@ -131,7 +132,7 @@ def read_tables(
         deadline: of the call.
         memory: for the records.
         versions: whether the rows' versions are wanted, too.
-        missing: takes the ids of rows that do not exist, by table, where there are any.
+        missing: the ids of rows that do not exist are added to it, by table, where there are any.
 
     Raises:
         StorageError: see `kvemb.errors`. RecordError also where a record is not its id's: no share is returned then.
@@ -151,12 +152,13 @@ def read_tables(
 
 
 class _OneLayout:
-    """What was read of tables of one layout; a part's keys, but not its result, hold one table's rows after the other's."""
+    """The result of a read of tables of one layout; a part's keys, but not its result, hold one table's rows after the other's."""
 
     def __init__(self, wanted: Sequence[WantedRows], result: ReadResult) -> None:
         self._wanted, self._result = wanted, result
+        # k rows of all tables; a slice of `_bounds` is one table's share of the keys' order; _at [k]: where each key's row is in the result
         self._bounds = [slice(*ends) for ends in pairwise(accumulate((len(one.ids) for one in wanted), initial=0))]
-        self._at: NDArray[np.intp] | None = None
+        self._at: NDArray[np.intp] | None = None  # None: the result has the keys' order
         if result.order is not None:
             self._at = np.empty_like(result.order)
             self._at[result.order] = np.arange(len(result.order))
@@ -165,12 +167,12 @@ class _OneLayout:
         """Refuse a wrong record, before anything is used of any table."""
         result = self._result
         each = [one.definition.record.header_words(one.ids) for one in self._wanted]
-        expected = each[0] if len(each) == 1 else np.concatenate(each)
+        expected = each[0] if len(each) == 1 else np.concatenate(each)  # uint32 [k]: the first words as they must be, in the keys' order
         words = result.records[:, :4].view("<u4")[:, 0]  # [k]: the first word of each record, in order of arrival
-        wrong = words != (expected if result.order is None else expected.take(result.order))
+        wrong = words != (expected if result.order is None else expected.take(result.order))  # bool [k], in order of arrival
         if not wrong.any() or not (wrong & result.found).any():
             return
-        for one, rows in zip(self._wanted, self._bounds, strict=True):  # the first table that has one says which
+        for one, rows in zip(self._wanted, self._bounds, strict=True):  # the first table with a wrong record is named
             at = rows if self._at is None else self._at[rows]
             where = store.rows.whereabouts(one.definition.keys(one.ids, pages=store.capabilities.pages))
             one.definition.record.check(result.records[at], one.ids, result.found[at], where)
@@ -179,14 +181,14 @@ class _OneLayout:
         record, result = self._wanted[0].definition.record, self._result
         values = self._weights([] if missing is None else missing)
         versions = np.empty(0, np.uint64)
-        if with_versions:
+        if with_versions:  # [k], in order of arrival as `values`
             versions = np.where(result.found, record.versions(result.records), np.uint64(0))
         if self._at is None:
             return [TableShare(values[rows], versions[rows], None) for rows in self._bounds]
         return [TableShare(values, versions, self._at[rows]) for rows in self._bounds]
 
     def _weights(self, not_found: Missing) -> NDArray[Any]:
-        """In order of arrival, one item per row; says which of them the initializer made."""
+        """Return weights in order of arrival, one item per row; adds those that the initializer made to `not_found`."""
         definition, records = self._wanted[0].definition, self._result.records
         if definition.dtype == "float32":  # where they lie, between the headers
             weights = as_items(records[:, HEADER_SIZE : HEADER_SIZE + 4 * definition.dim])
@@ -199,7 +201,7 @@ class _OneLayout:
         ends = np.searchsorted(missing, [rows.stop for rows in self._bounds]).tolist()
         for one, rows, (start, stop) in zip(self._wanted, self._bounds, pairwise([0, *ends]), strict=True):
             if start < stop:
-                new = missing[start:stop]
+                new = missing[start:stop]  # [q of this table], in the order of the keys of all tables
                 ids = one.ids.take(new - rows.start)
                 not_found.append((one.definition, ids))
                 weights[new if self._at is None else self._at.take(new)] = as_items(one.definition.initial_rows(ids))

@@ -1,9 +1,9 @@
-"""Rows that a trainer has prefetched for later steps: what it tells the shards of them, and what a step's release brings. Pure, no I/O.
+"""Rows that a trainer has prefetched for later steps: how shards learn of them, and what a step's release brings. Pure, no I/O.
 
 A trainer in a sync job that pulls ahead registers the rows with its push: ids, and the versions that its pull saw. When the step is
-released, the shards answer with those that the step changed: their weights and versions right after it. A row that does
-not exist (erased, or never created) has version 0 and its initial weights, which are computed here. What must not live here: how they
-travel (kvemb.client), when they are used (the trainer). Stateless, hence thread- and fork-safe.
+released, the shards answer with the rows that the step changed: their weights and versions right after it. A row that does not exist
+(erased, or never created) has version 0 and its initial weights, which are computed here. What must not live here: how rows travel
+(kvemb.client), when they are used (the trainer). Stateless, hence thread- and fork-safe.
 """
 
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ class ChangedRows(NamedTuple):
 
 
 def prepare_prefetched(definition: TableDef, ids: ArrayLike, versions: ArrayLike) -> PrefetchedRows:
-    """Check rows that a trainer says it holds; copies what it is given.
+    """Check the rows that a trainer says it holds; the arrays are copied.
 
     Args:
         definition: the table.
@@ -80,9 +80,9 @@ def prepare_prefetched(definition: TableDef, ids: ArrayLike, versions: ArrayLike
         versions: uint64 [*ids.shape], as the pull returned them; 0 = did not exist.
 
     Raises:
-        InvalidInputError: otherwise; nothing was sent.
+        InvalidInputError: a wrong dtype, shape or id, or an id given twice; nothing was sent.
     """
-    flat, shape = normalize(ids, definition.id_dtype, definition.name, definition.num_ids)
+    flat, shape = normalize(ids, definition.id_dtype, definition.name, definition.num_ids)  # flat uint64 [n]
     seen = np.asarray(versions)
     if seen.dtype != np.uint64 and seen.size:
         raise InvalidInputError(
@@ -119,7 +119,7 @@ def route_prefetched(
 
 
 def check_changed_rows(prefetched: Sequence[PrefetchedRows], changed: Sequence[ChangedRowsBlock]) -> None:
-    """Refuse an answer that does not fit what was asked.
+    """Refuse an answer that does not fit the question.
 
     Args:
         prefetched: of one part.
@@ -131,6 +131,7 @@ def check_changed_rows(prefetched: Sequence[PrefetchedRows], changed: Sequence[C
     if len(prefetched) != len(changed):
         raise MessageError(f"rows of {len(prefetched)} tables are prefetched, the answer has {len(changed)}")
     for rows, got in zip(prefetched, changed, strict=True):
+        # got.at [m]: which of the n rows have changed, ascending; got.versions [m]; got.rows: the weights of those that exist, raw bytes
         n_existing = int(np.count_nonzero(got.versions))
         if (len(got.at) and int(got.at[-1]) >= len(rows.ids)) or len(got.rows) != n_existing * rows.row_bytes:
             raise MessageError(
@@ -141,9 +142,9 @@ def check_changed_rows(prefetched: Sequence[PrefetchedRows], changed: Sequence[C
 
 def changed_rows_of(prefetched: PrefetchedRows, got: ChangedRowsBlock) -> ChangedRows:
     """Turn the (checked) answer about prefetched rows into rows."""
-    definition, ids = prefetched.definition, prefetched.ids.take(got.at)
-    exists = got.versions != 0
-    stored = np.frombuffer(got.rows, storage_dtype(definition.dtype)).reshape(-1, definition.dim)
+    definition, ids = prefetched.definition, prefetched.ids.take(got.at)  # ids uint64 [m]: of the rows that changed
+    exists = got.versions != 0  # bool [m]
+    stored = np.frombuffer(got.rows, storage_dtype(definition.dtype)).reshape(-1, definition.dim)  # [those that exist, dim]
     if exists.all():
         return ChangedRows(ids, to_float32(stored, definition.dtype), got.versions)
     rows = np.empty((len(ids), definition.dim), np.float32)

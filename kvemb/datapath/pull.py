@@ -4,8 +4,8 @@ ids -> unique ids -> one batch (kvemb.datapath.multi_table_read), or several whe
 computed by the table's initializer -> one gather into the caller's array. No loop over rows. A pull writes nothing. What must not live
 here: connections and markers (kvemb.stores), the parameter servers. Thread- and fork-safe.
 
-What is too much for one exchange is read piece by piece: memory for requests and replies is that of one piece, and each piece may have a
-deadline of its own. Who chooses `storage.timeout_s` knows how long a node may be silent, but not how long a read of ten million rows takes.
+A pull that is too large for one exchange is read piece by piece: memory for requests and replies is that of one piece. Each piece may have
+a deadline of its own, for `storage.timeout_s` says how long a node may be silent, not how long a read of ten million rows takes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ _memory = ThreadArena()
 
 @dataclass(frozen=True, eq=False)
 class PullRequest:
-    """A validated pull of one table; make it with `prepare_pull`."""
+    """A validated pull of one table, of m ids in an array of this shape, n of them unique; make it with `prepare_pull`."""
 
     definition: TableDef
     wanted: Unique
@@ -86,7 +86,7 @@ def pull(
         deadline: of all of it.
         versions: whether the rows' versions are wanted, too.
         renewed: whether each piece has as long as the deadline gives the first, instead of all of them.
-        missing: takes the ids of rows that storage does not have, by table, where there are any.
+        missing: the ids of rows that storage does not have are added to it, by table, where there are any.
 
     Raises:
         StorageError: see `kvemb.errors`; every `out` is untouched then.
@@ -108,8 +108,8 @@ def _read_piecewise(
     store: Store, wanted: Sequence[WantedRows], deadline: Deadline, renewed: bool, *, versions: bool, missing: Missing | None
 ) -> list[TableShare]:
     """Read rows of several tables, in one round trip per node and piece."""
-    into = [np.empty((len(one.ids), one.definition.dim), np.float32) for one in wanted]
-    found = [np.empty(len(one.ids) if versions else 0, np.uint64) for one in wanted]
+    into = [np.empty((len(one.ids), one.definition.dim), np.float32) for one in wanted]  # of each table its weights [n, dim]
+    found = [np.empty(len(one.ids) if versions else 0, np.uint64) for one in wanted]  # and its versions [n], or [0]
     n_read = 0
     for piece in _pieces(wanted):
         _memory.reset(PIECE_BYTES)
@@ -158,7 +158,8 @@ def _gather(request: PullRequest, share: TableShare | None, with_versions: bool)
 
 
 def _deliver(request: PullRequest, share: TableShare) -> NDArray[np.float32]:
-    """Put rows where the ids stand that were asked for: in the caller's array, or a new one."""
+    """Put each id's row at the id's place in the request: in the caller's array, or a new one."""
+    # inverse intp [m]: which of the n unique ids each id is; None where they are the same, in order
     inverse, out, dim = request.wanted.inverse, request.out, request.definition.dim
     if out is None:
         return share.rows(inverse).view(np.float32).reshape(*request.shape, dim)

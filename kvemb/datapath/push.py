@@ -28,7 +28,7 @@ def prepare_push(
     *,
     minus_one: bool = False,
 ) -> TableRows:
-    """Check a push of one table, sum the gradients of duplicate ids, and round the sums to what travels.
+    """Check a push of one table, sum the gradients of duplicate ids, and round the sums to `wire_dtype`.
 
     Args:
         definition: the table.
@@ -46,16 +46,18 @@ def prepare_push(
         InvalidInputError: a wrong dtype, length or dim, NaN or infinity (the first such id is named), or sums beyond the largest value of
             `wire_dtype`. Also a run-time value that the table's optimizer does not take.
     """
+    # m: the ids as given; n: the unique ids, ascending in `groups.ids`. flat uint64 [m], rows float32 [m, dim]
     flat, shape = normalize(ids, definition.id_dtype, definition.name, definition.num_ids, minus_one=minus_one)
     rows = _float_rows(definition, grads, shape, "grads")
     groups = group_by_id(flat)
     with np.errstate(over="ignore", invalid="ignore"):  # found below, and refused by name
-        sums = groups.sum(rows)
+        sums = groups.sum(rows)  # float32 [n, dim]
     if not np.isfinite(sums).all():
         raise _not_finite(definition, flat, rows, groups, sums)
+    # seen uint64 [n]: the oldest version that the caller pulled of each id; [0] where none are given
     seen = groups.minimum(_versions(definition, versions, shape)) if versions is not None else np.empty(0, np.uint64)
     in_force = definition.optimizer.check_hyper(hyper) if hyper else {}
-    sent = _to_wire(definition, groups.ids, sums, wire_dtype)
+    sent = _to_wire(definition, groups.ids, sums, wire_dtype)  # [n, dim] of the type that travels
     return TableRows(definition.name, definition.schema, groups.ids, sent, seen, in_force, wire_dtype, definition.placement)
 
 
@@ -68,10 +70,10 @@ def prepare_assign(definition: TableDef, ids: ArrayLike, rows: ArrayLike) -> Tab
     flat, shape = normalize(ids, definition.id_dtype, definition.name, definition.num_ids)
     values = _float_rows(definition, rows, shape, "rows")
     groups = group_by_id(flat)
-    if len(groups.ids) < len(flat):
+    if len(groups.ids) < len(flat):  # the first id with more than one row
         twice = groups.ids[np.argmax(np.diff(groups.starts, append=len(flat)) > 1)]
         raise InvalidInputError(f"table {definition.name!r}: assign: id {_shown(definition, twice)} stands twice; give each id one row")
-    ordered = values if groups.order is None else values[groups.order]
+    ordered = values if groups.order is None else values[groups.order]  # float32 [n, dim], as `groups.ids`
     if not np.isfinite(ordered).all():
         raise _not_finite(definition, flat, values, groups, ordered)
     return TableRows(definition.name, definition.schema, groups.ids, ordered, placement=definition.placement)
@@ -108,16 +110,16 @@ def _float_rows(definition: TableDef, rows: ArrayLike, shape: tuple[int, ...], n
 
 
 def _to_wire(definition: TableDef, ids: NDArray[np.uint64], sums: NDArray[np.float32], wire_dtype: str) -> NDArray[Any]:
-    """Round gradients to what travels.
+    """Round gradients to `wire_dtype`: to the nearest, not stochastically.
 
-    To the nearest, not stochastically. The error is relative to each gradient (2**-9 of it for bfloat16) and the shard adds in float32. So
-    nothing small is swallowed by something large, which is what stochastic rounding is for. It costs half as much, and sending again needs
-    no key to give the same bits.
+    The error is relative to each gradient (2**-9 of it for bfloat16), and the shard adds in float32. So a small value is never lost in a
+    large one, the case for which stochastic rounding exists. Rounding to the nearest costs half as much, and no key is needed to send the
+    same bits again.
     """
     if wire_dtype != "float32":
         largest = LARGEST[wire_dtype]
         if sums.size and max(float(sums.max()), -float(sums.min())) > largest:
-            beyond = (np.abs(sums) > largest).any(axis=1)
+            beyond = (np.abs(sums) > largest).any(axis=1)  # bool [n]: the rows that do not fit
             first, value = _shown(definition, ids[np.argmax(beyond)]), float(np.abs(sums[np.argmax(beyond)]).max())
             raise InvalidInputError(
                 f"table {definition.name!r}, id {first}: a gradient of {value:g} does not fit wire_dtype {wire_dtype}, which ends at "
@@ -141,7 +143,7 @@ def _versions(definition: TableDef, versions: ArrayLike, shape: tuple[int, ...])
 def _not_finite(
     definition: TableDef, ids: NDArray[np.uint64], rows: NDArray[np.float32], groups: Groups, sums: NDArray[np.float32]
 ) -> InvalidInputError:
-    bad = ~np.isfinite(rows).all(axis=1)
+    bad = ~np.isfinite(rows).all(axis=1)  # bool [m]; where no row is bad, the sum of some is
     at = f"table {definition.name!r}, id "
     if bad.any():
         first = _shown(definition, ids[np.argmax(bad)])

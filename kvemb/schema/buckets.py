@@ -7,8 +7,8 @@ A fixed mix of the id's 64 bits says where its row lies (`kvemb.schema.slots`): 
 bucket. A bucket's key holds a hash tag that pins it to its slot on Redis Cluster; on nodes of ours the cluster map says which node has it.
 
 A hash of few short values is kept as one string that is searched from its beginning (up to 512 values of up to 64 bytes, unless the server
-is told otherwise: `bucket_limits`). There are two layouts. "fast": few large buckets, which are hash tables; where records are short, every
-bucket has a longer field of no row, written with the rows, which makes it one. "compact": some dozens of rows in each bucket, which stays
+is told otherwise: `bucket_limits`). There are two layouts. "fast": few large buckets, which are hash tables. If records are short, a bucket
+has a longer field of no row, written with the rows, which makes it a hash table. "compact": some dozens of rows in each bucket, which stays
 one string: less memory, and fewer rows that share a command.
 """
 
@@ -26,12 +26,12 @@ from kvemb.schema.slots import ALPHABET, N_SLOTS, Placement
 MAX_BUCKETS = 1 << 32
 FIELD_BYTES = 8
 _SLOT_BITS = N_SLOTS.bit_length() - 1
-_MOST_TABLE_BITS = 8  # of 16 that tell which rows lie near each other
+_MOST_TABLE_BITS = 8  # of the 16 bits of `locality`
 _COMPACT_VALUE_BYTES = 64  # the longest value that both servers keep in their compact form, as they come
 FILLER = b"kvemb: no row; it makes this hash a hash table, which a server searches faster."
 LAYOUTS = ("fast", "compact")
 _COMPACT_ROWS = 48  # of a bucket, at most on average: twice as many rows as expected still fit `bucket_limits`
-MOST_COMPACT_BYTES = 1024  # of a record: what is saved per row is a few per cent there
+MOST_COMPACT_BYTES = 1024  # of a record: at this size the layout saves a few per cent per row
 _DEFAULT_BUCKETS = 256
 _ROWS_FOR_DEFAULT = 1 << 14
 _FEWEST_ROWS = 64  # of a bucket, on average, where the rows expected are few
@@ -85,7 +85,7 @@ class BucketKeys(RowKeys):
     """The keys of n rows that lie in buckets.
 
     Args:
-        tag, ids: as in `RowKeys`.
+        tag, ids: as in `RowKeys`; the ids are the rows', uint64 [n].
         n_buckets: of the table, a power of two up to 2**32.
         compact: whether the server may keep each bucket as one string.
     """
@@ -127,7 +127,7 @@ class BucketKeys(RowKeys):
         """
         out = np.empty((len(self.ids), self.key_bytes), dtype=np.uint8)
         pinned_head(self, out)
-        for column in range(PINNED_HEAD_SIZE, self.key_bytes):
+        for column in range(PINNED_HEAD_SIZE, self.key_bytes):  # the bucket's lower bits, which tell it from others of its slot
             shift = 6 * (self.key_bytes - 1 - column)
             out[:, column] = ALPHABET[(self.buckets & ((1 << self._bits - _SLOT_BITS) - 1)) >> shift & 63]
         return out
@@ -145,14 +145,14 @@ class BucketKeys(RowKeys):
             return None
         table_bits = 0 if self.tables is None else min((len(self.tables.tags) - 1).bit_length(), _MOST_TABLE_BITS)
         excess = max(0, self.n_buckets.bit_length() - 1 + table_bits - 16)
-        number = (self.buckets >> excess).astype(np.uint16)
+        number = (self.buckets >> excess).astype(np.uint16)  # [n]: the row's table in the upper `table_bits`, its bucket below
         if self.tables is not None:
             number |= self.tables.which << np.uint16(16 - table_bits)
         return None if (number[1:] >= number[:-1]).all() else number
 
     def runs(self) -> NDArray[np.intp]:
         """Return where runs of neighbouring rows of one bucket begin: intp [k], the first of them 0."""
-        begins = np.empty(len(self.ids), dtype=bool)
+        begins = np.empty(len(self.ids), dtype=bool)  # [n]: whether the row is in another bucket than the one before it
         begins[:1] = True
         np.not_equal(self.buckets[1:], self.buckets[:-1], out=begins[1:])
         if self.tables is not None:
@@ -161,6 +161,7 @@ class BucketKeys(RowKeys):
 
     def containers(self) -> Containers:
         """Return the rows' buckets; the keys are those of one row of each."""
+        # int64: the bucket of each row, [n], or its bucket and table, [n, 2]; the first row of each different one gives the key
         tables = self.buckets if self.tables is None else np.stack([self.buckets, self.tables.which.astype(np.int64)], axis=1)
         return Containers(self._some(np.unique(tables, axis=0, return_index=True)[1]), "hash")
 
@@ -183,14 +184,14 @@ class BucketKeys(RowKeys):
 
     @staticmethod
     def with_buckets(keys: "BucketKeys", buckets: NDArray[np.int64]) -> "BucketKeys":
-        """Return the keys with what has been computed (int64 [n]): rows are cut and put in order several times."""
+        """Set the buckets that the keys would compute, int64 [n], and return the keys: rows are cut and put in order several times."""
         keys.__dict__["buckets"] = buckets
         return keys
 
 
 @dataclass(frozen=True, eq=False)
 class WholeBuckets(BucketKeys):
-    """The keys of buckets themselves, to delete them with all that is in them; the ids are the buckets' numbers."""
+    """The keys of k buckets themselves, to delete them with all their fields; the ids, uint64 [k], are the buckets' numbers."""
 
     @cached_property
     def buckets(self) -> NDArray[np.int64]:
@@ -204,5 +205,5 @@ class WholeBuckets(BucketKeys):
 
 
 def needs_filler(record_bytes: int, *, compact: bool) -> bool:
-    """Whether buckets of such records get a longer field of no row: they are to be hash tables, and servers would not make them so."""
+    """Whether buckets of such records get a longer field of no row: without it a server would not keep them as hash tables."""
     return not compact and record_bytes <= _COMPACT_VALUE_BYTES

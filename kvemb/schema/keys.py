@@ -4,9 +4,8 @@ A key is 14 characters of base64url text: 3 of the table's tag and 11 of the id,
 may hold `{…}`, which Redis Cluster takes for a hash tag, or bytes that memcached's keys may not hold. Constant length, because a batch of
 requests is then an array with a constant stride. 14, because Redis keeps such a key in a 16-byte allocation.
 
-Ids are split into one 4-bit and five 12-bit digits. Every 12-bit digit becomes two characters of the key by one table gather.
-
-Keys of many small tables can be joined: all of the above is then done once for all of them, instead of once per table.
+Ids are split into one 4-bit and five 12-bit digits. Every 12-bit digit becomes two characters of the key by one table gather. Keys of many
+small tables can be joined: all of this is then done once for all of them, instead of once per table.
 """
 
 from collections.abc import Hashable, Sequence
@@ -38,11 +37,11 @@ def table_tag(table: str, attempt: int = 0) -> bytes:
 
 @dataclass(frozen=True, eq=False)
 class RowTags:
-    """The tables of rows of several tables.
+    """The tables that rows of a joined batch belong to.
 
     Args:
         tags: of each table.
-        which: uint16 [n], whose each row is.
+        which: uint16 [n], the number of each row's table.
         names: of each table, for messages; () where none are known.
         placements: of each table.
     """
@@ -62,11 +61,11 @@ class RowKeys:
     """The keys of n rows of one table, or of several (`coalesce_keys`).
 
     Args:
-        tag: the table's 3 characters; b"" of several.
+        tag: the table's 3 characters; b"" of several tables.
         ids: uint64 [n].
-        tables: of several: whose the rows are.
+        tables: of several tables: which table each row belongs to; None of one.
         name: the table's, for messages; "" of several, or where it is not known.
-        placement: the table's; of several each has its own.
+        placement: the table's; of several tables each has its own, in `tables`.
     """
 
     tag: bytes
@@ -92,7 +91,7 @@ class RowKeys:
 
     @property
     def coalesce_key(self) -> Hashable:
-        """What keys of several tables have in common that can be joined."""
+        """Return a value that the keys of several tables share if they can be joined."""
         return None
 
     def coalesced(self, keys: "Sequence[RowKeys]", ids: NDArray[np.uint64], tables: RowTags) -> "RowKeys":
@@ -127,9 +126,9 @@ class RowKeys:
             >>> bytes(RowKeys(b"tab", np.array([1], dtype=np.uint64)).encode()[0])
             b'tabAAAAAAAAAAB'
         """
-        which = 0 if self.tables is None else self.tables.which
-        firsts, seconds = _heads_of((self.tag,) if self.tables is None else self.tables.tags)
-        out = np.empty((len(self.ids), KEY_SIZE // 2), dtype=np.uint16)
+        which = 0 if self.tables is None else self.tables.which  # the number of each row's table: [n], or 0 for all
+        firsts, seconds = _heads_of((self.tag,) if self.tables is None else self.tables.tags)  # characters 1 and 2, 3 and 4
+        out = np.empty((len(self.ids), KEY_SIZE // 2), dtype=np.uint16)  # [n, 7]: two characters in each item
         out[:, 0] = firsts[which]
         out[:, 1] = seconds[(self.ids >> np.uint64(60)).astype(np.intp) + (np.asarray(which, dtype=np.intp) << 4)]
         for column, digit in enumerate(_digits(self.ids), start=2):
@@ -141,18 +140,18 @@ class RowKeys:
         if self.tables is None:
             return self.placement.slots(self.ids)
         placements = self.tables.placements
-        slots = placements[0].slots(self.ids)
+        slots = placements[0].slots(self.ids)  # int64 [n]: right for the tables placed as the first; the others' rows are overwritten
         for other in set(placements) - {placements[0]}:
             rows = np.flatnonzero(np.array([one == other for one in placements])[self.tables.which])
             slots[rows] = other.slots(self.ids[rows])
         return slots
 
     def locality(self) -> NDArray[np.uint16] | None:
-        """Return a number that rows share which lie near each other in a server's memory: uint16 [n]; None when order does not matter."""
+        """Return a number that rows near each other in a server's memory share: uint16 [n]; None when order does not matter."""
         return None
 
     def containers(self) -> "Containers | None":
-        """Return the values that hold these rows, each once, where a value holds several rows; None where every row has its own."""
+        """Return the values that hold these rows, each once, if a value holds several rows; None if every row has its own."""
         return None
 
     def _some(self, rows: slice | NDArray[np.intp]) -> "RowKeys":
@@ -165,7 +164,7 @@ class Containers:
     """Values of a server that hold several rows each.
 
     Args:
-        keys: of them.
+        keys: of these values.
         kind: their type, in Redis's words.
         most_bytes: the length of a string; 0 of other types.
     """
@@ -188,37 +187,37 @@ def coalesce_keys(keys: Sequence[RowKeys]) -> RowKeys:
     """
     if len(keys) == 1:
         return keys[0]
-    which = np.repeat(np.arange(len(keys), dtype=np.uint16), [len(one) for one in keys])
+    which = np.repeat(np.arange(len(keys), dtype=np.uint16), [len(one) for one in keys])  # [n]: the number of each row's table
     tags = RowTags(tuple(one.tag for one in keys), which, tuple(one.name for one in keys), tuple(one.placement for one in keys))
     return keys[0].coalesced(keys, np.concatenate([one.ids for one in keys]), tags)
 
 
 def pinned_head(keys: RowKeys, out: NDArray[np.uint8]) -> None:
-    """Write what keys begin with that are pinned to their slots, the table's tag and the slot's in braces: uint8 [n, 8 or more]."""
+    """Write the head of keys that are pinned to their slots, the table's tag and the slot's in braces, into `out`, uint8 [n, >= 8]."""
     if keys.tables is None:
         out[:, :TAG_SIZE] = np.frombuffer(keys.tag, dtype=np.uint8)
     else:
         out[:, :TAG_SIZE] = np.frombuffer(b"".join(keys.tables.tags), dtype=np.uint8).reshape(-1, TAG_SIZE)[keys.tables.which]
     out[:, TAG_SIZE], out[:, PINNED_HEAD_SIZE - 1] = ord("{"), ord("}")
-    out[:, TAG_SIZE + 1 : PINNED_HEAD_SIZE - 1] = slot_texts()[keys.slots()]
+    out[:, TAG_SIZE + 1 : PINNED_HEAD_SIZE - 1] = slot_texts()[keys.slots()]  # uint8 [n, 3]
 
 
 def _digits(ids: NDArray[np.uint64]) -> list[NDArray[np.intp]]:
     """The five 12-bit digits below the top four bits, most significant first: intp [n] each."""
-    signed = ids.view(np.int64)
+    signed = ids.view(np.int64)  # indices without a conversion; the sign bit is masked away
     return [(signed >> shift) & 0xFFF for shift in _DIGIT_SHIFTS]
 
 
 @cache
 def _digit_characters() -> NDArray[np.uint16]:
     """The two characters of each 12-bit digit: uint16 [4096]."""
-    both = np.arange(4096)
+    both = np.arange(4096)  # digits; their upper and lower 6 bits are a character each
     return np.stack([ALPHABET[both >> 6], ALPHABET[both & 63]], axis=1).view(np.uint16)[:, 0]
 
 
 @lru_cache(maxsize=64)  # which tables are asked for together may change from call to call
 def _heads_of(tags: tuple[bytes, ...]) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
-    """What keys of k tags begin with: the tags' first two characters, uint16 [k]; the last and that of an id's top digit, uint16 [16 k]."""
+    """The heads of keys of k tags: the tags' first two characters, uint16 [k]; the third and that of an id's top digit, uint16 [16 k]."""
     firsts = [np.frombuffer(tag[:2], dtype=np.uint16) for tag in tags]
     seconds = [np.stack([np.full(16, tag[2], dtype=np.uint8), ALPHABET[:16]], axis=1).view(np.uint16)[:, 0] for tag in tags]
     return np.concatenate(firsts), np.concatenate(seconds)

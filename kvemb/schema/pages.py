@@ -27,7 +27,7 @@ _GOOD_RATIO = 1.04
 _KEY_BYTES = 64  # entry, key, object and share of the directory that a server keeps for each key
 _PAD_BYTES = 1
 PAGE_KEY_SIZE = PINNED_HEAD_SIZE + KEY_SIZE - TAG_SIZE
-_MOST_TABLE_BITS = 8  # of 16 that tell which rows lie near each other
+_MOST_TABLE_BITS = 8  # of the 16 bits of `locality`
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class PagedKeys(RowKeys):
     """The keys of n rows that lie in pages.
 
     Args:
-        tag, ids: as in `RowKeys`; the ids are the rows'.
+        tag, ids: as in `RowKeys`; the ids are the rows', uint64 [n].
         layout: of the table.
         opens: bool [n], the rows before whose write the page may have to be made; None = before every row's.
     """
@@ -111,6 +111,7 @@ class PagedKeys(RowKeys):
         paged = [one for one in keys if isinstance(one, PagedKeys)]
         if all(one.opens is None for one in paged):
             return PagedKeys(b"", ids, self.layout, tables=tables)
+        # opens [n of all tables]: a table without knowledge of its pages may have to make one before every row
         opens = np.concatenate([np.ones(len(one), dtype=bool) if one.opens is None else one.opens for one in paged])
         return PagedKeys(b"", ids, self.layout, opens, tables=tables)
 
@@ -137,7 +138,7 @@ class PagedKeys(RowKeys):
             return None
         table_bits = 0 if self.tables is None else min((len(self.tables.tags) - 1).bit_length(), _MOST_TABLE_BITS)
         excess = max(0, int(self._pages.max()).bit_length() + table_bits - 16)
-        number = (self._pages >> np.uint64(excess)).astype(np.uint16)
+        number = (self._pages >> np.uint64(excess)).astype(np.uint16)  # [n]: the row's table in the upper `table_bits`, its page below
         if self.tables is not None:  # table by table, so that each one's rows arrive, and are copied on, next to each other
             number |= self.tables.which << np.uint16(16 - table_bits)
         return None if (number[1:] >= number[:-1]).all() else number
@@ -154,6 +155,7 @@ class PagedKeys(RowKeys):
     def containers(self) -> Containers:
         """Return the rows' pages; the ids of their keys are the pages' numbers."""
         tables = None if self.tables is None else self.tables.which
+        # both uint64: the page of each row, [n], or its page and table, [n, 2]; first intp [k]: one row of each different page
         both = self._pages if tables is None else np.stack([self._pages, tables.astype(np.uint64)], axis=1)
         first = np.unique(both, axis=0, return_index=True)[1]
         return Containers(self._page_keys()._some(first), "string", self.layout.page_bytes)
@@ -162,23 +164,23 @@ class PagedKeys(RowKeys):
         return WholePages(self.tag, self._pages, tables=self.tables, name=self.name)
 
     @cached_property
-    def _pages(self) -> NDArray[np.uint64]:
+    def _pages(self) -> NDArray[np.uint64]:  # [n]: the number of each row's page
         return self.layout.pages(self.ids)
 
 
 @dataclass(frozen=True, eq=False)
 class WholePages(RowKeys):
-    """The keys of pages themselves; the ids are the pages' numbers."""
+    """The keys of k pages themselves; the ids, uint64 [k], are the pages' numbers."""
 
     @property
     def key_bytes(self) -> int:
         return PAGE_KEY_SIZE
 
     def encode(self) -> NDArray[np.uint8]:
-        """Return the keys as text: uint8 [n, 19]."""
+        """Return the keys as text: uint8 [k, 19]."""
         out = np.empty((len(self.ids), PAGE_KEY_SIZE), dtype=np.uint8)
         pinned_head(self, out)
-        out[:, PINNED_HEAD_SIZE:] = super().encode()[:, TAG_SIZE:]
+        out[:, PINNED_HEAD_SIZE:] = super().encode()[:, TAG_SIZE:]  # [k, 11]: the page's number, as a row's key has its id
         return out
 
     def slots(self) -> NDArray[np.int64]:
@@ -203,7 +205,7 @@ def paged_keys(
     if new is None:
         return PagedKeys(tag, ids, layout, name=name)
     opens = np.zeros(len(ids), dtype=bool)
-    rows = np.flatnonzero(new)
+    rows = np.flatnonzero(new)  # intp [q]: which of the n rows are new
     if len(rows):  # the first of a page's new rows makes the page for the others
         opens[rows[np.unique(layout.pages(ids[rows]), return_index=True)[1]]] = True
     return PagedKeys(tag, ids, layout, opens, name=name)

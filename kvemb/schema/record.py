@@ -76,10 +76,10 @@ class RecordFormat:
 
     def header_words(self, ids: NDArray[np.uint64]) -> NDArray[np.uint32]:
         """Return the first header word (schema and id check) that the records of these ids must carry: uint32 [n]."""
-        mixed = ids ^ self._check_key
+        mixed = ids ^ self._check_key  # uint64 [n], hashed in place; of it the upper 24 bits remain
         mix64_inplace(mixed, np.empty_like(mixed))
         mixed >>= _CHECK_SHIFT
-        words = mixed.astype(np.uint32)
+        words = mixed.astype(np.uint32)  # [n]: the id check, then moved up to make room for the schema
         words <<= _SCHEMA_BITS
         words |= np.uint32(self.schema)
         return words
@@ -105,7 +105,7 @@ class RecordFormat:
             uint8 [n, size_bytes], contiguous.
         """
         records = np.empty((len(ids), self.size_bytes), dtype=np.uint8) if out is None else out
-        fields = records.view(self._layout)[:, 0]
+        fields = records.view(self._layout)[:, 0]  # structured [n]: the same bytes, by field of the header
         fields["word"] = self.header_words(ids)
         fields["version"] = versions
         records[:, HEADER_SIZE : self.prefix_bytes] = np.ascontiguousarray(stored_weights).view(np.uint8)
@@ -115,7 +115,7 @@ class RecordFormat:
 
     def belong(self, records: NDArray[np.uint8], ids: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Return which of n records (uint8 [n, >= 12]) are their ids' records of this table: bool [n]."""
-        words = records[:, :4].view("<u4")[:, 0]  # where they lie: no copy, byte by byte, of every header
+        words = records[:, :4].view("<u4")[:, 0]  # uint32 [n], a view: no copy, byte by byte, of every header
         own: NDArray[np.bool_] = words == self.header_words(ids)
         return own
 
@@ -132,13 +132,13 @@ class RecordFormat:
             records: uint8 [n, >= 12]; rows that were not found are not looked at.
             ids: uint64 [n], in the records' order.
             found: bool [n].
-            where: says of a row, by its number, which it is and where it lies (`Store.whereabouts`); None names table and id.
+            where: returns, for a row's number, which row it is and where it lies (`Store.whereabouts`); None names table and id.
 
         Raises:
             RecordError: naming table and first wrong id.
         """
-        words = records[:, :4].view("<u4")[:, 0]  # where they lie: no copy, byte by byte, of every header
-        wrong = (words != self.header_words(ids)) & found
+        words = records[:, :4].view("<u4")[:, 0]  # uint32 [n], a view: no copy, byte by byte, of every header
+        wrong = (words != self.header_words(ids)) & found  # bool [n]
         if wrong.any():
             at = int(np.argmax(wrong))
             what = where(at) if where is not None else f"table {self.table!r}, id {int(ids[at])}"
@@ -155,12 +155,13 @@ class RecordFormat:
 
     def weights(self, records: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return the weights of n records: float32 [n, dim]; may be a view of `records`."""
+        # stored [n, dim] in the storage dtype
         stored = np.ascontiguousarray(records[:, HEADER_SIZE : self.prefix_bytes]).view(storage_dtype(self.dtype))
         return to_float32(stored, self.dtype)
 
     def state(self, records: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return the state of n whole records: float32 [n, state_size]; may be a view of `records`."""
-        raw = np.ascontiguousarray(records[:, self.prefix_bytes : self.size_bytes])
+        raw = np.ascontiguousarray(records[:, self.prefix_bytes : self.size_bytes])  # uint8 [n, 4 * state_size]
         return raw.view("<f4").astype(np.float32, copy=False) if self.state_size else np.empty((len(records), 0), np.float32)
 
     @cached_property

@@ -1,8 +1,8 @@
 """Slots: the classes of ids that rows are placed by. A slot lies on one node and has one writer. Pure; no I/O, no protocol.
 
-A fixed mix of the id's 64 bits says which slot an id belongs to, the same on every kind of storage. What shares a value on a server shares
-a slot: rows of one bucket, rows of one page. There are as many slots as Redis Cluster has, and they are its own there: a hash tag in the
-key of a bucket or a page pins it to its slot.
+A fixed mix of the id's 64 bits says which slot an id belongs to, the same on every kind of storage. Rows that share a value on a server
+(a bucket, a page) share a slot. There are as many slots as Redis Cluster has, and they are its own there: a hash tag in the key of a bucket
+or a page pins it to its slot.
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ class Placement:
     """How the ids of a table fall into groups, and groups into slots.
 
     Args:
-        n_groups: a power of two up to 2**32. The upper bits of the mix choose the group; up to 16,384 groups lie in a slot each, evenly
-            spread; of more, several share one.
+        n_groups: a power of two up to 2**32. The upper bits of the mix choose the group. Up to 16,384 groups have a slot each, evenly
+            spread; if there are more, several share a slot.
         ids_per_group: so many neighbouring ids are mixed as one: those of a page.
 
     Example:
@@ -42,7 +42,7 @@ class Placement:
         """Return the group of each id: int64 [n] in [0, n_groups)."""
         if self.n_groups == 1:
             return np.zeros(len(ids), dtype=np.int64)
-        words = mix64(ids if self.ids_per_group == 1 else ids // np.uint64(self.ids_per_group))
+        words = mix64(ids if self.ids_per_group == 1 else ids // np.uint64(self.ids_per_group))  # uint64 [n]; the upper bits remain
         words >>= np.uint64(_ID_BITS + 1 - self.n_groups.bit_length())
         return words.view(np.int64)
 
@@ -51,7 +51,7 @@ class Placement:
         return self.slots_of(self.groups(ids))
 
     def slots_of(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the slot of each group."""
+        """Return the slot of each group: int64 [n] -> int64 [n]."""
         spare = _SLOT_BITS - self._bits
         return groups << spare if spare >= 0 else groups >> -spare
 
@@ -65,8 +65,8 @@ EACH_SLOT = Placement(N_SLOTS)
 
 
 def runs_of(owners: NDArray[np.uint16]) -> bytes:
-    """Return an owner per slot as runs: of each its first slot and its owner, uint16, least significant byte first."""
-    begins = np.flatnonzero(np.concatenate([[True], owners[1:] != owners[:-1]]))
+    """Return the owners of slots, uint16 [16384], as runs: of each its first slot and its owner, uint16, least significant byte first."""
+    begins = np.flatnonzero(np.concatenate([[True], owners[1:] != owners[:-1]]))  # intp [r]: the first slot of each run
     return np.stack([begins, owners[begins]], axis=1).astype("<u2").tobytes()
 
 
@@ -74,11 +74,11 @@ def from_runs(data: object, n_owners: int) -> NDArray[np.uint16]:
     """Return the owner of each slot: uint16 [16384].
 
     Raises:
-        ValueError: these are no runs, or one's owner is not below n_owners.
+        ValueError: the data are no runs, or the owner of a run is not below n_owners.
     """
     if not isinstance(data, bytes) or not data or len(data) % 4:
         raise ValueError("no runs of slots")
-    begins, owners = np.frombuffer(data, dtype="<u2").astype(np.int64).reshape(-1, 2).T
+    begins, owners = np.frombuffer(data, dtype="<u2").astype(np.int64).reshape(-1, 2).T  # int64 [r] each: by run
     if begins[0] != 0 or (np.diff(begins) <= 0).any() or begins[-1] >= N_SLOTS or owners.max() >= n_owners:
         raise ValueError("runs of slots that overlap, leave slots out, or name an owner that there is not")
     return np.repeat(owners, np.diff(begins, append=N_SLOTS)).astype(np.uint16)
@@ -99,13 +99,13 @@ def text_slot(key: bytes) -> int:
 @cache
 def slot_texts() -> NDArray[np.uint8]:
     """Return for every slot the first 3-character text that hashes to it: used as `{tag}`, it pins a key to that slot. uint8 [16384, 3]."""
-    texts = np.arange(64**TAG_SIZE)
-    characters = np.stack([ALPHABET[(texts >> shift) & 63] for shift in (12, 6, 0)], axis=1)
+    texts = np.arange(64**TAG_SIZE)  # the number of every text of 3 characters, 6 bits for each: t texts
+    characters = np.stack([ALPHABET[(texts >> shift) & 63] for shift in (12, 6, 0)], axis=1)  # uint8 [t, 3]
     table = _byte_table()
-    crc = np.zeros(len(texts), dtype=np.uint16)
+    crc = np.zeros(len(texts), dtype=np.uint16)  # [t]: CRC16 of the characters so far
     for column in range(TAG_SIZE):
         crc = (crc << np.uint16(8)) ^ table[(crc >> np.uint16(8)) ^ characters[:, column]]
-    slots, first = np.unique(crc % N_SLOTS, return_index=True)
+    slots, first = np.unique(crc % N_SLOTS, return_index=True)  # first [16384]: of each slot the first text that hashes to it
     assert len(slots) == N_SLOTS
     return characters[first]
 
@@ -117,8 +117,8 @@ def slot_tags() -> list[bytes]:
 
 @cache
 def _byte_table() -> NDArray[np.uint16]:
-    """CRC16-XMODEM (polynomial 0x1021) of every byte."""
-    crc = np.arange(256, dtype=np.uint32) << 8
+    """CRC16-XMODEM (polynomial 0x1021) of every byte: uint16 [256]."""
+    crc = np.arange(256, dtype=np.uint32) << 8  # 32 bits: the bit that is shifted out is masked away below
     for _ in range(8):
         crc = np.where(crc & 0x8000, (crc << 1) ^ 0x1021, crc << 1) & 0xFFFF
     return crc.astype(np.uint16)
