@@ -21,10 +21,9 @@ class Staleness:
     """How old the weights were that a push's gradients were computed from.
 
     Args:
-        changed_fraction: of the pushed rows, those that somebody changed between the pull and the apply; shards count
-            by their rows.
+        changed_fraction: of the pushed rows, those changed between the pull and the apply; shards count by their rows.
         batches_elapsed: batches between the pull and the apply, on the worst shard. They count from the newest that the pulled rows had
-            seen to the newest that changed one of them; 0 where none changed. 0 where none changed.
+            seen to the newest that changed one of them; 0 where none changed.
     """
 
     changed_fraction: float
@@ -90,7 +89,7 @@ class Ack:
             timeout_s: seconds; as long as a shard may be away (`parameter_servers.away_timeout_s`) unless given.
 
         Raises:
-            ShardUnavailableError: not within the time. Parts may have been accepted, and what was not is sent again until
+            ShardUnavailableError: not within the time. Parts may have been accepted, and those that were not are sent again until
                 the cluster is closed, so waiting again is fine.
             KvembError: a shard refused its part, in the class that says why. Other shards may have accepted theirs.
         """
@@ -110,7 +109,7 @@ class Ack:
         self._wait(lambda part: part.released, "released", timeout_s)
 
     def wait_settled(self, timeout_s: float) -> None:
-        """Return when it is applied, or has failed: whoever pushed hears of that elsewhere.
+        """Return when it is applied, or has failed: the failure is raised elsewhere.
 
         Raises:
             ShardUnavailableError: neither within the time.
@@ -118,7 +117,7 @@ class Ack:
         self._wait_until(lambda part: part.applied, "applied", timeout_s)
 
     def wait_answered(self, timeout_s: float) -> None:
-        """Return when every shard has accepted its part, or one has refused it, or the time is up; tells nobody which."""
+        """Return when every shard has accepted its part, or one has refused it, or the time is up; does not say which."""
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or all(part.accepted for part in self._parts), timeout_s)
 
@@ -181,7 +180,7 @@ class Ack:
         return {name: join_changed_rows(every) for name, every in found.items()}
 
     def take_error(self) -> KvembError | None:
-        """Return the failure that nobody has been told of, once."""
+        """Return the failure that no caller has been told of, once."""
         with self._changed:
             if self._error is None or self._seen:
                 return None
@@ -190,7 +189,7 @@ class Ack:
 
     @property
     def failure_seen(self) -> bool:
-        """Whether the push failed and somebody has been told."""
+        """Whether the push failed and a caller has been told."""
         with self._changed:
             return self._error is not None and self._seen
 

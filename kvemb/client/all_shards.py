@@ -29,10 +29,10 @@ M = TypeVar("M", bound=Message)
 
 
 class MapReader(MapSource, Protocol):
-    """Who can read the cluster map again: the nodes of a store."""
+    """A source of the cluster map that can read it again: the nodes of a store."""
 
     def refresh_map(self, deadline: Deadline) -> bool:
-        """Read it from the nodes; return whether it is another."""
+        """Read it from the nodes; return whether it has changed."""
 
 
 class AllShards:
@@ -41,8 +41,8 @@ class AllShards:
     Args:
         addresses: "host:port" of each shard by kvemb.yaml.
         last_words: the file in which a shard that ended in trouble says why, where that is known; of this machine.
-        maps: knows the cluster map, which says who the shards are, and what goes to which. A store that is not open yet knows of shard 0
-            only. None: they are those of `addresses`, with equal runs of slots, as in a new cluster, until another map is followed.
+        maps: knows the cluster map, which lists the shards and their slots. A store that is not open yet knows of shard 0
+            only. None: the shards are those of `addresses`, with equal runs of slots, as in a new cluster, until another map is followed.
         tls: how the connections are encrypted.
     """
 
@@ -71,7 +71,7 @@ class AllShards:
 
     @property
     def cluster_map(self) -> ClusterMap:
-        """The map in force; ask anew for every push."""
+        """The map in force; read it again for every push."""
         return self._told if self._maps is None else self._maps.cluster_map
 
     @property
@@ -110,7 +110,7 @@ class AllShards:
 
     def look(self, deadline: Deadline) -> None:
         """Find out which shards there are: with a map of long ago, one that has joined would not be asked, and its rows would be missed."""
-        with suppress(StorageError):  # where no node answers, who is known is asked
+        with suppress(StorageError):  # where no node answers, the known shards are asked
             self.refresh_map(deadline.within(min(_LOOK_TIMEOUT_S, deadline.remaining_s() / 4)))
 
     def refresh_map(self, deadline: Deadline) -> None:
@@ -119,7 +119,7 @@ class AllShards:
             self._maps.refresh_map(deadline)
 
     def describe(self, config: Config, deadline: Deadline) -> DescribeReply:
-        """Ask every shard who it is; return shard 0's answer.
+        """Ask every shard to describe itself; return shard 0's answer.
 
         Raises:
             ConfigError: an address answers as another shard, or another cluster.
@@ -173,7 +173,7 @@ class AllShards:
         channels = self.channels
         wanted = requests if isinstance(requests, Mapping) else dict.fromkeys(channels, requests)
         pending = {shard: channels[shard].start(method, request, deadline) for shard, request in wanted.items()}
-        for call in pending.values():  # all who are away are named before the first is waited for
+        for call in pending.values():  # all shards that are away are named before the first is waited for
             with suppress(Exception):  # which its result raises, too
                 call.say_who_is_away()
         results: dict[int, M | Exception] = {}
@@ -217,7 +217,7 @@ class AllShards:
         return ShardChannel(shard, address, None if self._last_words is None else self._last_words(shard), self._files)
 
     def _follow(self, cluster_map: ClusterMap) -> None:
-        """Open channels to shards that joined, or are elsewhere. The others stay open: somebody may still wait for an answer there."""
+        """Open channels to shards that joined, or are elsewhere. The others stay open: a call may still wait for an answer there."""
         if cluster_map is self._followed or self._closed:
             return
         before, now = self._by_number, dict[int, ShardChannel]()

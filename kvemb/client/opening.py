@@ -35,7 +35,7 @@ def open_shards(config: Config, trainer: str | None, store: Store, deadline: Dea
     sync = config.servers.mode == "sync"
     servers = AllShards.of(config.servers, store.nodes)
     try:
-        described, deadline = _described(servers, config, deadline)  # shard 0, which provisions storage; that says who the others are
+        described, deadline = _described(servers, config, deadline)  # shard 0, which provisions storage; that names the others
         require_one_cluster(store.open(deadline)[0].cluster_id, described.cluster_id)
         _described(servers, config, deadline)
     except BaseException:
@@ -50,7 +50,7 @@ def open_shards(config: Config, trainer: str | None, store: Store, deadline: Dea
 
 
 def _described(servers: AllShards, config: Config, deadline: Deadline) -> tuple[DescribeReply, Deadline]:
-    """Ask the shards who they are; one that says that it is starting is waited for as long as a shard may be away.
+    """Ask every shard to describe itself; one that is starting is waited for as long as a shard may be away.
 
     Returns:
         The answer of shard 0, and the deadline of what follows.

@@ -1,10 +1,10 @@
-"""What one shard still owes an answer for: parts in order, their sequences, the window. Bookkeeping only.
+"""The parts that one shard has not answered yet: in order, with their sequences and the window. Bookkeeping only.
 
 No thread, no lock, no gRPC: the push stream has those. Every part is kept until it is applied: its answer may be lost with the connection.
 Then it must be sent again under its old sequence. The parts of a push are accepted together, when the shard has the whole push in its
 journal. A part that is refused leaves its sequence free. What was sent behind it is refused too, as a gap; then numbering goes on from the
-last accepted part. What was refused of one push because slots moved is one push again, under its step, to be routed by the map in force:
-rows of its tables side by side, whichever shards had refused them.
+last accepted part. Parts of one push that were refused because slots moved are one push again, under its step, to be routed by the map in
+force: rows of its tables side by side, whichever shards had refused them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

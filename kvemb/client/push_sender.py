@@ -64,7 +64,7 @@ class PushSender:
             applied until `resent` says that other parts have taken their place.
         introduced: whether the shard has had the first hello.
         recovers: whether the stream goes on when a shard that had stopped applying was mended: its parts have failed, and later ones are
-            sent. Not so in a sync job, of whose step the shard has had nothing: its trainers connect anew.
+            sent. Not so in a sync job, of whose step the shard has had nothing: its trainers connect again.
     """
 
     def __init__(
@@ -352,7 +352,7 @@ class PushSender:
             tell(sent.part, reply.changed, reply.elapsed, changed_rows)
 
     def _leave(self, last_sequence: int) -> None:
-        """Nothing goes to the shard any more: what it had taken is applied, the rest is to be routed again."""
+        """Nothing goes to the shard any more: parts that it had taken are applied, the rest is to be routed again."""
         with self._changed:
             self._outbox.reconcile(last_sequence)
             taken, rest = self._outbox.split(last_sequence)

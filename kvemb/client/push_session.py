@@ -1,4 +1,4 @@
-"""One trainer's session with all shards: its identity, its numbered pushes, and the failures nobody has heard of yet.
+"""One trainer's session with all shards: its identity, its numbered pushes, and the failures not raised yet.
 
 The trainer says hello at its first push (in sync mode it takes its place then): shard 0 issues the incarnation, the others
 are told. Pushes go out one at a time, so that every shard sees them in the same order. What must not live here: gRPC's
@@ -52,7 +52,7 @@ class PushSession:
         cluster_id: of the storage's markers; shards that serve another cluster refuse the hello.
         trainer: its name, unique in the job; a second process of the same name fences the first.
         sync: whether every shard gets a part of every push.
-        timeout_s: of whoever waits for an ack, unless he says otherwise.
+        timeout_s: of a wait for an ack, unless the caller gives another.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class PushSession:
 
         Raises:
             ShardUnavailableError: a shard could not be reached or its window stayed full; nothing of the push was sent.
-            KvembError: an earlier push failed and nobody waited for it (its error), or the session has ended (FencedError,
+            KvembError: an earlier push failed and no caller waited for it (its error), or the session has ended (FencedError,
                 ShardFailedError); nothing of this push was sent.
         """
         self._servers.check_usable()
@@ -134,19 +134,19 @@ class PushSession:
 
         Raises:
             ShardUnavailableError: it was not within the deadline; waiting again is fine.
-            KvembError: of a failed push that nobody has heard of, or of a session that has ended.
+            KvembError: a push failed and its error was not raised yet, or the session has ended.
         """
         self._wait(PushSender.wait_applied, deadline)
 
     def undelivered(self) -> list[Ack]:
-        """The pushes that not every shard has accepted, without those of whose failure somebody was told."""
+        """The pushes that not every shard has accepted, without those whose failure a caller was told of."""
         with self._failed_lock:
             failed = [ack for ack in self._failed if not ack.failure_seen]
         waiting = [ack for stream in list(self._streams.values()) for ack in stream.unaccepted()]
         return list(dict.fromkeys([*failed, *waiting]))
 
     def raise_unseen(self) -> None:
-        """Raise the failure of a push that nobody waited for, if there is one."""
+        """Raise the failure of a push that no caller waited for, if there is one."""
         with self._failed_lock:
             failed, self._failed = self._failed, []
         errors = [error for error in (ack.take_error() for ack in failed) if error is not None]
@@ -170,7 +170,7 @@ class PushSession:
                 self._wait_streams(PushSender.wait_accepted, deadline)
         except (FencedError, ShardFailedError):
             self.raise_unseen()
-            if self._last_failed is None:  # otherwise whoever waited for a push that this failure took with it knows of it already
+            if self._last_failed is None:  # otherwise a caller that waited for a push of this failure knows of it already
                 raise
         else:
             if deadline is not None:
@@ -221,7 +221,7 @@ class PushSession:
         for shard in replies:
             self._stream(shard, introduced=True)
         self._step = self._inherited = max(0, *(reply.first_step - 1 for reply in replies.values()))
-        writing = self._servers.cluster_map.writing_shards  # nobody pushes to the others: they stay where they are
+        writing = self._servers.cluster_map.writing_shards  # no trainer pushes to the others: they stay where they are
         firsts = {shard: reply.first_step for shard, reply in replies.items() if shard in writing}
         self._behind = {shard: first for shard, first in firsts.items() if 0 < first <= self._step}
 
@@ -245,7 +245,7 @@ class PushSession:
         return HelloRequest(self._trainer, self._incarnation, self._cluster_id, self._servers.cluster_map.serial)
 
     def _stream(self, shard: int, *, introduced: bool = False) -> PushSender:
-        """The stream to a shard; one that has joined since is told who we are before its first part."""
+        """The stream to a shard; one that has joined since gets our hello before its first part."""
         stream = self._streams.get(shard)
         if stream is None:
             channel = self._servers.channels[shard]
@@ -377,11 +377,11 @@ class PushSession:
         )
 
     def _route_again_soon(self) -> None:
-        """Have a thread do it, unless one is at it: nobody may be pushing now, and acks are waited for."""
+        """Have a thread do it, unless one is at it: perhaps no caller pushes now, and acks are waited for."""
         with self._rerouting_lock:
             if self._rerouting is None:
                 thread = threading.Thread(target=self._keep_routing, name="kvemb-reroute", daemon=True)
-                with suppress(RuntimeError):  # the interpreter is ending: what was refused is told as undelivered
+                with suppress(RuntimeError):  # the interpreter is ending: refused parts are told as undelivered
                     thread.start()
                     self._rerouting = thread
 
@@ -394,11 +394,11 @@ class PushSession:
             try:
                 with self._sending:
                     self._follow_map(Deadline.after(_REROUTE_TIMEOUT_S))
-            except KvembError:  # tried again; whoever waits for an ack asks the shards why
+            except KvembError:  # tried again; a caller that waits for an ack asks the shards why
                 self._closed.wait(_LONGEST_PAUSE_S)
 
     def _trouble(self, shard: int, deadline: Deadline) -> str:
-        """Why a shard is late, as far as its stream and it itself can tell; asked only when somebody's time is nearly up."""
+        """Why a shard is late, as far as its stream and it itself can tell; asked only when a caller's time is nearly up."""
         told = [stream.trouble()] if (stream := self._streams.get(shard)) is not None else []
         with suppress(KvembError):  # when it does not answer, the stream's own word must do
             reply = self._servers.call(shard, "Status", Empty(), StatusReply, deadline)
@@ -411,8 +411,8 @@ class PushSession:
             self._last_failed = ack
 
     def _say_bye(self) -> None:
-        """Leave politely every shard that there is: whose stream was ended while nothing was sent awaits us as well, and whoever has joined
-        since our last push was told of us by the others.
+        """Say goodbye to all shards: one whose stream was ended while nothing was sent awaits us as well, and one that has joined since our
+        last push was told of us by the others.
         """
         if self._introduced:
             self._introduced = False

@@ -54,7 +54,7 @@ def open_channel(address: str, tls: TlsFiles | None, options: _Options) -> grpc.
         )
     else:
         tls.require_own("a client that has no token (token_env, token_file)")
-        own_uris(tls.config, tls.at)  # what shards would refuse is said here, at once
+        own_uris(tls.config, tls.at)  # a certificate that shards would refuse is named here, at once
         credentials = grpc.ssl_channel_credentials(tls.read("ca"), tls.read("key"), tls.read("cert"))
     return grpc.secure_channel(address, credentials, options=options)
 
@@ -67,7 +67,7 @@ _OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 0),  # … and an idle trainer sends nothing
     ("grpc.use_local_subchannel_pool", 1),  # two clusters opened in one process do not share sockets or their failures
     ("grpc.enable_http_proxy", 0),  # shards are cluster-internal addresses; a proxy of the environment is not for them
-    ("grpc.enable_retries", 0),  # who may resend what is decided above: a blind retry of assign could undo a later push
+    ("grpc.enable_retries", 0),  # callers decide which calls are repeated: a blind retry of assign could undo a later push
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
@@ -159,7 +159,7 @@ class PendingCall:
         return reply.body
 
     def say_who_is_away(self) -> None:
-        """Wait for a while since the call was sent; where nobody answers at all, say so, once: the rest of the wait may be long."""
+        """Wait for a while since the call was sent; where no process answers at all, say so, once: the rest of the wait may be long."""
         left_s = max(0.0, self._sent_s + SAY_AFTER_S - time.monotonic())
         if not self._looked and self._deadline.remaining_s() > left_s:
             with suppress(grpc.FutureTimeoutError, TimeoutError):
@@ -193,7 +193,7 @@ class ShardChannel:
         self._said_away = False
 
     def away(self, why: str, for_s: float = 0.0) -> None:
-        """Record that the shard does not answer, or starts, and say it once it has lasted: whoever waits for it may wait for long.
+        """Record that the shard does not answer, or starts, and say it once it has lasted: waiting callers may wait for long.
 
         Args:
             why: names the shard.
@@ -275,7 +275,7 @@ class ShardChannel:
                 signature = (self._last_words.with_suffix("") / "lock").read_text(encoding="utf-8", errors="replace").strip()
                 pid, _, host = signature.removeprefix("process ").partition(" on ")
                 if host == os.uname().nodename:
-                    os.kill(int(pid), 0)  # raises where it is gone: nobody is sent to end another program
+                    os.kill(int(pid), 0)  # raises where it is gone: no operator is sent to end another program
                 return signature
         return ""
 

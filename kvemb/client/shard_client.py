@@ -1,7 +1,7 @@
 """Every verb that changes something through the shards, in one place: tables, pushes, flush, assign, erase.
 
-It deals in definitions and validated rows; what callers see is in kvemb.api. What must not live here: storage, and what shards
-are only asked (kvemb.client.shard_questions). Thread-safe; not fork-safe (`kvemb.client.all_shards` says so to the caller).
+It deals in definitions and validated rows; the interface of callers is kvemb.api. What must not live here: storage, and
+questions that change nothing (kvemb.client.shard_questions). Thread-safe; not fork-safe (`kvemb.client.all_shards` says so to the caller).
 """
 
 import logging
@@ -96,7 +96,7 @@ class ShardClient:
 
     def drop_table(self, name: str, timeout_s: float | None = None) -> int:
         """Drop a table, behind this process's own pushes; return how many rows were erased. Called again, it goes on with a drop that was
-        broken off. Unless the caller gave a timeout, every half a million rows of a shard have it anew.
+        broken off. Unless the caller gave a timeout, every half a million rows of a shard have the whole default time.
         """
         deadline = self._deadline(timeout_s)
         self._session.wait_applied(deadline)
@@ -151,7 +151,7 @@ class ShardClient:
             timeout_s: of that wait; otherwise as long as an acceptance may take.
 
         Raises:
-            KvembError: of a push that failed and nobody waited for, or was not accepted in time. Closed all the same.
+            KvembError: a push failed that no caller waited for, or was not accepted in time. Closed all the same.
         """
         if self._closed:
             return
@@ -166,7 +166,7 @@ class ShardClient:
             self.missing.close()
 
     def _change_rows(self, method: str, rows: TableRows, reply_type: type[M], timeout_s: float | None) -> list[M]:
-        """Send each shard its rows, one message at a time; unless the caller gave a timeout, each has it anew."""
+        """Send each shard its rows, one message at a time; unless the caller gave a timeout, each message has the whole default time."""
         deadline = self._deadline(timeout_s)
         self._session.wait_accepted(deadline)
         limit = MAX_PART_BYTES if rows.rows.size else _ERASE_BYTES

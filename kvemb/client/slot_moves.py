@@ -199,7 +199,7 @@ class NodeMoves(SlotMoves):
 
 
 class ShardScaling(SlotMoves):
-    """The shards of a cluster, and who writes which slots. Thread-safe.
+    """The shards of a cluster, and which of them writes which slots. Thread-safe.
 
     A shard that is to join runs already: `kvemb shard --shard N --listen ADDR` with the lowest number that the map does not have.
 

@@ -33,7 +33,7 @@ def newest_map(copies: Iterable[bytes | None], where: Sequence[str] = (), known:
 
     Args:
         copies: as `StoreValues.get` returns them.
-        where: of each copy who holds it, for messages.
+        where: the node that holds each copy, for messages.
         known: what a shard has kept.
 
     Raises:

@@ -119,7 +119,7 @@ class Marker:
 
 
 class DamagedMarkerError(WrongNodeError):
-    """What stands in the place of a marker is none; what becomes of the node is for `why_lost` and `diagnose` to say."""
+    """The value in the place of a marker is no marker; `why_lost` and `diagnose` say what follows for the node."""
 
 
 def first_identity(nodes: Sequence[str], values: Sequence[bytes | None]) -> Identity | None:

@@ -25,7 +25,7 @@ def intact_copies(copies: Iterable[bytes | None], decode: Callable[[bytes], T], 
         copies: as `StoreValues.get` returns them.
         decode: reads one; raises DamagedCopyError for what is none.
         name: the key that they stand under.
-        where: of each copy who holds it (`StoreValues.copies_on`).
+        where: the node that holds each copy (`StoreValues.copies_on`).
 
     Raises:
         DamagedCopyError: there are copies, and every one is damaged.

@@ -1,7 +1,7 @@
-"""The record that says who owns a shard: an epoch, raised at each start of the shard's process, kept on every node. Pure.
+"""The record of which process owns a shard: an epoch, raised at each start of the shard's process, kept on every node. Pure.
 
 A process that was taken for dead and runs on (a zombie) would overwrite what its successor writes. So the successor puts its own, higher
-epoch on the nodes first. Whoever opens a connection as that shard reads the record before anything else (see `Store.fence`).
+epoch on the nodes first. A store that writes as that shard reads the record first on every new connection (see `Store.fence`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ class Owner:
 
     Args:
         epoch: of the last owner's versions, above 0.
-        n_shards: numbers of shards that the cluster map had; nobody goes by it.
+        n_shards: numbers of shards that the cluster map had; no code goes by it.
     """
 
     epoch: int

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 def pauses(first_s: float, longest_s: float) -> Iterator[float]:
-    """Yield pauses in seconds, without an end. After a success begin anew with a new one.
+    """Yield pauses in seconds, without an end. After a success, call it again for a new iterator.
 
     Example:
         >>> from itertools import islice

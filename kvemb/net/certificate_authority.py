@@ -28,7 +28,7 @@ class Issued:
 
 
 class Authority:
-    """Issues certificates into a folder. One that is there already, by its name, goes on; nobody has to trust another.
+    """Issues certificates into a folder. An authority that is there already, by its name, is used further: no process must trust a new one.
 
     Args:
         folder: for its files.
@@ -65,7 +65,7 @@ class Authority:
 
         Args:
             name: of the files, and the common name.
-            uris: subject alternative names, who and what the holder may be.
+            uris: subject alternative names: which names and roles the holder may have.
             purposes: what it may be used for.
             hosts: names and addresses at which the holder may serve.
             days: how long it is good for; one below 0 is over.

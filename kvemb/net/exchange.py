@@ -10,7 +10,7 @@ hint in both directions: replies turn out shorter where rows are missing, and th
 
 Of small replies, as writes have them, a server sends a few at a time, and each would wake this process for nothing that it can do. How many
 bytes come at least is known of those (`ReplyReader.fewest_bytes`). So it sleeps until half of the window is certain to be answered, or all
-of what is left.
+that remains.
 """
 
 import select
@@ -28,7 +28,7 @@ JOINED_BYTES = 32 << 10
 LOW_WATER_BYTES = 128 << 10
 LEAST_WATER_BYTES = 16 << 10  # smaller pieces are not worth the wait
 QUIET_S = 0.002
-LONG_QUIET_S = 0.05  # while what is waited for is certain to come: of servers that send something else
+LONG_QUIET_S = 0.05  # while the replies are certain to come: for servers that send something else
 
 
 class Conversation:
@@ -125,10 +125,10 @@ class Conversation:
         self._set_low_water(n_bytes, quiet_s)
 
     def time_out(self) -> None:
-        """Look at what there is when a larger piece is long in coming, and wait for none until a full reply has come."""
+        """Read the bytes there are when a larger piece is long in coming, and wait for no piece until a full reply has come."""
         if self.quiet_s is not None and time.monotonic() - self._heard_s > self.quiet_s:
             self._was_full = self._sure = False
-            self._set_low_water(1, LONG_QUIET_S)  # the next poll reports what there is
+            self._set_low_water(1, LONG_QUIET_S)  # the next poll reports any byte
 
     def _set_low_water(self, n_bytes: int, quiet_s: float) -> None:
         n_bytes = max(1, n_bytes - self.link.HIDDEN_BYTES)  # these may have been read already, and come into sight with the rest

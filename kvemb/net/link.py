@@ -1,6 +1,6 @@
 """One connection to one storage node: a non-blocking socket and its receive buffer. The only place where bytes meet a socket.
 
-Whoever needs connections is given a `Connect`; `connect_link` is the plain one, over TCP. Those that encrypt are in `tls_link`.
+Code that needs connections is given a `Connect`; `connect_link` is the plain one, over TCP. Those that encrypt are in `tls_link`.
 """
 
 import errno
@@ -31,7 +31,7 @@ class Link:
         run_id: of the server process at the other end, "" where it has none; it cannot change under a connection.
 
     Attributes:
-        wants_write: the connection has to write before it can be read from; whoever polls waits for that, too. Never so with plain TCP.
+        wants_write: the connection has to write before it can be read from; a poll waits for that, too. Never so with plain TCP.
         waits_to_read: it has to be read from before more can be sent.
     """
 
@@ -107,7 +107,7 @@ class Link:
 
     @property
     def stale(self) -> bool:
-        """Whether an idle connection has ended, or holds bytes that nobody asked for."""
+        """Whether an idle connection has ended, or holds bytes that were not asked for."""
         try:
             self.sock.recv(1)
         except NOT_NOW:

@@ -1,8 +1,8 @@
 """Looks up a node's name in limited time, and says how long TCP's greeting may take.
 
-A node that is gone may say nothing at all: its name is told by no name server, its address answers no packet. Who waited for that as long
-as a batch may take would not see that a Redis Cluster has long put another primary in its place. So connecting fails after two seconds,
-enough for a greeting that was lost once, and who is told tries again, if there is time.
+A node that is gone may say nothing at all: no name server knows its name, its address answers no packet. A caller that waited for it as
+long as a batch may take would not see that a Redis Cluster has long put another primary in its place. So connecting fails after two
+seconds, enough for a greeting that was lost once. The caller tries again, if there is time.
 
 The system's resolver takes no time limit of a caller's, and its own are 5 to 30 s: a thread looks up, and its callers wait.
 Thread- and fork-safe. What must not live here: connecting itself (`kvemb.net.link`).
@@ -18,7 +18,7 @@ from kvemb.errors import NodeUnavailableError
 from kvemb.net.deadline import Deadline
 
 _CONNECT_TIMEOUT_S = 2.0
-_pending: dict[str, "Future[None]"] = {}  # by host: whoever asks meanwhile waits for the same answer
+_pending: dict[str, "Future[None]"] = {}  # by host: every caller meanwhile waits for the same answer
 os.register_at_fork(after_in_child=_pending.clear)  # a child has none of the threads
 
 
@@ -33,7 +33,7 @@ def connect_timeout_s(deadline: Deadline) -> float:
 
 
 def host_and_port(address: str, deadline: Deadline) -> tuple[str, int]:
-    """Split an address whose name resolves: who connects then is not held up by its name.
+    """Split an address whose name resolves: connecting to it then does not wait for a name server.
 
     Args:
         address: "host:port"; an IPv6 address in brackets.

@@ -16,7 +16,7 @@ from kvemb.net.link import Connect, Link
 class Doubts:
     """Counts, per address, links that were given up with requests in flight.
 
-    A write on such a link may still land. Whoever connects anew sees to it that it cannot (`LinkPool`'s `connect`). A link that was idle
+    A write on such a link may still land. A new connection makes sure that it cannot (`LinkPool`'s `connect`). A link that was idle
     all the while would not, so links that are older than the last doubt are not lent any more. Pools with the same addresses share one.
     """
 
@@ -63,7 +63,7 @@ class LinkPool:
     def lease(self, addresses: Iterable[str], deadline: Deadline) -> Iterator[dict[str, Link]]:
         """Lend a link per address.
 
-        On any exception, KeyboardInterrupt included, every link lent is closed: its stream may hold replies that nobody read. When one
+        On any exception, KeyboardInterrupt included, every link lent is closed: its stream may hold unread replies. When one
         node cannot be connected to, nothing has been sent to the others: their links are kept.
         """
         links, lent = self._take(), {}

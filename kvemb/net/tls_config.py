@@ -1,4 +1,4 @@
-"""The sections `tls` of kvemb.yaml: which files hold keys and certificates, and the token of those who have none. Reads no file.
+"""The sections `tls` of kvemb.yaml: which files hold keys and certificates, and the token of clients without any. Reads no file.
 
 Different processes hold different certificates. So a section names the same path on every machine, or the environment variable that names
 it where several of them share a machine. Secrets are in no repr.
@@ -74,7 +74,7 @@ def parse_tls(section: object, at: str, environ: Mapping[str, str], *, tokens: b
             raise ConfigError(f"{at}.{name}_env: give the one or the other, not both")
     if tokens and "ca" not in section:
         raise ConfigError(f"{at}.ca: missing; give the file of the authority that signed the shards' certificates")
-    # An unset variable is no error yet: who shows a token needs no certificate, and shards are told what they lack.
+    # An unset variable is no error yet: a client with a token needs no certificate, and shards are told what they lack.
     cert, key = (section.get(name) or environ.get(section.get(f"{name}_env", ""), None) for name in ("cert", "key"))
     if (cert is None) != (key is None):
         raise ConfigError(f"{at}: a certificate and its key go together; got {'cert' if cert else 'key'} alone")

@@ -1,8 +1,8 @@
-"""Links that encrypt: TLS over the non-blocking sockets of `link`, and what opens them. Whoever uses a link need not know which it is.
+"""Links that encrypt: TLS over the non-blocking sockets of `link`, and their `Connect`. A link's user need not know which kind it is.
 
 TLS keeps bytes of its own. It may have deciphered more than was asked for, which no poll reports: `receive` therefore reads until TLS has
 no more, or the buffer is full, and `pending` says which. And it may have to write in order to read, or to read in order to write (new
-keys, a new handshake): `wants_write` and `waits_to_read` tell whoever polls.
+keys, a new handshake): `wants_write` and `waits_to_read` tell a poll so.
 """
 
 import select
@@ -32,7 +32,7 @@ class TlsLink(Link):
 
     @property
     def pending(self) -> int:
-        """Bytes that TLS has deciphered and nobody has taken."""
+        """Bytes that TLS has deciphered and that were not received yet."""
         return self.sock.pending()
 
     def receive(self) -> int:

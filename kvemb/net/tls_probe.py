@@ -1,5 +1,4 @@
-"""Looks at certificates and ports with the standard library alone: who this process is by its own, what others show, why a connection is
-refused or silent.
+"""Looks at certificates and ports with the standard library alone: the names in our own, those that others show, why a connection fails.
 
 gRPC tells neither. Nothing here is on a data path.
 """
@@ -17,13 +16,13 @@ from kvemb.net.name_lookup import connect_timeout_s, host_and_port
 from kvemb.net.tls_config import TlsConfig
 
 _FAULTS = {10: "expired", 9: "not yet valid", 62: "names", 64: "names", 26: "purpose"}
-"""OpenSSL's numbers (X509_V_ERR_…) of what a certificate is not good for."""
+"""OpenSSL's numbers (X509_V_ERR_…) of a certificate's faults."""
 
 
 def own_uris(config: TlsConfig, at: str, *, server: bool = False) -> tuple[str, ...]:
     """Return the URIs among the alternative names of this process's certificate; none where it has none.
 
-    It shows the certificate to itself, in memory. So what a peer would refuse is told here, where it can be mended.
+    It shows the certificate to itself, in memory. So a fault that a peer would refuse is told here, where it can be mended.
 
     Args:
         config: a section `tls`.
@@ -84,7 +83,7 @@ _SETTINGS, _ALERT = 4, 21  # the types of HTTP/2's frame and of TLS's record
 
 
 def look_at_port(address: str, deadline: Deadline) -> str:
-    """Return what is heard at a shard's port by who greets as gRPC does, without TLS.
+    """Return what a shard's port answers to gRPC's greeting without TLS.
 
     Returns:
         NOBODY: no connection. SILENT: one, and not a word, as of a process that was stopped, or hangs. GREETS: as gRPC does. SPEAKS_TLS: it
@@ -165,7 +164,7 @@ def why_refused(address: str, config: TlsConfig, at: str, deadline: Deadline) ->
         return f"its certificate is not good with {at}.ca ({config.ca or 'of the system'}): {error.verify_message}"
     except ssl.SSLError as error:
         return f"TLS: {error.reason or error}: does the other side speak TLS, and take this certificate?"
-    except OSError:  # nobody there, or no answer: no matter of certificates
+    except OSError:  # no connection, or no answer: no matter of certificates
         return ""
     if not ended:
         return ""

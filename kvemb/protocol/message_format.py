@@ -4,7 +4,7 @@ Every message travels as [magic, version, type name, field, field, ...]; arrays 
 costs one copy. Decoding trusts nothing: small limits on every container, every field's type and every array's length checked, and anything
 off raises MessageError before a value is used. What must not live here: which messages there are (`kvemb.protocol.messages`).
 
-Which kvemb this process runs: shards and clients compare it.
+`installed_version` says which kvemb this process runs; shards and clients compare it.
 """
 
 from collections.abc import Callable
@@ -40,8 +40,8 @@ class TableRows:
         rows: [n, dim] of `kvemb.arrays.rounding.storage_dtype(dtype)` (dim 0 where the message carries no rows).
         versions: uint64 [n] as pulled (0 = missing), or [0] when unknown.
         hyper: run-time values of the optimizer in force for these gradients; empty = the table's defaults.
-        dtype: how the rows travel: "float32", "float16" or "bfloat16". Whoever receives them computes in float32.
-        placement: how the table's ids fall into slots, for whoever routes the rows; does not travel.
+        dtype: how the rows travel: "float32", "float16" or "bfloat16". The receiver computes in float32.
+        placement: how the table's ids fall into slots, for routing the rows; does not travel.
     """
 
     table: str
@@ -277,7 +277,7 @@ def _of_type(at: str, value: Any, kind: type) -> Any:
 
 def installed_version() -> str:
     """Return the installed version, "" in a source tree that was never installed."""
-    from importlib.metadata import PackageNotFoundError, version  # slow, and only those who ask need it
+    from importlib.metadata import PackageNotFoundError, version  # slow, and needed for this question only
 
     try:
         return version("kvemb")

@@ -42,7 +42,7 @@ class HelloRequest(Message):
 class HelloReply(Message):
     """The incarnation in force and the last sequence this shard has accepted from it (0 = none).
 
-    first_step is the number of the sync step that this shard awaits from the trainer; 0 in async mode, and while nobody knows.
+    first_step is the number of the sync step that this shard awaits from the trainer; 0 in async mode, and while it is not known.
     """
 
     incarnation: int
@@ -83,7 +83,7 @@ class PushReply(Message):
     """State of one part: "accepted", then "applied"; or "failed" with an error.
 
     A part with prefetched rows may hear "released" between these: its batch is computed and in the journal, and not in storage yet.
-    What the outcome says of it is said then; the outcome has no changed rows any more.
+    "released" then has all fields of the outcome, and the changed rows; the outcome comes without them.
 
     Args:
         k: the shard's batch that applied it (states "released" and "applied").

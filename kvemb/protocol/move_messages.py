@@ -77,7 +77,7 @@ class SlotEntriesRequest(Message):
 
     Args:
         version: of the cluster map whose plan says so.
-        shard: who asks.
+        shard: the one that asks.
         start: how many rows it has had of this version already.
     """
 

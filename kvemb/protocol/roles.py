@@ -1,4 +1,4 @@
-"""Who a client of the shards is by its certificate, and what each role may do. Pure.
+"""The name and roles of a shards' client by its certificate, and what each role may do. Pure.
 
 A certificate says it in URIs among its subject alternative names, `kvemb://CLUSTER/ROLE/NAME`, as many as it has roles:
 
@@ -39,7 +39,7 @@ MAY_CALL = {
 
 @dataclass(frozen=True)
 class Caller:
-    """Who calls.
+    """A client that calls a shard.
 
     Args:
         shown: how messages call the caller.
@@ -76,11 +76,11 @@ class Caller:
 
 
 ANYBODY = Caller("anybody", ((TRAINER, "*"), (ADMIN, "*"), (SHARD, "*")))
-"""Without TLS, and for the holder of the token: nobody is told apart."""
+"""Without TLS, and for holders of the token: clients are not told apart."""
 
 
 def caller_of(uris: Iterable[str], cluster: str) -> Caller:
-    """Return who the holder of a certificate is.
+    """Return the holder of a certificate.
 
     Args:
         uris: of its subject alternative names; those of other schemes and clusters grant nothing.

@@ -34,7 +34,7 @@ R = TypeVar("R", bound=_RoutedRows)
 
 
 class MapSource(Protocol):
-    """Who knows the cluster map: the nodes of a store. It is asked anew for every push."""
+    """A source of the cluster map: the nodes of a store. It is read again for every push."""
 
     @property
     def cluster_map(self) -> ClusterMap:

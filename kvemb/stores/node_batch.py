@@ -1,4 +1,4 @@
-"""One batch over several nodes: who gets which rows, and the arrays that replies fill. Pure.
+"""One batch over several nodes: which node gets which rows, and the arrays that replies fill. Pure.
 
 Rows of a part are put in the order of their nodes once. Each node's share is then a plain slice of every array: replies are parsed straight
 into the result, and nothing is copied to sort it.
@@ -26,7 +26,7 @@ from kvemb.schema.pages import PagedKeys
 from kvemb.wire.buffer_scan import WRONG_TYPE
 from kvemb.wire.replies import RowsStep, UnexpectedValueError
 
-# What passes by itself, or once somebody has mended it: what to look at.
+# Errors that pass by themselves, or once the node is mended; and the next step for each.
 _NOT_READY = {
     "-LOADING": "It reads its data from disk; wait until it has.",
     "-MASTERDOWN": "It is a replica whose primary is down; wait for the failover, or start the primary.",
@@ -90,7 +90,7 @@ def group_by_node(keys: RowKeys, nodes: NDArray[np.integer[Any]] | None, kinds: 
 
 @dataclass(frozen=True, eq=False)
 class NodeSteps:
-    """The steps of one part at one node, with what is needed to say which row an error is about."""
+    """The steps of one part at one node, with its keys, by which an error names its row."""
 
     address: str
     keys: RowKeys

@@ -40,11 +40,11 @@ class OwnerFence:
         require_not_fenced(copies, self.shard, self.epoch)
 
     def require_ours(self, copy: bytes | None, where: str, elsewhere: Callable[[], Iterable[bytes | None]] = lambda: ()) -> None:
-        """Refuse to go on once another process owns the shard. Where a copy does not say who does, the others are asked.
+        """Raise once another process owns the shard. Where this copy names no owner, the other copies are read.
 
         Args:
             copy: of the owner record.
-            where: who holds it, for messages.
+            where: which node holds it, for messages.
             elsewhere: reads the other copies.
 
         Raises:

@@ -1,8 +1,7 @@
-"""What a trainer does about a node that is down, being repaired, or not the one of its address. It waits within its deadline, or fails at
-once.
+"""Repeats a trainer's reads while a node is down, being repaired, or not the one of its address; or lets them fail at once.
 
-The parameter servers bring a lost node's rows back by themselves, usually within seconds to minutes: a training job need not end. Nothing
-of a batch that failed is used: the whole batch is read again, so that no answer is put together from before and after a repair.
+The parameter servers bring a lost node's rows back by themselves, usually within seconds to minutes: a training job need not end. A read
+is repeated within its deadline, and whole: nothing of a failed batch is used, so no answer mixes rows from before and after a repair.
 """
 
 import time
@@ -24,9 +23,9 @@ from kvemb.net.deadline import Deadline
 
 WAIT = "wait"
 ABSENT = (NodeLostError, NodeSuspectError, NodeUnavailableError, WrongNodeError)
-"""Errors that a repair ends, or a node that is back at its address, or takes our user again; and a newer map, which is read meanwhile."""
+"""Errors that end by themselves: with a repair, a node back at its address, an accepted user, or a newer map (read meanwhile)."""
 NEVER_RIGHT = (WrongNodeError, NodeRefusesError)
-"""Those of them that who is only connecting is told at once: address, user and password may never have been right."""
+"""Errors raised at once while a store is only connecting: its address, user and password may never have been right."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 R = TypeVar("R")
@@ -71,7 +70,7 @@ def _waited_for(error: StorageError, deadline: Deadline) -> StorageError:
 
 
 class ReadRetry:
-    """What a store does about such errors; a part of it. Shards never wait, because it is they who repair, and who make maps.
+    """How a store repeats its reads; a part of it. Shards never wait, because they repair nodes and make maps themselves.
 
     Args:
         role: of the store, "trainer" or "shard:<n>".

@@ -1,4 +1,4 @@
-"""What a store is asked and what it answers, in arrays of rows. Values only."""
+"""The requests to a store and its answers, as arrays of rows. Values only."""
 
 from dataclasses import dataclass
 
@@ -56,7 +56,7 @@ class ReadResult:
             return self
         records, found = np.empty_like(self.records), np.empty_like(self.found)
         found[self.order] = self.found
-        # Records of rows that were not found are left out: memory that nobody has touched is not touched here.
+        # Records of rows that were not found are not copied: memory that was never written stays untouched.
         rows = None if self.found.all() else np.flatnonzero(self.found)
         if rows is None:
             as_items(records)[self.order] = as_items(self.records)

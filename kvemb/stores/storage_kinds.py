@@ -48,7 +48,7 @@ def open_store(config: "StorageConfig", *, role: str) -> "Store":
 
     Args:
         config: the storage section.
-        role: who asks: "trainer", or "shard:<n>" for the one process that writes shard n's rows.
+        role: of this process: "trainer", or "shard:<n>" for the one process that writes shard n's rows.
 
     Raises:
         ConfigError: no backend of that kind is registered; the message lists those that are.

@@ -7,7 +7,7 @@
 
 A batch is a list of parts, each of one table, or of several whose records have one size (`kvemb.schema.keys.coalesce_keys`). All parts of a
 batch travel in one round trip per node. Rows come back grouped by node, because that is how they arrive. `order` says which row is which,
-so that the caller's own gather puts them right without a copy here. A missing row and a write conflict are results. What raises is in
+so that the caller's own gather puts them right without a copy here. A missing row and a write conflict are results. Exceptions are in
 `kvemb.errors`. The contract that every store passes is shipped in `kvemb.testing.store_contract`.
 """
 
@@ -107,7 +107,7 @@ class StoreRows(ABC):
 
     @property
     def moving(self) -> OtherNodes | None:
-        """Rows of slots under way, at the nodes that they go to or come from; None while none do. Ask anew for every batch."""
+        """Rows of slots under way, at the nodes that they go to or come from; None while none do. Read it again for every batch."""
         return None
 
     @abstractmethod
@@ -115,7 +115,7 @@ class StoreRows(ABC):
         """The address of the node that holds the first of these keys, as far as is known without asking."""
 
     def whereabouts(self, keys: RowKeys) -> Callable[[int], str]:
-        """Return what says of a row, by its number, where it lies and what it is: for messages."""
+        """Return a function that describes a row by its number, for messages: its node, its table and its id."""
         return lambda row: f"node {self.node_of(keys[row : row + 1])}, {keys.described(row)}"
 
     def held_on(self, address: str, tables: Sequence[TableDef], deadline: Deadline) -> list[HeldRows | None]:
@@ -167,7 +167,7 @@ class StoreValues(ABC):
 
     @abstractmethod
     def copies_on(self, name: str) -> tuple[str, ...]:
-        """Who holds each of the copies that `get` returns, for messages."""
+        """Where each of the copies lies that `get` returns, for messages."""
 
     @abstractmethod
     def mend(self, name: str, copies: Sequence[bytes | None], damaged: Sequence[bool], value: bytes, deadline: Deadline) -> None:
@@ -205,7 +205,7 @@ class Store(ABC):
 
     @abstractmethod
     def __init__(self, config: StorageConfig, role: str) -> None:
-        """Take the storage section and who asks ("trainer" or "shard:<n>"); connects at `open`."""
+        """Take the storage section and this process's role ("trainer" or "shard:<n>"); connects at `open`."""
 
     @property
     @abstractmethod

@@ -66,7 +66,7 @@ class StoreNodes(ABC):
     @property
     @abstractmethod
     def cluster_map(self) -> ClusterMap:
-        """The map that rows are routed by, of nodes and of shards; known once the store is open. Ask anew for every batch."""
+        """The map that rows are routed by, of nodes and of shards; known once the store is open. Read it again for every batch."""
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -130,7 +130,7 @@ class StoreNodes(ABC):
         """The change of nodes that a command has begun and not ended, on a cluster that places its slots itself; None for none.
 
         Raises:
-            StorageError: nobody says.
+            StorageError: no node says.
         """
         return None
 

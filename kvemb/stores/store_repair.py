@@ -2,9 +2,9 @@
 
 All state of a repair stands on the damaged node, so that losing its data once more takes the repair with it:
 
-    1. whoever notices writes `repairing <nonce>` in the place of the node's marker, if nobody has yet; everybody reads the nonce
+    1. the first shard to notice writes `repairing <nonce>` in the place of the node's marker; every other shard reads the nonce
     2. every shard rewrites its rows there, then reports the nonce
-    3. whoever sees all reports puts a new marker in the place of `repairing <nonce>`, if that still stands there
+    3. a shard that sees all reports puts a new marker in the place of `repairing <nonce>`, if that still stands there
 
 Until step 3 every batch that touches the node fails, except those below. They name the nonce and check it last on the connection, as normal
 batches check the marker. A server process that starts again in the middle of it ends the repair: a nonce is good for one process.
@@ -80,7 +80,7 @@ class StoreRepair(ABC):
     def keys_on(self, address: str, deadline: Deadline) -> Iterator[RowKeys] | None:
         """List the row keys that a node holds, in blocks, one table each; None where that cannot be asked (memcached).
 
-        A snapshot may bring back rows that were erased since; nobody else would find them. A key may come more than once. Of a table in
+        A snapshot may bring back rows that were erased since; only this list finds them. A key may come more than once. Of a table in
         pages the ids are the numbers of its pages.
         """
 
@@ -97,10 +97,10 @@ class StoreRepair(ABC):
         """Delete rows of a node in repair; all keys belong to it. See `StoreRows.erase`."""
 
     def make_way(self, keys: RowKeys, deadline: Deadline, *, repair: tuple[str, str] | None = None) -> int:
-        """Let rows be written under keys of pages where another program has put what is no page; stores without pages need not.
+        """Let rows be written under keys of pages where another program has put a value that is no page; stores without pages do nothing.
 
-        What is longer than a page is cut off; its rows stay. A value of another type can only go as a whole, and with it rows of other
-        shards that would look like rows which never were: so it goes in a repair only, in which every shard brings back its own.
+        A value longer than a page is cut to a page; its rows stay. A value of another type can only be deleted whole, and rows of other
+        shards with it, which would look as if they had never existed. So it is deleted in a repair only: every shard brings back its own.
 
         Args:
             keys: of rows, in a repair all of its node.

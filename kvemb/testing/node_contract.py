@@ -116,7 +116,7 @@ class NodeContract(StoreOnNodes):
         store.values.put(MAP_NAME, b"junk", within())
         with nodes.store() as another, pytest.raises(DamagedCopyError, match=MAP_NAME):
             another.open(within())
-        require_rows(store, keys, records_of(keys))  # who knows the map goes on
+        require_rows(store, keys, records_of(keys))  # a store that knows the map goes on
 
     def test_nodes_are_found_from_any_of_them_and_known_by_their_markers(self, store: Store, nodes: Nodes) -> None:
         if not nodes.finds_others:

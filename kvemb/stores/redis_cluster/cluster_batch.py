@@ -1,4 +1,4 @@
-"""One batch on Redis Cluster: rows still to be answered, who is asked in this round, and what its answers mean. Pure.
+"""One batch on Redis Cluster: rows still to be answered, which nodes are asked in this round, and what their answers mean. Pure.
 
 The first round asks for all rows, in node order, and replies are parsed straight into the results. Rows that were redirected go into
 further rounds, a few at a time, and are put in place afterwards.
@@ -26,7 +26,7 @@ Rows = slice | NDArray[np.intp]
 
 @dataclass(frozen=True, eq=False)
 class NodeShare:
-    """What one node is asked of one part in one round.
+    """The rows of one part that one node is asked for in one round.
 
     Args:
         part: index of the part.
@@ -96,13 +96,13 @@ class ClusterBatch(ABC):
 
     @property
     def pending(self) -> bool:
-        """Whether rows are left to be answered."""
+        """Whether rows remain to be answered."""
         if not self._started:
             return any(len(keys) for keys in self._all_keys)
         return any(part.left or part.ask for part in self._parts)
 
     def plan(self, slot_map: SlotMap, codec: Codec, asking_codec: Codec) -> list[NodeShare]:
-        """Decide who is asked for which rows in this round."""
+        """Decide which nodes are asked for which rows in this round."""
         if not self._started:
             self._start(slot_map, codec)
         shares = []

@@ -52,7 +52,7 @@ def encode_members(processes: Iterable[str]) -> bytes:
 
 
 def decode_members(data: bytes | None) -> frozenset[str]:
-    """Read the list; nobody is on one that is missing or damaged: every primary is compared then, and put on a new list."""
+    """Read the list; one that is missing or damaged is empty: every primary is compared then, and put on a new list."""
     if data is None:
         return frozenset()
     try:

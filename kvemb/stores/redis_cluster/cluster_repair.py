@@ -3,9 +3,8 @@
 A repair is of the slots that a primary held when it began. A slot that moves meanwhile takes its state with it: it is repaired where it
 is then. So a shard reports the slots whose rows it has brought back, and only slots that every shard has reported are given new markers.
 
-What this cannot see: a process that is demoted, promoted again and serves, all while a client has a connection to it that lies idle. And
-what it sees without need: a primary that somebody else than `scaling` added to the cluster and gave slots is compared once, although
-nothing was lost.
+One loss is not seen: of a process that is demoted, promoted again and serves, all while a client has an idle connection to it. And one
+comparison is needless: a primary that another tool than `scaling` added to the cluster and gave slots is compared once.
 """
 
 import logging
@@ -70,7 +69,7 @@ class ClusterRepair(StoreRepair):
 
     Args:
         access: how servers are reached.
-        topology: who holds which slot.
+        topology: which node holds which slot.
         values: small values.
         whole: the list of whole primaries.
         markers: of the slots.
@@ -119,7 +118,7 @@ class ClusterRepair(StoreRepair):
         return lost
 
     def looks_lost(self, deadline: Deadline) -> bool:
-        """Look at every primary's process and at one marker: who was started again, or flushed, has lost them all."""
+        """Look at every primary's process and at one marker: a process that was started again, or flushed, has lost them all."""
         slot_map = self._topology.slot_map(deadline)
         for index, address in enumerate(slot_map.addresses):
             share = Deadline.after(deadline.remaining_s() / (len(slot_map.addresses) - index))
@@ -246,7 +245,7 @@ class ClusterRepair(StoreRepair):
         return why_lost(name, expected, value, process if repairing else "")
 
     def _to_repairing(self, state: PrimaryState, nonce: str) -> list[compare_and_set.Change]:
-        """The changes that put the nonce into all slots which do not have it yet; those that this repair has finished are left."""
+        """The changes that put the nonce into all slots which do not have it yet; those that this repair has finished stay as they are."""
         changes: list[compare_and_set.Change] = []
         for slot, value, going in zip(state.slots, state.values, state.nonces, strict=True):
             normal = self._markers.expected(int(slot))

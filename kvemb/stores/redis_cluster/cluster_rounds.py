@@ -29,7 +29,7 @@ class ClusterRounds:
     """Runs batches of rows on a Redis Cluster, round by round, until no row is redirected any more.
 
     Args:
-        topology: who holds which slot.
+        topology: which node holds which slot.
         markers: of the slots.
         rows: lends links to primaries that are whole.
         repair: lends links to primaries in any state.
@@ -62,7 +62,7 @@ class ClusterRounds:
         return [np.ones(len(part.keys), dtype=bool) for part in parts]
 
     def run(self, batch: ClusterBatch, deadline: Deadline, repair: Begun | None = None) -> None:
-        """Run a batch in rounds until no row is left or the deadline passes."""
+        """Run a batch in rounds until no row remains or the deadline passes."""
         self._topology.slot_map(deadline)
         self._markers.read_renewed(deadline)
         while batch.pending:

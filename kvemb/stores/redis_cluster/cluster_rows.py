@@ -1,4 +1,4 @@
-"""What callers ask of a Redis Cluster's rows and nodes: the facets `rows` and `nodes` of its store."""
+"""The facets `rows` and `nodes` of a Redis Cluster's store."""
 
 from collections.abc import Sequence
 
@@ -30,8 +30,8 @@ class SlotRows(StoreRows):
 
     Args:
         rounds: batches of rows.
-        retry: what a read does while a primary is down.
-        topology: who holds which slot.
+        retry: repeats reads while a primary is down.
+        topology: which node holds which slot.
         access: how servers are reached.
         repair: says which keys are a primary's.
     """
@@ -67,7 +67,7 @@ class ClusterPrimaries(StoreNodes):
     """The facet `nodes`; methods without a docstring are those of `StoreNodes`.
 
     Args:
-        topology: who holds which slot.
+        topology: which node holds which slot.
         values: small values.
         shards_map: the cluster map, of which the cluster has a copy.
         access: how servers are reached.

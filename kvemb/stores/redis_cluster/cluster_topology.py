@@ -1,4 +1,4 @@
-"""Who holds which slots of a Redis Cluster, as far as is known: its slot map, asked for anew when the cluster says that it changed."""
+"""Which node holds which slots of a Redis Cluster, as far as is known: its slot map, read again when the cluster says that it changed."""
 
 import itertools
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ class ClusterTopology:
 
         Args:
             deadline: of the answer.
-            first: who are asked first: of a slot that has just moved, a third node may know for seconds less than its new holder.
+            first: nodes to ask first: of a slot that has just moved, a third node may know for seconds less than its new holder.
         """
         before = self.known
         asked = dict.fromkeys([*first, *self._answered, *self.addresses, *self._access.config.nodes])
@@ -64,7 +64,7 @@ class ClusterTopology:
         """Take over what answers said: while slots move, every batch hears of a few, and to ask for the whole map takes long.
 
         Args:
-            moved: by slot, who holds it. Where they are many, or a primary is new, there may be many more, and the map is asked for: a
+            moved: by slot, its holder. Where they are many, or a primary is new, there may be many more, and the map is asked for: a
                 replica that takes over has all slots of its primary at once.
             deadline: of its answer.
         """
@@ -99,9 +99,9 @@ class ClusterTopology:
         return "?" if self.known is None else self.known.address_of(slot)
 
     def slot_name(self, slot: int) -> str:
-        """Return what a slot is called in messages."""
+        """Return a slot's name in messages."""
         return f"{self.address_of(slot)} (slot {slot})"
 
     def holder_of(self, name: str) -> str:
-        """Return who holds a small value, for messages."""
+        """Return the holder of a small value, for messages."""
         return "the cluster" if self.known is None else f"node {self.known.address_of(text_slot(name.encode()))}"

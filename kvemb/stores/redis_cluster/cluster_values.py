@@ -27,9 +27,9 @@ class ClusterValues:
     """Reads and writes values by their names, one copy of each.
 
     Args:
-        topology: who holds which slot.
+        topology: which node holds which slot.
         pool: of links to primaries in any state.
-        retry: what a read does while a primary is down.
+        retry: repeats reads while a primary is down.
     """
 
     def __init__(self, topology: ClusterTopology, pool: LinkPool, retry: ReadRetry) -> None:
@@ -117,7 +117,7 @@ class OneCopyValues(StoreValues):
 
     Args:
         values: of the cluster.
-        topology: who holds them, for messages.
+        topology: which node holds them, for messages.
     """
 
     def __init__(self, values: ClusterValues, topology: ClusterTopology) -> None:

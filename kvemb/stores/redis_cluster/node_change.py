@@ -28,8 +28,8 @@ class NodeChange:
         joining: the name of the node that joins, "" for none.
         leaving: the name of the one that leaves, "" for none.
         names: of all nodes that slots come from or go to, in the cluster's own 40 hex digits.
-        before: int64 [16384], the number in `names` of who held each slot.
-        after: int64 [16384], ... and of who is to hold it.
+        before: int64 [16384], each slot's holder before the change, as a number in `names`.
+        after: int64 [16384], each slot's holder after it.
         aborting: whether it is being taken back.
         holder: drawn by the command that carries it out. One that finds another's has been replaced, and stops.
     """
@@ -45,14 +45,14 @@ class NodeChange:
 
     @property
     def goal(self) -> NDArray[np.int64]:
-        """Who is to hold each slot in the end."""
+        """Each slot's holder in the end, as a number in `names`: int64 [16384]."""
         return self.before if self.aborting else self.after
 
     def left(self, owner_names: Sequence[str]) -> int:
         """How many slots still have to move.
 
         Args:
-            owner_names: of each slot, the name of who holds it.
+            owner_names: of each slot, its holder's name.
         """
         numbers = {name: number for number, name in enumerate(self.names)}
         owners = np.array([numbers.get(name, -1) for name in owner_names])

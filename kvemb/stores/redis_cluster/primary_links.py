@@ -1,4 +1,4 @@
-"""Connections to the primaries of a Redis Cluster: who opens them, which primaries they may lead to, and one batch on several of them.
+"""Connections to the primaries of a Redis Cluster: how they are opened, which primaries they may lead to, and one batch on several of them.
 
 A store has two pools. One leads to primaries that are known to be whole, for rows. The other leads to primaries in any state, for markers,
 small values and repair. Both name themselves on the server and look for a newer owner of the shard before anything else.
@@ -23,7 +23,7 @@ class PrimaryConnector:
 
     Args:
         access: how servers are reached.
-        role: who writes, see `Store`.
+        role: of this process, see `Store`.
         fence: the owner that the store writes as.
     """
 
@@ -64,7 +64,7 @@ def exchange(
     Args:
         pool: lends the links.
         by_node: steps by address.
-        plans: what says which row a step is about.
+        plans: which rows each step is about, for messages.
         deadline: of all of it.
         run_id: the only server process that may answer, None for any.
     """

@@ -5,7 +5,7 @@ row that was redirected is asked for again, within the same deadline, together w
 
 The store is put together from parts, each in a file of its own; what a part needs, it is given when it is made:
 
-    connector, topology   who opens connections; who holds which slots
+    connector, topology   opens connections; which node holds which slots
     values, whole, map    small values; among them the list of whole primaries, and the cluster map
     markers               of every slot
     rounds                batches of rows
@@ -103,14 +103,14 @@ class RedisClusterStore(Store):
                 "storage.nodes in kvemb.yaml."
             )
         self._values.put(MEMBERS, encode_members(processes), deadline)
-        self._values.put(MAP_NAME, ClusterMap.first(0, n_shards).encode(), deadline)  # before any marker: who finds one looks for it
+        self._values.put(MAP_NAME, ClusterMap.first(0, n_shards).encode(), deadline)  # before any marker, which makes a store read it
         self._markers.put_all([marker.encode() for marker in wanted], deadline)
 
     def close(self) -> None:
         self._pool.close()
         self._plain_pool.close()
 
-    # --- who may write ----------------------------------------------------------------------------------------------------------
+    # --- the owner that writes --------------------------------------------------------------------------------------------------
 
     def fence(self, shard: int, epoch: int, deadline: Deadline, *, still_ours: Callable[[], None] | None = None) -> None:
         self._fence.begin(shard, epoch, lambda name: self.values.get(name, deadline), still_ours)

@@ -20,7 +20,7 @@ class ShardsMap:
 
     Args:
         values: where the copy lies.
-        topology: who holds it, for messages.
+        topology: which node holds it, for messages.
 
     Attributes:
         now: the newest that is known.

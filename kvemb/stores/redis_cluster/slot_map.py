@@ -106,7 +106,7 @@ def _ask_one(address: str, access: RedisAccess, deadline: Deadline) -> SlotMap:
 
 
 def _range(entry: Value, asked: str) -> tuple[int, int, str, str]:
-    """Slots from, to, who holds them, and its name, out of a line of CLUSTER SLOTS; an empty host means "where you asked"."""
+    """Slots from, to, their holder's address and name, out of a line of CLUSTER SLOTS; an empty host means "where you asked"."""
     match entry:
         case [int(first), int(last), [(bytes() | None) as host, int(port), *more], *_] if (
             0 <= first <= last < N_SLOTS and 0 < port < 1 << 16

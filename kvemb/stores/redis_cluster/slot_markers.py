@@ -86,10 +86,10 @@ def slot_marker(cluster_id: bytes, slot: int, generation: bytes, repair: str = "
 
 
 class SlotMarkers:
-    """What is expected of every slot, and what stands there.
+    """The marker expected in every slot, and the one that stands there.
 
     Args:
-        topology: who holds which slot.
+        topology: which node holds which slot.
         values: reads the markers of slots that are on their way.
         pool: of links to primaries in any state.
 
@@ -131,7 +131,7 @@ class SlotMarkers:
             values: of every slot.
             origin: the cluster that is expected.
             owners: the numbers of the primaries that were asked, see `ClusterTopology.owners`; taken over.
-            may_be_lost: whether a slot may be without a good marker: it is vouched for by nobody then.
+            may_be_lost: whether a slot may be without a good marker: no node vouches for it then.
         """
         self.origin, self.repairs, self._encoded = origin, {}, {}
         lost = []
@@ -153,7 +153,7 @@ class SlotMarkers:
         while True:
             try:
                 address = self.changed.pop()
-            except KeyError:  # none is left; another thread may have taken the last
+            except KeyError:  # none remains; another thread may have taken the last
                 return
             slots = np.flatnonzero(self._topology.slots_of(address))
             for slot, value in zip(slots.tolist(), self.at(address, slots, deadline), strict=True):
@@ -171,7 +171,7 @@ class SlotMarkers:
         return Check(address, slot, marker, step, reply, leaving, importing)
 
     def unvouched(self, address: str, slot_map: SlotMap) -> list[int]:
-        """The slots of a node whose markers nobody has seen there: it may have been given them without their keys."""
+        """The slots of a node whose markers were never seen there: it may have been given them without their keys."""
         mine = slot_map.slots_of(address)
         slots: list[int] = np.flatnonzero(mine & (self._topology.vouched != self._topology.number(address))).tolist()
         return slots
@@ -252,7 +252,7 @@ class SlotMarkers:
 
 @dataclass(eq=False)
 class _Markers(ReplyReader):
-    """The markers of some slots: compared as one piece, and one by one only where they are others.
+    """The markers of some slots: compared as one piece, and one by one only where they differ.
 
     Args:
         wanted: what should stand there.

@@ -1,4 +1,4 @@
-"""The list of primaries that are known to hold all of their rows, as one store knows it; what the list means is in `cluster_members`."""
+"""The list of primaries that are known to hold all of their rows, as one store knows it; `cluster_members` says what the list means."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,6 +1,6 @@
-"""Two users of Redis and Valkey servers: trainers, who can only read their rows, and shards, who can only do what they do.
+"""Two users of Redis and Valkey servers: one for trainers, which may only read rows, and one for shards, limited to their commands.
 
-The commands are those that this room, `kvemb.stores.redis_cluster` and `kvemb.wire.resp` send. What must not live here: passwords.
+The commands are those that this package, `kvemb.stores.redis_cluster` and `kvemb.wire.resp` send. What must not live here: passwords.
 """
 
 from collections.abc import Iterator
@@ -83,7 +83,7 @@ def check_user(address: str, access: RedisAccess, wanted: AclUser, deadline: Dea
     """Ask a server what the user of these credentials may; nothing is run.
 
     Returns:
-        What it may not and needs, and what it may and should not; nothing where all is well.
+        Commands that it needs and may not run, and those that it may and should not; nothing where all is well.
 
     Raises:
         StorageError: the server does not answer, or does not let the user ask.

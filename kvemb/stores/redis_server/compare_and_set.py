@@ -1,4 +1,4 @@
-"""Small values of Redis and Valkey: changed on a condition; read wherever their slot is; pages that are none, mended.
+"""Small values of Redis and Valkey, changed on a condition and read wherever their slot is; and values in the place of pages, mended.
 
 The condition is a script of two commands. A Redis Cluster has a marker in each of thousands of slots, and WATCH would take a round trip for
 each: minutes on a loaded machine. Markers are changed when a node is repaired, never while rows are read and written.
@@ -20,7 +20,7 @@ from kvemb.wire.resp.resp_codec import command
 from kvemb.wire.resp.resp_value import ErrorLine, Value
 
 Change = tuple[bytes, bytes | None, bytes]
-"""(key, what is expected to stand there or None for nothing, what is put in its place)."""
+"""(key, the value expected there or None for none, the value to put in its place)."""
 
 _MAX_HOPS = 8
 _PIPELINED = 512
@@ -83,7 +83,7 @@ def make_way(
         address, access, run_id, deadline: as of `swap`.
         keys: of pages or buckets, unique.
         wanted: which they are.
-        clear: whether to take away what is none.
+        clear: whether to delete values of other types.
 
     Returns:
         How many values were changed.

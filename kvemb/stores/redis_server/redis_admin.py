@@ -1,4 +1,4 @@
-"""Administration of Redis and Valkey: INFO, safety of settings, who is connected, killing connections, listing keys.
+"""Administration of Redis and Valkey: INFO, safety of settings, the list of clients, killing connections, listing keys.
 
 Rows never pass here: a data link is authenticated and checked, and then handed to the exchange.
 """
@@ -27,7 +27,7 @@ def open_link(address: str, access: RedisAccess, role: str, kill: set[Connection
     Args:
         address: "host:port".
         access: credentials, and what connects.
-        role: becomes the connection's name on the server, so that operators and a successor can tell who writes.
+        role: becomes the connection's name on the server, so that operators and a successor can tell which process writes.
         kill: older connections of this process on which a write may still be in flight. Each is confirmed dead before the link is returned,
             because a write that lands late would overwrite a newer one. Taken out of the set here; those of another server process stay in
             it: they died with it, or the address leads elsewhere for a while.
@@ -58,11 +58,11 @@ def kill_writers(address: str, access: RedisAccess, role: str, spare: Set[Connec
         address: "host:port" of a primary.
         access: credentials, and what connects.
         role: as of `open_link`.
-        spare: connections that are left alone: our own.
+        spare: connections that are not killed: our own.
         deadline: of the call.
 
     Returns:
-        How many were ended; none of them is left, on the primary for certain. A replica that does not answer is logged.
+        How many were ended; none of them remains, on the primary for certain. A replica that does not answer is logged.
     """
     killed = _kill_named(address, access, role, spare, deadline)
     for replica in replicas_of(info(address, access, deadline)):

@@ -1,7 +1,7 @@
 """Commands to one Redis or Valkey server, and their answers: connecting, authentication, a few commands at a time. No rows.
 
 Everything takes its time from one deadline, whatever the server sends, and ends with a value or an error of ours. The server may be another
-than was expected. What is asked, and what the answers mean, is in `kvemb.stores.redis_server.redis_admin`.
+than was expected. Which questions are asked, and what the answers mean, is in `kvemb.stores.redis_server.redis_admin`.
 """
 
 from collections.abc import Iterator, Sequence

@@ -151,7 +151,7 @@ class NodeRepair(StoreRepair):
         return why_lost(address, self._nodes.expected(address), got, run_id, self._nodes.placements)
 
     def _in_force(self, marker: Marker) -> Marker:
-        """The same marker, naming the map in force: whoever has seen a flip writes no marker of before it."""
+        """The same marker, naming the map in force: a shard that has seen a flip writes no marker from before it."""
         return marker.naming(self._nodes.map)
 
     def require_repair(self, address: str, nonce: str, deadline: Deadline) -> Marker:
@@ -245,7 +245,7 @@ class PlacedRepair(NodeRepair):
         return n_changed
 
     def _lane(self, address: str, nonce: str, parts: Sequence[ReadPart] | Sequence[WritePart], deadline: Deadline) -> RepairLane:
-        """What a batch in repair is sent by."""
+        """The lane of a batch in repair; raises where a row is of another node."""
         if not all(self.keys_of(address, part.keys).all() for part in parts):
             if self._nodes.map.plan is not None:  # its phase has changed since the caller chose the rows
                 raise moved_meanwhile(address)

@@ -1,4 +1,4 @@
-"""Batches of rows over nodes under a map of ours: who gets which rows, and the marker last on each connection."""
+"""Batches of rows over nodes under a map of ours: which node gets which rows, and the marker last on each connection."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ _CONFLICT = 2  # of an erase; see `Codec.erase_steps`
 
 @dataclass(frozen=True)
 class RepairLane:
-    """What a batch in repair is sent by: all of its rows to one node, whose marker must be this one.
+    """The lane of a batch in repair: all of its rows go to one node, whose marker must be this one.
 
     Args:
         node: its number.

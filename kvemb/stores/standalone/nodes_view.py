@@ -114,7 +114,7 @@ def places_of(cluster_map: ClusterMap, in_file: Sequence[str], numbers: Mapping[
     """
     proven = {number: address for address, number in numbers.items() if number is not None and address in in_file}
     elsewhere = {place.address: number for number, place in enumerate(cluster_map.places)}
-    # Whoever wrote the file anew, after nodes had come or gone, need not have kept to the order of their numbers.
+    # A file that was rewritten after nodes had come or gone need not list them in the order of their numbers.
     in_order = all({elsewhere.get(address, at), numbers.get(address, at)} <= {at, None} for at, address in enumerate(in_file))
     places: list[str] = []
     for number in range(cluster_map.n_nodes):

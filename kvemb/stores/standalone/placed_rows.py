@@ -33,7 +33,7 @@ class PlacedRows(StoreRows):
         batches: of rows.
         links: to the nodes.
         server: of their kind.
-        retry: what a read does while a node is down.
+        retry: repeats reads while a node is down.
         repair: says which keys are a node's.
         refresh_map: for a store that only reads, see `StoreNodes.refresh_map`; None for one that writes.
     """
@@ -56,7 +56,7 @@ class PlacedRows(StoreRows):
     def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
         now_s = time.monotonic()
         if now_s - self._read_at_s > _SLEPT_S and self._refresh_map is not None and self._links.view.markers:
-            # Nodes may have left meanwhile, and been switched off: whoever asks them would wait for his whole deadline.
+            # Nodes may have left meanwhile, and been switched off: a read from them would wait for its whole deadline.
             with suppress(StorageError, ConfigError):
                 self._refresh_map(Deadline.after(min(_LOOK_S, deadline.remaining_s() / 2)))
         self._read_at_s = now_s
@@ -120,7 +120,7 @@ class NodeValues(StoreValues):
 
     Args:
         links: to the nodes.
-        retry: what a read does while a node is down.
+        retry: repeats reads while a node is down.
     """
 
     def __init__(self, links: NodeLinks, retry: ReadRetry) -> None:

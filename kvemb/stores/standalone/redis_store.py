@@ -27,7 +27,7 @@ class RedisServer(NodeServer):
 
     Args:
         access: how servers are reached.
-        role: who writes, see `Store`.
+        role: of this process, see `Store`.
     """
 
     capabilities = Capabilities(cas=False, max_record_bytes=MAX_VALUE_BYTES, pages=True)

@@ -32,7 +32,7 @@ class SeenNodes:
         """Return the nodes of a cluster, found from those that kvemb.yaml names; markers are what they should be, not what they are.
 
         Args:
-            known: the cluster, for those who know it without markers.
+            known: the cluster, for a caller that knows it without markers; None: the markers say it.
             deadline: of all of it.
             inspect: whether their settings are to be looked at, too.
 
@@ -63,7 +63,7 @@ class SeenNodes:
         ours = next(iter(before.markers.values())).cluster_id
         try:
             return cluster_map, places_of(cluster_map, self._links.in_file, self._numbers(ours))
-        except ConfigError as error:  # addresses lead elsewhere just now; what was known is good until they lead right again
+        except ConfigError as error:  # addresses lead elsewhere just now; the known ones stay in use until they lead right again
             log.warning("the cluster map of version %d is not followed yet: %s", cluster_map.version, error)
             return before.map, before.places
 

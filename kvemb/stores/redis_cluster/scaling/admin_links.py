@@ -1,5 +1,6 @@
-"""Administrators' connections to the nodes of a cluster, one each, kept open for as long as slots are moved; what is asked by them: who has
-which slot, and what each slot weighs. One thread."""
+"""Administrators' connections to the nodes of a cluster, one each, open while slots move.
+
+They ask which node has which slot, and what each slot weighs. One thread."""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -71,7 +72,7 @@ class AdminLinks:
         """Return the cluster as its primaries see it, each of itself; those that do not answer, as another sees them.
 
         Raises:
-            NodeUnavailableError: nobody answers.
+            NodeUnavailableError: no node answers.
         """
         failures = []
         for first in dict.fromkeys(candidates):

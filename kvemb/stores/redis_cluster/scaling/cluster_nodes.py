@@ -1,4 +1,4 @@
-"""What CLUSTER NODES says, of one node and of all together: who is there, who holds which slot, which slots stand open. Pure."""
+"""CLUSTER NODES, read from one node and from all together: the nodes, the holder of each slot, and the open slots. Pure."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -87,7 +87,7 @@ class ClusterView:
 
     Args:
         nodes: by name, replicas among them.
-        owners: by slot, the name of who holds it, "" for nobody.
+        owners: by slot, its holder's name, "" for none.
         open_slots: in the order of their numbers.
     """
 
@@ -105,7 +105,7 @@ class ClusterView:
         return self.owners.count(name)
 
     def replicas_of(self, name: str) -> list[ClusterNode]:
-        """Who follows a node."""
+        """The replicas that follow a node."""
         return [node for node in self.nodes.values() if node.primary == name]
 
     def at(self, address: str) -> ClusterNode | None:
@@ -118,7 +118,7 @@ def parse_nodes(text: str, asked: str) -> list[ClusterNode]:
 
     Args:
         text: of the answer.
-        asked: the address of who answered; a node that does not know its own host is there.
+        asked: the address of the node that answered; a node that does not know its own host is there.
 
     Raises:
         ProtocolError: it is no such answer.

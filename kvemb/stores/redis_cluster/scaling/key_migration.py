@@ -16,7 +16,7 @@ from kvemb.wire.resp.resp_value import ErrorLine
 
 _BYTES_AT_ONCE = 256 << 10  # in one MIGRATE, which both servers do nothing else beside; a larger key goes alone
 _PIPELINED = 4  # that a source runs without looking at its other clients; each waits for the target
-_IDLE_MS = 1000  # that a server waits for the other in a MIGRATE, and serves nobody meanwhile
+_IDLE_MS = 1000  # that a server waits for the other in a MIGRATE, and serves no client meanwhile
 _SLOWEST_BYTES_PER_S = 20e6  # of one large key
 _MIGRATING = frozenset({"restore-asking", "NULL", "auth", "select", "restore"})
 _TARGET_SAYS = b"-ERR Target instance replied with error: "
@@ -89,7 +89,7 @@ class KeyMigration:
             if not isinstance(answer, ErrorLine):
                 return
             if b"BUSYKEY" in answer.line and attempt < _TRIES - 1:
-                # A try that went unanswered has left a copy. The slot's owner has had the say over a key that it has all along.
+                # An unanswered try may have put a copy there. The slot's owner decides over a key that it has, all along.
                 option = ("REPLACE",)
             elif not answer.line.startswith(b"-IOERR") or attempt:  # its clients wait meanwhile: tried once more, not for ever
                 raise self._refused(answer.line, source, target)

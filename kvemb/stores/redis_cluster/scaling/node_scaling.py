@@ -1,4 +1,4 @@
-"""Nodes of a Redis Cluster or Valkey Cluster join, leave, are replaced and given other shares, while everybody trains.
+"""Nodes of a Redis Cluster or Valkey Cluster join, leave, are replaced and given other shares, while training goes on.
 
 The change that is under way lies in the cluster itself (`node_change`), so a command that was killed leaves nothing that the next cannot
 finish (`resume`) or take back (`abort`). One change at a time. A few slots move at once (`redis_slot_mover`); before them, a command looks
@@ -44,7 +44,7 @@ _ROLE = "nodes"
 _PATIENCE_S = 30.0  # of a person, while the cluster has other things to do
 _LEAST_TIMEOUT_S = 10.0  # of one answer: a batch of training gives a busy node up sooner than a command need
 _AT_ONCE = 16  # slots with rows that stand open together
-_EMPTY_AT_ONCE = 256  # others: nobody asks for more than their marker, and each group waits for servers' disks
+_EMPTY_AT_ONCE = 256  # empty slots: only their marker is asked for, and each group waits for servers' disks
 Progress = Callable[[str, int, int], None]
 """Told what is going on, and how many bytes of how many have moved, about."""
 
@@ -57,7 +57,7 @@ class NodeScaling:
         max_mb_per_s: how fast rows may travel; None: about half of the time goes to moves.
 
     Attributes:
-        plans: says what a change would do, and what there is.
+        plans: plans changes, and reads the cluster as it is.
     """
 
     def __init__(self, config: StorageConfig, *, max_mb_per_s: float | None = None) -> None:
@@ -86,7 +86,7 @@ class NodeScaling:
         return change.left(self.plans.view().owners)
 
     def carry_out(self, plan: SlotPlan[NodeChange], progress: Progress | None = None) -> list[str]:
-        """Do it. When this returns it is done; what the operator should know besides is returned, in words.
+        """Carry a plan out. It is done when this returns. Returns advice for the operator, in words.
 
         Raises:
             ConfigError: a change is under way already; nothing was changed.
@@ -106,11 +106,11 @@ class NodeScaling:
         return self._go_on(change, progress, plan.sizes.record_bytes)
 
     def resume(self, progress: Progress | None = None) -> list[str]:
-        """Go on with the change that is under way, whoever began it; without one, close slots that stand open. As `carry_out`."""
+        """Go on with the change that is under way, of any command; without one, close slots that stand open. As `carry_out`."""
         return self._take_over(progress, abort=False)
 
     def abort(self, progress: Progress | None = None) -> list[str]:
-        """Take the change back: every slot goes to who had it, and who was to join leaves. As `carry_out`."""
+        """Take the change back: every slot returns to its former node, and a node that was to join leaves. As `carry_out`."""
         return self._take_over(progress, abort=True)
 
     # --- inside: carrying out ---------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class NodeScaling:
     def _replace_dead(self, change: NodeChange, view: ClusterView) -> list[str]:
         """Give a dead node's slots to another without keys: the shards bring its rows back there, as they do for one that came back empty.
 
-        Nothing of it is kept in the cluster, which takes no value while slots are nobody's: the newcomer has all slots at once.
+        Nothing of it is kept in the cluster, which takes no value while slots have no owner: the newcomer has all slots at once.
         """
         newcomer, slots = view.nodes[change.joining], np.flatnonzero(change.before != change.after).tolist()
         self._mover.claim(slots, newcomer, [node for node in view.primaries if not node.failed])
@@ -141,7 +141,7 @@ class NodeScaling:
         return self._go_on(change, progress)
 
     def _close_strays(self) -> list[str]:
-        """Close slots that somebody else has left open."""
+        """Close open slots that are of no change of ours."""
         view = self.plans.view()
         for state in view.open_slots:
             owner = view.nodes.get(view.owners[state.slot])
@@ -158,7 +158,7 @@ class NodeScaling:
         going, total = np.flatnonzero(change.before != change.after), float(loads[change.before != change.after].sum())
         leaver = view.nodes.get(change.joining if change.aborting else change.leaving)
         if leaver is not None and not leaver.failed:
-            # Without its last slot it would follow who got that, and copy all of its rows, a moment before it leaves.
+            # Without its last slot it would follow that slot's new node, and copy all of its rows, a moment before it leaves.
             self._links.run(leaver.address, [("CONFIG", "SET", "cluster-allow-replica-migration", "no")], self._config.timeout_s)
         done, what = 0.0, "moving back" if change.aborting else "moving"
         for group in self._groups(going, change, view, loads):
@@ -199,7 +199,7 @@ class NodeScaling:
             self._mover.move(slots, owner, target, view.primaries)
 
     def _close(self, state: OpenSlot, owner: ClusterNode, view: ClusterView) -> ClusterNode:
-        """Let a slot that stands open be somebody's alone; return whose."""
+        """Close an open slot, so that one node alone has it; return that node."""
         target = view.nodes.get(state.target)
         if target is None or target.failed:
             self._mover.give_up(state.slot, owner)

@@ -1,13 +1,13 @@
 """Moves slots from a node to another by the cluster's own commands; nothing is lost when a party dies on the way.
 
-While a slot stands open, its source answers for keys that it has and sends clients to its target for the others. What says afterwards that
-nothing was lost meanwhile:
+While a slot stands open, its source answers for keys that it has and sends clients to its target for the others. Two keys show afterwards
+that nothing was lost meanwhile:
 
-    the slot's marker   travels first. Whoever has lost the target's keys has lost it too: the shards compare the slot's rows.
+    the slot's marker   travels first. A target that loses its keys loses it too: the shards compare the slot's rows.
     a witness           a key that the source is given before, and that travels last. If it is gone, the source has lost keys on the way:
                         the marker is deleted, and the shards compare the slot's rows.
 
-What must not live here: which slots move (scaling_plans), who is to know (node_scaling).
+What must not live here: which slots move (scaling_plans), and which change they are of (node_scaling).
 """
 
 import re
@@ -70,8 +70,8 @@ class RedisSlotMover:
 
         Args:
             slots: which; a few, because all of them stand open meanwhile.
-            source: who holds them.
-            target: who is to.
+            source: the node that holds them.
+            target: the node that is to hold them.
             everybody: primaries that are told in the end.
             state: of a single slot, how far an earlier try came; None for none.
 
@@ -103,7 +103,7 @@ class RedisSlotMover:
         self._do_all(owner, slots, "NODE", owner.name)
         told = {
             node.name: node for node in others if node.name != owner.name
-        }  # each once: who gave its last slot away may be a replica now
+        }  # each once: a node that gave its last slot away may be a replica now
         for index, node in enumerate(told.values()):
             if node.address in self._silent:
                 continue
@@ -133,7 +133,7 @@ class RedisSlotMover:
         A target's keys cannot be sent back: while a slot stands open, its source takes no key that it does not have, and closed, it would
         call rows missing that the target has. Such a slot is moved to its end, and then back.
         """
-        self._do(target, "CLUSTER", "SETSLOT", slot, "STABLE")  # from now on nobody can put a key there
+        self._do(target, "CLUSTER", "SETSLOT", slot, "STABLE")  # from now on no client can put a key there
         if self._do(target, "CLUSTER", "COUNTKEYSINSLOT", slot):
             self._do(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", source.name)
             return False
@@ -143,8 +143,8 @@ class RedisSlotMover:
     def give_up(self, slot: int, source: ClusterNode) -> None:
         """Close an open slot whose target is dead, with all keys that it had got.
 
-        Nobody can say which rows are gone, so the source vouches for none: all of its markers are deleted first. The shards compare every
-        row there with what they know and bring back what is missing; nobody reads meanwhile.
+        Which rows are gone is not known, so the source vouches for none: all of its markers are deleted first. The shards compare every
+        row there with what they know and bring back those missing; no client reads meanwhile.
         """
         mine = np.flatnonzero(source.slots).tolist()
         self._links.run(source.address, [("DEL", marker_keys()[other]) for other in mine], self._timeout_s)
@@ -173,7 +173,7 @@ class RedisSlotMover:
             time.sleep(_PAUSE_S)
 
     def _open(self, slots: Sequence[int], source: ClusterNode, target: ClusterNode, *, stale: bool) -> None:
-        if stale:  # nobody was sent to the target: what lies there is of a source that has failed over since
+        if stale:  # no client was sent to the target: its keys are of a source that has failed over since
             self._forget_keys(slots[0], target)
         looks = [words for slot in slots for words in (("EXISTS", marker_keys()[slot]), ("SET", witness_key(slot), b"1"))]
         found = self._links.run(source.address, looks, self._timeout_s)
@@ -205,7 +205,7 @@ class RedisSlotMover:
             first = False
 
     def _forget_keys(self, slot: int, target: ClusterNode) -> None:
-        """Delete what a target holds of a slot to which nobody is sent."""
+        """Delete a target's keys of a slot for which no client is sent to it."""
         while keys := self._keys(slot, target):
             for answer in self._links.run(target.address, _asking([("DEL", key) for key in keys]), self._timeout_s):
                 if isinstance(answer, ErrorLine):

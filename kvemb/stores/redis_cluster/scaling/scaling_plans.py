@@ -1,6 +1,6 @@
-"""What a change of a cluster's nodes would do: which slots would move, and whether every node has the room. Nothing is changed here.
+"""Plans of changes of a cluster's nodes: which slots would move, and whether every node has the room. Nothing is changed here.
 
-Who gets which slot is dealt as everywhere (`kvemb.schema.slot_dealing`), by the memory that slots take.
+Slots are dealt to nodes as everywhere (`kvemb.schema.slot_dealing`), by the memory that slots take.
 """
 
 import os
@@ -98,7 +98,7 @@ class ScalingPlanner:
         return self._plan("replace", view, new, joining=name, leaving=node.name)
 
     def rebalance(self, weights: Mapping[str, float] | None = None) -> SlotPlan[NodeChange]:
-        """Plan that every node gets its share of the rows: by weights, 1 for who is given none."""
+        """Plan that every node gets its share of the rows: by weights, 1 for a node without one."""
         view = self._settled_view()
         return self._plan("rebalance", view, shares=shares_of(NODES, dict(enumerate(n.address for n in view.primaries)), {}, (), weights))
 
@@ -152,7 +152,7 @@ class ScalingPlanner:
         return view, name
 
     def _settled_view(self) -> ClusterView:
-        """The cluster, when no change is under way and every slot is somebody's."""
+        """The cluster, when no change is under way and every slot has an owner."""
         view = self.view()
         if view.open_slots:
             slots = ", ".join(str(state.slot) for state in view.open_slots[:5])
@@ -198,7 +198,7 @@ class ScalingPlanner:
 
 
 def owners_among(view: ClusterView, names: tuple[str, ...]) -> NDArray[np.int64]:
-    """Return the number of each slot's owner among names: int64 [16384], -1 for somebody else."""
+    """Return the number of each slot's owner among names: int64 [16384], -1 for an owner that is not among them."""
     number = {name: index for index, name in enumerate(names)}
     owners: NDArray[np.int64] = np.array([number.get(owner, -1) for owner in view.owners], dtype=np.int64)
     assert len(owners) == N_SLOTS
