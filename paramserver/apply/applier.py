@@ -56,9 +56,9 @@ def staleness(pairs: Iterable[tuple[NDArray[np.uint64], NDArray[np.uint64]]]) ->
     Returns:
         (fraction of rows that changed since, batches of the shard that went by). The fraction is -1.0 when no table carried versions.
         Batches are counted from the newest version that the pull saw to the newest one now, at least 1 where a row changed and 0 where
-        none did: when the pull was made is not known, but it was behind the newest batch that it saw. (A row's own two versions would count
-        all the time in which nobody touched it before the pull.) Where the rows are from several pulls, the newest counts. Where no row
-        existed, it is 1.
+        none did: when the pull was made is not known, but it was behind the newest batch that it saw. (A row's own two versions would also
+        count the batches before the pull that did not touch the row.) Where the rows are from several pulls, the newest counts. Where no
+        row existed, it is 1.
 
     Example:
         >>> staleness([(np.array([1, 0, 5], np.uint64), np.array([7, 0, 5], np.uint64))])
@@ -86,14 +86,14 @@ class Applier:
     Told to end, it gives up the batch that waits for storage, if any.
 
     Args:
-        ingest: which hears of the outcomes.
-        engine: what applies batches.
+        ingest: told of the outcomes.
+        engine: applies batches.
         tables: for staleness.
         handover: where batches come from.
-        finder: answers what trainers ask about rows that they have pulled ahead.
-        background: what is done between batches.
+        finder: finds the changed ones among rows that trainers have pulled ahead.
+        background: the work between batches.
         applied: behind the entry of the last batch applied before this process began.
-        failed: called with what ends the shard for good: everything that waits is to fail.
+        failed: called with the error that ends the shard for good: everything that waits is to fail.
     """
 
     def __init__(
@@ -172,13 +172,13 @@ class Applier:
         return [] if not part.prefetched else self._finder.answer(part.prefetched, batch)
 
     def _between(self) -> None:
-        """Look up between two pieces of a batch: what was tried again is done, and the shard may have been told to stop."""
+        """Between two pieces of a batch: record that storage has taken one, and stop if the shard was told to stop."""
         self._ingest.outcomes.written()
         if self.thread.told_to_end:
             raise AbandonedError
 
     def pause(self, error: StorageError, pause_s: float) -> None:
-        """Wait between tries of what storage did not take, and let everybody know why; apply thread only.
+        """Wait before the next try of a write that storage did not take, and record why; apply thread only.
 
         Raises:
             AbandonedError: the shard is to stop.

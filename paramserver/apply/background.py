@@ -1,8 +1,7 @@
-"""What the apply thread does between batches: repairs that somebody asked for, local snapshots, and the comparison of cold rows, a slice at
-a time.
+"""The apply thread's work between batches, a slice at a time: requested repairs, moves, local snapshots, and the comparison of cold rows.
 
-All need index and storage at rest, which they are exactly there. A task that fails because storage or disk does not answer is taken up
-again later; one that finds rows lost asks for their repair.
+All of it needs index and storage at rest, which they are only between batches. A task that fails because storage or disk does not answer is
+tried again later; one that finds rows lost has them repaired.
 """
 
 import logging
@@ -41,7 +40,7 @@ log = logging.getLogger("paramserver")
 
 @dataclass(eq=False)
 class BackgroundTicket:
-    """Something that was asked for; `rows` that were restored when it is done."""
+    """A request for repair or comparison; `rows`: how many were restored, once it is done."""
 
     rows: int = 0
     finished: bool = False
@@ -49,10 +48,10 @@ class BackgroundTicket:
     done: threading.Event = field(default_factory=threading.Event)
 
     def wait(self, deadline: Deadline) -> None:
-        """Return when the repair has ended.
+        """Wait until the repair has ended.
 
         Raises:
-            DeadlineExceededError: it goes on.
+            DeadlineExceededError: the repair goes on.
             KvembError: it failed.
         """
         if not self.done.wait(deadline.remaining_s()):
@@ -61,7 +60,7 @@ class BackgroundTicket:
             raise self.error
 
     def end(self) -> None:
-        """Answer who waits; without an outcome the shard has stopped."""
+        """Wake the threads that wait; without an outcome the shard has stopped."""
         if self.error is None and not self.finished:
             self.error = ShardUnavailableError("the shard stopped before the repair had ended; ask again when it is back")
         self.done.set()
@@ -69,7 +68,7 @@ class BackgroundTicket:
 
 @dataclass(eq=False, kw_only=True)
 class RepairTicket(BackgroundTicket):
-    """A repair of nodes that somebody asked for, and waits for.
+    """A requested repair of nodes.
 
     Args:
         addresses: nodes to compare row by row although their markers may be in order.
@@ -93,10 +92,10 @@ class BackgroundWork:
     Args:
         repairer: restores rows.
         snapshots: taken as the journal grows.
-        scrub: compares rows that nobody touches.
+        scrub: compares rows that no push touches.
         mover: does the shard's part in plans; None where there are none.
         wake: makes the apply thread call `step`.
-        timeout_s: of one look at rows that were asked about.
+        timeout_s: of one read for a comparison of rows.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class BackgroundWork:
         self._not_before_s = 0.0
 
     def ask_repair(self, addresses: Iterable[str] = ()) -> RepairTicket:
-        """Have every lost node repaired, and these nodes compared with the index; returns at once. One repair answers all who ask."""
+        """Have every lost node repaired, and these nodes compared with the index; returns at once. One repair answers all requests."""
         ticket = RepairTicket(addresses=frozenset(addresses))
         with self._lock:
             self._asked.append(ticket)
@@ -135,7 +134,9 @@ class BackgroundWork:
         return ticket
 
     def restore(self, table: TableState, ids: NDArray[np.uint64], timeout_s: float) -> None:
-        """Have rows compared, and their node where a page is of another type. Returns when that is done, or goes on, or storage is away.
+        """Have rows compared, and their whole node where a page is of another type; return when that is done, or after `timeout_s`.
+
+        Where storage does not answer, or time is up, the rows may not be restored yet; the log says so.
 
         Raises:
             LostRowError: a row cannot be restored; the shard stops.
@@ -152,13 +153,13 @@ class BackgroundWork:
             log.warning("table %r: %d rows are not restored yet: %s", table.definition.name, len(ids), error)
 
     def due_in_s(self) -> float:
-        """When `step` has something to do although nobody asks."""
+        """Seconds until `step` has something to do without a request."""
         moving_s = None if self._mover is None else self._mover.due_in_s()
         scrub_s = self.scrub.due_in_s()
         return scrub_s if moving_s is None else min(scrub_s, moving_s)
 
     def step(self, applied: Position, pause: Pause) -> bool:
-        """Do a bit of what there is to do; return whether there is more at once.
+        """Do a slice of the work; return whether more can be done at once.
 
         Args:
             applied: behind the journal entry of the last batch applied.
@@ -166,7 +167,7 @@ class BackgroundWork:
 
         Raises:
             LostRowError: a row cannot be restored: the shard must stop.
-            JournalBehindError: rows show that the journal lacks batches: the same.
+            JournalBehindError: rows show that the journal lacks batches: the shard must stop.
         """
         loaded, self.applied = applied != self.applied, applied
         if self._mover is not None and self._mover.changes_runs:
@@ -214,7 +215,7 @@ class BackgroundWork:
                 ticket.end()
 
     def _compare(self, tickets: list[CompareTicket]) -> None:
-        """Answer who asked about rows. Storage that does not answer is theirs to try again; a row that is lost for good is not."""
+        """Compare rows and answer the requests. An error of storage goes to the caller only; a row lost for good stops the shard, too."""
         try:
             for ticket in tickets:
                 try:

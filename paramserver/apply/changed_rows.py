@@ -1,9 +1,9 @@
-"""What the release of a sync step says of the rows that a trainer has prefetched for later steps: which of them it changed.
+"""The changed rows in the release of a sync step: which of the rows that a trainer has prefetched for later steps the step changed.
 
 Versions are compared with those of the step's batch, which need not be stored yet. For all other rows the index is the truth. The rows come
-from the batch, from the shard's cache, and only what neither has from storage. When storage does not give them, nothing is said, and the
-trainer pulls: a release does not wait for a node to come back. What must not live here: how rows become a batch, and what travels
-(`kvemb.protocol.messages`). Apply thread only: no other batch changes rows while it is at work, so all that it names is of the same moment.
+from the batch and from the shard's cache; storage is read only for rows that neither has. When storage does not give them, the answer is
+empty, and the trainer pulls: a release does not wait for a node to come back. What must not live here: how rows become a batch, and the
+messages (`kvemb.protocol.messages`). Apply thread only: no other batch changes rows meanwhile, so all rows of an answer are of one moment.
 """
 
 import logging
@@ -61,29 +61,32 @@ class ChangedRowsFinder:
 
     def _changed_of(self, prefetched: CheckedRows, changed: PreparedRows | None) -> ChangedRowsBlock:
         definition = prefetched.definition
+        # n: prefetched rows of this table; of these, c have changed, and of the changed ones, e exist.
+        # versions: uint64 [n], in force, first by the index; 0 = no such row. places: intp [n], the row's place in the batch, or -1.
         versions = self._tables.state(definition).versions(prefetched.ids)
         places = np.full(len(prefetched.ids), -1, np.intp) if changed is None else _places(prefetched.ids, changed.rows.ids)
         if changed is not None:
-            here = np.flatnonzero(places >= 0)
+            here = np.flatnonzero(places >= 0)  # the rows that the batch changes: the index learns of them later
             versions[here] = definition.record.versions(changed.part.records)[places[here]]
-        at = np.flatnonzero(versions != prefetched.versions)
-        versions = versions[at]
-        there = at[versions != 0]
+        at = np.flatnonzero(versions != prefetched.versions)  # intp [c]: their places among the n
+        versions = versions[at]  # uint64 [c]
+        there = at[versions != 0]  # intp [e]: those that exist, as places among the n
+        # uint8 [e, row bytes]: their weights as they are stored, first those from the batch, then those from cache or storage.
         rows = np.empty((len(there), definition.record.prefix_bytes - HEADER_SIZE), np.uint8)
-        places = places[there]
+        places = places[there]  # intp [e]: in the batch, or -1
         new = np.flatnonzero(places >= 0)
         if changed is not None:
             rows[new] = _weights_of(changed.part.records, definition, places[new])
         if len(new) < len(there):
-            left = np.flatnonzero(places < 0)
+            left = np.flatnonzero(places < 0)  # places among the e, as in `new`
             rows[left] = self._weights(definition, prefetched.ids[there[left]], versions[versions != 0][left])
         return ChangedRowsBlock(at.astype(np.uint32), versions, rows.tobytes())
 
     def _weights(self, definition: TableDef, ids: Ids, versions: Ids) -> Bytes:
         """The weights of n existing rows, which the batch does not change, as they are stored: uint8 [n, row bytes]."""
         cache = self._tables.state(definition).cache
-        at = cache.find(ids)
-        kept = at >= 0
+        at = cache.find(ids)  # int64 [n]: places in the cache, or -1
+        kept = at >= 0  # bool [n]: which rows the cache has
         if kept.all():
             return _weights_of(cache.records, definition, at)
         rows = np.empty((len(ids), definition.record.prefix_bytes - HEADER_SIZE), np.uint8)
@@ -95,6 +98,7 @@ class ChangedRowsFinder:
         record = definition.record
         keys = definition.keys(ids, pages=self._store.capabilities.pages)
         part = ReadPart(keys, record.size_bytes, record.prefix_bytes)
+        # records: uint8 [n, record bytes] of which only the header and the weights are read; found: bool [n].
         got = self._store.rows.read([part], Deadline.after(self._timeout_s))[0].in_key_order()
         record.check(got.records, ids, got.found, self._store.rows.whereabouts(keys))
         if not (got.found & (record.versions(got.records) == versions)).all():
@@ -103,7 +107,8 @@ class ChangedRowsFinder:
 
 
 def _places(ids: Ids, known: Ids) -> NDArray[np.intp]:
-    """Where each id stands in `known`, ascending as those of every batch; -1 where it does not: intp [n]."""
+    """The place of each id in `known`, or -1: intp [n]. `known` is ascending, as in every batch, and not empty."""
+    # The first place whose id is not smaller, cut to the last place: only the id itself stands there, or another one.
     at = np.minimum(np.searchsorted(known, ids), len(known) - 1)
     return np.where(known[at] == ids, at, -1)
 

@@ -1,9 +1,9 @@
 """The committer: takes work from ingest, merges it to batches, journals them, acknowledges them, and hands them to the apply thread.
 
 The order of the journal is the order of application: batch k is numbered here. Several batches share one commit when several are ready.
-A push is acknowledged once its batch is committed and the shard is known to be still ours (`fenced_log`). The hand-over is bounded, so that
-what comes in while the engine is busy is merged instead of queued. A full disk stops acknowledgements, not the shard: the same entries are
-tried again until there is room.
+A push is acknowledged once its batch is committed and the shard is known to be still ours (`FencedLog`). The hand-over is bounded, so that
+pushes that come in while the engine is busy are merged instead of queued. A full disk stops acknowledgements, not the shard: the same
+entries are tried again until there is room.
 """
 
 import logging
@@ -35,7 +35,7 @@ class Committed:
     Args:
         version: (epoch, k), packed.
         batch: what the engine applies.
-        work: what it was made of.
+        work: the pushes or row change that it was made of.
         end: position behind its entry.
     """
 
@@ -82,7 +82,7 @@ class Handover:
             return self._waiting.popleft()
 
     def wake(self) -> None:
-        """Let the one who waits for a batch look at what else there is to do."""
+        """Wake the thread that waits for a batch, so that it looks for other work."""
         with self._changed:
             self._woken = True
             self._changed.notify_all()
@@ -121,7 +121,7 @@ class Committer:
     ) -> None:
         self._ingest, self._tables, self._fenced_log, self._handover = ingest, tables, fenced_log, handover
         self._sync, self._epoch, self._failed = sync, epoch, failed
-        self.k = k  # of the last batch numbered: what was acknowledged before is in it or before it
+        self.k = k  # of the last batch numbered: pushes acknowledged before are in it or in earlier ones
         self._counting = threading.Lock()
         self._steps: dict[str, int] = {}  # per table, behind the last batch numbered
         self.thread = OwnedThread(self._run, name="kvemb-journal", wakes=(ingest.state.stop, handover.close))

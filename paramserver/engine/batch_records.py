@@ -1,6 +1,6 @@
-"""The records of a batch: as they were found, wherever they came from, and as they are to be written. Pure.
+"""The records of a batch: as they were found, in the cache or in storage, and as they are to be written. Pure.
 
-Rows from the cache are gathered only when their block is asked for. What a block needs stays in the processor's cache, and a batch needs no
+Rows from the cache are gathered only when their block is asked for. So a block stays in the processor's cache, and a batch needs no
 second copy of all its records. New records lie in memory that one batch after the other uses: the system clears fresh memory first, at half
 the price of using it.
 """
@@ -44,7 +44,7 @@ class RecordArena:
         if stop > _KEPT_BYTES:
             return np.empty((n, size_bytes), np.uint8)
         if stop > len(self._memory):
-            self._memory = np.empty(stop, np.uint8)  # arrays handed out before go on using the old one
+            self._memory = np.empty(stop, np.uint8)  # arrays handed out before still use the old memory
         self._n_used = stop
         return self._memory[start:stop].reshape(n, size_bytes)
 
@@ -89,16 +89,17 @@ class Fetched:
             yield block, self._block(block)
 
     def _block(self, block: slice) -> FetchedRecords:
-        at = self.at[block]
+        at = self.at[block]  # int64 [m]: places in the cache of the block's m rows, -1 for those that were read
         if self.read is None:
             return FetchedRecords(np.take(self.cache.records, at, axis=0), np.ones(len(at), bool), self.cache.tokens[at])
         read = self.read.take(slice(int(self._n_read[block.start]), int(self._n_read[block.stop])))
         if len(read.found) == len(at):
             return read
-        lacking = np.flatnonzero(at < 0)
-        items = as_items(self.cache.records).take(at, mode="clip")  # any record where one is lacking
+        lacking = np.flatnonzero(at < 0)  # the block's rows that were read, in the order of `read`
+        # One item of record bytes a row, so that NumPy moves whole records: [m], of any record first where the cache has none.
+        items = as_items(self.cache.records).take(at, mode="clip")
         items[lacking] = as_items(np.ascontiguousarray(read.records))
-        found, tokens = np.ones(len(at), bool), np.zeros(len(at), np.uint64)
+        found, tokens = np.ones(len(at), bool), np.zeros(len(at), np.uint64)  # [m]; a row in the cache exists
         found[lacking] = read.found
         if read.tokens is not None:
             tokens = self.cache.tokens.take(at, mode="clip")
@@ -113,7 +114,7 @@ class Fetched:
 
 @dataclass(frozen=True, eq=False)
 class PreparedRows:
-    """Rows to write, and what to write.
+    """Rows to write, and their new records.
 
     Args:
         rows: n rows of a batch.

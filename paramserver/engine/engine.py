@@ -26,7 +26,7 @@ from .storage_retry import PASSING, Pace, Pause, cut, size_bytes, until_stored
 
 
 class BatchBoundary:
-    """The moment between two batches of one shard. The apply thread passes it; whoever needs rows and index at rest steps in there."""
+    """A gate that one batch of a shard holds at a time; a caller that needs rows and index at rest holds it between two batches."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -35,7 +35,7 @@ class BatchBoundary:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Hold the gate for one batch; those who wait for a moment between batches go first."""
+        """Hold the gate for one batch; callers that wait in `between` go first."""
         with self._changed:
             self._changed.wait_for(lambda: not self._busy and not self._n_waiting)
             self._busy = True
@@ -74,7 +74,7 @@ class BatchBoundary:
 
 @dataclass(frozen=True, eq=False)
 class Applied:
-    """What the engine did with one batch.
+    """The result of one batch.
 
     Args:
         k: its number.
@@ -94,10 +94,10 @@ class Engine:
     Args:
         store: open.
         tables: the shard's tables.
-        timeline: what is known of versions; their epoch is this process's.
+        timeline: this process's epoch, and the last batch of those before.
         k: of the last batch applied.
         timeout_s: deadline of one storage call.
-        ports: what it asks and tells.
+        ports: repair, and the observer of writes.
         rows_applied: so far, all processes of the shard together.
     """
 
@@ -137,7 +137,7 @@ class Engine:
             replay: when the batch was journaled by an earlier process, which may have stored it and others behind it.
             computed: called once before anything is written. Not where that is too late, because an earlier try wrote some of it; nor where
                 the batch has no rows, or more than one piece.
-            between: called between two pieces, when `rows_applied` counts the rows of the first; raises to give up.
+            between: called between two pieces, when `rows_applied` counts those stored so far; raises to give up.
 
         Raises:
             StorageError: not retryable, or `pause` or `between` raised. Rows of the batch may have been written, and the index knows those
@@ -172,9 +172,9 @@ class Engine:
         return Applied(self.k, n_existed, [] if n_pieces > 1 else self._writer.prepared)
 
     def _store_piece(self, change: Change, left: list[CheckedRows], pause: Pause) -> tuple[list[CheckedRows], list[CheckedRows]]:
-        """Store the first rows of those left, as many as one exchange takes; try until that is done, and return them and the others.
+        """Store the first of the remaining rows, as many as one exchange takes, trying until that is done; return them and the others.
 
-        What is found lost meanwhile is restored first.
+        Rows that are found lost meanwhile are restored first.
         """
 
         def store() -> tuple[list[CheckedRows], list[CheckedRows]]:

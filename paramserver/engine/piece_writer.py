@@ -1,7 +1,7 @@
 """One piece of a batch on its way to storage: its rows are looked up, compared with the index, computed and written, or erased.
 
-A row that meets a conflict goes the same way again. What must not live here: what a row may become (`paramserver.model.transition`). Nor
-which rows make a piece, what is done when storage does not take it, and when the index learns of it (`paramserver.engine.engine`).
+A row that meets a conflict goes the same way again. What must not live here: the rules of a row's change (`paramserver.model.transition`).
+Nor which rows make a piece, how an error of storage is met, and when the index learns of it (`paramserver.engine.engine`).
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from .storage_retry import CHANGED_BY_ANOTHER_WRITER, AheadOfIndex, RepairPort
 
 
 class WriteObserver(Protocol):
-    """Who hears of rows before they change (a save that is under way; `paramserver.checkpoint.saver`), on the apply thread."""
+    """Told of rows before they change, on the apply thread: a save that is under way (`paramserver.checkpoint.saver`)."""
 
     @property
     def wants_erased(self) -> bool:
@@ -41,19 +41,19 @@ class WriteObserver(Protocol):
 
 @dataclass(frozen=True)
 class EnginePorts:
-    """What an engine works with beside storage and tables: repair, and whoever observes writes.
+    """The engine's partners beside storage and tables: repair, and the observer of writes.
 
     Args:
-        repair: brings back what storage has lost.
-        observer: hears of rows before they change.
+        repair: restores rows that storage has lost.
+        observer: told of rows before they change.
     """
 
     repair: RepairPort
     observer: WriteObserver
 
 
-# Rows are computed in blocks of so many weights: what one step leaves is still in the processor's cache for the next. The optimizers take
-# blocks of the same size (measured there).
+# Rows are computed in blocks of so many weights: the arrays of one step are still in the processor's cache for the next. The optimizers
+# take blocks of the same size (measured there).
 _BLOCK_WEIGHTS = 1 << 17
 
 Computed = Callable[[Sequence[PreparedRows]], None]
@@ -62,7 +62,7 @@ Computed = Callable[[Sequence[PreparedRows]], None]
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """What a batch does to its rows.
+    """A batch's change of its rows.
 
     Args:
         kind: APPLY, ASSIGN or ERASE.
@@ -90,10 +90,10 @@ class PieceWriter:
 
     Args:
         store: open.
-        tables: whose indexes and caches are asked; the caches learn of what is stored.
-        timeline: what is known of versions.
+        tables: whose indexes and caches are read; stored rows are put into the caches.
+        timeline: this process's epoch, and the last batch of those before.
         timeout_s: deadline of one storage call.
-        observer: hears of rows before they change.
+        observer: told of rows before they change.
     """
 
     def __init__(self, store: Store, tables: Tables, timeline: Timeline, timeout_s: float, observer: WriteObserver) -> None:
@@ -130,7 +130,7 @@ class PieceWriter:
         until_none_is_left(todo, lambda left: self._round(change, left), _many_changes)
 
     def forget(self, piece: Sequence[CheckedRows]) -> None:
-        """Which rows were written is not known now: they are fetched, and their versions tell."""
+        """Drop a piece's rows from the cache: which were written is not known. They are read again, and their versions tell."""
         for rows in piece:
             self._tables.state(rows.definition).cache.forget(rows.ids)
 
@@ -154,14 +154,14 @@ class PieceWriter:
     def _fetch(self, todo: Sequence[CheckedRows]) -> list[Fetched]:
         """Take rows from the cache, and those that it lacks from storage, all tables in one read."""
         caches = [self._tables.state(rows.definition).cache for rows in todo]
-        places = [cache.find(rows.ids) for cache, rows in zip(caches, todo, strict=True)]
-        lacking = [at < 0 for at in places]
+        places = [cache.find(rows.ids) for cache, rows in zip(caches, todo, strict=True)]  # of each table int64 [n]; -1: not in the cache
+        lacking = [at < 0 for at in places]  # of each table bool [n]
         missing = [rows if none.all() else rows.take(none) for rows, none in zip(todo, lacking, strict=True) if none.any()]
         read = iter(self._access.read([(rows.definition, rows.ids) for rows in missing]))
         return [Fetched(cache, at, next(read) if none.any() else None) for cache, at, none in zip(caches, places, lacking, strict=True)]
 
     def _settle(self, prepared: PreparedRows, result: WriteResult) -> CheckedRows:
-        """Keep what was stored; return the rows that met a conflict."""
+        """Put stored rows into the cache; return the rows that met a conflict."""
         rows, part = prepared.rows, prepared.part
         cache = self._tables.state(rows.definition).cache
         if result.stored.all():
@@ -178,7 +178,7 @@ class PieceWriter:
         for rows, got in zip(todo, fetched, strict=True):
             if got.read is None:
                 continue
-            ids, read = rows.ids[got.at < 0], got.read
+            ids, read = rows.ids[got.at < 0], got.read  # uint64 [r], the rows that were read, and their records in the same order
             done = read.found & (rows.definition.record.versions(read.records) >= np.uint64(version))
             tokens = None if read.tokens is None else read.tokens[done]
             self._tables.state(rows.definition).cache.put(ids[done], read.records[done], tokens)
@@ -186,12 +186,15 @@ class PieceWriter:
     def _prepare(self, change: Change, rows: CheckedRows, got: Fetched) -> PreparedRows:
         """Compare versions with the index; return the rows still to write and their new records."""
         definition, state, n = rows.definition, self._tables.state(rows.definition), len(rows.ids)
+        # write: bool [n], which rows are to be written. These rows fill the first `stop` places of the others. records: uint8 [n, record
+        # bytes], the new ones; tokens: uint64 [n], 0 = no such row yet; new: bool [n], whether the row is created.
         records = self._arena.take(n, definition.record.size_bytes)
         tokens, write, new = np.zeros(n, np.uint64), np.ones(n, bool), np.ones(n, bool)
-        known = state.versions(rows.ids, keep=True)
+        known = state.versions(rows.ids, keep=True)  # uint64 [n], by the index; 0 = no such row
         stop = 0
         for block, old in got.blocks(max(1, _BLOCK_WEIGHTS // definition.dim)):
-            these = rows if len(old.found) == n else rows.take(block)
+            these = rows if len(old.found) == n else rows.take(block)  # the block's m rows; `old`: their records, as found
+            # uint64 [m]: versions as they are stored, 0 = not found. todo: bool [m], which of these rows are still to be written.
             stored = np.where(old.found, definition.record.versions(old.records), np.uint64(0))
             todo = records_to_write(
                 definition, these.ids, known[block], stored, version=change.version, newest=change.newest, timeline=self._timeline
@@ -212,7 +215,7 @@ class PieceWriter:
         return PreparedRows(rows, WritePart(self._access.keys(definition, rows.ids, new[:stop]), records[:stop], tokens[:stop]), at)
 
     def _tell(self, definition: TableDef, ids: NDArray[np.uint64], old: FetchedRecords) -> None:
-        """Let the observer hear of rows about to change, those that exist."""
+        """Tell the observer of those rows about to change that exist."""
         if not old.found.all():
             ids, old = ids[old.found], old.take(old.found)
         if len(ids):

@@ -1,10 +1,10 @@
-"""The one way to rows in storage for whoever writes them: look at the versions there, judge, and write or erase under tokens.
+"""The one way to write rows in storage: look at the versions there, judge them, and write or erase under tokens.
 
-A row may change between look and write: a late write of our own whose answer was lost, a process that was shut out, another program. On
-storage with compare-and-swap that is a conflict, and whoever met one looks again. On other storage nothing of ours can arrive late (the old
-connection is confirmed dead first), and a look says nothing that a write needs.
+A row may change between look and write: by a late write of our own whose answer was lost, a process that was shut out, another program. On
+storage with compare-and-swap that is a conflict, after which the row is looked at again. On other storage no write of ours can arrive late
+(the old connection is confirmed dead first), so a write needs no look.
 
-What must not live here: what a row may become (`paramserver.model.transition`), caches and the index, and waiting for nodes that are away.
+What must not live here: rules of a row's change (`paramserver.model.transition`), caches, the index, and waiting for nodes that are away.
 """
 
 from collections.abc import Callable, Sequence, Sized
@@ -48,12 +48,12 @@ class RowCalls(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class SeenRows:
-    """What stood under the keys of n rows.
+    """The values under the keys of n rows, as one look found them.
 
     Args:
         versions: uint64 [n], 0 where there was no row of ours.
         foreign: bool [n], where another program's value was.
-        tokens: uint64 [n] to write under, 0 where nothing was; None on storage without them.
+        tokens: uint64 [n] to write under, 0 where there was no value; None on storage without them.
     """
 
     versions: Ids
@@ -79,8 +79,8 @@ class RowAccess:
         store: open.
         timeout_s: deadline of one call.
         calls: other reads and writes than those of every batch.
-        error: what is raised where rows change between every look and write.
-        pace: how much one call is to carry; unless given, one of its own. Whoever calls cuts rows into as much.
+        error: raised where rows change between every look and write.
+        pace: how much one call is to carry; unless given, one of its own. The caller cuts rows into pieces of that size.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class RowAccess:
             self._erase_other(now, parts)
 
     def write_second(self, definition: TableDef, ids: Ids, records: NDArray[np.uint8]) -> None:
-        """Write rows that are in storage to their other node, too, if they have one: whoever wrote them may not have come so far."""
+        """Write rows that are in storage to their other node, too, if they have one: their writer may have died before it did."""
         if (second := self._second) is not None and len(ids):
             self._write_second(second, WritePart(self.keys(definition, ids), np.ascontiguousarray(records)))
 
@@ -164,7 +164,7 @@ class RowAccess:
 
     @property
     def _other(self) -> OtherNodes | None:
-        """Where rows may be besides, also while they are erased there: one that is left would come back with its slot."""
+        """The other nodes that may hold rows, also while these are erased there: a remaining row would come back with its slot."""
         return self._store.rows.moving if self._calls is self._store.rows else None
 
     def _erase_other(self, other: OtherNodes | None, parts: Sequence[WritePart]) -> None:
@@ -189,31 +189,31 @@ class RowAccess:
     def _write_older(self, second: OtherNodes, part: WritePart) -> WritePart:
         """Look at rows there, and write those that are not newer; return those that changed in between.
 
-        One that is newer there is left alone: the write to its first node will tell who has written it.
+        A row that is newer there is not touched: the write to its first node will show where its version comes from.
         """
         read = ReadPart(part.keys, part.records.shape[1], HEADER_SIZE, tokens=True, foreign=True)
         seen = second.read([read], self.deadline())[0].in_key_order()
         assert seen.tokens is not None
         assert seen.foreign is not None
-        tokens = np.where(seen.found | seen.foreign, seen.tokens, np.uint64(0))
-        older = ~seen.found | (stored_versions(seen.records) <= stored_versions(part.records))
+        tokens = np.where(seen.found | seen.foreign, seen.tokens, np.uint64(0))  # uint64 [n]; 0: no value there
+        older = ~seen.found | (stored_versions(seen.records) <= stored_versions(part.records))  # bool [n]: to be written
         part = taken(WritePart(part.keys, part.records, tokens), older)
         return taken(part, ~second.write([part], self.deadline())[0].stored) if len(part.keys) else part
 
     def look(self, definition: TableDef, ids: Ids, *, tokens: bool = True, deadline: Deadline | None = None) -> SeenRows:
-        """Look at what stands under the keys of n rows."""
+        """Look at the values under the keys of n rows."""
         record = definition.record
         part = ReadPart(self.keys(definition, ids), record.size_bytes, HEADER_SIZE, tokens=tokens, foreign=True)
         read = self._calls.read([part], deadline or self.deadline())[0].in_key_order()
         assert read.foreign is not None
-        foreign = read.foreign | (read.found & ~record.belong(read.records, ids))
+        foreign = read.foreign | (read.found & ~record.belong(read.records, ids))  # bool [n]: no record, or another row's
         versions = np.where(read.found & ~foreign, record.versions(read.records), np.uint64(0))
         return SeenRows(versions, foreign, None if read.tokens is None else np.where(read.found | foreign, read.tokens, np.uint64(0)))
 
     def write_over(
         self, definition: TableDef, ids: Ids, records: NDArray[np.uint8], judge: Callable[[Ids, Ids, Ids], None] | None = None
     ) -> None:
-        """Write records over whatever is there.
+        """Write records over any value that is there.
 
         Args:
             definition: the table.
@@ -241,16 +241,16 @@ class RowAccess:
     def erase(self, definition: TableDef, ids: Ids, may: Judge | None = None) -> None:
         """Erase rows that are there; one that does not exist is left alone, since erasing it would make its page.
 
-        On storage with compare-and-swap a late erase cannot delete a newer row: what changed since it was looked at is looked at again.
+        On storage with compare-and-swap a late erase cannot delete a newer row: a row that changed since the look is looked at again.
 
         Args:
             definition: the table.
             ids: uint64 [n], unique.
-            may: which rows are to go; without it all that is there, also what another program wrote.
+            may: which rows are to be erased; without it every value there, also another program's.
 
         Raises:
             RecordError: `may` is to judge a value that another program wrote; nothing was erased.
-            StorageError: rows may have been erased, some possibly later, but none that has been written anew (on storage with tokens).
+            StorageError: rows may have been erased, some possibly later, but none that was written again since (on storage with tokens).
         """
         other = self._other
         self._erase_at(other, definition, ids, may)
@@ -268,11 +268,11 @@ class RowAccess:
         record, deadline = definition.record, self.deadline()
         part = ReadPart(self.keys(definition, ids), record.size_bytes, HEADER_SIZE, tokens=True, foreign=may is None)
         rows = self._calls.read([part], deadline)[0].in_key_order()
-        here = rows.found if rows.foreign is None else rows.found | rows.foreign
+        here = rows.found if rows.foreign is None else rows.found | rows.foreign  # bool [n]: to be erased
         if may is not None:
-            record.check(rows.records, ids, rows.found)  # or its version would be taken for a row's
+            record.check(rows.records, ids, rows.found)  # otherwise a foreign value's bytes would be taken for a version
             here = may(ids, record.versions(rows.records), rows.found)
-        ids = ids[here]
+        ids = ids[here]  # uint64 [m], as are the tokens; gone: bool [m]
         if not len(ids):
             return ids
         tokens = None if rows.tokens is None else rows.tokens[here]
@@ -305,12 +305,12 @@ def taken(part: WritePart, rows: Mask) -> WritePart:
 
 
 def until_none_is_left(left: T, one_round: Callable[[T], T], error: Callable[[T], StorageError]) -> None:
-    """Call again with what met a conflict until nothing did.
+    """Call again with the rows that met a conflict until none did.
 
     Args:
-        left: what to begin with.
-        one_round: takes what is left, returns what met a conflict.
-        error: made of what is left after too many rounds.
+        left: the rows to begin with.
+        one_round: takes the remaining rows, returns those that met a conflict.
+        error: made of those that remain after too many rounds.
 
     Example:
         >>> until_none_is_left([3, 1, 2], lambda left: [n - 1 for n in left if n > 1], lambda left: StorageError("too many"))

@@ -1,10 +1,10 @@
-"""Writes that storage does not take at once: which errors may pass by themselves, how long to pause, and what is repaired meanwhile. And
-how much is read, computed and written at a time, so that a batch of any size is applied by steps that each end.
+"""Tries of a write until storage takes it: which errors may pass by themselves, how long to pause, what is repaired meanwhile, and the size
+of one piece, so that a batch of any size is applied in steps that each end.
 
-An exchange with storage has a deadline, and everything in it is tried again when that passes. A piece that is too large for the deadline
-would be tried for ever, and nothing behind it would be applied. So a piece is bounded, what is stored of a batch is not tried again, and
-what took too long is tried in smaller pieces. What must not live here: what one try does, what becomes of a row, and how rows that are in
-the way are mended (`paramserver.repair.repairer` answers `RepairPort`).
+An exchange with storage has a deadline, and all of it is tried again when that passes. A piece that is too large for the deadline would be
+tried for ever, and no later batch would be applied. So a piece is bounded, stored pieces of a batch are not tried again, and a piece that
+took too long is tried as smaller ones. What must not live here: one try itself, the change of a row, and how damaged rows are mended
+(`paramserver.repair.repairer` answers `RepairPort`).
 """
 
 import logging
@@ -37,12 +37,12 @@ Pause = Callable[[StorageError, float], None]
 
 @dataclass(frozen=True)
 class AheadOfIndex:
-    """What storage may hold, or is to hold, although the index does not know of it yet.
+    """Versions that storage may hold, or is to hold, although the index does not know of them yet.
 
     Args:
-        first, newest: versions of the batch that is being applied, which may be written by half; rows that have them are left alone.
-        tail: while the journal is replayed, what rows come to in the end. A node must not be in use again with rows as they were in the
-            middle of it: so it is restored to the end at once, and the replay then finds its rows done.
+        first, newest: versions of the batch that is being applied, which may be written by half; rows that have them are not touched.
+        tail: while the journal is replayed, the final state of rows. A node must not be used again with rows as they were in the middle of
+            the journal: so it is restored to the journal's end at once, and the replay then finds its rows done.
     """
 
     first: int
@@ -66,7 +66,7 @@ class RepairPort(Protocol):
 RETRYABLE = (NodeUnavailableError, DeadlineExceededError, NodeFullError, WrongNodeError)
 """A wrong node was not written to: every new connection reads the marker first. Its address may lead to the right one again."""
 PASSING = (NodeLostError, NodeSuspectError, *RETRYABLE)
-"""What may pass for those who repair nothing themselves: the shards repair nodes."""
+"""Errors that may pass for a program that repairs nothing itself: the shards repair nodes."""
 MAX_CONFLICT_ROUNDS = 16
 CHANGED_BY_ANOTHER_WRITER = (
     f"were changed between every read and write of {MAX_CONFLICT_ROUNDS} tries; is another program writing to these nodes?"
@@ -80,18 +80,18 @@ log = logging.getLogger("paramserver")
 def until_stored(
     call: Callable[[], T], pause: Pause, repair: RepairPort, mend: Callable[[StorageError], None], ahead: AheadOfIndex = NO_BATCH
 ) -> T:
-    """Call until storage has taken what is to be written: wait for nodes that are away, have those repaired that lost rows.
+    """Call until storage has taken the write: wait for nodes that are away, have those repaired that lost rows.
 
     Args:
         call: one try.
         pause: called between tries; raises to give up.
         repair: brings back nodes that lost rows, and compares one where another program has replaced a page.
         mend: told of rows that are lost, or not ours, on nodes that are in order. It is called as a part of the next try.
-        ahead: what storage may hold although the index does not know of it yet.
+        ahead: versions that storage may hold although the index does not know of them yet.
 
     Raises:
-        LostRowError, RecordError: `mend` found no way, or what it mends is lost again and again.
-        StorageError: one that does not pass, or what `pause` raised. Rows may have been written.
+        LostRowError, RecordError: `mend` found no way, or the rows that it mends are lost again and again.
+        StorageError: one that does not pass, or the one that `pause` raised. Rows may have been written.
     """
     waits, n_mended = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S), 0
     to_mend: StorageError | None = None
@@ -147,7 +147,7 @@ class Pace:
 
     @contextmanager
     def exchange(self, n_bytes: int) -> Iterator[None]:
-        """Surround what reads and writes so many bytes: after a missed deadline carry far less, and more again while there is time."""
+        """Surround reads and writes of so many bytes: after a missed deadline carry far less, and more again while there is time."""
         began_s = self._clock_s()
         try:
             yield
@@ -170,7 +170,7 @@ def size_bytes(tables: Sequence[CheckedRows]) -> int:
 
 
 def cut(tables: Sequence[CheckedRows], limit_bytes: int) -> tuple[list[CheckedRows], list[CheckedRows]]:
-    """Return the first rows, as many as count at most `limit_bytes` (or one row), and the others; what is not cut is not copied."""
+    """Return the first rows, as many as count at most `limit_bytes` (or one row), and the others; uncut arrays are not copied."""
     room = limit_bytes
     for at, rows in enumerate(tables):
         size = row_bytes(rows)

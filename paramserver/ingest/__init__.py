@@ -1,1 +1,1 @@
-"""From a message to work for the committer: checked, in order, exactly once, in step, and never more than there is room for."""
+"""From a message to work for the committer: checked, in order, exactly once, in step, and bounded."""

@@ -1,8 +1,8 @@
-"""What may come in: rows as trainers send them are checked before any of it is accepted, and must be routed by the cluster map in force.
+"""Admission: a part's rows are checked before any of them is accepted, and must be routed by the cluster map in force.
 
-Whatever came by another map of the shards is refused as a whole, however late it is: its slots may have another writer by now. What comes
-by a newer one waits until this shard has seen that. While slots are handed over everything waits. Slots that move between nodes refuse
-nothing: rows keep their writer. docs/adr/0062 says why. Pure, apart from the look-up of tables and the map that it is given; ingest locks.
+A part that was routed by an older map of the shards is refused as a whole: its slots may have another writer by now. A part routed by a
+newer map waits until this shard has seen that map. While slots are handed over to another shard, everything waits. While slots move between
+nodes, nothing is refused: rows keep their writer. docs/adr/0062 says why. Pure, apart from the look-up of tables and map; no lock here.
 """
 
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def check_part(part: PushPart, find: FindTable, shard: int, cluster_map: Cluster
 
 
 def check_prefetched(part: PushPart, find: FindTable, shard: int, cluster_map: ClusterMap, *, sync: bool) -> tuple[CheckedRows, ...]:
-    """Check the rows that a part says its trainer holds; the other arguments as `check_part`.
+    """Check the rows that a part says its trainer has prefetched; the other arguments as in `check_part`.
 
     Raises:
         PushRejectedError: as `check_part`; or this is no sync job. Nothing was accepted.
@@ -75,10 +75,11 @@ def check_prefetched(part: PushPart, find: FindTable, shard: int, cluster_map: C
 
 
 def find_same(name: str, schema: int, find: FindTable) -> TableDef:
-    """Return the table of a name, unless the one that is meant was dropped, and another has its name.
+    """Return the table of a name and schema.
 
     Raises:
-        UnknownTableError, TableDroppedError: there is none.
+        UnknownTableError: there is none.
+        TableDroppedError: it was dropped, and another table has its name.
     """
     definition = find(name, schema)
     if definition.schema != schema and definition.life:
@@ -90,7 +91,7 @@ def check_rows(rows: TableRows, find: FindTable, shard: int, cluster_map: Cluste
     """Check the rows of one table: definition, dim, values, ids, run-time values.
 
     Raises:
-        PushRejectedError: as `check_part`. TableDroppedError: likewise.
+        PushRejectedError, TableDroppedError: nothing was accepted.
     """
     at = f"table {rows.table!r}"
     try:
@@ -112,7 +113,7 @@ def check_rows(rows: TableRows, find: FindTable, shard: int, cluster_map: Cluste
 
 
 def _check_values(at: str, definition: TableDef, rows: TableRows, values: np.ndarray) -> None:
-    finite = np.isfinite(values)
+    finite = np.isfinite(values)  # bool [n, d]
     if finite.all():
         return
     bad = np.flatnonzero(~finite.all(axis=1))
@@ -135,7 +136,7 @@ def _check_ids(at: str, definition: TableDef, rows: TableRows, shard: int, clust
                 f"{shard} of {cluster_map.n_shards}; nothing was accepted"
             )
     if (rows.ids[1:] > rows.ids[:-1]).all():
-        return  # ascending, as clients send them: none stands twice
+        return  # ascending, as clients send them, so none occurs twice
     ordered = np.sort(rows.ids)
     twice = ordered[1:] == ordered[:-1]
     if twice.any():
@@ -144,9 +145,9 @@ def _check_ids(at: str, definition: TableDef, rows: TableRows, shard: int, clust
 
 
 class MapGate:
-    """The map that one shard takes rows by.
+    """The cluster map by which one shard takes rows.
 
-    What waits follows from the map alone, so that a new start of the shard in the middle of a hand-over changes nothing.
+    Which rows wait follows from the map alone, so that a restart of the shard in the middle of a hand-over changes nothing.
 
     Args:
         shard: number.
@@ -169,7 +170,7 @@ class MapGate:
         return self._map()
 
     def holds(self, serial: int, *, of_step: bool = False) -> bool:
-        """Whether rows that were routed by the shards of this serial are to wait; those of a sync job's step wait at the barrier."""
+        """Whether rows routed by the shards of this serial are to wait here; in a hand-over those of a sync step wait at the barrier."""
         now = self._map()
         if now is not self._known:
             self._known, self._held = now, hands_over(now, self._shard)
@@ -181,7 +182,7 @@ class MapGate:
         self._member = True
 
     def leaves(self) -> None:
-        """Take none any more, whatever a later map says: another process may have the number by then. Any thread."""
+        """Take no rows any more, even if a later map names this shard: another process may have its number by then. Any thread."""
         self._member = False
 
     def require(self, serial: int) -> None:
@@ -202,7 +203,7 @@ class MapGate:
 
 
 def last_step(cluster_map: ClusterMap) -> int | None:
-    """Return behind which step of a sync job no shard hands one out, 0 for its own last one; None where steps go on."""
+    """Return the last step of a sync job that a shard may hand out; 0: none after its own last one; None: steps go on."""
     plan = cluster_map.plan
     if plan is None or plan.kind != SHARDS or plan.phase not in _AT_THE_BARRIER:
         return None
@@ -210,7 +211,7 @@ def last_step(cluster_map: ClusterMap) -> int | None:
 
 
 def hands_over(cluster_map: ClusterMap, shard: int) -> bool:
-    """Whether a plan is in a phase in which this shard takes nothing: its slots go, or come, and are nobody's to write."""
+    """Whether a plan is in a phase in which this shard takes nothing: slots leave it or come to it, and have no writer."""
     plan = cluster_map.plan
     if plan is None or plan.kind != SHARDS or plan.phase not in (DRAINING, FLIPPED, ABORTING):
         return False

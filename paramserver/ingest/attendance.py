@@ -1,6 +1,6 @@
-"""Which trainers are here: they say hello and goodbye, and a sync job goes on without those that it has waited for too long.
+"""Attendance: trainers say hello and goodbye, and a sync job drops those that it has waited for too long.
 
-Each of these is durable before it has an effect.
+Each of these is durable before it has an effect. The steps of a sync job follow the cluster map here, too (`StepsByMap`).
 """
 
 import logging
@@ -26,12 +26,12 @@ Record = Callable[[str, int], None]
 
 
 class Attendance:
-    """The trainers of one shard. Thread-safe, but for `fence_late`.
+    """The trainers of one shard. Thread-safe, apart from `fence_late`, which needs the lock.
 
     Args:
         state, sessions: ingest's.
         outcomes: told of pushes that are given up.
-        record: keeps hellos and goodbyes.
+        record: writes hellos and goodbyes to the journal.
     """
 
     def __init__(self, state: IngestState, sessions: Sessions, outcomes: Outcomes, record: Record) -> None:
@@ -42,7 +42,7 @@ class Attendance:
         """Grant a hello and make it durable; return (incarnation, last sequence taken).
 
         Raises:
-            KvembError: what `Sessions.check_hello`, `SyncSteps.check_join` and `Record` raise; the trainer may say hello again.
+            KvembError: any of `Sessions.check_hello`, `SyncSteps.check_join` and `Record`; the trainer may say hello again.
         """
         state = self._state
         with state.changed:
@@ -72,14 +72,14 @@ class Attendance:
         return granted
 
     def first_step(self, trainer: str) -> int:
-        """Return the number of the sync step that a trainer's next push is for; 0 in async mode, and while nobody knows."""
+        """Return the number of the sync step that a trainer's next push is for; 0 in async mode, and while it is not known."""
         with self._state.changed:
             return 0 if self._state.steps is None else self._state.steps.first_step(trainer)
 
     def bye(self, trainer: str, incarnation: int) -> None:
-        """Let a trainer go; durable first, since a sync step without it may follow at once (or not, when the disk is full).
+        """Let a trainer go. First durable, since a sync step without it may follow at once; when the disk is full it goes all the same.
 
-        It may be one that has not come back since the shard's restart, or that was here before the shard joined.
+        The trainer may be one that has not come back since the shard's restart, or that was here before the shard joined.
         """
         with self._state.changed:
             unseen = self._state.steps is not None and self._state.steps.awaits(trainer, incarnation)
@@ -95,7 +95,7 @@ class Attendance:
             self._state.changed.notify_all()
 
     def fence_late(self) -> Mapping[str, int]:
-        """Let in nothing more from the members that a step has waited for too long; return their fences. Under the lock."""
+        """Fence the members that a step has waited for too long: nothing more is taken from them; return the fences. Under the lock."""
         now_s, steps = self._state.clock(), self._state.steps
         late = [] if steps is None or self._state.stopped else lost(steps, now_s)
         if steps is None or not late:
@@ -107,7 +107,7 @@ class Attendance:
         return {trainer: self._sessions.fence(trainer, why) for trainer in late}
 
     def drop(self, late: Mapping[str, int]) -> None:
-        """Go on without members: first durable, so that a restart knows them no more, then the step that waits for them.
+        """Go on without members: make that durable, so that a restart does not wait for them, then release the step.
 
         Raises:
             AbandonedError: the shard is to stop, and the journal's disk is full.
@@ -136,7 +136,7 @@ class Attendance:
             return self._sessions.to_save(), membership.members, membership.complete
 
     def members(self) -> tuple[tuple[str, int], ...]:
-        """Return (trainer, incarnation) of each member of a sync job whose trainers have all been here; none of another."""
+        """Return (trainer, incarnation) of each member of a sync job; none before all its trainers have been here at once."""
         _, members, complete = self.to_save()
         return members if complete else ()
 
@@ -153,10 +153,10 @@ class Attendance:
 
 
 class StepsByMap:
-    """Lets a sync job's steps follow the cluster map: they stop, go on, and are sent anew as it says, and nothing else does.
+    """Stops the steps of a sync job, lets them go on, or refuses them, as the cluster map says.
 
-    So a new start changes nothing. The map is looked at under the lock under which steps are handed out and parts are taken. Nothing is
-    done in async mode, which has no steps.
+    Only the map decides, so a restart changes nothing. The map is read under the lock under which steps are handed out and parts are taken.
+    Nothing is done in async mode, which has no steps.
 
     Args:
         state, sessions, queue, outcomes, gate: ingest's.
@@ -169,7 +169,7 @@ class StepsByMap:
         self._follow(self._followed)
 
     def follow(self) -> HeldSteps:
-        """Hold steps as the map in force says, or let them go on by it; return how far that is. Any thread."""
+        """Hold steps, or let them go on, as the map in force says; return how far the shard is. Any thread."""
         with self._state.changed:
             self.look()
             return HeldSteps() if self._state.steps is None else self._state.steps.held
@@ -203,7 +203,7 @@ class StepsByMap:
     def _refuse_waiting(self, serial: int) -> None:
         """Refuse the pushes that wait for the others of their step, or for their last part.
 
-        Nothing was journaled of them, and their sequences are free: trainers send them again by the map in force.
+        None of them was journaled, and their sequences are free: trainers send them again by the map in force.
         """
         cause = to_wire(SlotsMovedError(f"slots have moved: the cluster map of serial {serial} is in force; nothing was taken"))
         for session in self._sessions.live:

@@ -1,8 +1,8 @@
-"""Ingest: everything between "a message came in" and "the committer takes it", under one lock.
+"""Ingest: the way of work from a message to the committer, under one lock.
 
-It takes parts in order and bounds what waits. (A stream that finds no room is simply not read any further: HTTP/2 flow control is the
-backpressure.) It hands work to the one committer and tells every waiter: "accepted" when its push is in the journal, and the outcome. What
-is decided is decided in pure code beside (sessions, sync_steps, work_queue); no I/O here.
+It takes parts in order and bounds the work that waits. (A stream that finds no room is not read any further: HTTP/2 flow control is the
+backpressure.) It hands work to the one committer, and answers trainers: "accepted" when their push is in the journal, later the outcome.
+The decisions are made in pure code beside it (sessions, sync_steps, work_queue); no I/O here.
 """
 
 import time
@@ -23,19 +23,19 @@ from .step_waits import lost
 from .sync_steps import SyncSteps
 from .work_queue import Limits, UnappliedParts, WorkQueue, hyper_by_table
 
-_HELD_POLL_S = 0.02  # a newer map is seen by reading it: nobody says so here
+_HELD_POLL_S = 0.02  # a newer map is seen by reading it: no notification comes
 
 
 class Ingest:
-    """Work comes in here, and the committer takes it.
+    """Takes work in, and gives it to the committer.
 
     Args:
         sessions: of this shard.
-        steps: of a sync job; None applies as pushes come.
-        limits: bounds.
-        record: keeps hellos and goodbyes.
+        steps: of a sync job; None for async mode, in which pushes do not wait for each other.
+        limits: on the work that waits.
+        record: writes hellos and goodbyes to the journal.
         clock: monotonic.
-        gate: says by which cluster map rows are taken.
+        gate: the cluster map by which rows are taken.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Ingest:
         cancelled: Callable[[], bool],
         prefetched: tuple[CheckedRows, ...] = (),
     ) -> None:
-        """Take a checked part, waiting for room; the sink hears "accepted" when its push is in the journal, and the outcome later.
+        """Take a checked part, waiting for room; the sink is told "accepted" when its push is in the journal, and the outcome later.
 
         Raises:
             PushRejectedError, TableDroppedError, SlotsMovedError, FencedError: nothing was taken; the sequence may be used again.
@@ -95,10 +95,10 @@ class Ingest:
                 self._enqueue(session.complete(part.step, self.state.clock()))
 
     def admit(self, part: PushPart, sink: Sink, cancelled: Callable[[], bool]) -> bool:
-        """Look at a part before its rows are: wait while parts of its map are held, and answer one that was taken before.
+        """Look at a part before its rows are checked: wait while parts routed by its map are held, and answer one that was taken before.
 
         Returns:
-            Whether it is new: to be checked, by the map in force, and submitted.
+            Whether the part is new: then check it, by the map in force, and submit it.
 
         Raises:
             KvembError: as `submit`.
@@ -111,7 +111,7 @@ class Ingest:
             return ticket is None
 
     def give_up(self, part: PushPart, error: KvembError) -> None:
-        """Give up the push of a part that was refused: the parts of it taken before fail too, and leave their sequences free."""
+        """Give up the push of a part that was refused: its parts taken before fail, too, and their sequences are free again."""
         with self.state.changed:
             if self.sessions.is_live(part.trainer, part.incarnation):
                 session = self.sessions.find(part.trainer, part.incarnation)
@@ -122,9 +122,9 @@ class Ingest:
         """Queue an assign or erase and wait until it is applied; return how many of its rows existed before.
 
         Args:
-            work: its rows, which belong to this shard by a cluster map.
+            work: its rows belong to this shard by a cluster map.
             deadline: of the wait.
-            map_serial: of that map's shards.
+            map_serial: serial of that map's shards.
 
         Raises:
             SlotsMovedError: a map of other shards is in force; nothing was taken.
@@ -146,7 +146,7 @@ class Ingest:
             return work.n_existed
 
     def refuse_table(self, key: str) -> None:
-        """Take no rows of a table from now on, also none that were checked before; it is being dropped."""
+        """Take no rows of a table that is being dropped from now on, even if they were checked before."""
         with self.state.changed:
             self._tables_gone.add(key)
 
@@ -191,7 +191,7 @@ class Ingest:
 
         Raises:
             BarrierError: a sync step cannot be completed; the caller calls `Outcomes.fail`.
-            KvembError: what `fail_from_outside` was told; likewise.
+            KvembError: the one that `fail_from_outside` was given; likewise.
             AbandonedError: the shard is to stop.
         """
         while True:
@@ -203,7 +203,7 @@ class Ingest:
             self.attendance.drop(late)
 
     def _take(self, limit: int) -> list[Work]:
-        """The same; also returns with nothing when there are members to drop."""
+        """As `take`; also returns without work when there are members to drop."""
         while not self.state.stopped:
             if self.state.steps is not None:
                 self.steps.look()
@@ -219,7 +219,7 @@ class Ingest:
         return []
 
     def fail_from_outside(self, error: KvembError) -> None:
-        """Let the committer fail with this error before it takes more: told from outside that rows are lost."""
+        """Let the committer fail with this error before it takes more: another thread has found rows lost."""
         with self.state.changed:
             self._lost = error
             self.state.changed.notify_all()

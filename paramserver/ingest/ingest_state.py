@@ -1,4 +1,4 @@
-"""Whether a shard takes work and applies it, and what that waits for: what all parts of ingest share, its one lock among it.
+"""The state that all parts of ingest share, with its one lock: whether a shard takes and applies work, and the reason of a wait.
 
 What must not live here: work itself.
 """
@@ -15,7 +15,7 @@ from kvemb.net.deadline import Deadline
 from .step_waits import waited_s, waits_for
 from .sync_steps import SyncSteps
 
-POLL_S = 1.0  # of waits that have nothing to wake them but a notification that cannot be missed: only a belt to the braces
+POLL_S = 1.0  # of waits that a notification ends; it cannot be missed, so this is only for safety
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 T = TypeVar("T")
 log = logging.getLogger("paramserver")
@@ -26,7 +26,7 @@ class AbandonedError(Exception):
 
 
 class Trouble:
-    """What a shard's disk and storage are waited for at the moment: said by the threads that wait, asked by everybody. Thread-safe.
+    """Why a shard waits for its disk or storage now: written by the threads that wait, read by any thread.
 
     Example:
         >>> trouble = Trouble()
@@ -47,18 +47,18 @@ class Trouble:
         return why != before
 
     def storage_works(self) -> None:
-        """Record that whatever was tried again is done."""
+        """Record that storage has taken the write that was tried again."""
         self.storage = ""
 
     def until_there_is_room(self, write: Callable[[], T], wait: Callable[[float], bool]) -> T:
-        """Write to the journal, again and again while its disk is full; return what that returns.
+        """Write to the journal, again and again while its disk is full; return the result of `write`.
 
         Args:
             write: one try.
             wait: waits so many seconds, and says whether the shard is to stop.
 
         Raises:
-            AbandonedError: it is; what was to be written may not be in the journal.
+            AbandonedError: the shard is to stop; the write may not be in the journal.
         """
         waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
@@ -78,7 +78,7 @@ class Trouble:
 
 
 class IngestState:
-    """What the parts of one shard's ingest share. Attributes and methods are used under the lock `changed`, unless they say otherwise.
+    """The state that the parts of one shard's ingest share; to be used under the lock `changed`, unless a docstring says otherwise.
 
     Args:
         steps: of a sync job, at the start; None in async mode.
@@ -94,19 +94,19 @@ class IngestState:
 
     @property
     def waits_for(self) -> str:
-        """What pushes wait for at the moment, disk, storage or a trainer, or "". Any thread."""
+        """The reason why pushes wait now (disk, storage or a trainer), or "". Any thread."""
         with self.changed:
             late = "" if self.steps is None else waits_for(self.steps, self.clock())
         return "; ".join(filter(None, (str(self.trouble), late)))
 
     @property
     def step_wait_s(self) -> float:
-        """How long a sync step has waited for trainers; 0.0 where none waits. Any thread."""
+        """Seconds that a sync step has waited for trainers; 0.0 where none waits. Any thread."""
         with self.changed:
             return 0.0 if self.steps is None else waited_s(self.steps, self.clock())
 
     def become(self, steps: SyncSteps) -> None:
-        """Go on with the steps of the sync job as an event has left them."""
+        """Replace the steps of the sync job by their state after an event."""
         self.steps = steps
 
     @property
@@ -120,7 +120,7 @@ class IngestState:
         return str(self.failure) if self.failure is not None else ""
 
     def stop(self) -> None:
-        """Let the committer end after what it is doing. Any thread."""
+        """Let the committer end after its present work. Any thread."""
         with self.changed:
             self.draining = self.stopped = True
             self.changed.notify_all()
@@ -136,7 +136,7 @@ class IngestState:
         self.changed.notify_all()
 
     def fail(self, error: BaseException) -> ShardFailedError | ShardUnavailableError:
-        """Apply nothing from now on; return the answer to everything pending and everything later."""
+        """Apply nothing from now on; return the error that all pending and all later work gets."""
         text = f"{type(error).__name__}: {error}"
         self.trouble.storage_waits(text)
         if isinstance(error, FencedError):
@@ -147,14 +147,14 @@ class IngestState:
         return self.failure
 
     def refuse_if_closed(self) -> None:
-        """Raise what a shard that takes nothing new answers."""
+        """Raise if the shard takes nothing new, because it failed or drains."""
         if self.failure is not None:
             raise self.failure
         if self.draining:
             raise ShardUnavailableError("the shard is draining: it takes nothing new and will stop; send it again after its restart")
 
     def wait(self, deadline: Deadline, what: str) -> None:
-        """Wait for a change; raise when the deadline has passed, or it cannot come any more."""
+        """Wait for a change; raise when the deadline has passed, or no change can come any more."""
         if self.failure is not None:
             raise self.failure
         if self.stopped:

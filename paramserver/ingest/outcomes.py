@@ -1,5 +1,4 @@
-"""What becomes of work that was taken: it is journaled, released, applied, or fails, and whoever waits for it is told. And what of it is
-not applied yet: waited for by a flush and at the end, and told to whoever asks."""
+"""The outcomes of accepted work, told to its waiters: journaled, released, applied or failed. And the backlog: the part not applied yet."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,7 +13,7 @@ from .work_queue import UnappliedParts, WorkQueue
 
 
 class Outcomes:
-    """Tells the outcomes of one shard's work. Thread-safe, but for `give_up`.
+    """Tells the outcomes of one shard's work. Thread-safe, apart from `give_up`, which needs the lock.
 
     Args:
         state, sessions, pending, queue: ingest's.
@@ -24,7 +23,7 @@ class Outcomes:
         self._state, self._sessions, self._pending, self._queue = state, sessions, pending, queue
 
     def journaled(self, group: Sequence[Work]) -> None:
-        """Tell everybody that these pushes are in the journal: they will be applied, whatever happens."""
+        """Tell the waiters that these pushes are in the journal: they will be applied, also after a crash."""
         with self._state.changed:
             if self._state.failure is not None:
                 return  # they have their answer; the journal may know better, as after any lost reply
@@ -34,7 +33,7 @@ class Outcomes:
                     part.ticket.accept()
 
     def release(self, replies: Sequence[tuple[PartTicket, PushReply]]) -> None:
-        """Tell trainers of parts of a batch that is computed what they need to go on; its outcome follows."""
+        """Give trainers the replies that they need to go on, for parts of a batch that is computed; its outcome follows."""
         with self._state.changed:
             if self._state.failure is None:
                 for ticket, reply in replies:
@@ -55,15 +54,15 @@ class Outcomes:
             self.written()
 
     def written(self) -> None:
-        """Record that storage has taken rows: what was tried again is done."""
+        """Record that storage has taken rows, so that no try is waited for."""
         with self._state.changed:
             self._state.trouble.storage_works()
             self._state.changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Stop applying for good: everything pending and everything later gets ShardFailedError with this cause.
+        """Stop applying for good: all pending and all later work gets ShardFailedError with this cause.
 
-        After a FencedError it is ShardUnavailableError: whoever took the shard over answers for it, so trainers are to ask again.
+        After a FencedError it is ShardUnavailableError: another process has the shard and answers for it, so trainers are to try again.
         """
         with self._state.changed:
             if self._state.failure is not None:
@@ -76,7 +75,7 @@ class Outcomes:
             self._queue.clear()
 
     def give_up(self, item: Push | RowsWork, cause: dict[str, str], *, handed_out: bool = True) -> None:
-        """Let work fail that was taken; under the lock. A push that waits for its step was not handed out."""
+        """Let accepted work fail; under the lock. Not `handed_out`: a push that waits for its step."""
         self._forget(item, lambda ticket: PushReply(ticket.sequence, "failed", error=cause), handed_out=handed_out)
 
     def _forget(self, item: Push | RowsWork, reply: Callable[[PartTicket], PushReply], *, handed_out: bool = True) -> None:
@@ -90,7 +89,7 @@ class Outcomes:
 
 
 class Backlog:
-    """What one shard has accepted and storage does not have yet. Thread-safe.
+    """The work that one shard has accepted and storage does not have yet. Thread-safe.
 
     Args:
         state, pending, queue: ingest's.
@@ -102,19 +101,19 @@ class Backlog:
     def flush(self, deadline: Deadline, *, table: str = "") -> str:
         """Wait until every push accepted before this call is applied, and its rows are in storage.
 
-        What lacks another's push in its sync step was not accepted: that may be the next one of whoever flushes. Pushes whose last part is
-        still to come were not, either.
+        A push whose sync step lacks another trainer's push does not count as accepted: the missing one may be the flushing trainer's own
+        next push. Nor does a push whose last part is still to come.
 
         Args:
             deadline: of the wait.
-            table: key of a table whose rows nobody may bring any more: pushes with rows of it are waited for in any case.
+            table: key of a table that is closed to new pushes: pushes with rows of it are waited for in any case.
 
         Returns:
-            What was left out, and whom it waits for; "" for nothing.
+            The step that was not waited for, and the trainers that it lacks; "" for none.
 
         Raises:
-            DeadlineExceededError: with the last storage error, or what a sync step waits for.
-            ShardFailedError: it will never be applied.
+            DeadlineExceededError: with the last storage error, or the trainers that a sync step waits for.
+            ShardFailedError: a push will never be applied.
         """
         with self._state.changed:
             lacking, said = self._queue.lacking()
@@ -126,9 +125,9 @@ class Backlog:
             return said
 
     def drain(self, deadline: Deadline) -> bool:
-        """Take nothing new from now on and wait until everything accepted is applied and written; return whether it is.
+        """Take nothing new from now on and wait until all accepted work is applied and stored; return whether it is.
 
-        Pushes that wait for the others of their sync step were not accepted; their trainers send them again after the restart.
+        Pushes that wait for the others of their sync step do not count; their trainers send them again after the restart.
         """
         state = self._state
         with state.changed:
@@ -139,7 +138,7 @@ class Backlog:
 
     @property
     def quiet(self) -> bool:
-        """Whether everything that was accepted is applied. What waits for others of its sync step, or for its last part, was not."""
+        """Whether all accepted work is applied; pushes that wait for others of their sync step, or for their last part, do not count."""
         with self._state.changed:
             return len(self._pending) == len(self._queue.in_unfinished_steps())
 
@@ -149,7 +148,7 @@ class Backlog:
             return len(self._pending), self._pending.age_s(self._state.clock())
 
     def describe(self) -> str:
-        """Say what is not applied, for the last words of a shard that could not drain."""
+        """Describe the work that is not applied, for the last log line of a shard that could not drain."""
         with self._state.changed:
             text = self._pending.describe()
             return text + (f"; last error: {waits}" if (waits := self._state.waits_for) else "")

@@ -1,4 +1,4 @@
-"""Sessions: which incarnation of each trainer is in force, and which of its parts this shard has taken. Pure; ingest locks.
+"""Sessions: which incarnation of each trainer is in force, and which of its parts this shard has taken. Pure; `Ingest` holds the lock.
 
 Shard 0 issues incarnations, one counter for the whole cluster, so that they order trainers; the other shards take over higher ones. Parts
 of one session are numbered 1, 2, 3, …. The next one is taken, an earlier one is a duplicate and gets its first answer, a later one is a
@@ -20,22 +20,22 @@ MAX_NAME = 255
 
 @dataclass(eq=False)
 class Session:
-    """One incarnation of a trainer: which of its parts were taken, which are journaled, and the answers given.
+    """One incarnation of a trainer: which of its parts were taken, which are journaled, and their answers.
 
     Args:
         trainer: its name.
         incarnation: the one in force.
         last_sequence: of the last part that was taken.
         journaled_sequence: of the last part whose push is in the journal: a restart goes on from there.
-        live: said hello to this process and not yet goodbye.
-        restored: known from before this process began, and not heard of since.
-        recorded: its last hello is in the journal.
+        live: whether it said hello to this process and not yet goodbye.
+        restored: whether it is known from before this process began, and was not heard of since.
+        recorded: whether its last hello is in the journal.
         incomplete: parts of a push whose last part is still to come.
         incomplete_step: the step of that push.
         answers: tickets of recent parts by sequence, oldest first; every part that has no outcome yet is among them.
         n_waiting, bytes_waiting: complete pushes that are not applied yet.
-        refused: sequences of refused steps that a journal told of.
-        dropped: why the predecessor lost its place in a sync job, where this is but a number that nobody has: a fence.
+        refused: sequences of parts in refused steps, as read from the journal at the start.
+        dropped: why the predecessor lost its place in a sync job, where this session is only a fence: no process has its number.
     """
 
     trainer: str
@@ -108,14 +108,14 @@ class Session:
         self.recorded = True
 
     def give_up_incomplete(self, reason: dict[str, str]) -> None:
-        """Give up an incomplete push whose trainer will number its next parts anew."""
+        """Give up an incomplete push; its sequences are free again."""
         self.last_sequence -= len(self.incomplete)
         for part in self.incomplete:
             self.answers.pop(part.ticket.sequence, None)
         self.drop_incomplete(reason)
 
     def take_back(self, push: Push) -> None:
-        """Leave free the sequences of a push that nothing was done with, and of all behind it: their trainer will use them anew."""
+        """Free the sequences of a push that has had no effect, and of all pushes behind it: their trainer will use them again."""
         first = push.parts[0].ticket.sequence
         self.answers = OrderedDict((number, ticket) for number, ticket in self.answers.items() if number < first)
         self.last_sequence = min(self.last_sequence, first - 1)
@@ -196,15 +196,15 @@ class Sessions:
         return session
 
     def fence(self, trainer: str, why: str) -> int:
-        """Refuse what a trainer's incarnation sends from now on, for this reason; return the number above it that nobody has.
+        """Refuse all parts that a trainer's incarnation sends from now on; return the number of the fence, above the incarnation.
 
-        To journal that number as a hello keeps the fence over a restart. 0 when the trainer is not known.
+        To journal that number as a hello keeps the fence over a restart. It is 0 when the trainer is not known.
         """
         old = self._sessions.get(trainer)
         if old is None:
             return 0
         number = old.incarnation + 1
-        if self._issues:  # the other shards need not care: what is issued to the trainer later is above its last incarnation
+        if self._issues:  # elsewhere no counter is needed: a number issued to the trainer later is above its last incarnation
             number, self.next_incarnation = self.next_incarnation, self.next_incarnation + 1
         session = self._sessions[trainer] = Session(trainer, number, live=False, dropped=why)
         old.drop_incomplete(to_wire(_fenced(old.incarnation, session)))
@@ -215,7 +215,7 @@ class Sessions:
         return _fenced(incarnation, self._sessions[trainer])
 
     def is_live(self, trainer: str, incarnation: int) -> bool:
-        """Whether this very session said hello to this process and not yet goodbye."""
+        """Whether this incarnation said hello to this process and not yet goodbye."""
         session = self._sessions.get(trainer)
         return session is not None and session.live and session.incarnation == incarnation
 
@@ -226,7 +226,7 @@ class Sessions:
                 del self._sessions[least.trainer]
 
     def _least_needed(self) -> Session | None:
-        """The session to be forgotten first: of a trainer that never pushed and is gone, that never pushed, that is gone; the oldest."""
+        """The session to forget first: of a trainer that never pushed and has left; then never pushed; then has left. The oldest."""
         spare = [session for session in self._sessions.values() if not (session.live and session.last_sequence)]
         return min(spare, key=lambda session: (session.last_sequence > 0, session.live), default=None)
 
@@ -236,7 +236,7 @@ class Sessions:
         Raises:
             FencedError: a newer incarnation took over.
             PushRejectedError: it never said hello, or said goodbye.
-            ShardUnavailableError: it said hello before the shard's restart: then it says it again, and sends its parts again.
+            ShardUnavailableError: it said hello before the shard's restart; it is to say hello and send its parts again.
         """
         session = self.find_any(trainer, incarnation)
         if session.restored:
@@ -254,7 +254,7 @@ class Sessions:
         return session
 
     def bye(self, trainer: str, incarnation: int) -> None:
-        """End a session; what it completed is still applied, an incomplete push is given up."""
+        """End a session; its complete pushes are still applied, an incomplete one is given up."""
         session = self.find_any(trainer, incarnation)
         # The numbers of the given-up parts are free again: nothing of them was applied, so the same trainer may come back and send them.
         session.give_up_incomplete(
@@ -286,5 +286,5 @@ def _fenced(incarnation: int, newer: Session) -> FencedError:
     who = f"trainer {newer.trainer!r}: incarnation {incarnation}"
     if newer.dropped:
         return FencedError(f"{who} was dropped from the sync job: {newer.dropped}; connect again to join the job from its next step on")
-    gone = "" if newer.live else ", or dropped from the sync job"  # a fence of before the shard's restart has the number of nobody
+    gone = "" if newer.live else ", or dropped from the sync job"  # of a fence from before the shard's restart only the number is known
     return FencedError(f"{who} was fenced by the newer incarnation {newer.incarnation}{gone}; this process must stop pushing")

@@ -1,7 +1,7 @@
-"""Whom a step of a sync job waits for, since when, and until when: read from `SyncSteps`. Pure; times are on the clock of `Push.arrived_s`.
+"""The wait of a sync job's step: for which members, since when, and until when. Pure; times are on the clock of `Push.arrived_s`.
 
-There is no heartbeat. A member's lease runs while the others of a step wait for it, and begins anew with everything that is heard of it.
-Whose earlier push has no outcome yet may be waiting for just that, so it cannot be late.
+There is no heartbeat. A member's lease runs while the others of a step wait for it, and begins again with each sign of life. A member whose
+earlier push has no outcome yet may be waiting for that outcome, so it cannot be late.
 """
 
 from itertools import islice
@@ -13,12 +13,12 @@ from .sync_steps import DROP, WAIT, SyncSteps
 
 
 def deadline_s(steps: SyncSteps) -> float | None:
-    """When somebody's lease runs out; None while nothing waits, and when waiting is the rule."""
+    """The time at which the next lease runs out; None while nothing waits, and where `on_lost` is WAIT."""
     return None if steps.on_lost == WAIT else _deadline_s(steps)
 
 
 def lost(steps: SyncSteps, now_s: float) -> list[str]:
-    """Return the members to drop: their leases ran out. Empty unless that is the rule, and before the job has begun."""
+    """Return the members to drop: their leases ran out. Empty unless `on_lost` is DROP, and before the job has begun."""
     same_job = steps.complete or (steps.members_before and steps.members_before >= set(steps.places))
     if steps.on_lost != DROP or not same_job:
         return []
@@ -26,7 +26,7 @@ def lost(steps: SyncSteps, now_s: float) -> list[str]:
 
 
 def check_overdue(steps: SyncSteps, now_s: float) -> None:
-    """Raise when a step has waited too long for somebody who can be neither waited for nor dropped.
+    """Raise when a step has waited too long for a member that can be neither waited for nor dropped.
 
     Raises:
         BarrierError: naming the missing trainers.
@@ -42,7 +42,7 @@ def waited_s(steps: SyncSteps, now_s: float) -> float:
 
 
 def waits_for(steps: SyncSteps, now_s: float) -> str:
-    """Say whom a step has waited for too long, or ""."""
+    """Describe the step that has waited too long and the trainers that it lacks; "" where none has."""
     until_s = _deadline_s(steps)
     if until_s is None or now_s < until_s:
         return ""
@@ -51,7 +51,7 @@ def waits_for(steps: SyncSteps, now_s: float) -> str:
 
 
 def lacking(steps: SyncSteps) -> tuple[list[Push], str]:
-    """Return the pushes of steps for which not every member's push is in, and say which step it is, whose, and for whom it waits."""
+    """Return the pushes of steps that lack a member's push; also name the oldest such step, its trainers here, and those it waits for."""
     n_whole = _n_whole(steps)
     pushes = [push for place in steps.places.values() for push in islice(place.waiting, n_whole, None)]
     if not pushes:
@@ -68,7 +68,7 @@ def _n_whole(steps: SyncSteps) -> int:
 
 
 def _oldest_step(steps: SyncSteps, n_before: int = 0) -> tuple[int, str, str]:
-    """The number of the step behind the first so many that wait, who is here for it, and who is not."""
+    """The number of the step behind the first `n_before` that wait, the trainers here for it, and the missing ones."""
     here = {name: place for name, place in steps.places.items() if len(place.waiting) > n_before}
     missing = sorted(name for name in steps.members if name not in here)
     absent = steps.n_trainers - len(steps.members) if not steps.complete else 0
@@ -78,7 +78,7 @@ def _oldest_step(steps: SyncSteps, n_before: int = 0) -> tuple[int, str, str]:
 
 
 def _lease_ends(steps: SyncSteps) -> dict[str, float | None]:
-    """When the lease of each member runs out whom a step waits for; None: not before an earlier push of it has its outcome."""
+    """When the lease of each member that a step waits for runs out; None: not before an earlier push of it has its outcome."""
     since_s = _since_s(steps)
     if since_s is None:
         return {}

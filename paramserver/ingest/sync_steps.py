@@ -1,18 +1,18 @@
 """The steps of a sync job at one shard: a pure state machine that collects one push per live member and step, and hands out whole steps.
 
 Every event is a method of `SyncSteps`. It returns the state after it, and the pushes that are to be handed out or given up, where there are
-some; whoever holds the state (`IngestState`) has the lock and the clock. Whom a step waits for, and until when, is read from the state in
-`paramserver.ingest.step_waits`.
+some. `IngestState` holds the state, with lock and clock. `paramserver.ingest.step_waits` reads from the state for which members a step
+waits, and until when.
 
 Members take places by name, so a restarted trainer takes its own place again. Nothing is handed out before all places have been taken once.
-Then a member that says goodbye is not waited for any more, and what it sent before still counts.
+Then a member that says goodbye is not waited for any more, and its earlier pushes still count.
 
-After a restart of the shard the places are free, so that a job may be started anew under other names. But when exactly the members that it
-had then are back, the job goes on (`Membership`). It does not wait for those who had left before.
+After a restart of the shard the places are free, so that a new job may start under other names. But when exactly the members of the old job
+are back, that job goes on (`Membership`). It does not wait for members that had said goodbye before the restart.
 
-A member whose lease runs out stops the shard ("abort"), is waited for ("wait"), or is dropped ("drop"): steps go on without it. A trainer
-that is started again begins with the step that is due. What its predecessor sent for a step that is not whole is given up: a step has one
-push of each trainer.
+A member whose lease runs out stops the shard ("abort"), is waited for ("wait"), or is dropped ("drop"): steps go on without it. A restarted
+trainer begins with the step that is due. Its predecessor's pushes for steps that are not whole are given up: a step has one push of each
+trainer.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,11 +32,11 @@ Pushes = tuple[Push, ...]
 
 @dataclass(frozen=True)
 class Membership:
-    """Who belongs to the job: what a restart must know. Kept in the saved state, brought up to date by the journal's hellos and goodbyes.
+    """The members of the job, for a restart: kept in the saved state, brought up to date by the journal's hellos and goodbyes.
 
     Args:
         n_trainers: of the job.
-        members: who came first first.
+        members: in the order in which they came.
         complete: whether all trainers have been here at once.
 
     Example:
@@ -49,7 +49,7 @@ class Membership:
     complete: bool = False
 
     def hello(self, trainer: str, incarnation: int) -> "Membership":
-        """With a member more; where there are too many, the first ones are of a job that ended with a crash."""
+        """With one more member; where there are too many, the first ones, of a job that ended with a crash, are removed."""
         members = [*(one for one in self.members if one[0] != trainer), (trainer, incarnation)]
         members = members[max(0, len(members) - self.n_trainers) :]
         return replace(self, members=tuple(members), complete=self.complete or len(members) == self.n_trainers)
@@ -61,12 +61,12 @@ class Membership:
 
 
 class HeldSteps(NamedTuple):
-    """How far a shard is that holds steps while slots move, so that all shards stop at the same one (docs/adr/0062).
+    """How far a shard is that holds steps while slots move, so that all shards stop at the same step (docs/adr/0062).
 
     Args:
         last: number of the last step handed out; 0: none was.
-        phase: AT_LAST: that is the last one that may be, and none is until all go on, whoever comes. UNKNOWN: a process before this one
-            handed it out, and which one it was cannot be said. ENDED: the job is over, and never comes so far. COMING: it will be.
+        phase: AT_LAST: no further step may be handed out until all shards go on. UNKNOWN: a process before this one handed out the last
+            step, and its number is not known. ENDED: the job ended before the step to hold at. COMING: that step is still to come.
             GOING_ON: nothing is held.
     """
 
@@ -76,13 +76,13 @@ class HeldSteps(NamedTuple):
 
 @dataclass(frozen=True)
 class StepHold:
-    """Up to which step a shard hands them out.
+    """The limit up to which a shard hands out steps.
 
     Args:
         unknown: whether steps were handed out by a process before this one, or by other shards before it joined.
         last: number of the last step that may be handed out; None: any.
         furthest: while steps are held, the last one handed out.
-        shut: whether none is at all.
+        shut: whether no step at all may be handed out.
     """
 
     unknown: bool = False
@@ -101,7 +101,7 @@ class StepHold:
 
     @property
     def held(self) -> HeldSteps:
-        """How far it is."""
+        """How far the shard is."""
         if self.unknown:
             return HeldSteps(self.furthest, UNKNOWN)
         if self.last is None:
@@ -111,17 +111,17 @@ class StepHold:
 
 @dataclass(frozen=True)
 class Place:
-    """One member's place: its pushes that wait, how its step numbers relate to the job's, and what its lease goes by.
+    """One member's place: its waiting pushes, how its step numbers relate to the job's, and the times for its lease.
 
-    A trainer that is started again numbers its steps as `first_step` told it. Where the shard could not tell, because it had been restarted
-    itself, the first step that the place takes part in settles it: by its number the others are read from then on.
+    A restarted trainer numbers its steps as `first_step` told it. Where the shard did not know, because it had been restarted itself, the
+    first step that the place takes part in gives the shift between the trainer's numbers and the job's.
 
     Args:
         incarnation: of the member.
         aligned: whether `shift` is known.
         heard_s: when the member was last heard of, on the clock of `Push.arrived_s`.
         waiting: its pushes, oldest first.
-        leaving: it said goodbye; the place is free once what waits is handed out.
+        leaving: whether it said goodbye; the place is free once its waiting pushes are handed out.
         shift: what to add to its step numbers.
         n_unsettled: pushes handed out that have no outcome yet.
     """
@@ -146,7 +146,7 @@ class Place:
         return replace(self, waiting=waiting, shift=number - push.step, aligned=True, n_unsettled=self.n_unsettled + 1)
 
     def hear(self, now_s: float) -> "Place":
-        """After a sign of life: the lease begins anew."""
+        """After a sign of life: the lease begins again."""
         return replace(self, heard_s=max(self.heard_s, now_s))
 
 
@@ -154,19 +154,19 @@ class Place:
 class SyncSteps:
     """Steps of a sync job at one shard; `first` makes the state of a process that has just started.
 
-    One class, because most events change places, membership and what is awaited together.
+    One class, because most events change places, membership and awaited members together.
 
     Args:
         n_trainers: places.
         timeout_s: how long a member may be silent while a step waits for it.
-        on_lost: what becomes of a member that is silent for longer: ABORT, WAIT or DROP.
-        membership: what a restart is to know.
+        on_lost: the rule for a member that is silent for longer: ABORT, WAIT or DROP.
+        membership: kept for a restart.
         awaited: members that have not come back since the shard's restart, or not yet come to a shard that has joined.
-        members_before: names of the members then; none once a step was handed out.
+        members_before: names of all members at that restart or join; none once a step was handed out.
         places: by name.
         complete: whether all places have been taken once in this job.
         released: number of the last step handed out; 0: not known.
-        hold: up to which step they are.
+        hold: the limit up to which steps are handed out.
     """
 
     n_trainers: int
@@ -202,7 +202,7 @@ class SyncSteps:
 
     @property
     def held(self) -> HeldSteps:
-        """How far it is with holding steps; while nothing is held, whether it could be."""
+        """How far the shard is with holding steps; while it holds none, whether the last step is known."""
         return self.hold.held
 
     @property
@@ -228,7 +228,7 @@ class SyncSteps:
         """Refuse a trainer for whom there is no place.
 
         Raises:
-            BarrierError: naming who sits there.
+            BarrierError: naming the trainers that have the places.
         """
         if trainer not in self.places and len(self.places) >= self.n_trainers:
             raise BarrierError(
@@ -244,9 +244,9 @@ class SyncSteps:
         old = self.places.get(trainer)
         given_up = old.waiting if old is not None and old.incarnation != incarnation and not old.leaving else ()
         places = {**self.places, trainer: self._seat(old, incarnation, now_s)}
-        # A trainer that was started again begins with the step that is due, so it may stand for its predecessor; with ABORT all begin anew.
+        # A restarted trainer begins with the step that is due, so it may take its predecessor's place; with ABORT all trainers start again.
         back = {m for m in self.awaited if m[0] == trainer and (m[1] == incarnation or self.on_lost != ABORT)}
-        all_back = bool(back) and back == self.awaited  # the last one that was missing
+        all_back = bool(back) and back == self.awaited  # this was the last missing member
         complete = self.complete or all_back or sum(not one.leaving for one in places.values()) == self.n_trainers
         membership = self.membership.hello(trainer, incarnation)
         return replace(self, places=places, membership=membership, awaited=self.awaited - back, complete=complete), given_up
@@ -254,25 +254,25 @@ class SyncSteps:
     def _seat(self, old: Place | None, incarnation: int, now_s: float) -> Place:
         if old is not None and old.incarnation == incarnation:
             return replace(old.hear(now_s), leaving=False)
-        kept = old.waiting if old is not None and old.leaving else ()  # what it sent before its goodbye still counts
+        kept = old.waiting if old is not None and old.leaving else ()  # its pushes from before its goodbye still count
         going_on = self.complete or bool(self.members_before)
         return Place(incarnation, aligned=not going_on, heard_s=now_s, waiting=kept)
 
     def leave(self, trainer: str) -> "SyncSteps":
-        """A trainer says goodbye: its place is free once everything that it sent has been handed out."""
+        """A trainer says goodbye: its place is free once all its pushes have been handed out."""
         after = self._without_member(trainer)
         if trainer in self.places:
             return after._with(trainer, replace(self.places[trainer], leaving=True))._tidied()
         return after._awaits_no_more(trainer)
 
     def drop(self, trainer: str) -> "SyncSteps":
-        """Steps go on without a member of whom nothing waits; it may join again."""
+        """Steps go on without a member that has no push waiting; it may join again."""
         after = self._without_member(trainer)
         places = {name: place for name, place in self.places.items() if name != trainer}
         return replace(after, places=places)._awaits_no_more(trainer)
 
     def expect(self, members: Iterable[Member]) -> "SyncSteps":
-        """Take over the members of a job of which this shard has had no step: it begins with the next one, when all of them are here."""
+        """Take over the members of a job of which this shard has had no step; the next step begins when all of them are here."""
         members, membership = list(members), self.membership
         for name in {name for name, _ in membership.members} - {name for name, _ in members}:  # of when this shard had slots before
             membership = membership.bye(name)
@@ -328,8 +328,8 @@ class SyncSteps:
     def hold_behind(self, last: int) -> "SyncSteps":
         """Hand out no step behind this one, nor behind the last one handed out if that is further.
 
-        So all shards can be brought to the same step: each holds, and those behind go on to the furthest one's. Where no job is, or who
-        handed out the last step is another process, none is handed out at all; nor once the job has ended.
+        So all shards can be brought to the same step: each holds, and those behind go on to the furthest one's. Where there is no job, or
+        an earlier process handed out the last step, no step is handed out at all; nor once the job has ended.
         """
         return replace(self, hold=self.hold.begin(self.released, last, job=bool(self.places)))
 
@@ -361,8 +361,8 @@ class SyncSteps:
         return {name: place.number(place.waiting[0]) for name, place in self.places.items() if place.waiting}
 
     def _tidied(self) -> "SyncSteps":
-        """Free the places of those who left. When all have, the next job waits for all its trainers again, and counts its steps anew:
-        while steps are held none of it is handed out."""
+        """Free the places of members that have left. When all have, the next job waits for all its trainers, and has step numbers of its
+        own; while steps are held, none of its steps is handed out."""
         places = {name: place for name, place in self.places.items() if place.waiting or not place.leaving}
         if not places:
             return replace(self, places=places, complete=False, released=0, hold=replace(self.hold, shut=True))

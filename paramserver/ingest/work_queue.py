@@ -1,7 +1,7 @@
-"""What was taken and is not applied yet: how much of it there may be, in what order it is taken, and which pushes become one batch.
+"""Accepted work that is not applied yet: its bounds, its order, and which pushes become one batch.
 
 A batch is the segment sum of its pushes; docs/adr/0006 says why tables that reduce by "mean" are never merged in async mode. No I/O: the
-clock is passed in, and ingest locks.
+time is passed in, and `Ingest` holds the lock.
 """
 
 from collections import deque
@@ -20,12 +20,14 @@ from .step_waits import check_overdue, deadline_s, lacking
 from .sync_steps import SyncSteps
 
 MAX_MERGED_BYTES = 64 << 20
-"""Of the pushes that are merged into one batch, unless it is one push that is larger."""
+"""Of the pushes that are merged into one batch; one push alone may be larger."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of what waits to be applied. In sync mode a trainer with nothing waiting is always let in, so that a barrier cannot starve.
+    """Bounds of the work that waits to be applied.
+
+    In sync mode a trainer with no push waiting is always let in, so that the barrier gets its push.
 
     Args:
         trainer_bytes: of one trainer's pushes.
@@ -41,12 +43,11 @@ class Limits:
 
 
 class UnappliedParts:
-    """Complete pushes and row changes in the order in which they came, numbered from 1.
+    """Complete pushes and row changes that are not applied yet, in the order in which they came, numbered from 1.
 
     Args:
-        limits: of what there may be.
+        limits: on their number and size.
         sync: whether a barrier waits for every trainer.
-
     """
 
     def __init__(self, limits: Limits, *, sync: bool = False) -> None:
@@ -99,7 +100,7 @@ class UnappliedParts:
 
     def check_size(self, session: Session, new: ReceivedPart) -> None:
         """Refuse the part that makes a push too large to hold."""
-        parts = [*session.incomplete, new]  # of an abandoned push too: they leave when this part is taken
+        parts = [*session.incomplete, new]  # an abandoned push's parts count, too: they go when this one is taken
         if len(parts) > self._limits.push_parts or sum(part.ticket.size_bytes for part in parts) > self._limits.push_bytes:
             raise PushRejectedError(
                 f"trainer {session.trainer!r}: a push of more than {self._limits.push_parts} parts or {self._limits.push_bytes} bytes; "
@@ -107,7 +108,7 @@ class UnappliedParts:
             )
 
     def describe(self) -> str:
-        """Say what is not applied, for the last words of a shard that could not drain."""
+        """Describe the work that is not applied, for the last log line of a shard that could not drain."""
         items = self.all()
         who = sorted({f"{item.trainer} (to step {item.step})" for item in items if isinstance(item, Push)})
         n_changes = sum(isinstance(item, RowsWork) for item in items)
@@ -115,10 +116,10 @@ class UnappliedParts:
 
 
 class WorkQueue:
-    """Pushes and row changes in the order in which they were taken, until the committer takes them.
+    """Pushes and row changes on their way to the committer, in the order in which they came.
 
     Args:
-        state: ingest's; without steps of a sync job pushes are taken as they come.
+        state: ingest's; where it has no steps of a sync job, pushes do not wait for each other.
     """
 
     def __init__(self, state: IngestState) -> None:
@@ -147,7 +148,7 @@ class WorkQueue:
         return [self._pop() for _ in range(limit) if self._queue]
 
     def due_s(self) -> float | None:
-        """When a sync step fails that waits for somebody, on the clock of `Push.arrived_s`; None while none waits."""
+        """The time at which the next lease in a sync step ends, on the clock of `Push.arrived_s`; None while no lease runs."""
         return None if self._state.steps is None else deadline_s(self._state.steps)
 
     def in_unfinished_steps(self) -> list[Push]:
@@ -155,11 +156,11 @@ class WorkQueue:
         return [] if self._state.steps is None else self._state.steps.waiting
 
     def lacking(self) -> tuple[list[Push], str]:
-        """Return those whose step lacks the push of a member, and say whose; see `step_waits.lacking`."""
+        """Return the pushes whose step lacks another member's push, and say whose; see `step_waits.lacking`."""
         return ([], "") if self._state.steps is None else lacking(self._state.steps)
 
     def forget_unfinished(self) -> None:
-        """Forget those pushes."""
+        """Forget the pushes that wait for the others of their sync step."""
         if self._state.steps is not None:
             self._state.become(self._state.steps.clear())
 
@@ -252,10 +253,11 @@ def merge_pushes(pushes: Sequence[Push], *, sync: bool) -> Batch:
 def _sum(rows: list[CheckedRows], n_members: int) -> CheckedRows:
     definition = rows[0].definition
     one = len(rows) == 1
+    # [m] ids and float32 [m, d] gradients of all parts, one part behind the other; an id may stand in several.
     ids = rows[0].ids if one else np.concatenate([r.ids for r in rows])
     grads = rows[0].rows if one else np.concatenate([r.rows for r in rows])
     with np.errstate(over="ignore"):  # a sum beyond float32 is infinity, which optimizers cut to the largest gradient that they take
-        ids, grads = segment_sum(ids, grads)
+        ids, grads = segment_sum(ids, grads)  # uint64 [n], unique and ascending, and float32 [n, d], the sum of each id's gradients
     if definition.reduce == "mean" and n_members > 1:
         grads = grads / np.float32(n_members)
     return CheckedRows(definition, ids, grads, np.empty(0, np.uint64), rows[0].hyper)

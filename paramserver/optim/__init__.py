@@ -1,8 +1,7 @@
 """The maths of the optimizers: pure functions on NumPy arrays. No I/O, threads, clocks or gRPC.
 
-`build_optimizer(spec)` turns a `kvemb.optim.OptimizerSpec` into an `Optimizer`: `initial_state` and `update`. `kernels` has one for each
-rule, which works in place on arrays of its own. `update_rule` cuts a batch into blocks, hands each kernel its copies, and so keeps `update`
-pure.
+`build_optimizer(spec)` turns a `kvemb.optim.OptimizerSpec` into an `Optimizer`: `initial_state` and `update`. `kernels` has one kernel for
+each rule, which works in place. `update_rule` cuts a batch into blocks, gives the kernel copies of them, and so keeps `update` pure.
 """
 
 from .kernels import build_optimizer

@@ -1,7 +1,7 @@
-"""The kernels of all optimizers, one function a rule, and which of them serves which kind of specification.
+"""The kernels of all optimizers, one function a rule, and the kernel of each kind of specification.
 
-A kernel works in place on copies that `update_rule` hands it: weights and gradients float32 [n, d], state as each one says. What `step`
-counts for Adam is a decision: docs/adr/0004.
+A kernel works in place on copies that `update_rule` gives it: weights and gradients float32 [n, d], state as each one says. The meaning of
+`step` for Adam is a decision: docs/adr/0004.
 """
 
 import math
@@ -48,19 +48,21 @@ def sgd_kernel(spec: OptimizerSpec) -> Kernel:
                 _add_scaled(grads, buffer, factors["momentum"])
             else:
                 grads = buffer.copy()
+        # grads: [n, d], the direction to go.
         _add_scaled(weights, grads, np.negative(factors["lr"], dtype=np.float32))
 
     return Kernel(step_in_place)
 
 
 def _add_scaled(target: Array, values: Array, factor: float | Array) -> None:
-    """Add factor * values to `target`, rounded once, as torch does. It multiplies and adds in one where its processor can (all that have
-    AVX2, and ARM's). A product of two float32 is exact in float64; the sum is rounded there, far below the last bit of a float32.
+    """Add factor * values to `target` in place, rounded once, as torch does on processors with a fused multiply-add (AVX2, ARM).
+
+    A product of two float32 is exact in float64; the sum is rounded there, far below the last bit of a float32.
     """
-    scale = np.asarray(factor, np.float32).astype(np.float64)
-    exact = values * scale
+    scale = np.asarray(factor, np.float32).astype(np.float64)  # [] or [n, 1]
+    exact = values * scale  # float64 [n, d]
     exact += target
-    np.copyto(target, exact, casting="same_kind", where=scale != 0)  # -0.0 stays what it is where nothing is added
+    np.copyto(target, exact, casting="same_kind", where=scale != 0)  # where nothing is added, -0.0 remains -0.0
 
 
 def adagrad_kernel(weights: Array, state: list[Array], grads: Array, factors: Factors) -> None:
@@ -83,7 +85,7 @@ def adagrad_kernel(weights: Array, state: list[Array], grads: Array, factors: Fa
         (array([[0.5]], dtype=float32), array([[16.]], dtype=float32))
     """
     (total,) = state
-    scratch = np.square(grads)
+    scratch = np.square(grads)  # [n, d]: g^2, then the divisor
     total += scratch
     np.sqrt(total, out=scratch)
     scratch += factors["eps"]
@@ -112,6 +114,7 @@ def rowwise_adagrad_kernel(weights: Array, state: list[Array], grads: Array, fac
         array([[0.5, 0.5]], dtype=float32)
     """
     (total,) = state
+    # mean: [n, 1], of a row's squares. scale: [n, 1], first the divisor, then lr / divisor.
     # add.reduce sums each row by itself, in an order that depends on d only.
     mean = np.add.reduce(np.square(grads), axis=1, keepdims=True)
     mean /= grads.shape[1]
@@ -164,11 +167,11 @@ def adam_kernel(spec: OptimizerSpec) -> Kernel:
     def step_in_place(weights: Array, state: list[Array], grads: Array, factors: Factors) -> None:
         if decoupled_decay:
             weights *= factors["kept"]
-        average, square = state[0], state[1]
-        scratch = grads - average
+        average, square = state[0], state[1]  # m and v, [n, d] each
+        scratch = grads - average  # [n, d]: the change of m; later the divisor, then the change of the weights
         scratch *= factors["share1"]
         average += scratch
-        np.square(grads, out=grads)
+        np.square(grads, out=grads)  # from here on grads holds g^2, then the change of v
         grads -= square
         grads *= factors["share2"]
         square += grads
@@ -212,8 +215,8 @@ def rmsprop_kernel(spec: OptimizerSpec) -> Kernel:
         return {"share": 1.0 - hyper["alpha"]}
 
     def step_in_place(weights: Array, state: list[Array], grads: Array, factors: Factors) -> None:
-        square = state[0]
-        scratch = np.square(grads)
+        square = state[0]  # v, [n, d]
+        scratch = np.square(grads)  # [n, d]: g^2; later v, or the variance, then the divisor
         scratch *= factors["share"]
         square *= factors["alpha"]
         square += scratch
@@ -221,10 +224,10 @@ def rmsprop_kernel(spec: OptimizerSpec) -> Kernel:
             _center(state[1], square, grads, scratch, factors["share"])
         else:
             scratch[...] = square
-        scratch += factors.get("eps_root", 0.0)  # a journal from before it has none
+        scratch += factors.get("eps_root", 0.0)  # a journal older than eps_root has none
         np.sqrt(scratch, out=scratch)
         scratch += factors["eps"]
-        grads /= scratch
+        grads /= scratch  # u; below lr * u, or lr * m
         if momentum:
             state[-1][...] = factors["momentum"] * state[-1] + grads
             np.multiply(state[-1], factors["lr"], out=grads)
@@ -236,7 +239,7 @@ def rmsprop_kernel(spec: OptimizerSpec) -> Kernel:
 
 
 def _center(average: Array, square: Array, grads: Array, scratch: Array, share: float | Array) -> None:
-    """Move `average` towards the gradient and leave the variance in `scratch`."""
+    """Move `average` towards the gradient and leave the variance, max(v - a^2, 0), in `scratch`; all [n, d]."""
     np.subtract(grads, average, out=scratch)
     scratch *= share
     average += scratch
@@ -271,10 +274,11 @@ def ftrl_kernel(weights: Array, state: list[Array], grads: Array, factors: Facto
     """
     z, n = state
     lr, l1 = factors["lr"], factors["l1"]
-    root_before = np.sqrt(n)
+    root_before = np.sqrt(n)  # [n, d] as all arrays here; its memory becomes sigma, then sigma * W
     z += grads
     np.square(grads, out=grads)
     n += grads
+    # In the memory of grads: sqrt(n), and further down the divisor of the new weights.
     denominator = np.sqrt(n, out=grads)
     sigma = np.subtract(denominator, root_before, out=root_before)
     sigma /= lr

@@ -1,12 +1,9 @@
-"""What is common to all optimizers: purity, blocks, layout of the state, the guard against overflow.
+"""The frame of all optimizers: purity, blocks, layout of the state, the guard against overflow; and the gradient transforms.
 
-The maths is in the kernels beside this file.
-
-A kernel gets one block of rows in contiguous arrays that belong to it, and changes them in place. So the maths needs few temporaries and
-none of it can reach the caller's arrays. Rows do not know each other: a row's result has the same bits whichever rows lie beside it.
-Journal replay relies on that when it skips rows that are already written.
-
-Gradient transforms, composed in one place. They run in the table's order before its optimizer and keep no state.
+The optimizers' maths is in `kernels`. A kernel gets one block of rows in contiguous arrays that belong to it, and changes them in place. So
+the maths needs few temporaries, and none of it can reach the caller's arrays. A row's result has the same bits whichever rows lie beside
+it. Journal replay relies on that when it skips rows that are already written. Gradient transforms run in the table's order before its
+optimizer and keep no state.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -38,8 +35,8 @@ class Kernel:
     """One optimizer's update of a block of rows, and the numbers it takes at a step.
 
     Args:
-        step: what it does to rows.
-        factors: (run-time values, step) -> what `step` needs of them, beside the values themselves.
+        step: changes a block of rows.
+        factors: (run-time values, step) -> the numbers that the kernel's `step` needs beside the run-time values themselves.
     """
 
     step: KernelStep
@@ -91,6 +88,7 @@ class Optimizer:
             array([[0. , 0. , 0.1, 0.1]], dtype=float32)
         """
         fields = self.spec.state_fields()
+        # float32 [s]: the state of one row, each field's first value as many times as it has columns.
         one_row = np.repeat(np.array([s.initial for s in fields], np.float32), [s.size(dim) for s in fields])
         return np.tile(one_row, (n, 1))
 
@@ -101,7 +99,7 @@ class Optimizer:
             weights: float32 [n, d].
             state: float32 [n, state_size(d)], as `initial_state` or an earlier `update` made them.
             grads: float32 [n, d], finite (the caller has checked); beyond +-1e15 they are cut.
-            hyper: run-time values; those left out have the table's defaults.
+            hyper: run-time values; omitted ones have the table's defaults.
             step: number of applies of this table in this shard, this one included: 1 for the first (docs/adr/0004).
 
         Returns:
@@ -124,7 +122,7 @@ class Optimizer:
         return new_weights, new_state
 
     def update_in_place(self, weights: Array, state: Array, grads: Array, hyper: Mapping[str, float], step: int) -> None:
-        """Do what `update` does, to the same bits, and leave the new weights and state in the arrays that held the old ones.
+        """Do the same as `update`, to the same bits, with the new weights and state in the arrays that held the old ones.
 
         Args:
             weights, state: as in `update`, C-contiguous.
@@ -157,11 +155,11 @@ class Optimizer:
         return {**hyper, **self.kernel.factors(hyper, step)}
 
     def update_mixed(self, weights: Array, state: Array, grads: Array, factors: Factors) -> None:
-        """Do what `update_in_place` does, to the same bits, where rows differ in step and run-time values.
+        """Do the same as `update_in_place`, to the same bits, where rows differ in step and run-time values.
 
         Args:
             weights, state, grads: as in `update_in_place`.
-            factors: what `factors` returns for each row, as float32 [n, 1]; or a number where it is the same for all.
+            factors: those that `factors` returns, by name: float32 [n, 1], one of each row, or a number where it is the same for all.
 
         Example:
             >>> import kvemb.optim; from paramserver.optim import build_optimizer
@@ -180,7 +178,9 @@ class Optimizer:
         rows = max(1, _BLOCK_VALUES // max(1, weights.shape[1]))
         for low in range(0, len(weights), rows):
             block = slice(low, low + rows)
+            # Views of a block of m rows, (before, after) of each part of the state: float32 [m, d] or [m, 1] each.
             parts = [(state[block, columns], new_state[block, columns]) for columns in layout]
+            # The block's factors: numbers, or float32 [m, 1].
             these = {name: value if isinstance(value, float) else value[block] for name, value in factors.items()}
             self._update_block(weights[block], parts, grads[block], these, own=state is new_state and len(layout) == 1)
 
@@ -194,10 +194,11 @@ class Optimizer:
         own: bool,
     ) -> None:
         """Change `weights` in place; of each of `parts`, (before, after), fill in `after`: with `own` they are one contiguous array."""
+        # [m, d]: the block's m rows, as `weights`.
         grads = np.clip(grads, -GRAD_LIMIT, GRAD_LIMIT, order="C")  # a copy, so the kernel may use it up
         for transform in self.transforms:
             transform(grads, weights, factors)
-        # Contiguous copies: on columns of the wider state array every operation would start anew at each row.
+        # Contiguous copies: on columns of the wider state array every operation would start again at each row. [m, d] or [m, 1] each.
         owned = [before if own else before.copy(order="C") for before, _ in parts]
         self.kernel.step(weights, owned, grads, factors)
         if own:
@@ -254,6 +255,7 @@ def clip_by_norm(grads: Array, weights: Array, factors: Factors) -> None:
         array([[0.6, 0.8],
                [0.3, 0.4]], dtype=float32)
     """
+    # scale: float32 [n, 1], each row's sum of squares, then its norm, then its factor, at most 1.
     # add.reduce sums each row by itself, in an order that depends on d only.
     scale = np.add.reduce(np.square(grads), axis=1, keepdims=True)
     np.sqrt(scale, out=scale)

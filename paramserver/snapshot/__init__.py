@@ -1,4 +1,4 @@
-"""A shard's rows on local disk: what the journal need not hold any more. With the journal's tail, any row can be made anew, bit for bit."""
+"""A shard's rows on local disk, so that the journal can be cut. With the journal's tail any row can be made again, bit for bit."""
 
 from .reconstruct import Reconstructor, WantedVersions
 from .run_set import Runs

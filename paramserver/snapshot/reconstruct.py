@@ -1,12 +1,11 @@
-"""Records made anew: the local snapshot's, brought forward by the journal, exactly as the engine wrote them.
+"""Records reconstructed exactly as the engine wrote them: the local snapshot's records, brought forward by the journal.
 
-Replay uses the engine's own arithmetic (`paramserver.model.transition`) with what the journal kept: version, step, run-time values. A row's
-result does not depend on the rows beside it, so only the rows asked for are computed. A row stops at the version asked for: what the
-journal has beyond it is not applied yet. Apply thread only, since it reads the snapshot's files.
+Replay uses the engine's own arithmetic (`paramserver.model.transition`) with the journal's versions, steps and run-time values. A row's
+result does not depend on the rows beside it, so only the wanted rows are computed. A row stops at the version wanted: later entries of the
+journal are not applied yet. Apply thread only, since it reads the snapshot's files.
 
-One pass reads the whole journal, so as many rows are made in one pass as the memory given allows, of all tables at once. What the journal
-has for them is gathered and applied in rounds (`reconstruct_rounds`). A pass over a journal of small batches costs what its rows cost, not
-its batches.
+One pass reads the whole journal, so as many rows are made in one pass as the memory given allows, of all tables at once. Their updates are
+gathered from the journal and applied in rounds (`reconstruct_rounds`), so the cost of a pass grows with the rows, not with the batches.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,7 +48,7 @@ class WantedVersions:
 
 
 class Reconstructor:
-    """Makes records of one shard's rows anew from its local snapshot and its journal.
+    """Reconstructs records of one shard's rows from its local snapshot and its journal.
 
     Args:
         runs: the local snapshot.
@@ -72,14 +71,15 @@ class Reconstructor:
 
         Raises:
             LostRowError: a row cannot be made at its version; the message names the table and the first such id.
-            JournalDamagedError: a file that was needed does not hold what was written to it.
+            JournalDamagedError: a file that was needed does not hold the bytes that were written to it.
         """
+        # Of each table uint8 [n, record bytes], filled portion by portion.
         made = [np.empty((len(one.ids), one.table.definition.record.size_bytes), np.uint8) for one in wanted]
         for portion in self._portions(wanted):
             tables = [_rows_of(wanted[which], at, self._runs) for which, at in portion]
             self._pass(tables)
             for (which, at), rows in zip(portion, tables, strict=True):
-                wrong = ~rows.base.exists | (rows.base.versions != rows.wanted)
+                wrong = ~rows.base.exists | (rows.base.versions != rows.wanted)  # bool [m], of the m rows of this portion
                 if wrong.any():
                     raise self._lost(rows, int(np.argmax(wrong)), int(wrong.sum()))
                 if len(rows.ids):
@@ -87,7 +87,7 @@ class Reconstructor:
         return made
 
     def _portions(self, wanted: Sequence[WantedVersions]) -> Iterator[list[tuple[int, NDArray[np.intp]]]]:
-        """Yield what is made in one pass each: (which table, places of its rows, in the order of their ids)."""
+        """Yield the work of one pass each: (which table, intp [m], places of its rows, in the order of their ids)."""
         portion: list[tuple[int, NDArray[np.intp]]] = []
         left = self._pass_bytes
         for which, one in enumerate(wanted):
@@ -122,7 +122,7 @@ class Reconstructor:
     def _batches(self) -> Iterator[BatchEntry]:
         """Yield the batches behind the snapshot's cut in order, making sure that none is missing.
 
-        What the journal still has from before the cut is in the snapshot; where the snapshot has nothing, no row existed.
+        The journal's entries from before the cut are in the snapshot; where the snapshot has nothing, no row existed.
         """
         cut, last = self._runs.cut, self._runs.cut & MAX_K
         any_k = cut > 0 and last == 0  # a load began an epoch: the batches behind it are numbered on
@@ -157,8 +157,8 @@ class _RowsToReconstruct:
         table: the table.
         ids: uint64 [n], ascending.
         wanted: uint64 [n].
-        base: what is known of them so far; replay changes its arrays.
-        rounds: what is still to be done to them.
+        base: their state so far; replay changes its arrays.
+        rounds: their updates that are not applied yet.
     """
 
     table: TableState
@@ -173,16 +173,17 @@ class _RowsToReconstruct:
         return bool((self.base.versions >= self.wanted).all())
 
     def replay(self, entry: BatchEntry, changed: CheckedRows, step: int) -> None:
-        """Do what the batch did to these rows, where it is behind what they have and not beyond what is wanted.
+        """Replay a batch on these rows, where its version is above theirs and not above the one wanted.
 
         Args:
             entry: the batch.
             changed: its rows of this table.
             step: of the table before it.
         """
-        at = np.searchsorted(self.ids, changed.ids)
+        at = np.searchsorted(self.ids, changed.ids)  # intp [m], of each changed row: its place here, or one of another id
         at[at == len(self.ids)] = 0
         version = np.uint64(entry.version)  # above those of updates that wait, so they need not be looked at
+        # bool [m]: changed rows that are here, older than the batch, and wanted at its version or a later one.
         due = (self.ids[at] == changed.ids) & (self.base.versions[at] < version) & (version <= self.wanted[at])
         if not due.any():
             return
@@ -197,12 +198,13 @@ class _RowsToReconstruct:
         base, kind = self.base, entry.batch.kind
         base.versions[at], base.exists[at] = entry.version, kind != ERASE
         if kind != ERASE:
+            # uint8 [m, record bytes]: the new records of the m rows at the places `at`.
             out = np.empty((len(at), self.table.definition.record.size_bytes), np.uint8)
             new_records(self.table, kind, rows, out, base.exists[at], version=entry.version, out=out)
             as_items(base.records)[at] = as_items(out)
 
 
 def _rows_of(wanted: WantedVersions, at: NDArray[np.intp], runs: Runs) -> _RowsToReconstruct:
-    """Begin with what the snapshot knows of some of the rows."""
+    """Begin with the snapshot's state of some of the rows."""
     ids, base = wanted.ids[at], runs.find(wanted.table.definition, wanted.ids[at])
     return _RowsToReconstruct(wanted.table, ids, wanted.versions[at], base, Rounds(wanted.table, ids, base))

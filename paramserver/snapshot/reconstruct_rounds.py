@@ -1,9 +1,9 @@
 """The updates of many batches applied to rows in a few calls. Pure.
 
-A journal of small batches would otherwise cost NumPy's price per call for every table of every batch. Updates of one row follow each other;
-those of different rows do not know each other. So the n-th of the updates that wait for each row make one round, whichever batches they are
-from. A round is one call of the optimizer, with the numbers of each row's batch (`Optimizer.update_mixed`). The results have the bits that
-batch after batch gives.
+A journal of small batches would otherwise cost NumPy's price per call for every table of every batch. Updates of one row must follow each
+other; those of different rows are independent. So the n-th waiting update of every row makes one round, whichever batches they are from. A
+round is one call of the optimizer, with the numbers of each row's batch (`Optimizer.update_mixed`). The result has the same bits as if
+batch after batch were applied.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,12 +21,12 @@ from ..optim.update_rule import Array, Factors
 from .run_set import SnapshotRows
 from .sorted_run import Ids
 
-_BLOCK_WEIGHTS = 1 << 17  # as the engine's: what one round leaves is still in the processor's cache for the next
+_BLOCK_WEIGHTS = 1 << 17  # as the engine's: the arrays of one round are still in the processor's cache for the next
 
 
 @dataclass(frozen=True, eq=False)
 class _BatchEffect:
-    """What one batch does to some of the rows.
+    """The update of some of the rows by one batch.
 
     Args:
         at: intp [n], unique places among the rows.
@@ -47,7 +47,7 @@ class Rounds:
     Args:
         table: only its definition and optimizer are used.
         ids: uint64 [n], of all rows.
-        base: what is known of the rows; `run` changes its arrays.
+        base: the rows' state so far; `run` changes its arrays.
     """
 
     def __init__(self, table: TableState, ids: Ids, base: SnapshotRows) -> None:
@@ -56,7 +56,7 @@ class Rounds:
         self.size_bytes = 0
 
     def add(self, at: NDArray[np.intp], grads: Array, version: int, factors: Mapping[str, float]) -> None:
-        """Have rows updated, behind what was added before.
+        """Add an update of rows, behind those added before.
 
         Args:
             at: intp [n], unique places of rows.
@@ -80,33 +80,34 @@ class Rounds:
     def _block(self, updates: "_Updates", block: slice) -> None:
         """All rounds of some rows."""
         base, definition, optimizer = self._base, self._table.definition, self._table.optimizer
-        rows = updates.rows[block]
+        rows = updates.rows[block]  # intp [u], places of the block's u rows; those with the most updates first
+        # ids: uint64 [u]; old: uint8 [u, record bytes], which the new records overwrite; weights: float32 [u, dim]; row_state: [u, s].
         ids, old = self._ids[rows], as_rows(as_items(base.records)[rows])
         weights, row_state = first_values(self._table, ids, old, base.exists[rows])
-        for n, grads, factors, versions in updates.rounds(block):
+        for n, grads, factors, versions in updates.rounds(block):  # the first n rows have one more update: grads [n, dim], versions [n]
             optimizer.update_mixed(weights[:n], row_state[:n], grads, factors)
             if definition.dtype != "float32":
                 stored = round_stochastic(weights[:n], definition.dtype, ids=ids[:n], versions=versions, seed=definition.seed)
                 weights[:n] = to_float32(stored, definition.dtype)
-        last = updates.last_versions(block)
+        last = updates.last_versions(block)  # uint64 [u]
         definition.record.encode(ids, last, round_nearest(weights, definition.dtype), row_state, old)  # weights are as they are stored
         as_items(base.records)[rows], base.versions[rows], base.exists[rows] = as_items(old), last, True
 
 
 @dataclass(frozen=True, eq=False)
 class _Updates:
-    """The updates of all batches, by row: u rows with m updates, of b batches.
+    """The updates of all batches, by row: m updates of u rows, from b batches.
 
     Args:
-        rows: intp [u], unique places; those with the most updates first, so that a round is the beginning of the one before.
+        rows: intp [u], unique places; those with the most updates first, so that a round's rows are the first ones of the round before.
         first: intp [u], where each row's updates begin in `order`.
-        counts: intp [u], how many they are; descending.
+        counts: intp [u], number of each row's updates; descending.
         order: intp [m], the updates row by row, and of each row in the order of the batches.
-        grads: float32 [m, dim], in the order of the batches; and so is
-        batch: intp [m], which batch each update is of.
+        grads: float32 [m, dim], in the order of the batches.
+        batch: intp [m], the batch of each update, in the same order.
         versions: uint64 [b].
-        same: factors that all batches agree in.
-        names: of those that they do not, and
+        same: factors that are the same in all batches.
+        names: of the other factors.
         differing: float32 [b, number of names], their values.
     """
 
@@ -124,12 +125,12 @@ class _Updates:
     @classmethod
     def of(cls, batches: list[_BatchEffect]) -> "_Updates":
         """Sort the updates of batches, which are in order."""
-        at = np.concatenate([one.at for one in batches])
+        at = np.concatenate([one.at for one in batches])  # intp [m]: the row of each update, in the order of the batches
         order = np.argsort(at, kind="stable")
-        by_row = at[order]
-        first = np.flatnonzero(np.diff(by_row, prepend=-1))
+        by_row = at[order]  # [m]: the row of each update, ascending
+        first = np.flatnonzero(np.diff(by_row, prepend=-1))  # [u], as are counts and most
         counts = np.diff(first, append=len(at))
-        most = np.argsort(-counts, kind="stable")
+        most = np.argsort(-counts, kind="stable")  # the rows in the order of `rows`: those with the most updates first
         values = {name: [one.factors[name] for one in batches] for name in batches[0].factors}
         names = tuple(name for name, numbers in values.items() if numbers.count(numbers[0]) < len(numbers))
         return cls(
@@ -147,11 +148,11 @@ class _Updates:
 
     def rounds(self, block: slice) -> Iterator[tuple[int, Array, Factors, Ids]]:
         """Yield, for each round of a block of rows: how many rows take part, the block's first; their grads, factors and versions."""
-        first, counts = self.first[block], self.counts[block]
+        first, counts = self.first[block], self.counts[block]  # [u] each, of the block's rows; the first one has the most updates
         for turn in range(int(counts[0])):
             n = len(counts) - int(np.searchsorted(counts[::-1], turn, side="right"))
-            updates = self.order[first[:n] + turn]
-            batch = self.batch[updates]
+            updates = self.order[first[:n] + turn]  # intp [n]: of each row its update number `turn`
+            batch = self.batch[updates]  # intp [n]: the batch of each
             differing = self.differing[batch] if self.names else self.differing
             factors: dict[str, float | Array] = dict(self.same)
             factors.update({name: differing[:, i : i + 1] for i, name in enumerate(self.names)})

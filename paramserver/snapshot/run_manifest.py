@@ -1,9 +1,9 @@
-"""Which runs make up a snapshot, as bytes: small, checksummed, replaced as a whole. Pure.
+"""The manifest of a snapshot, as bytes: the runs that make it up. Small, checksummed, replaced as a whole. Pure.
 
     magic 8 | format version u32 | size u32 | msgpack | xxh3-64 of all before
     msgpack: {cut, tables: {key: [schema, record bytes, [[run number, size in bytes], ...]]}}
 
-Anything off and nothing of it is used.
+If anything is wrong with it, nothing of it is used.
 """
 
 import struct
@@ -25,7 +25,7 @@ _MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class RunEntry:
-    """One run: its number, of which its file's name is made, and its size."""
+    """One run: its number, which gives its file's name, and its size."""
 
     number: int
     size_bytes: int
@@ -33,7 +33,7 @@ class RunEntry:
 
 @dataclass(frozen=True)
 class TableRuns:
-    """The runs of one table, oldest first, and what tells that they are this definition's."""
+    """The runs of one table, oldest first, with schema and record size of the definition that they belong to."""
 
     schema: int
     record_bytes: int

@@ -15,14 +15,14 @@ def merged(runs: Sequence[SortedRun], versions: Versions, *, forget_up_to: int) 
     """Yield (kind, ids, rest) as `SortedRunEncoder.add` takes them.
 
     Args:
-        runs: of one table, oldest first: what a newer one says counts. (Versions would not do across runs: a row that another shard handed
-            over may be older than the note that this shard had it no more.)
+        runs: of one table, oldest first: the newest run that has an id decides. (Versions cannot decide across runs: a row that another
+            shard handed over may be older than the note that this shard had it no more.)
         versions: of that table's records.
-        forget_up_to: notes of erased rows up to this version are left out; 0 where an older run, which is not among these, may have them.
+        forget_up_to: notes of erased rows up to this version are omitted; 0 where an older run, which is not among these, may have them.
     """
     cursors = [_Cursor(run, kind, age) for age, run in enumerate(runs) for kind in (ROWS, ERASED)]
     while cursors := [cursor for cursor in cursors if cursor.load()]:
-        bound = min(cursor.ids[-1] for cursor in cursors)
+        bound = min(cursor.ids[-1] for cursor in cursors)  # up to this id, every run's rows are at hand
         taken: list[list[tuple[Ids, Bytes]]] = [[], []]
         ages: list[list[NDArray[np.intp]]] = [[], []]
         for cursor in cursors:
@@ -36,7 +36,7 @@ def merged(runs: Sequence[SortedRun], versions: Versions, *, forget_up_to: int) 
 def merge_from(sizes: Sequence[int], limit: int) -> int | None:
     """Return the first run, oldest first, that is to be merged with all behind it; None when nothing is to be done.
 
-    Runs are left alone while there are at most `limit`. Then the newest are merged, and with them every one before them that is at most
+    Nothing is merged while there are at most `limit` runs. Then the newest are merged, and with them every one before them that is at most
     twice as large as those together: a large old run is rewritten only when as much has come since.
 
     Example:
@@ -53,7 +53,7 @@ def merge_from(sizes: Sequence[int], limit: int) -> int | None:
 
 
 class _Cursor:
-    """Where reading of one kind of one run stands."""
+    """The reading position in the blocks of one kind of one run."""
 
     def __init__(self, run: SortedRun, kind: int, age: int) -> None:
         self.kind, self.age = kind, age
@@ -88,9 +88,11 @@ def _newest(
     rows: tuple[Ids, Bytes], erased: tuple[Ids, Bytes], ages: NDArray[np.intp], versions: Versions, forget_up_to: int
 ) -> Iterator[tuple[int, Ids, Bytes]]:
     """Of each id among rows and erased ones (`ages`: their runs), the state of the newest run, and there of the highest version."""
+    # [m] each: the rows first, the erased ids behind them; an id once for every run and kind that has it.
     ids = np.concatenate([rows[0], erased[0]])
     all_versions = np.concatenate([versions(rows[1]), erased_versions(erased[1])])
-    order = np.lexsort((all_versions, ages, ids))
+    order = np.lexsort((all_versions, ages, ids))  # intp [m]: by id, within an id by age, within an age by version
+    # intp [n]: the place of each unique id's newest state; live: places among the rows, gone: places among the erased.
     last: NDArray[np.intp] = order[np.append(ids[order][1:] != ids[order][:-1], True)] if len(order) else order
     live, gone = last[last < len(rows[0])], last[last >= len(rows[0])] - len(rows[0])
     if len(live):

@@ -1,7 +1,7 @@
-"""A folder of runs, and the manifest that says which of them count. A file that no manifest names does not exist, whatever is in it.
+"""A folder of runs, and the manifest that says which of them count. A file that the manifest does not name does not count.
 
 New runs are written under their final names, synced, and named in a new manifest. That replaces the old one by a rename: at every moment
-one whole snapshot is in force. What a crash leaves over is deleted at the next start. Not thread-safe: the apply thread's.
+one whole snapshot is in force. Remains of a crash are deleted at the next start. Not thread-safe: for the apply thread.
 
 A process that was shut out may wake up at any line here. It cannot replace the manifest any more, and its runs carry its epoch in their
 numbers: it neither names nor deletes a file of its successor.
@@ -35,12 +35,12 @@ _EPOCH_SHIFT = 32  # of a run's number: the epoch of the process that wrote it c
 
 @dataclass(frozen=True, eq=False)
 class SnapshotRows:
-    """What the snapshot knows of n ids.
+    """The snapshot's state of n ids.
 
     Args:
         records: uint8 [n, record bytes]; without meaning where the row does not exist.
         exists: bool [n].
-        versions: uint64 [n]: of the record; of an erased row the version as of which it is gone; 0 of an id that no run has.
+        versions: uint64 [n]: the record's; of an erased row the version as of which it is gone; 0 of an id that no run has.
     """
 
     records: Bytes
@@ -58,7 +58,7 @@ class Runs:
         still_ours: raises FencedError once another process owns the folder; asked right before a manifest is replaced.
 
     Raises:
-        JournalDamagedError: the manifest, or a run that it names, does not hold what was written to it, or is missing.
+        JournalDamagedError: the manifest, or a run that it names, does not hold the bytes that were written to it, or is missing.
     """
 
     def __init__(self, folder: Path, *, limit: int = 6, epoch: int = 0, still_ours: Callable[[], None] = lambda: None) -> None:
@@ -85,26 +85,26 @@ class Runs:
         return lambda row: f"{self._folder}: table {definition.name!r}, id {int(ids[row])}"
 
     def find(self, definition: TableDef, ids: Ids) -> SnapshotRows:
-        """Return what the snapshot knows of ids: the newest state among all runs.
+        """Return the snapshot's state of ids: the newest among all runs.
 
         Args:
             definition: the table.
             ids: uint64 [n], ascending and unique.
 
         Raises:
-            JournalDamagedError: a block that was needed does not hold what was written.
+            JournalDamagedError: a block that was needed does not hold the bytes that were written.
         """
         n, record = len(ids), definition.record
         base = SnapshotRows(np.zeros((n, record.size_bytes), np.uint8), np.zeros(n, bool), np.zeros(n, np.uint64))
-        left = np.arange(n)
+        left = np.arange(n)  # intp [r]: places of the ids that no newer run has
         for run in reversed(self._runs(definition, self._manifest.of(definition).runs)):
-            for at, rows in run.find(ROWS, ids[left]):
+            for at, rows in run.find(ROWS, ids[left]):  # at: intp [m], places in `left`; rows: uint8 [m, record bytes]
                 here = left[at]
                 record.check(rows, ids[here], np.ones(len(at), bool), self._whereabouts(definition, ids[here]))
                 as_items(base.records)[here], base.versions[here], base.exists[here] = as_items(rows), record.versions(rows), True
-            for at, rest in run.find(ERASED, ids[left]):
+            for at, rest in run.find(ERASED, ids[left]):  # rest: uint8 [m, 8]
                 versions = erased_versions(rest)
-                later = versions > base.versions[left[at]]
+                later = versions > base.versions[left[at]]  # bool [m]: erased after this run's own record of the id
                 base.versions[left[at[later]]], base.exists[left[at[later]]] = versions[later], False
             left = left[base.versions[left] == 0]  # an older run cannot be newer
             if len(left) == 0:
@@ -128,7 +128,7 @@ class Runs:
         Args:
             writers: begun here; those without rows are dropped.
             cut: see `cut`.
-            only: there are no other tables than these writers'; the runs of others, which were dropped, go.
+            only: whether the writers' tables are all there are; then the runs of other tables, which were dropped, go.
 
         Raises:
             JournalFullError, FencedError: the snapshot is the old one.
@@ -193,9 +193,9 @@ class Runs:
         return {run.number for table in self._manifest.tables.values() for run in table.runs}
 
     def _sweep(self) -> None:
-        """Delete what the manifest does not name and nobody writes; what cannot be deleted is left for the next time.
+        """Delete runs that the manifest does not name and this process does not write; the next call tries again what cannot be deleted.
 
-        A run of a later epoch is a successor's: not to be touched, this process knows nothing of its manifest.
+        A run of a later epoch is a successor's, and is not touched: this process does not know the successor's manifest.
         """
         named = self._named()
         self._writing -= named

@@ -1,7 +1,7 @@
-"""Local snapshots: when one is due, and what follows from it. The journal may not grow without end, and recovery may not take for ever.
+"""The schedule of local snapshots: when one is due, and how the journal is cut after it, so that neither journal nor recovery time grows.
 
 A snapshot begins when the journal has reached its size. It proceeds a slice at a time between batches, and ends with an image of the
-index. Only then the journal's entries up to the snapshot's cut are let go. Apply thread only.
+index. Only then the journal's entries up to the snapshot's cut are discarded. Apply thread only.
 """
 
 import logging
@@ -27,8 +27,8 @@ class LocalSnapshots:
         fenced_log: the journal.
         snapshotter: takes them.
         tables: all of the shard.
-        save: saves the image of the shard as of a position; waits for storage by this pause.
-        max_bytes: of the journal.
+        save: saves the image of the shard as of a position; the pause is for tries of storage.
+        max_bytes: of the journal, above which one is due.
         needed: whether rows exist that no snapshot and no journal has (of an earlier release, without a journal): then one is due at once.
     """
 
@@ -60,7 +60,7 @@ class LocalSnapshots:
             pause: between tries of storage; raises to give up.
 
         Raises:
-            LostRowError, StorageError, JournalFullError, OSError: it was given up; the one before it stays in force.
+            LostRowError, StorageError, JournalFullError, OSError: the snapshot was given up; the one before it stays in force.
         """
         self._now = applied, pause
         if self._steps is None:
@@ -79,7 +79,7 @@ class LocalSnapshots:
             raise
 
     def give_up(self) -> None:
-        """Leave the snapshot before in force: runs are about to come from elsewhere. It is taken again when it is due."""
+        """Give up the snapshot under way, since runs are about to come from another shard. A new one begins when it is due."""
         steps, self._steps = self._steps, None
         if steps is not None:
             steps.close()
@@ -89,7 +89,7 @@ class LocalSnapshots:
         before = self._fenced_log.journal.size_bytes
         self._fenced_log.discard_before(self._cut)
         self.taken += 1
-        # What lies behind the cut stays: the next one is due only when as much again has come.
+        # Entries behind the cut stay: the next snapshot is due only when half the limit has come on top of them.
         self._due_bytes = max(self._max_bytes, self._fenced_log.journal.size_bytes + self._max_bytes // 2)
         took_s = time.monotonic() - self._begun_s
         log.info(
@@ -116,5 +116,5 @@ def reaches_back(journal: Journal, cut: int, k: int, find: Callable[[str, int], 
     cut_k = split_version(cut)[1]
     if cut and cut_k == 0:  # a load began an epoch: the batches behind it are numbered on
         return True
-    # Batches of a time without a journal are in neither: then there is a gap behind the cut, which may be from before that time.
+    # Batches applied without a journal (by an earlier release) are in neither: they show as a gap in the numbers behind the cut.
     return split_version(next(behind, k + 1))[1] == cut_k + 1

@@ -1,7 +1,7 @@
 """Taking a local snapshot: the rows newer than the last one become a run of their own, a slice at a time, between batches.
 
-Training goes on meanwhile. A row may be newer in the snapshot than the cut, never older, and the journal's tail brings it to where it is.
-Call every step on the apply thread, between batches: then the index, storage and the last applied version agree with each other.
+Training goes on meanwhile. A row may be newer in the snapshot than the cut, never older, and the journal's tail brings it up to date. Call
+every step on the apply thread, between batches: then the index, storage and the last applied version agree with each other.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -48,7 +48,7 @@ class Snapshotter:
     """Takes snapshots of one shard, one at a time.
 
     Args:
-        runs: where to.
+        runs: where the snapshot is written.
         read: the records of rows, from the cache or storage (`from_storage`).
         applied: the version of the last batch applied.
     """
@@ -99,12 +99,13 @@ class Snapshotter:
         changed = [newer]
         for ids in self._runs.ids(table.definition):
             versions = table.versions(ids)
-            dead = ids[versions == 0]
+            dead = ids[versions == 0]  # uint64 [m]: in an older run, and not in the index
             dead = dead[self._runs.find(table.definition, dead).exists]  # the others are noted already
             gone.append((dead, np.full(len(dead), self._applied(), np.uint64)))
             changed.append(ids[versions > np.uint64(cut)])
             yield progress
         yield from self._rows(writer, table, np.unique(np.concatenate(changed)), gone, progress)
+        # uint64 [e]: the erased ids, unique and ascending; intp [e]: where each occurs first; as_of: uint64 [e], since which version it is gone.
         ids, first = np.unique(np.concatenate([newer[:0], *(ids for ids, _ in gone)]), return_index=True)
         as_of = np.concatenate([newer[:0], *(versions for _, versions in gone)])[first]
         self._add(writer, ERASED, ids, as_of.astype("<u8").view(np.uint8).reshape(len(ids), 8), progress)
@@ -116,6 +117,7 @@ class Snapshotter:
         for start in range(0, len(ids), n_slice):
             these = ids[start : start + n_slice]
             expected = table.versions(these)
+            # uint64: the ids that the index still has, [m], their versions, [m], and the ids that it has no more.
             dead, these, expected = these[expected == 0], these[expected != 0], expected[expected != 0]
             gone.append((dead, np.full(len(dead), self._applied(), np.uint64)))  # erased since the cut
             records, found = self._read(table, these)
@@ -145,10 +147,10 @@ def from_storage(store: Store, timeout_s: float) -> ReadRecords:
     access = RowAccess(store, timeout_s)
 
     def read(table: TableState, ids: Ids) -> tuple[Bytes, NDArray[np.bool_]]:
-        at = table.cache.find(ids)
+        at = table.cache.find(ids)  # int64 [n]: places in the cache, or -1
         records, found = np.empty((len(ids), table.definition.record.size_bytes), np.uint8), at >= 0
         records[found] = table.cache.records[at[found]]
-        missing = np.flatnonzero(~found)
+        missing = np.flatnonzero(~found)  # intp [m]: the rows to read from storage
         if len(missing):
             (got,) = access.read([(table.definition, ids[missing])])
             records[missing], found[missing] = got.records, got.found

@@ -58,7 +58,7 @@ class SortedRunEncoder:
         self._last = [-1, -1]
 
     def header(self) -> bytes:
-        """Return what the file begins with."""
+        """Return the file's first bytes."""
         return _HEAD.pack(MAGIC, FORMAT_VERSION, self.record_bytes)
 
     def add(self, kind: int, ids: Ids, rest: Bytes) -> Iterator[memoryview]:
@@ -75,7 +75,7 @@ class SortedRunEncoder:
             yield from self._block(kind, ids[start : start + n_block], rest[start : start + n_block])
 
     def footer(self) -> bytes:
-        """Return what the file ends with; nothing may be added afterwards."""
+        """Return the file's last bytes; nothing may be added afterwards."""
         footer = np.array(self._blocks, "<u8").reshape(-1, _COLUMNS).tobytes()
         place = struct.pack("<QQ", self.size_bytes, len(self._blocks))
         checksum = xxhash.xxh3_64_intdigest(self.header() + footer + place)
@@ -101,7 +101,7 @@ class SortedRun:
         where: its path, for messages.
 
     Raises:
-        JournalDamagedError: header or footer do not hold what was written; so do the methods for a block.
+        JournalDamagedError: header or footer do not hold the bytes that were written. The methods raise it for a block.
     """
 
     def __init__(self, read_at: ReadAt, size_bytes: int, where: str) -> None:
@@ -136,15 +136,15 @@ class SortedRun:
         blocks = self._blocks[kind]
         if len(ids) == 0 or len(blocks) == 0:
             return
-        holder = np.searchsorted(blocks[:, _LAST], ids)
-        starts = np.flatnonzero(np.diff(holder, prepend=-1))
+        holder = np.searchsorted(blocks[:, _LAST], ids)  # intp [n]: the only block that can hold each id; n_blocks: none
+        starts = np.flatnonzero(np.diff(holder, prepend=-1))  # where the ids of the next block begin
         for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
             if holder[start] == len(blocks) or blocks[holder[start], _FIRST] > ids[stop - 1]:
                 continue
             block, asked = blocks[holder[start]], ids[start:stop]
-            block_ids = self._ids(block)
-            at = np.searchsorted(block_ids, asked)  # never behind the end: no id asked is above the block's last
-            hit = block_ids[at] == asked
+            block_ids = self._ids(block)  # uint64 [m], ascending
+            at = np.searchsorted(block_ids, asked)  # places in the block; never behind its end: no id asked is above its last one
+            hit = block_ids[at] == asked  # bool, of each id asked: whether the block has it
             if hit.any():
                 yield start + np.flatnonzero(hit), as_rows(as_items(self._rest(block))[at[hit]])
 
@@ -162,7 +162,7 @@ class SortedRun:
         return np.frombuffer(footer, "<u8").astype(np.uint64, copy=False).reshape(n_blocks, _COLUMNS)
 
     def _check_blocks(self, footer: NDArray[Any]) -> None:
-        """Blocks must follow each other without gaps, and be in order: what a reader allocates and searches relies on it."""
+        """Check that blocks follow each other without gaps, and in order: allocation and search in a reader rely on it."""
         row_bytes = [8 + self.record_bytes, 16]
         end = _HEAD.size
         for kind, offset, n in footer[:, :3].tolist():

@@ -55,7 +55,7 @@ class RunWriter:
         return self._finished
 
     def sync(self) -> None:
-        """Make durable what was added so far: whoever does it now and then waits less in `finish`.
+        """Make the rows added so far durable: with a call now and then, `finish` takes less time.
 
         Raises:
             JournalFullError: drop the run.
@@ -67,7 +67,7 @@ class RunWriter:
             raise full(self._path, error) from error
 
     def drop(self) -> None:
-        """Give the run up, unless it is finished: then a manifest may name it, and if none does, `Runs` deletes it later."""
+        """Give the run up. A finished one stays: a manifest may name it, and if none does, `Runs` deletes it later."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -86,5 +86,5 @@ class RunWriter:
 
 
 def full(path: Path, error: OSError) -> JournalFullError:
-    """Return the error that says that a file of the snapshot could not be written."""
+    """Return the error for a file of the snapshot that could not be written."""
     return JournalFullError(f"{path}: {error.strerror}; the local snapshot is the old one: {mend(error)}.")
