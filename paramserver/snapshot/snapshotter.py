@@ -105,7 +105,7 @@ class Snapshotter:
             changed.append(ids[versions > np.uint64(cut)])
             yield progress
         yield from self._rows(writer, table, np.unique(np.concatenate(changed)), gone, progress)
-        # uint64 [e]: the erased ids, unique and ascending; intp [e]: where each occurs first; as_of: uint64 [e], since which version it is gone.
+        # uint64 [e], the erased ids, unique and ascending; intp [e], where each is first; uint64 [e], the version as of which it is gone.
         ids, first = np.unique(np.concatenate([newer[:0], *(ids for ids, _ in gone)]), return_index=True)
         as_of = np.concatenate([newer[:0], *(versions for _, versions in gone)])[first]
         self._add(writer, ERASED, ids, as_of.astype("<u8").view(np.uint8).reshape(len(ids), 8), progress)
