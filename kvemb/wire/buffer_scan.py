@@ -11,7 +11,7 @@ from kvemb.errors import ProtocolError
 Bytes = NDArray[np.uint8]
 EOL = b"\r\n"
 WRONG_TYPE = b"-WRONGTYPE "
-"""How Redis answers where another program keeps a list, a hash, …"""
+"""The beginning of Redis's answer where another program keeps a list, a hash, …"""
 _MAX_LINE = 4096
 _SCANNED_AT_ONCE = 1 << 15  # bytes: what comparing them leaves stays in a core's cache, and is no fresh memory of the system's each time
 
@@ -23,7 +23,7 @@ def matches(block: Bytes, at: int, pattern: bytes) -> NDArray[np.bool_]:
     """
     good = np.ones(len(block), dtype=bool)
     for offset, width, mask, value in _words(pattern, block.shape[1] - at) if len(block) else ():
-        words = np.ndarray((len(block),), f"<u{width}", block, at + offset, (block.strides[0],))
+        words = np.ndarray((len(block),), f"<u{width}", block, at + offset, (block.strides[0],))  # [k], a view: a word of each row
         good &= (words if mask is None else words & mask) == value
     return good
 
@@ -32,7 +32,7 @@ def matches_at(data: Bytes, starts: NDArray[np.intp], pattern: bytes, room: int)
     """Return at which of the given positions of data the pattern lies: bool [k]. Behind every position must be `room` bytes."""
     good: NDArray[np.bool_] | None = None
     for offset, width, mask, value in _words(pattern, room) if len(starts) else ():
-        words = pieces(data[offset:], width, f"<u{width}")[starts]
+        words = pieces(data[offset:], width, f"<u{width}")[starts]  # [k]: a word behind each start
         if mask is not None:
             words &= mask
         right: NDArray[np.bool_] = words == value
@@ -116,9 +116,9 @@ def value_size(line: bytes) -> int | None:
 
 def parse_digits(data: Bytes, at: NDArray[np.intp], n_digits: NDArray[np.intp]) -> NDArray[np.uint64]:
     """Decimal numbers of the given widths at the given positions: uint64 [n]."""
-    value = np.zeros(len(at), dtype=np.uint64)
+    value = np.zeros(len(at), dtype=np.uint64)  # [n]: the numbers, up to the column reached
     for column in range(int(n_digits.max(initial=0))):
-        inside = column < n_digits
+        inside = column < n_digits  # bool [n]: numbers that have this column
         digit = data[np.minimum(at + column, len(data) - 1)].astype(np.uint64) - np.uint64(ord("0"))
         value = np.where(inside, value * np.uint64(10) + digit, value)
     return value

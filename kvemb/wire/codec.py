@@ -1,4 +1,4 @@
-"""What a protocol codec offers to the stores, and the shared shape of its results."""
+"""The interface of protocol codecs for the stores, and the records that they write."""
 
 from dataclasses import dataclass
 from typing import Protocol

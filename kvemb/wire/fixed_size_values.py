@@ -1,8 +1,8 @@
 """Reader of a batch of values of one size, each of which may be missing: the replies of pipelined GETRANGEs and of `mg`.
 
 The fast paths copy runs of hits straight out of the receive buffer, and pass over runs of misses. Where both are mixed there is no
-stride: rows are then found from the positions of the misses, still in vector operations. Only a row that is neither a hit of the expected
-size nor a miss (a server's error) is looked at by itself.
+stride: rows are then found from the positions of the misses, still in vector operations. Only an error, or a value of another size, is
+read singly.
 """
 
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ class FixedSizeValuesReply(RowsReader):
     Args:
         head: bytes before every value (they hold its size).
         size_bytes: of a value.
-        miss: what a missing value looks like.
+        miss: the reply for a missing value.
         out: uint8 [n, m], m <= size_bytes; the first m bytes of each value found are copied here.
         found: bool [n], set here.
         row_prefix: how every `head` and `miss` begins because another command goes before each row's (Redis Cluster's ASKING); an error
@@ -49,7 +49,7 @@ class FixedSizeValuesReply(RowsReader):
 
     def __post_init__(self) -> None:
         self._stride = len(self.head) + self.size_bytes + len(EOL)
-        self._values = as_items(self.out)
+        self._values = as_items(self.out)  # [n] items of m bytes, in the memory of out
 
     @property
     def n_rows(self) -> int:
@@ -76,7 +76,7 @@ class FixedSizeValuesReply(RowsReader):
         return taken
 
     def _drop_blank(self) -> None:
-        written = np.zeros(len(self.out), dtype=np.uint32)
+        written = np.zeros(len(self.out), dtype=np.uint32)  # [n]: the OR of a row's first words; 0 = blank
         for at in range(0, self.blank_bytes, 4):
             written |= np.ndarray((len(self.out),), "<u4", self.out, at, (self.out.strides[0],))
         self.found &= written != 0
@@ -86,9 +86,10 @@ class FixedSizeValuesReply(RowsReader):
         count = min(len(self.found) - self._at, len(data) // self._stride)
         if not count or data[: len(self.head)].tobytes() != self.head:
             return 0
-        block = data[: count * self._stride].reshape(count, self._stride)
+        block = data[: count * self._stride].reshape(count, self._stride)  # uint8 [count, stride]: a row each, if all are hits
         run = count if self._all_hits(block) else self._n_hits(block)
         rows = slice(self._at, self._at + run)
+        # Both [run] items of m bytes; in data they lie a stride apart, behind each head.
         self._values[rows] = np.ndarray((run,), self._values.dtype, data, len(self.head), (self._stride,))
         self.found[rows] = True
         self._at += run
@@ -100,7 +101,7 @@ class FixedSizeValuesReply(RowsReader):
         count = min(len(self.found) - self._at, len(data) // size)
         if count < _MISSES_IN_A_ROW or data[: _MISSES_IN_A_ROW * size].tobytes() != _MISSES_IN_A_ROW * self.miss:
             return 0
-        good = matches(data[: count * size].reshape(count, size), 0, self.miss)
+        good = matches(data[: count * size].reshape(count, size), 0, self.miss)  # bool [count]: a miss each, if all before are
         run = count if good.all() else int(np.argmin(good))
         self.found[self._at : self._at + run] = False
         self._at += run
@@ -111,40 +112,41 @@ class FixedSizeValuesReply(RowsReader):
         inside = len(self.head) + self.size_bytes
         if block[0, : len(self.head)].tobytes() != self.head or block[-1, inside:].tobytes() != EOL:
             return False
+        # uint8 [k - 1, stride]: from the end of one row's value on, so that it begins with EOL and the next row's head
         seams = block.reshape(-1)[inside : inside + (len(block) - 1) * self._stride].reshape(-1, self._stride)
         return bool(matches(seams, 0, EOL + self.head).all())
 
     def _n_hits(self, block: Bytes) -> int:
         """How many of the first rows are hits, when not all are."""
-        good = matches(block, 0, self.head)
+        good = matches(block, 0, self.head)  # bool [k]
         good &= matches(block, len(self.head) + self.size_bytes, EOL)
         return int(np.argmin(good))
 
     def _hit_is_cut(self, data: Bytes) -> bool:
-        """Whether nothing or a value's beginning is all that is there: by far the most frequent end of a feed."""
+        """Whether data is empty or a value's beginning alone: by far the most frequent end of a feed."""
         return len(data) < self._stride and (not len(data) or data[: len(self.head)].tobytes() == self.head)
 
     def _take_mixed(self, data: Bytes) -> int:
         """Hits and misses in any order: the misses are searched, and everything between them must be hits."""
         left = len(self.found) - self._at
         data = data[: left * max(self._stride, len(self.miss))]
-        ranks, tail = self._ranks(find(data, self.miss), len(data), left)
+        ranks, tail = self._ranks(find(data, self.miss), len(data), left)  # ranks: intp [misses], row numbers from 0 for the next row
         if not len(ranks):
             return 0
         count = min(left, int(ranks[-1]) + 1 + tail // self._stride)
-        missing = np.zeros(count, dtype=bool)
+        missing = np.zeros(count, dtype=bool)  # [count]: of the next rows
         missing[ranks] = True
-        ends = np.cumsum(np.where(missing, len(self.miss), self._stride))
-        starts = np.append(0, ends[:-1])
-        good = self._hits_at(data, starts, missing)
+        ends = np.cumsum(np.where(missing, len(self.miss), self._stride))  # intp [count]: where each row ends in data
+        starts = np.append(0, ends[:-1])  # intp [count]: where it begins
+        good = self._hits_at(data, starts, missing)  # bool [count]
         if not good.all():
             count = int(np.argmin(good))
             if not count:
                 return 0
         rows = slice(self._at, self._at + count)
-        hits = np.flatnonzero(~missing[:count])
+        hits = np.flatnonzero(~missing[:count])  # intp [h]: rows with a value
         if len(hits):
-            values = pieces(data, self._values.dtype.itemsize)
+            values = pieces(data, self._values.dtype.itemsize)  # item i: the m bytes of data from i on
             self._values[self._at + hits] = values[starts[hits] + len(self.head)]
         self.found[rows] = ~missing[:count]
         self._at += count
@@ -162,14 +164,15 @@ class FixedSizeValuesReply(RowsReader):
         return good
 
     def _ranks(self, at: NDArray[np.intp], n_bytes: int, left: int) -> tuple[NDArray[np.intp], int]:
-        """Turn candidates for misses into row numbers, below `left`; and count the bytes behind the last of them.
+        """Turn candidates for misses, intp [c], into row numbers below `left` (the rows that remain); count the bytes behind the last.
 
         A genuine one leaves a whole number of hits before it; the others lie inside a value, or behind this reply's end.
         """
         while len(at):
-            before = np.arange(len(at))
+            before = np.arange(len(at))  # intp [c]: misses before each, should all be genuine
+            # intp [c] each: whole hits before it, and the bytes that make no whole one (0 where it is genuine)
             hits, rest = np.divmod(at - len(self.miss) * before, self._stride)
-            ranks = hits + before
+            ranks = hits + before  # intp [c]: its row, from 0 for the next row
             n_inside = int(np.searchsorted(ranks, left))  # ranks ascend
             false = np.flatnonzero(rest[:n_inside])
             if not len(false):

@@ -97,8 +97,8 @@ class Step:
     """One request and the reply it will get.
 
     Args:
-        source: the request's bytes, or what builds them. That is called when the request is sent, so that the requests of a large batch are
-            built while the server works on the first ones.
+        source: the request's bytes, or a function that builds them. It is called when the request is sent, so that the requests of a large
+            batch are built while the server works on the first ones.
         reply: reads the answer.
         reply_bytes: how large the answer is if nothing is missing; 0 = small or unknown. A hint for the exchange, which may wait for
             more of a large answer before it looks at it.
@@ -110,7 +110,7 @@ class Step:
 
     @property
     def request(self) -> memoryview:
-        """The request's bytes; built anew at each call where they are built."""
+        """The request's bytes; a source that builds them builds them again at each call."""
         return self.source() if callable(self.source) else self.source
 
 
@@ -159,10 +159,10 @@ class CodeReply(RowsReader):
         return skipped + len(line) + len(EOL)
 
     def _take_codes(self, block: Bytes) -> int:
-        good = np.zeros(len(block), dtype=bool)
-        out = self.out[self._at : self._at + len(block)]
+        good = np.zeros(len(block), dtype=bool)  # [k]: rows with an accepted reply; block is [k, stride]
+        out = self.out[self._at : self._at + len(block)]  # uint8 [k], a view
         for index, code in enumerate(self.codes):
-            hit = matches(block, 0, code)
+            hit = matches(block, 0, code)  # bool [k]
             out[hit] = index
             good |= hit
         run = len(block) if good.all() else int(np.argmin(good))
@@ -178,7 +178,7 @@ _MOST_BYTES = 1 << 30  # more than any server stores under a key
 
 @dataclass(eq=False)
 class BlobReply(ReplyReader):
-    """One small value, such as a marker, or a miss; FOREIGN for what only another program can have put there.
+    """One small value, such as a marker, or a miss; FOREIGN for a value that only another program can have put there.
 
     Args:
         miss: the whole line (without its end) that says the value is missing.

@@ -24,11 +24,11 @@ def columns(n: int, *pieces: bytes | Bytes) -> Bytes:
     widths = [len(p) if isinstance(p, bytes) else p.shape[1] for p in pieces]
     # A first row of everything constant, repeated; then the others' columns, in whole items: byte by byte costs twice as much.
     first = b"".join(p if isinstance(p, bytes) else bytes(width) for p, width in zip(pieces, widths, strict=True))
-    out = np.full(n, np.void(first)).view(np.uint8).reshape(n, len(first))
+    out = np.full(n, np.void(first)).view(np.uint8).reshape(n, len(first))  # uint8 [n, stride]
     at = 0
     for piece, width in zip(pieces, widths, strict=True):
         if not isinstance(piece, bytes) and width:
-            as_items(out[:, at : at + width])[:] = as_items(piece)
+            as_items(out[:, at : at + width])[:] = as_items(piece)  # both [n] items of `width` bytes
         at += width
     return out
 
@@ -41,10 +41,10 @@ def decimals(values: NDArray[np.uint64]) -> Bytes:
         b'007120'
     """
     width = len(str(int(values.max(initial=0))))
-    out = np.empty((len(values), width), dtype=np.uint8)
-    left = values
+    out = np.empty((len(values), width), dtype=np.uint8)  # ASCII digits, filled from the last column on
+    left = values  # uint64 [n]: the digits not yet written
     for column in reversed(range(width)):
-        left, digit = np.divmod(left, np.uint64(10))
+        left, digit = np.divmod(left, np.uint64(10))  # digit: uint64 [n], 0 to 9
         out[:, column] = digit.astype(np.uint8) + ord("0")
     return out
 
@@ -80,7 +80,7 @@ class SharedRows:
     def __init__(self, build: Callable[[slice], Bytes], n: int, chunk_rows: int, chunks_at_once: int = 4) -> None:
         self._build, self._n, self._chunk_rows = build, n, chunk_rows
         self._chunks_at_once = chunks_at_once
-        self._built, self._range = np.empty((0, 1), np.uint8), slice(0, 0)
+        self._built, self._range = np.empty((0, 1), np.uint8), slice(0, 0)  # uint8 [rows of the range, stride]
 
     def __getitem__(self, rows: slice) -> Bytes:
         """Return the rows of a chunk: uint8 [rows, stride]."""

@@ -72,21 +72,22 @@ class CasValuesReply(RowsReader):
         return self._take_rows(data) or self._take_odd(data)
 
     def _take_rows(self, data: Bytes) -> int:
-        starts, lengths, digits = self._candidates(data)
-        starts, lengths, digits = _without_inner(starts, lengths, digits)
+        starts, lengths, digits = self._candidates(data)  # intp [k] each: every place that looks like a row
+        starts, lengths, digits = _without_inner(starts, lengths, digits)  # without those inside a value
         if not len(starts) or starts[0] != 0:
             return 0
-        ends = starts + lengths
+        ends = starts + lengths  # intp [k]: where the row behind each begins
+        # bool [k]: the row begins where the one before ended, has arrived whole, and ends with CR LF
         chained = np.append(True, starts[1:] == ends[:-1]) & (ends <= len(data))
         chained &= (data[np.minimum(ends, len(data)) - 2] == ord("\r")) & (data[np.minimum(ends, len(data)) - 1] == ord("\n"))
-        count = len(starts) if chained.all() else int(np.argmin(chained))
+        count = len(starts) if chained.all() else int(np.argmin(chained))  # rows in order, from the first on
         count = min(count, len(self.found) - self._at)
         if not count:
             return 0
-        hits = np.flatnonzero(digits[:count] > 0)
-        rows = self._at + hits
+        hits = np.flatnonzero(digits[:count] > 0)  # intp [h]: which of these rows are values; the others are misses
+        rows = self._at + hits  # intp [h]: their numbers in the reply
         if len(hits):
-            values = starts[hits] + len(self._head) + digits[hits] + 2
+            values = starts[hits] + len(self._head) + digits[hits] + 2  # intp [h]: where their bytes begin in data
             self.out[rows] = windows(data, self.out.shape[1])[values]
             self.tokens[rows] = parse_digits(data, starts[hits] + len(self._head), digits[hits])
             self.found[rows] = True
@@ -95,16 +96,18 @@ class CasValuesReply(RowsReader):
 
     def _candidates(self, data: Bytes) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
         """Every place that looks like a row: (start, length of the row, digits of its token; 0 = a miss), by start."""
-        heads, misses = find(data, self._head), find(data, _MISS)
+        heads, misses = find(data, self._head), find(data, _MISS)  # intp [h] and [m]: positions in data
         reach = len(self._head) + _MAX_DIGITS + 1
         # A head so near the end that its line may be cut waits for more bytes, unless the line's end is there already.
         padded = np.concatenate([data, np.zeros(reach, dtype=np.uint8)])
+        # uint8 [h, 21]: the bytes behind each head: the token's digits, then CR
         after = windows(padded, _MAX_DIGITS + 1)[heads + len(self._head)] if len(heads) else np.empty((0, 1), np.uint8)
-        other = (after < ord("0")) | (after > ord("9"))
-        digits = np.argmax(other, axis=1) if len(heads) else np.empty(0, np.intp)
+        other = (after < ord("0")) | (after > ord("9"))  # bool [h, 21]: bytes that are no digits
+        digits = np.argmax(other, axis=1) if len(heads) else np.empty(0, np.intp)  # intp [h]: how many digits come first
+        # bool [h]: heads with a token whose line ends behind it
         ended = (digits > 0) & (after[np.arange(len(heads)), digits] == ord("\r")) if len(heads) else np.empty(0, bool)
         heads, digits = heads[ended], digits[ended]
-        starts = np.concatenate([heads, misses])
+        starts = np.concatenate([heads, misses])  # intp [k]: k = ended heads and misses; unsorted until the last line
         lengths = np.concatenate([len(self._head) + digits + 2 + self.size_bytes + 2, np.full(len(misses), len(_MISS))])
         digits = np.concatenate([digits, np.zeros(len(misses), dtype=np.intp)])
         order = np.argsort(starts, kind="stable")
@@ -143,7 +146,7 @@ def _without_inner(
     if not (starts[1:] < ends[:-1]).any():
         return starts, lengths, digits
     # Rare (a record happens to hold such text), so the chain of rows is followed one by one here.
-    following = np.searchsorted(starts, ends).tolist()
+    following = np.searchsorted(starts, ends).tolist()  # [k]: of each candidate, the first one that begins at or behind its end
     kept = [0]
     while following[kept[-1]] < len(starts):
         kept.append(following[kept[-1]])
@@ -187,36 +190,38 @@ class CasWriteReply(RowsReader):
         if n_digits < 1:
             return 0
         count = min(len(self.out) - self._at, len(data) // width)
-        lines = data[: count * width].reshape(count, width)
-        good = matches(lines, 0, _USUAL) & matches(lines, width - 2, EOL)
-        value = np.zeros(count, np.uint64)
+        lines = data[: count * width].reshape(count, width)  # uint8 [count, width]: a line per row, if all are as wide
+        good = matches(lines, 0, _USUAL) & matches(lines, width - 2, EOL)  # bool [count]: `HD c`, digits, CR LF
+        value = np.zeros(count, np.uint64)  # uint64 [count]: the tokens, up to the column reached
         for column in range(_HEAD, _HEAD + n_digits):
-            digit = lines[:, column] - np.uint8(ord("0"))
+            digit = lines[:, column] - np.uint8(ord("0"))  # uint8 [count]; another byte than a digit wraps to more than 9
             good &= digit <= 9
             value *= np.uint64(10)
             value += digit
-        run = count if good.all() else int(np.argmin(good))
+        run = count if good.all() else int(np.argmin(good))  # good rows, from the first on
         rows = slice(self._at, self._at + run)
         self.out[rows], self.tokens[rows] = 0, value[:run]
         self._at += run
         return run * width
 
     def _take_lines(self, data: Bytes) -> int:
-        ends = np.flatnonzero(data == ord("\n"))[: len(self.out) - self._at]
+        ends = np.flatnonzero(data == ord("\n"))[: len(self.out) - self._at]  # intp [k]: each line's LF
         if not len(ends):
             return 0
-        starts = np.concatenate([[0], ends[:-1] + 1])
-        n_digits = ends - starts - _HEAD - 1
-        plausible = n_digits > 0
+        starts = np.concatenate([[0], ends[:-1] + 1])  # intp [k]: each line's first byte
+        n_digits = ends - starts - _HEAD - 1  # intp [k]: bytes between `HD c` and CR
+        plausible = n_digits > 0  # bool [k]: long enough for a token
         starts = np.where(plausible, starts, 0)
+        # uint16 [k]: the first two bytes of each line as one number: HD, NS, EX or NF
         codes = data[starts].astype(np.uint16) | (data[np.minimum(starts + 1, len(data) - 1)].astype(np.uint16) << np.uint16(8))
-        stored = codes == _STORED
+        stored = codes == _STORED  # bool [k]; the other good ones are conflicts
         good = stored | (codes == _REFUSED[0]) | (codes == _REFUSED[1]) | (codes == _REFUSED[2])
+        # bool [k]: a known code, then `c`, then CR before LF
         good &= plausible & (data[np.minimum(starts + 3, len(data) - 1)] == ord("c")) & (data[ends - 1] == ord("\r"))
-        # Every byte between head and line end must be a digit.
+        # Every byte between head and line end must be a digit. n_before: intp [len(data)], digits up to each byte, that byte included.
         n_before = np.cumsum((data >= ord("0")) & (data <= ord("9")))
         good &= n_before[np.maximum(ends - 2, 0)] - n_before[np.minimum(starts + _HEAD - 1, len(data) - 1)] == n_digits
-        count = len(ends) if good.all() else int(np.argmin(good))
+        count = len(ends) if good.all() else int(np.argmin(good))  # good lines, from the first on
         rows = slice(self._at, self._at + count)
         self.out[rows] = ~stored[:count]
         self.tokens[rows] = parse_digits(data, starts[:count] + _HEAD, n_digits[:count])

@@ -1,8 +1,8 @@
 """Reader of HMGET's replies: for every command an array of values of one size, each of which may be missing. Pure.
 
-A step holds commands for many buckets, a few rows or a thousand each. What announces a bucket's array is known beforehand, so where each
-row's value begins is known, too, as long as none is missing; a miss shifts everything behind it by one number. So all rows of all buckets
-that have arrived are checked and copied in a few vector operations, and only what is neither a value nor a miss is looked at by itself.
+A step holds commands for many buckets, a few rows or a thousand each. The line that announces a bucket's array is known beforehand. So
+each value's place is known, too, as long as none is missing; a miss shifts all bytes behind it by one fixed number. All rows of all
+buckets that have arrived are checked and copied in a few vector operations; only errors and values of another size are read singly.
 """
 
 from dataclasses import dataclass, field
@@ -41,7 +41,8 @@ class BucketRuns:
         sizes[-1:] = n_rows - firsts[-1:]
         if n_rows <= most or int(sizes.max(initial=0)) <= most:
             return BucketRuns(firsts, sizes)
-        n_cuts = (sizes - 1) // most
+        n_cuts = (sizes - 1) // most  # intp [k]: in how many places each run is cut
+        # intp [k + cuts]: each piece's number within its run: its number among all pieces, less that of the run's first piece
         place = np.arange(len(firsts) + int(n_cuts.sum())) - np.repeat(np.cumsum(n_cuts + 1) - n_cuts - 1, n_cuts + 1)
         return BucketRuns.of(np.repeat(firsts, n_cuts + 1) + most * place, n_rows, most)
 
@@ -51,12 +52,12 @@ class BucketValuesReply(RowsReader):
     """n values of one size in runs, each of which may be missing.
 
     Args:
-        runs: of the rows; a reply that is an array announces each.
+        runs: of the rows; each is announced by an array's first line.
         size_bytes: of a value.
         out: uint8 [n, m], m <= size_bytes; the first m bytes of each value found are copied here.
         found: bool [n], set here.
-        asked: what comes before each run's array because another command went before (Redis Cluster's ASKING), b"" for nothing.
-        foreign: bool [n], set here for values of another size, and for rows of a bucket that is none; None: such a value is an error.
+        asked: the reply to the command before each run's (Redis Cluster's ASKING), which comes before its array; b"" for none.
+        foreign: bool [n], set here for values of another size, and for rows whose key holds no bucket; None: such a value is an error.
     """
 
     runs: BucketRuns
@@ -74,11 +75,11 @@ class BucketValuesReply(RowsReader):
     def __post_init__(self) -> None:
         self._head = b"$%d\r\n" % self.size_bytes
         self._stride = len(self._head) + self.size_bytes + len(EOL)
-        self._values = as_items(self.out)
-        self._before = announcement_texts().lengths.take(self.runs.sizes)
+        self._values = as_items(self.out)  # [n] items of m bytes, in the memory of out
+        self._before = announcement_texts().lengths.take(self.runs.sizes)  # intp [k]: bytes before each run's first row
         if self.asked:
             self._before += len(self.asked)
-        self._places = self._places_of(self._stride)  # where each row's value would begin if none were missing
+        self._places = self._places_of(self._stride)  # intp [n]: where each row's value would begin if none were missing
 
     def _places_of(self, row_bytes: int) -> NDArray[np.intp]:
         """Where each row would begin if all were of this size, as everything before it has a known length: intp [n]."""
@@ -118,13 +119,13 @@ class BucketValuesReply(RowsReader):
         """Take what has arrived where all of it are misses, as of rows that are seen for the first time; else nothing."""
         if not len(self._misses):
             self._misses = self._places_of(len(MISS))
-        base = int(self._misses[self._at]) - waiting_bytes
+        base = int(self._misses[self._at]) - waiting_bytes  # where data would begin if all rows so far were missing
         most = len(data) // len(MISS) + 1
-        places = self._misses[self._at : self._at + most] - base
+        places = self._misses[self._at : self._at + most] - base  # intp [p]: where the next rows begin in data, if all are misses
         n_whole = int(np.searchsorted(places, len(data) - len(MISS), side="right"))
         if not n_whole or any(data[at : at + len(MISS)].tobytes() != MISS for at in (int(places[0]), int(places[n_whole - 1]))):
             return 0
-        places = places[:n_whole]
+        places = places[:n_whole]  # [n_whole]: of those that have arrived whole
         if not (matches_at(data, places, MISS, len(MISS)).all() and self._announced_right(data, places)[1].all()):
             return 0
         self._keep(data, places, np.ones(n_whole, dtype=bool))
@@ -137,8 +138,8 @@ class BucketValuesReply(RowsReader):
             if data[: len(begin)].tobytes() == begin[: len(data)]:
                 return 0
         most = len(data) // len(MISS) + 1  # rows that can have come, so that small pieces of a large reply cost little each
-        places = self._places[self._at : self._at + most]
-        if base := int(places[0]) - waiting_bytes:  # where the bytes that come next would begin if nothing had been missing
+        places = self._places[self._at : self._at + most]  # intp [p]: where the next rows begin, if none is missing
+        if base := int(places[0]) - waiting_bytes:  # where data would begin if no row so far had been missing
             places = places - base
         n_whole = int(places.searchsorted(len(data) - self._stride, side="right"))
         if n_whole and self._all_in_order(data, places[:n_whole]):
@@ -160,14 +161,14 @@ class BucketValuesReply(RowsReader):
     def _announced_right(self, data: Bytes, places: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
         """Which of these rows begin a run, intp [k], and whether its announcement lies before each of them: bool [k]."""
         last = int(self.runs.firsts.searchsorted(self._at + len(places)))
-        rows = self.runs.firsts[self._announced : last] - self._at
+        rows = self.runs.firsts[self._announced : last] - self._at  # intp [r]: rows that begin a run, as indices in places
         if not len(rows):
             return rows, np.empty(0, dtype=bool)
-        sizes = self.runs.sizes[self._announced : last]
-        starts = places[rows] - self._before[self._announced : last]
+        sizes = self.runs.sizes[self._announced : last]  # intp [r]: rows of these runs
+        starts = places[rows] - self._before[self._announced : last]  # intp [r]: where their announcements begin in data
         texts = announcement_texts()
-        words = pieces(data[len(self.asked) :], WORD_BYTES, "<u8")[starts]  # a value or a miss follows, so there are as many bytes
-        right = (words & texts.masks.take(sizes)) == texts.words.take(sizes)
+        words = pieces(data[len(self.asked) :], WORD_BYTES, "<u8")[starts]  # uint64 [r]; a row follows, so 8 bytes are there
+        right = (words & texts.masks.take(sizes)) == texts.words.take(sizes)  # bool [r]: `*<size>` EOL
         if self.asked:
             right &= matches_at(data, starts, self.asked, WORD_BYTES + len(self.asked))
         return rows, right
@@ -180,7 +181,7 @@ class BucketValuesReply(RowsReader):
             self._values[rows] = pieces(data[len(self._head) :], size)[places]
             self.found[rows] = True
         else:
-            hits = np.flatnonzero(~missing)
+            hits = np.flatnonzero(~missing)  # intp [h]: those that have a value
             if len(hits):
                 self._values[self._at + hits] = pieces(data[len(self._head) :], size)[places[hits]]
             self.found[rows] = ~missing
@@ -189,21 +190,22 @@ class BucketValuesReply(RowsReader):
 
     def _take_mixed(self, data: Bytes, places: NDArray[np.intp]) -> int:
         """Values and misses in any order: the misses are searched, and everything between them must be in order."""
+        # places: intp [p], where the next rows begin in data, if none is missing; each miss brings later rows `less` bytes nearer
         less = self._stride - len(MISS)
-        missing = np.zeros(len(places), dtype=bool)
+        missing = np.zeros(len(places), dtype=bool)  # [p]
         missing[_genuine(find(data, MISS), places, less)] = True
-        places = places - less * (np.cumsum(missing) - missing)
-        ends = places + np.where(missing, len(MISS), self._stride)
+        places = places - less * (np.cumsum(missing) - missing)  # intp [p]: where they really begin
+        ends = places + np.where(missing, len(MISS), self._stride)  # intp [p]: and end
         n_whole = int(np.searchsorted(ends, len(data), side="right"))
         if not n_whole:
             return 0
         places, missing = places[:n_whole], missing[:n_whole]
-        good = missing.copy()
-        hits = np.flatnonzero(~missing)
+        good = missing.copy()  # bool [n_whole]: rows in order; a miss is, as it was found there
+        hits = np.flatnonzero(~missing)  # intp [h]: rows with a value
         if len(hits):
             good[hits] = matches_at(data, places[hits], self._head, self._stride)
             good[hits] &= matches_at(data[self._stride - len(EOL) :], places[hits], EOL, len(EOL))
-        firsts, right = self._announced_right(data, places)
+        firsts, right = self._announced_right(data, places)  # intp and bool [r]: rows that begin a run
         good[firsts] &= right
         n_good = n_whole if good.all() else int(np.argmin(good))
         if not n_good:
@@ -251,35 +253,35 @@ class BucketValuesReply(RowsReader):
 
 
 def _genuine(at: NDArray[np.intp], places: NDArray[np.intp], less: int) -> NDArray[np.intp]:
-    """Return the rows of candidates for misses that stand where a row begins; the others lie inside a value, or behind these rows.
+    """Return the row of each candidate for a miss that stands where a row begins; the others lie inside a value, or behind these rows.
 
     Args:
-        at: where what looks like a miss was found, ascending.
-        places: where each row would begin if none were missing, ascending.
+        at: intp [c], positions of a miss's text in the data, ascending.
+        places: intp [p], where each row would begin if none were missing, ascending.
         less: how many bytes a miss is shorter than a value.
     """
     while len(at):
-        expected = at + less * np.arange(len(at))
-        ranks = np.searchsorted(places, expected)
+        expected = at + less * np.arange(len(at))  # intp [c]: its row's place, if all candidates before it are misses
+        ranks = np.searchsorted(places, expected)  # intp [c]: the row that begins there, or behind
         n_inside = int(np.searchsorted(ranks, len(places)))
-        good = np.zeros(len(at), dtype=bool)
+        good = np.zeros(len(at), dtype=bool)  # [c]: genuine, up to the first false one
         good[:n_inside] = places[ranks[:n_inside]] == expected[:n_inside]
         false = np.flatnonzero(~good)
         if not len(false):
             return ranks
         # Behind a false one all ranks are off; those from it to the next genuine one go at once: a record may be full of them.
         first = int(false[0])
-        later = at[first:] + less * first
+        later = at[first:] + less * first  # intp [c - first]: as `expected`, counting only the misses before `first`
         ranks = np.searchsorted(places, later)
         inside = ranks < len(places)
-        genuine = np.flatnonzero(inside & (places[np.minimum(ranks, len(places) - 1)] == later))
+        genuine = np.flatnonzero(inside & (places[np.minimum(ranks, len(places) - 1)] == later))  # indices in later
         at = np.delete(at, slice(first, first + int(genuine[0]) if len(genuine) else len(at)))
     return at
 
 
 @dataclass(frozen=True, eq=False)
 class Announcements:
-    """What announces an array of so many values (`*123\\r\\n`), by their number: its length, and its bytes as one word with a mask."""
+    """The line that announces an array (`*123\\r\\n`), by its number of values: length, and bytes as a word with a mask. [number] each."""
 
     lengths: NDArray[np.intp]
     words: NDArray[np.uint64]

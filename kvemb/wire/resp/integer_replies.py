@@ -26,7 +26,7 @@ class IntegerReplies(RowsReader):
     """n rows of several lines each, the last one an integer.
 
     Args:
-        lines: what each line of a row is: b"+" for `+OK`, b":" for an integer; an error may stand in any place.
+        lines: the kind of each line of a row: b"+" for `+OK`, b":" for an integer; an error may stand in any place.
         most: the largest integer that is right; a row with a larger one counts as an error.
         out: uint8 [n], set to 0 for rows that were answered.
         usual: the integer that nearly all replies are; `most` where nothing is said.
@@ -57,6 +57,7 @@ class IntegerReplies(RowsReader):
     def _take_usual(self, data: Bytes) -> int:
         stride = len(self._usual)
         count = min(len(self.out) - self._at, len(data) // stride)
+        # bool [count]: rows whose lines are the usual ones, if all before them are as long
         good = matches(data[: count * stride].reshape(count, stride), 0, self._usual)
         run = count if good.all() else int(np.argmin(good))
         self.out[self._at : self._at + run] = 0
@@ -67,8 +68,8 @@ class IntegerReplies(RowsReader):
         """Take integers of any lengths, nothing else: as writes that create rows are answered, run by run."""
         if len(self.lines) > 1 or not (match := _INTEGERS.match(data.data)):
             return 0
-        lines = match.group().split(b"\r\n", len(self.out) - self._at)
-        rest = len(lines.pop())  # nothing, or what is behind the last row
+        lines = match.group().split(b"\r\n", len(self.out) - self._at)  # one integer's line per row, then the rest of the match
+        rest = len(lines.pop())  # nothing, or the lines behind the last row
         if max(int(line[1:]) for line in lines) > self.most:
             return 0
         self.out[self._at : self._at + len(lines)] = 0
@@ -77,14 +78,14 @@ class IntegerReplies(RowsReader):
 
     def _take_lines(self, data: Bytes) -> int:
         per_row = len(self.lines)
-        ends = np.flatnonzero(data == ord("\n"))[: (len(self.out) - self._at) * per_row]
+        ends = np.flatnonzero(data == ord("\n"))[: (len(self.out) - self._at) * per_row]  # intp [k]: each line's LF
         n_rows = len(ends) // per_row
         if not n_rows:
             take_line(data, int(ends[-1]) + 1 if len(ends) else 0)  # refuses a line without an end
             return 0
-        ends = ends[: n_rows * per_row]
-        starts = np.concatenate([[0], ends[:-1] + 1])
-        failed = self._failed(data, starts, ends).reshape(n_rows, per_row)
+        ends = ends[: n_rows * per_row]  # [n_rows * per_row]: of whole rows alone
+        starts = np.concatenate([[0], ends[:-1] + 1])  # the same: each line's first byte
+        failed = self._failed(data, starts, ends).reshape(n_rows, per_row)  # bool: errors, by row and line
         for row in np.flatnonzero(failed.any(axis=1)).tolist():
             line = row * per_row + int(np.argmax(failed[row]))
             self.errors.append((self._at + row, data[starts[line] : ends[line] - 1].tobytes()))
@@ -98,27 +99,27 @@ class IntegerReplies(RowsReader):
         Raises:
             ProtocolError: a line is neither an error nor what belongs in its place.
         """
-        kinds = data[starts]
-        expected = np.frombuffer(self.lines, dtype=np.uint8)
-        failed: NDArray[np.bool_] = kinds == _ERROR
-        n_digits = ends - starts - 2
-        n_before = np.cumsum((data >= ord("0")) & (data <= ord("9")))
-        digits: NDArray[np.intp] = n_before[np.maximum(ends - 2, 0)] - n_before[starts]
-        integer = (kinds == _INTEGER) & (n_digits > 0) & (digits == n_digits) & (n_digits <= 18)
-        ok = (n_digits == 2) & (_three_bytes(data, starts) == _OK)
-        good = np.where(np.resize(expected, len(starts)) == _INTEGER, integer, ok) | failed
+        kinds = data[starts]  # uint8 [k]: each line's first byte
+        expected = np.frombuffer(self.lines, dtype=np.uint8)  # [lines per row]: the first bytes they should have
+        failed: NDArray[np.bool_] = kinds == _ERROR  # [k]
+        n_digits = ends - starts - 2  # intp [k]: bytes between a line's first one and CR
+        n_before = np.cumsum((data >= ord("0")) & (data <= ord("9")))  # intp [len(data)]: digits up to each byte, that byte included
+        digits: NDArray[np.intp] = n_before[np.maximum(ends - 2, 0)] - n_before[starts]  # [k]: how many of these bytes are digits
+        integer = (kinds == _INTEGER) & (n_digits > 0) & (digits == n_digits) & (n_digits <= 18)  # bool [k]: whole integers
+        ok = (n_digits == 2) & (_three_bytes(data, starts) == _OK)  # bool [k]: `+OK`
+        good = np.where(np.resize(expected, len(starts)) == _INTEGER, integer, ok) | failed  # bool [k]: right in its place, or an error
         good &= data[ends - 1] == ord("\r")
         if not good.all():
             at = int(np.argmin(good))
             line = data[starts[at] : ends[at] + 1].tobytes()
             raise ProtocolError(f"reply {line[:40]!r}, expected {'an integer' if expected[at % len(expected)] == _INTEGER else '+OK'}")
-        value = parse_digits(data, starts + 1, np.where(integer, n_digits, 0))
+        value = parse_digits(data, starts + 1, np.where(integer, n_digits, 0))  # uint64 [k]: 0 where the line is no integer
         failed |= integer & (value > np.uint64(self.most))
         return failed
 
 
 def _three_bytes(data: Bytes, starts: NDArray[np.intp]) -> NDArray[np.uint32]:
-    last = len(data) - 1
-    first, second, third = (data[np.minimum(starts + offset, last)].astype(np.uint32) for offset in range(3))
+    last = len(data) - 1  # a line near the end of data may be shorter than three bytes
+    first, second, third = (data[np.minimum(starts + offset, last)].astype(np.uint32) for offset in range(3))  # each [k]
     three: NDArray[np.uint32] = first | second << np.uint32(8) | third << np.uint32(16)
     return three

@@ -1,7 +1,7 @@
 """Rows in buckets over the Redis protocol: HMGET, HSET, HDEL, UNLINK. Commands: https://redis.io/docs/latest/commands/
 
-One command asks for the rows of one bucket that come one after another. What belongs to a row has one length, what begins a command has a
-few, by the digits of the number of its words; both are made for all commands of a step at once and put where they belong.
+One command asks for neighbouring rows of one bucket. The bytes of a row have one length; a command's head has one of a few, by the digits
+of its number of words. Both are made for all commands of a step at once, and then put in their places.
 """
 
 from collections.abc import Iterator
@@ -107,20 +107,20 @@ class BucketRequests:
         return self._request(b"HSET", keys, runs, rows, 2, filler)
 
     def _request(self, name: bytes, keys: BucketKeys, runs: BucketRuns, rows: Bytes, words_per_row: int, more: bytes = b"") -> memoryview:
-        """A command for each run: its head, `more`, and what belongs to its rows, uint8 [n, width + len(_NEXT)]."""
+        """A command for each run: its head, `more`, and its rows' bytes out of `rows`, uint8 [n, width + len(_NEXT)]."""
         width, texts = rows.shape[1] - len(_NEXT), announcement_texts()
-        n_words = words_per_row * runs.sizes + (4 if more else 2)
-        heads = _heads(keys, runs.firsts, b"$%d\r\n%s\r\n$%d\r\n" % (len(name), name, keys.key_bytes), EOL + more)
-        announced = texts.lengths.take(n_words)
-        head_bytes = announced + (len(self._ask) + heads.itemsize)
-        body_bytes = width * runs.sizes
-        ends = (head_bytes + body_bytes).cumsum()
-        starts = ends - head_bytes - body_bytes
-        out = np.empty(int(ends[-1]) + len(_NEXT), dtype=np.uint8)
-        places = np.arange(0, width * len(rows), width)
+        n_words = words_per_row * runs.sizes + (4 if more else 2)  # intp [k]: words of each command, k runs
+        heads = _heads(keys, runs.firsts, b"$%d\r\n%s\r\n$%d\r\n" % (len(name), name, keys.key_bytes), EOL + more)  # items [k]
+        announced = texts.lengths.take(n_words)  # intp [k]: bytes of `*<n_words>`
+        head_bytes = announced + (len(self._ask) + heads.itemsize)  # intp [k]: bytes of a command before its rows
+        body_bytes = width * runs.sizes  # intp [k]: bytes of its rows
+        ends = (head_bytes + body_bytes).cumsum()  # intp [k]: where each command ends in out
+        starts = ends - head_bytes - body_bytes  # intp [k]: where it begins
+        out = np.empty(int(ends[-1]) + len(_NEXT), dtype=np.uint8)  # all commands, and room for the last row's _NEXT
+        places = np.arange(0, width * len(rows), width)  # intp [n]: where each row begins in out, by the next line
         places += head_bytes.cumsum().repeat(runs.sizes)
         pieces(out, rows.shape[1])[places] = as_items(rows)
-        # Whatever was too much in front of a head is written over: a row's last bytes here, an announcement's below.
+        # Items end in surplus bytes, which later writes cover: a row's by the command behind it, an announcement's by its own head.
         if self._ask:
             pieces(out, len(self._ask))[starts] = np.void(self._ask)
             starts += len(self._ask)
@@ -130,22 +130,22 @@ class BucketRequests:
 
 
 def _fields(keys: BucketKeys) -> Bytes:
-    """`$8`, the field, and how the next row begins: uint8 [n, 16]. Items of 16 bytes are put in place in two thirds of the time of 14."""
+    """`$8`, the field, and the next row's beginning: uint8 [n, 16]. Items of 16 bytes are put in place in two thirds of the time of 14."""
     words = np.empty((len(keys.ids), 2), dtype="<u8")
-    np.left_shift(keys.ids, _HALF, out=words[:, 0])
-    np.right_shift(keys.ids, _HALF, out=words[:, 1])
+    np.left_shift(keys.ids, _HALF, out=words[:, 0])  # the id's low half, behind the four bytes of `$8`
+    np.right_shift(keys.ids, _HALF, out=words[:, 1])  # its high half, before the line's end and _NEXT
     words |= _FIELD_FRAME
     return words.view(np.uint8)
 
 
 def _heads(keys: BucketKeys, firsts: NDArray[np.intp], begin: bytes, end: bytes) -> NDArray[np.void]:
-    """What follows the number of words of the commands for runs, the buckets' keys in their middle: one item each, [k]."""
+    """The bytes behind each command's number of words, with its bucket's key in the middle: one item per run, [k]."""
     tags = (keys.tag,) if keys.tables is None else keys.tables.tags
     if len(tags) * keys.n_buckets > _MOST_HEADS:
-        names = keys.take(firsts).encode()
-        texts = columns(len(names), begin, names, end)
+        names = keys.take(firsts).encode()  # uint8 [k, key_bytes]
+        texts = columns(len(names), begin, names, end)  # uint8 [k, bytes of a head]
         return as_items(texts)
-    at = keys.buckets.take(firsts)
+    at = keys.buckets.take(firsts)  # int64 [k]: where each run's bucket stands in the table of heads, by the next lines
     if keys.tables is not None:
         at += keys.tables.which.take(firsts).astype(np.int64) * keys.n_buckets
     return _head_table(tags, keys.n_buckets, begin, end).take(at)
@@ -153,10 +153,10 @@ def _heads(keys: BucketKeys, firsts: NDArray[np.intp], begin: bytes, end: bytes)
 
 @lru_cache(maxsize=64)  # a few commands for the tables of a process; which are asked for together may change from call to call
 def _head_table(tags: tuple[bytes, ...], n_buckets: int, begin: bytes, end: bytes) -> NDArray[np.void]:
-    """The same of all buckets of tables, one table's after the other's."""
+    """Return the heads of all buckets of tables, one table after another: items [tables * n_buckets]."""
     numbers = np.arange(n_buckets, dtype=np.uint64)
     names = np.concatenate([WholeBuckets(tag, numbers, n_buckets).encode() for tag in tags])
-    texts = columns(len(names), begin, names, end)
+    texts = columns(len(names), begin, names, end)  # uint8 [tables * n_buckets, bytes of a head]
     return as_items(texts)
 
 
@@ -166,7 +166,7 @@ class RunsDone(RowsReader):
 
     Args:
         runs: of the rows.
-        asked: what comes before each integer, `+OK` or nothing.
+        asked: the bytes before each integer, `+OK` or none.
         out: uint8 [n], set to 0 for rows that were answered.
     """
 

@@ -2,7 +2,7 @@
 
 Redis takes offsets without leading zeros only, so the requests of a page's rows are of a few lengths ("kinds"), by the digits of their
 offsets. Rows of one kind have requests of one stride; stores put the rows of a kind together, and steps are cut where the kind changes.
-What a row's request says of its offset is looked up in a table that holds the text for every place of a page.
+The text of a row's offset is looked up in a table that holds it for every place of a page.
 
 Before a row is written whose page may not exist, the byte behind the page's last record is written. That makes a page whole at once, and
 changes nothing on one that is whole.
@@ -144,9 +144,9 @@ class _Texts:
 
 
 def _texts(texts: list[bytes]) -> _Texts:
-    lengths = np.array([len(text) for text in texts])
-    kinds = np.concatenate([[0], np.cumsum(np.diff(lengths) != 0)]).astype(np.int8)
-    firsts = np.flatnonzero(np.diff(kinds, prepend=-1)).tolist()
+    lengths = np.array([len(text) for text in texts])  # intp [places]
+    kinds = np.concatenate([[0], np.cumsum(np.diff(lengths) != 0)]).astype(np.int8)  # int8 [places]: one more at each change of length
+    firsts = np.flatnonzero(np.diff(kinds, prepend=-1)).tolist()  # of each kind, its first place
     bounds = [*firsts, len(texts)]
     tables = [np.frombuffer(b"".join(texts[first:last]), dtype=f"V{len(texts[first])}") for first, last in pairwise(bounds)]
     return _Texts(kinds, tuple(firsts), tuple(tables))
@@ -154,7 +154,7 @@ def _texts(texts: list[bytes]) -> _Texts:
 
 @cache
 def _range_texts(layout: PageLayout, size_bytes: int) -> _Texts:
-    """What follows the key in GETRANGE: the first and the last byte to read."""
+    """The text behind the key in GETRANGE: the first and the last byte to read."""
     starts = [place * layout.record_bytes for place in range(layout.rows_per_page)]
     pairs = [(b"%d" % start, b"%d" % (start + size_bytes - 1)) for start in starts]
     return _texts([b"\r\n$%d\r\n%s\r\n$%d\r\n%s\r\n" % (len(start), start, len(end), end) for start, end in pairs])
@@ -162,6 +162,6 @@ def _range_texts(layout: PageLayout, size_bytes: int) -> _Texts:
 
 @cache
 def _offset_texts(layout: PageLayout, size_bytes: int) -> _Texts:
-    """What stands between key and value in SETRANGE: the offset, and the value's size."""
+    """The text between key and value in SETRANGE: the offset, and the value's size."""
     starts = [b"%d" % (place * layout.record_bytes) for place in range(layout.rows_per_page)]
     return _texts([b"\r\n$%d\r\n%s\r\n$%d\r\n" % (len(start), start, size_bytes) for start in starts])

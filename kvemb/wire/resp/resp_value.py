@@ -1,7 +1,7 @@
 """Reader of any reply of the Redis protocol (RESP2), within bounds: for administration, where replies are of many shapes. Pure.
 
 A server may be another one than was expected, or broken. Lines, arrays and depths that no server of ours sends are refused as soon as they
-are announced. What has arrived is looked at once, however small its pieces. Rows never pass here.
+are announced. Items that have arrived are read once, however small the pieces. Rows never pass here.
 """
 
 from dataclasses import dataclass, field
@@ -62,7 +62,7 @@ class ValueReply(ReplyReader):
         """Take the value or the beginning of an array that lies there whole; return how many bytes it was, 0 for none."""
         end = raw.find(EOL, at, at + _MAX_LINE)
         if end < 0:
-            return 0  # `_take_large` says what that means
+            return 0  # `_take_large` says whether that is an error
         line, after = raw[at:end], end + len(EOL)
         kind = line[:1]
         if kind == b"*":
@@ -103,8 +103,8 @@ class ValueReply(ReplyReader):
         count = min(len(data) // stride, self._open[-1].left - 1)  # the last one is for `_put`, which knows what follows
         if size > _SHORT_BYTES or count < 2:
             return 0
-        block = data[: count * stride].reshape(count, stride)
-        good = matches(block, 0, header + EOL) & matches(block, begin + size, EOL)
+        block = data[: count * stride].reshape(count, stride)  # uint8 [count, stride]: a string each, if all are of this size
+        good = matches(block, 0, header + EOL) & matches(block, begin + size, EOL)  # bool [count]
         run = count if good.all() else int(np.argmin(good))
         raw = data[: run * stride].tobytes()
         self._open[-1].items += [raw[at : at + size] for at in range(begin, run * stride, stride)]
