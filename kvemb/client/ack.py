@@ -37,9 +37,9 @@ class PartAck:
     Args:
         where: shard and address, for messages.
         n_rows: rows in it.
-        trouble: returns what the stream suffers from at the moment, or ""; within the deadline.
+        trouble: returns the stream's trouble at the moment, or ""; within the deadline.
         prefetched: the rows that it asked about, which the trainer holds for later steps.
-        changed_rows: what its answer says of those; empty while and where that is not known.
+        changed_rows: as its answer has them; empty while and where they are not known.
         released: whether its batch is computed; always so once it is applied.
     """
 
@@ -54,12 +54,12 @@ class PartAck:
 
 
 class Ack:
-    """What `push` returns: wait on it, or ignore it (a failure then raises at the next push, flush or close).
+    """The result of `push`: wait on it, or ignore it (a failure then raises at the next push, flush or close).
 
     One class, although programs wait on it and streams report into it: both look at the same parts under the same lock.
 
     Args:
-        what: names the push in messages.
+        what: the push's name in messages.
         parts: all its parts.
         on_failure: called once, with this ack, when a part fails.
         timeout_s: of its waits, unless they are given a time of their own.
@@ -227,7 +227,7 @@ class Ack:
             self._on_failure(self)
 
     def _release(self, part: PartAck, changed: float, elapsed: int, changed_rows: Sequence[ChangedRowsBlock]) -> None:
-        if part.released:  # what is told later does not have the rows any more
+        if part.released:  # a later answer does not have the rows any more
             return
         part.accepted = part.released = True
         part.changed_rows = changed_rows

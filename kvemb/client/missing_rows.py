@@ -32,7 +32,7 @@ Ids = NDArray[np.uint64]
 
 
 class MissingRows:
-    """What the pulls of one connection did not find.
+    """The rows that the pulls of one connection did not find.
 
     Args:
         servers: the shards.
@@ -55,7 +55,7 @@ class MissingRows:
         """Hear of rows that a pull did not find, by table; ask about some of them, if it is time.
 
         Raises:
-            TableDroppedError: a shard has said that one of these tables was dropped; what was pulled of it are initial rows.
+            TableDroppedError: a shard has said that one of these tables was dropped; its pulled rows are initial rows.
         """
         for table, _ in missing if self._dropped else ():
             if (dropped := self._dropped.get(table.key)) is not None:
@@ -76,7 +76,7 @@ class MissingRows:
                 self._thread = None
 
     def tell(self) -> None:
-        """Say in the caller's thread what the shards have answered, once.
+        """Report in the caller's thread the shards' answers, once.
 
         Raises:
             LostRowError: rows are gone, and their shard cannot restore them.

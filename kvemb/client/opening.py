@@ -53,7 +53,7 @@ def _described(servers: AllShards, config: Config, deadline: Deadline) -> tuple[
     """Ask every shard to describe itself; one that is starting is waited for as long as a shard may be away.
 
     Returns:
-        The answer of shard 0, and the deadline of what follows.
+        The answer of shard 0, and the deadline of the next steps.
     """
     begun_s = time.monotonic()
     while True:

@@ -163,14 +163,14 @@ class Outbox:
         return taken, self.clear()[len(taken) :]
 
     def clear(self) -> list[Sent]:
-        """Forget everything; return what was left."""
+        """Forget everything; return the parts that were not applied."""
         left, self._parts, self._n_accepted = list(self._parts.values()), {}, 0
         return left
 
 
 @dataclass(frozen=True, eq=False)
 class MovedPush:
-    """What shards refused of one push.
+    """The parts of one push that shards refused.
 
     Args:
         ack: the push's.

@@ -1,7 +1,7 @@
-"""The ordered push stream to one shard: sends parts, reports what became of them, reconnects and sends again.
+"""The ordered push stream to one shard: sends parts, reports their results, reconnects and sends again.
 
 One thread per shard reads the answers; gRPC's own thread takes the parts from `_outgoing`. What must not live here: which
-parts are open (`outbox`), what a push is made of (`push_session`), what its caller sees (`ack`). Thread-safe; lives in the
+parts are open (`outbox`), how a push is put together (`push_session`), its acknowledgement (`ack`). Thread-safe; lives in the
 process that made it.
 """
 
@@ -36,7 +36,7 @@ _JOIN_S = 1.0
 _FINAL = (FencedError, ShardFailedError)
 _PASSING = (
     grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED,
-    grpc.StatusCode.INTERNAL,  # what a broken HTTP/2 stream looks like
+    grpc.StatusCode.INTERNAL,  # as of a broken HTTP/2 stream
 )  # fmt: skip
 
 
@@ -207,7 +207,7 @@ class PushSender:
         """Go on with a shard that had failed, if it is mended. The caller makes sure that only one thread sends.
 
         Raises:
-            ShardFailedError: it is not, or has forgotten what it had acknowledged.
+            ShardFailedError: it is not, or has forgotten parts that it had acknowledged.
             ShardUnavailableError: it does not answer within the deadline.
         """
         failure = self._failure
@@ -313,7 +313,7 @@ class PushSender:
         return self._closing or self._failure is not None or generation != self._generation
 
     def _receive(self, reply: PushReply) -> None:
-        if reply.sequence == 0:  # not about a part: the shard could not read what it got
+        if reply.sequence == 0:  # not about a part: the shard could not read the message
             raise from_wire(reply.error)
         error = from_wire(reply.error) if reply.state == "failed" else None
         with self._changed:
@@ -341,7 +341,7 @@ class PushSender:
             sent.ack.part_accepted(sent.part)
 
     def _computed(self, sent: Sent, reply: PushReply) -> None:
-        """Take over what an answer says of a part's batch, which is in storage or about to be."""
+        """Take over an answer about a part's batch, which is in storage or about to be."""
         changed_rows: list[ChangedRowsBlock] = []
         tell = sent.ack.part_applied if reply.state == "applied" else sent.ack.part_released
         try:

@@ -259,7 +259,7 @@ class PushSession:
         """The hello after a broken connection to one shard."""
 
         def hello(deadline: Deadline) -> HelloReply:
-            if shard not in self._servers.numbers:  # what it has taken, it has applied: it had drained when it left
+            if shard not in self._servers.numbers:  # it has applied all parts that it took: it had drained when it left the cluster
                 request = LeftSessionRequest(shard, self._trainer, self._incarnation)
                 raise ShardLeftError(self._servers.call(0, "LeftSession", request, HelloReply, deadline).last_sequence)
             try:
@@ -268,7 +268,7 @@ class PushSession:
                 return reply
             except ShardUnavailableError:
                 with suppress(StorageError):
-                    self._servers.refresh_map(Deadline.after(_LOOK_TIMEOUT_S))  # it may have left while we slept
+                    self._servers.refresh_map(Deadline.after(_LOOK_TIMEOUT_S))  # it may have left the cluster while we slept
                 raise
             except PushRejectedError as error:
                 raise ShardFailedError(
@@ -280,7 +280,7 @@ class PushSession:
         return hello
 
     def _shares(self, tables: Sequence[TableRows], cluster_map: ClusterMap, always: Collection[int]) -> dict[int, list[TableRows]]:
-        """What each shard gets of a push; those of `always` hear of it in any case, as in each step of a sync job."""
+        """The parts of a push for each shard; those of `always` get one in any case, as in each step of a sync job."""
         routed = [route(rows, cluster_map) for rows in tables]
         shares = [[share[shard] for share in routed] for shard in range(cluster_map.n_shards)]
         return {shard: share for shard, share in enumerate(shares) if shard in always or any(len(rows.ids) for rows in share)}
@@ -321,7 +321,7 @@ class PushSession:
     # --- slots that moved ---------------------------------------------------------------------------------------------------------
 
     def _follow_map(self, deadline: Deadline) -> ClusterMap:
-        """Return the map to route by; what was sent by other shards' map is with them, or routed again, before anything by this one is.
+        """Return the map to route by. Parts routed by an earlier map are with their shards, or routed again, before any goes by this one.
 
         The answers that this waits for come by themselves, whatever the others of a sync job do: before slots change their shard, all
         shards have handed out the same steps, and each refuses the rest.
@@ -337,7 +337,7 @@ class PushSession:
             self._heard[self._map_serial] = cluster_map.writing_shards
 
     def _route_again(self, deadline: Deadline) -> ClusterMap:
-        """Send what shards refused because slots have moved to those that have them now, under new sequences; return the map to route by.
+        """Send parts that were refused because slots have moved to the slots' new shards, under new sequences; return the map to route by.
 
         Raises:
             ShardUnavailableError: the nodes have no newer map within the deadline; call again.

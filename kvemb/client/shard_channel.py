@@ -145,7 +145,7 @@ class PendingCall:
         try:
             self.say_who_is_away()
             data = self._future.result(self._deadline.remaining_s() + _GRACE_S)
-        except (grpc.FutureCancelledError, ValueError) as error:  # the latter is what gRPC says of a closed channel
+        except (grpc.FutureCancelledError, ValueError) as error:  # gRPC raises the latter for a closed channel
             raise self._over() from error
         except (grpc.FutureTimeoutError, TimeoutError) as error:
             raise self._channel.unavailable(self._method, _STUCK) from error
@@ -247,7 +247,7 @@ class ShardChannel:
         return ShardUnavailableError(f"{self}: {method}: {why}. {self._why_silent()}")
 
     def _why_silent(self) -> str:
-        """Say what is at the address, as far as a connection of our own shows, and the next step."""
+        """Describe the server at the address, as far as a connection of our own shows, and say the next step."""
         if self._tls is not None:
             refused = why_refused(self.address, self._tls.config, self._tls.at, Deadline.after(_PROBE_S))
             if refused:

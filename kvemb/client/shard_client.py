@@ -116,7 +116,7 @@ class ShardClient:
         return self._session.push(tables, self._deadline(timeout_s), prefetched)
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until this process's pushes, and all that the shards had accepted from others, are applied; log what is left out."""
+        """Wait until this process's pushes, and all that the shards had accepted from others, are applied; log the pushes left out."""
         deadline = self._deadline(timeout_s)
         self._session.wait_applied(deadline)
         for shard, reply in self._servers.call_each("Flush", FlushRequest(_wait_s(deadline)), FlushReply, deadline).items():
@@ -145,7 +145,7 @@ class ShardClient:
         return self._session.undelivered()
 
     def close(self, *, timeout_s: float | None = None) -> None:
-        """Wait for acceptance of what was pushed, and leave. Idempotent.
+        """Wait for acceptance of all pushes, and leave. Idempotent.
 
         Args:
             timeout_s: of that wait; otherwise as long as an acceptance may take.
@@ -185,7 +185,7 @@ class ShardClient:
                 if isinstance(answer, Exception) and (not isinstance(answer, SlotsMovedError) or deadline.expired):
                     raise answer
             replies += [answer for answer in answers.values() if not isinstance(answer, Exception)]
-            if moved:  # nothing of these was taken: they, and what is left, are routed by the map as it is now
+            if moved:  # nothing of these was taken: they, and the rows not sent yet, are routed by the map as it is now
                 time.sleep(min(_MOVED_PAUSE_S, deadline.remaining_s()))
                 self._servers.refresh_map(deadline)
                 queues = self._queues([*moved, *(piece for queue in queues for piece in queue)], limit)
@@ -202,5 +202,5 @@ class ShardClient:
 
 
 def _wait_s(deadline: Deadline) -> float:
-    """How long a shard may wait on our behalf: it gives up before we do, and says what it waited for."""
+    """How long a shard may wait on our behalf: it gives up before we do, and names the reason."""
     return max(deadline.remaining_s() - _ANSWER_MARGIN_S, deadline.remaining_s() / 2)

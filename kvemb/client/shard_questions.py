@@ -1,4 +1,4 @@
-"""What the shards are only asked: which tables there are, how many rows, how far training has come, how they are.
+"""Questions to the shards that change nothing: which tables there are, how many rows, how far training has come, how they are.
 
 What must not live here: whatever changes something (kvemb.client.shard_client). Thread-safe; not fork-safe.
 """
@@ -87,7 +87,7 @@ class ShardQuestions:
         return self._servers.try_each("Status", Empty(), StatusReply, self._deadline(timeout_s))
 
     def show_row(self, shard: int, table: str, row_id: int, timeout_s: float | None = None) -> ShowRowReply:
-        """Return what a shard knows of a row."""
+        """Return a shard's knowledge of a row."""
         return self._servers.call(shard, "ShowRow", ShowRowRequest(table, row_id), ShowRowReply, self._deadline(timeout_s))
 
     def progress(self, timeout_s: float | None = None) -> list[ProgressReply]:

@@ -1,4 +1,4 @@
-"""Slots that move between nodes, or between shards, while training goes on: what is asked of shard 0, and how far it is.
+"""Slots that move between nodes, or between shards, while training goes on: the requests to shard 0, and their progress.
 
 A move is shard 0's to carry. This process only asks for it and looks on; when it ends, the move goes on. Nodes come, go and change places;
 or shards do, and rows stay where they are. What must not live here: how rows are moved and slots handed over (`paramserver.moves`), which
@@ -66,7 +66,7 @@ Progress = Callable[[MoveState], None]
 
 
 class SlotMoves:
-    """The move under way, and what lies in slots. Thread-safe.
+    """The move under way, and the rows in slots. Thread-safe.
 
     Args:
         servers: the shards.
@@ -85,7 +85,7 @@ class SlotMoves:
         return state_of(self._ask("MoveStatus", Empty()))
 
     def sizes(self) -> SlotSizes:
-        """Return what lies in each slot, by all shards' indexes."""
+        """Return the rows and bytes in each slot, by all shards' indexes."""
         deadline = Deadline.after(self._timeout_s)
         self._servers.ask_map(deadline)
         replies = self._servers.call_each("SlotSizes", Empty(), SlotSizesReply, deadline).values()
@@ -98,7 +98,7 @@ class SlotMoves:
         return state_of(self._ask("AbortMove", AbortMoveRequest(why)))
 
     def wait(self, *, timeout_s: float | None = None, progress: Progress = lambda state: None) -> MoveState:
-        """Look on until nothing moves any more; what became of it says `MoveState.map`.
+        """Look on until nothing moves any more; `MoveState.map` tells the result.
 
         Args:
             timeout_s: how long at most; None: as long as it takes.
@@ -175,7 +175,7 @@ class NodeMoves(SlotMoves):
 
         Args:
             plan: as worked out.
-            max_mb_per_s: bound of what all shards copy together, in 10^6 bytes of records a second; 0 for none.
+            max_mb_per_s: bound of the rate at which all shards copy together, in 10^6 bytes of records a second; 0 for none.
 
         Raises:
             MoveRefusedError: another is under way.
@@ -279,7 +279,7 @@ class ShardScaling(SlotMoves):
 
 
 def state_of(reply: MoveStatusReply) -> MoveState:
-    """What shard 0 has answered."""
+    """The state that an answer of shard 0 tells."""
     cluster_map = decode_map(reply.cluster_map)
     reports = [newest_report([report or None]) for report in reply.reports]
     plan = cluster_map.plan

@@ -34,7 +34,7 @@ def newest_map(copies: Iterable[bytes | None], where: Sequence[str] = (), known:
     Args:
         copies: as `StoreValues.get` returns them.
         where: the node that holds each copy, for messages.
-        known: what a shard has kept.
+        known: the map that a shard has kept.
 
     Raises:
         DamagedCopyError: there are copies, every one is damaged, and none is known.

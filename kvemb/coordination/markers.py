@@ -29,12 +29,12 @@ _VERSION, _REPAIRED_VERSION = 5, 6  # 1 and 2: rows under keys of their own, wit
 
 @dataclass(frozen=True)
 class Identity:
-    """Which cluster, and which lifetime of its data: what a shard remembers of its cluster, so as to know its nodes without a marker.
+    """Which cluster, and which lifetime of its data. A shard remembers it, and so knows its nodes without a marker.
 
     Args:
         cluster_id: 16 bytes.
         generation: 8 bytes.
-        cluster_map: the last one that was seen; None where there is only what markers say.
+        cluster_map: the last one that was seen; None where only markers are known.
     """
 
     cluster_id: bytes
@@ -44,7 +44,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Marker:
-    """What a node's marker says.
+    """The content of a node's marker.
 
     Args:
         cluster_id: 16 bytes, drawn when the cluster was provisioned.
@@ -123,7 +123,7 @@ class DamagedMarkerError(WrongNodeError):
 
 
 def first_identity(nodes: Sequence[str], values: Sequence[bytes | None]) -> Identity | None:
-    """Return what the first good marker says; None where no node has any.
+    """Return the identity that the first good marker names; None where no node has a marker.
 
     Raises:
         NodeSuspectError: all that there are are damaged.
@@ -196,7 +196,7 @@ Placements = Collection[tuple[int, int]]
 
 
 def placements_of(cluster_map: ClusterMap) -> Placements:
-    """Return what markers may name under this map."""
+    """Return the placements that markers may name under this map."""
     maps = [cluster_map] if cluster_map.former is None else [cluster_map, cluster_map.former]
     return [(one.digest, one.serial) for one in maps]
 
@@ -214,9 +214,9 @@ def accept(node: str, expected: Marker, got: bytes | None, run_id: str, placemen
     Args:
         node: for messages.
         expected: so far.
-        got: what stands there.
+        got: the value that stands there.
         run_id: of the server process that was asked.
-        placements: what it may name besides the expected map.
+        placements: those it may name besides the expected map.
 
     Raises:
         StorageError: see `diagnose`; the node may not be used.

@@ -1,4 +1,4 @@
-"""What a shard says of its part in a phase of a plan, on the nodes. Pure."""
+"""A shard's report of its part in a phase of a plan, kept on the nodes. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

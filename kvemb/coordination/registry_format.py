@@ -1,4 +1,4 @@
-"""The registry of tables as bytes: what shard 0 writes into storage and read-only clients read from there. Pure.
+"""The registry of tables as bytes: shard 0 writes them into storage, read-only clients read them there. Pure.
 
 Every node holds a copy. Each write has a serial, and the highest that any node holds is the truth. A write that reached some nodes only is
 completed by the next one.

@@ -1,7 +1,7 @@
 """Small values of which every node holds a copy: damaged copies are passed over and named, as long as another is good.
 
-Damaged is what none of our programs has written: bytes that are no message of ours, a value of another type or of far too many bytes. What
-another release has written is not damaged: it is refused. What must not live here: what the values mean, and how they are read.
+A copy is damaged if none of our programs wrote it: bytes that are no message of ours, a value of another type or of far too many bytes. A
+copy that another release wrote is not damaged: it is refused. What must not live here: the meaning of values, and how they are read.
 """
 
 import logging
@@ -19,11 +19,11 @@ class DamagedCopyError(ProtocolError):
 
 
 def intact_copies(copies: Iterable[bytes | None], decode: Callable[[bytes], T], name: str, where: Sequence[str] = ()) -> list[T]:
-    """Decode the copies that are good; say which are not.
+    """Decode the good copies; say which are damaged.
 
     Args:
         copies: as `StoreValues.get` returns them.
-        decode: reads one; raises DamagedCopyError for what is none.
+        decode: reads one; raises DamagedCopyError for a damaged one.
         name: the key that they stand under.
         where: the node that holds each copy (`StoreValues.copies_on`).
 

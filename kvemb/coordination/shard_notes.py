@@ -1,7 +1,7 @@
-"""What a shard notes of itself on every node: how far it has come, of which cluster it is, where it runs, and when it last said so. Pure.
+"""A shard's note on every node: how far it has come, of which cluster it is, where it runs, and when it last wrote the note. Pure.
 
-The note is no promise: the newest copy counts, and one that is lost, old or damaged only says less. So it refuses starts whose journal has
-lost its end (`paramserver.recovery.high_water_mark`), and tells people whose nodes they have come to. Nothing else goes by it.
+The note is no promise: the newest copy counts, and one that is lost, old or damaged only says less. It has two uses. A start whose
+journal has lost its end is refused (`paramserver.recovery.high_water_mark`), and errors name the cluster that a node belongs to.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -81,7 +81,7 @@ def whose(cluster_id: bytes, shard: int, note: ShardNote | None, now_s: float) -
 def of_another(
     nodes: Sequence[str], cluster_id: bytes, note: ShardNote | None, name: str, now_s: float, served: Collection[bytes] = ()
 ) -> tuple[str, str] | None:
-    """Say that nodes are another cluster's than kvemb.yaml means, and what to correct; None where nothing tells.
+    """Say that nodes are another cluster's than kvemb.yaml means, and what to correct; None where no note tells.
 
     Args:
         nodes: their addresses.
@@ -108,7 +108,7 @@ def whose_keys(node: str, n_keys: int, marker: bytes | None, note: bytes | None,
     Args:
         node: for people.
         n_keys: how many.
-        marker: what stands in the place of its marker.
+        marker: the value in the place of its marker.
         note: likewise of shard 0's note.
         now_s: Unix time.
     """

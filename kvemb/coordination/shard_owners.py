@@ -1,6 +1,6 @@
 """The record of which process owns a shard: an epoch, raised at each start of the shard's process, kept on every node. Pure.
 
-A process that was taken for dead and runs on (a zombie) would overwrite what its successor writes. So the successor puts its own, higher
+A process that was taken for dead and runs on (a zombie) would overwrite its successor's writes. So the successor puts its own, higher
 epoch on the nodes first. A store that writes as that shard reads the record first on every new connection (see `Store.fence`).
 """
 
@@ -17,7 +17,7 @@ from kvemb.schema.record import MAX_EPOCH
 
 @dataclass(frozen=True)
 class Owner:
-    """What the nodes say about a shard.
+    """The nodes' record of a shard's owner.
 
     Args:
         epoch: of the last owner's versions, above 0.

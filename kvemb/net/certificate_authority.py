@@ -1,4 +1,4 @@
-"""A small certificate authority for trials and tests: keys and certificates as files. The extra `certificates` brings what makes them.
+"""A small certificate authority for trials and tests: keys and certificates as files. Needs the extra `certificates`.
 
 Nothing here is for production: keys, the authority's too, lie in one folder, unencrypted.
 """
@@ -66,7 +66,7 @@ class Authority:
         Args:
             name: of the files, and the common name.
             uris: subject alternative names: which names and roles the holder may have.
-            purposes: what it may be used for.
+            purposes: the uses it is good for.
             hosts: names and addresses at which the holder may serve.
             days: how long it is good for; one below 0 is over.
         """

@@ -51,7 +51,7 @@ class Deadline:
         return Deadline.after(min(self.remaining_s(), max(0.0, timeout_s)))
 
     def remaining_s(self) -> float:
-        """Seconds left; never negative."""
+        """Seconds that remain; never negative."""
         return max(0.0, self.at_s - time.monotonic())
 
     @property

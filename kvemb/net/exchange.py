@@ -36,8 +36,8 @@ class Conversation:
 
     Attributes:
         done: whether every reply has been read.
-        events: what to poll the socket for.
-        quiet_s: how long to wait for what the kernel holds back; None where it holds nothing back.
+        events: to poll the socket for.
+        quiet_s: how long to wait for bytes that the kernel holds back; None where it holds nothing back.
     """
 
     def __init__(self, link: Link, steps: Sequence[Step]) -> None:
@@ -83,7 +83,7 @@ class Conversation:
         return request
 
     def receive(self) -> None:
-        """Read what has arrived and hand it to the replies it belongs to."""
+        """Read the bytes that have arrived and hand them to their replies."""
         self._heard_s, self._sure = time.monotonic(), True
         if self.link.receive():
             self._answer()

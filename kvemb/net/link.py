@@ -66,7 +66,7 @@ class Link:
             self._start = self._end = 0
 
     def receive(self) -> int:
-        """Read what has arrived; return how many bytes, 0 for none yet.
+        """Read the bytes that have arrived; return how many, 0 for none yet.
 
         Raises:
             NodeUnavailableError: the node closed or reset the connection.

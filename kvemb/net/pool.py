@@ -1,7 +1,7 @@
 """Connections to many nodes, lent to one batch at a time; survives forks.
 
 A lease is a set of links, at most one per node, made on first use. Links come back only from batches that ended well. After a fork the
-child forgets what it inherited (sharing a socket with the parent would mix their replies) and opens its own.
+child forgets the links it inherited (sharing a socket with the parent would mix their replies) and opens its own.
 """
 
 import os
@@ -102,7 +102,7 @@ class LinkPool:
             self.require_open()
         if self._forks_seen != _forks.n:
             self._close_idle()
-            self._forks_seen = _forks.n  # last: until then each thread of the child forgets what it inherited
+            self._forks_seen = _forks.n  # last: until then each thread of the child forgets the inherited links
         try:
             return self._idle.pop()
         except IndexError:

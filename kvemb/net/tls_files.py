@@ -1,6 +1,6 @@
 """Keys and certificates as they are in their files now: read again when a file changes, which is how they are renewed without a stop.
 
-What must not live here: what is done with them (`tls_link` for storage, `kvemb.client` and `paramserver.rpc` for gRPC).
+What must not live here: their use (`tls_link` for storage, `kvemb.client` and `paramserver.rpc` for gRPC).
 """
 
 import os
@@ -53,7 +53,7 @@ class TlsFiles:
             self.read(name)
 
     def read(self, name: str) -> bytes | None:
-        """Return what a file holds ("ca", "cert", "key"); None where none is named.
+        """Return a file's content ("ca", "cert", "key"); None where none is named.
 
         Raises:
             ConfigError: it cannot be read.

@@ -43,7 +43,7 @@ class TlsLink(Link):
             try:
                 count = super().receive()
             except NodeUnavailableError:
-                if total:  # the end comes again with the next call; what came before it counts
+                if total:  # the end comes again with the next call; the bytes before it count
                     return total
                 raise
             total += count
@@ -138,7 +138,7 @@ class TlsConnector:
 
 
 def connector_of(config: TlsConfig | None) -> Connect:
-    """Return what opens connections to storage nodes."""
+    """Return the function that opens connections to storage nodes."""
     return connect_link if config is None else TlsConnector(config)
 
 

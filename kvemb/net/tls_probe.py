@@ -48,7 +48,7 @@ def own_uris(config: TlsConfig, at: str, *, server: bool = False) -> tuple[str, 
 
 @dataclass(frozen=True)
 class SeenCertificate:
-    """What a look at a certificate has shown.
+    """The result of a look at a certificate.
 
     Args:
         fault: "" where it is good; "expired", "not yet valid", "names", "purpose", "untrusted"; "no tls" (no handshake came about), "files"
@@ -67,7 +67,7 @@ class SeenCertificate:
 
 
 def look_at(address: str, config: TlsConfig, deadline: Deadline) -> SeenCertificate:
-    """Return what a server shows, by a connection to it."""
+    """Return the certificate that a server shows, by a connection to it."""
     try:
         with _connection(address, config, deadline) as sock:
             return _seen(dict(sock.getpeercert() or {}))
@@ -128,7 +128,7 @@ def _answers_tls(address: str, deadline: Deadline) -> bool:
 
 
 def look_at_own(config: TlsConfig, *, server: bool = False) -> SeenCertificate:
-    """Return what this process shows as a client, or as a server, by a handshake with itself."""
+    """Return the certificate that this process shows as a client, or as a server, by a handshake with itself."""
     try:
         return _seen(_shown_to_itself(config, server=server))
     except ssl.SSLError as error:
@@ -178,7 +178,7 @@ def _connection(address: str, config: TlsConfig, deadline: Deadline) -> Iterator
     context = ssl.create_default_context(cafile=config.ca)
     if config.own:
         context.load_cert_chain(*config.own)
-    context.set_alpn_protocols(["h2"])  # what gRPC speaks; others do not ask
+    context.set_alpn_protocols(["h2"])  # gRPC's protocol; others do not ask
     endpoint = host_and_port(address, deadline)
     with (
         socket.create_connection(endpoint, timeout=connect_timeout_s(deadline)) as plain,

@@ -93,12 +93,12 @@ class TableRows:
 
 @dataclass(frozen=True, eq=False)
 class ChangedRowsBlock:
-    """Of n rows that a trainer holds, those that are no longer what it holds, as they are now.
+    """Those of a trainer's n rows that have changed since it read them, as they are now.
 
     Args:
         at: uint32 [m], where they stand among the n, ascending.
         versions: uint64 [m], 0 for rows that do not exist (now).
-        rows: weights in the table's storage dtype, one row for each version above 0, in order; what does not exist, the trainer computes.
+        rows: weights in the table's storage dtype, one row for each version above 0, in order; the trainer computes rows that do not exist.
     """
 
     at: NDArray[np.uint32]

@@ -53,7 +53,7 @@ class HelloReply(Message):
 
 @dataclass(frozen=True, eq=False)
 class PushPart(Message):
-    """What one push has for one shard, or a piece of that where it is large.
+    """The part of one push for one shard, or a piece of it where it is large.
 
     Args:
         trainer, incarnation, sequence: identity of the part at this shard; sequences are 1, 2, 3, … without gaps.
@@ -116,7 +116,7 @@ class Reply(Message):
 
 @dataclass(frozen=True, eq=False)
 class DescribeReply(Message):
-    """What a client must know: identity, mode, the node markers' cluster id, and the registry's tables (as plain dicts)."""
+    """The facts that a client needs: identity, mode, the node markers' cluster id, and the registry's tables (as plain dicts)."""
 
     cluster: str
     cluster_id: bytes
@@ -166,7 +166,7 @@ class FlushRequest(Message):
 
 @dataclass(frozen=True, eq=False)
 class FlushReply(Message):
-    """It is. left_out says which pushes were not waited for, as their sync step is not whole, and whose it lacks; "" for none."""
+    """All is applied. left_out says which pushes were not waited for, as their sync step lacks parts, and of which trainers; "" for none."""
 
     left_out: str
 

@@ -1,4 +1,4 @@
-"""The messages of moves of slots: plans, their progress, and what one shard hands another over. Pure."""
+"""The messages of moves of slots: plans, their progress, and the knowledge of rows that one shard hands over to another. Pure."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +14,11 @@ class MoveRequest(Message):
         version: of the cluster map that it was worked out from.
         slot_nodes: runs of slots, see `kvemb.schema.slots.runs_of`; new nodes have the numbers behind those there are. b"" for shards.
         join: addresses of new nodes.
-        leave: addresses of nodes that are to have nothing left.
+        leave: addresses of nodes that are to hold no rows in the end.
         max_bytes_per_s: of copies, all shards together; 0 for no bound.
         slot_shards: runs of slots likewise, of a move between shards; b"" for nodes.
         join_shards: addresses of new shards.
-        leave_shards: numbers of shards that are to have nothing left.
+        leave_shards: numbers of shards that are to write no slots in the end.
     """
 
     version: int
@@ -65,7 +65,7 @@ class MoveStatusReply(Message):
 
 @dataclass(frozen=True, eq=False)
 class SlotSizesReply(Message):
-    """What lies in each slot, of this shard's rows: uint64 [16384] rows, and bytes of their records, least significant byte first."""
+    """This shard's rows in each slot: uint64 [16384] rows, and bytes of their records, least significant byte first."""
 
     rows: bytes
     record_bytes: bytes
@@ -109,14 +109,14 @@ class SlotEntriesReply(Message):
 
 @dataclass(frozen=True, eq=False)
 class WatermarksRequest(Message):
-    """Shard 0 asks a shard that leaves what it has taken of each trainer, by this version of the cluster map."""
+    """Shard 0 asks a shard that leaves how far it has taken each trainer's pushes, by this version of the cluster map."""
 
     version: int
 
 
 @dataclass(frozen=True, eq=False)
 class WatermarksReply(Message):
-    """That, as `paramserver.moves.left_sessions` keeps it; not `ready` while the shard may still take something."""
+    """These, as `paramserver.moves.left_sessions` keeps them; not `ready` while the shard may still take pushes."""
 
     ready: bool
     sessions: bytes
@@ -124,14 +124,14 @@ class WatermarksReply(Message):
 
 @dataclass(frozen=True, eq=False)
 class LeftSessionsRequest(Message):
-    """A process that gets the number of a shard which has left asks shard 0 what that one had taken; answered by a `WatermarksReply`."""
+    """A process that gets the number of a shard that has left asks shard 0 which pushes that shard took; answered by a `WatermarksReply`."""
 
     shard: int
 
 
 @dataclass(frozen=True, eq=False)
 class LeftSessionRequest(Message):
-    """A trainer asks shard 0 what a shard that has left had taken of it; answered by a `HelloReply`."""
+    """A trainer asks shard 0 which of its pushes a shard that has left took; answered by a `HelloReply`."""
 
     shard: int
     trainer: str

@@ -37,7 +37,7 @@ def retry_read(
     """Call until it succeeds.
 
     Args:
-        call: what to do; may be called again after any of the errors that are waited for.
+        call: the read; may be called again after any of the errors that are waited for.
         deadline: of all calls.
         waits_for: those errors.
         connecting: whether this is the first that is heard of the nodes: errors of `NEVER_RIGHT` are not waited for then.

@@ -1,4 +1,4 @@
-"""What a node of Redis Cluster answers about slots that it does not serve, or not now. Pure."""
+"""The answers of a Redis Cluster node about slots that it does not serve, or not now. Pure."""
 
 from kvemb.errors import NodeUnavailableError
 

@@ -97,7 +97,7 @@ class WritePart:
 
 @dataclass(frozen=True, eq=False)
 class WriteResult:
-    """What became of a WritePart, in key order.
+    """The result of a WritePart, in key order.
 
     Args:
         stored: bool [n]; False is a conflict: read again before writing again.

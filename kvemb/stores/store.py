@@ -1,9 +1,9 @@
-"""The storage port: what every kind of storage must do. A store is whole, its work lies in four facets.
+"""The storage port: the duties of every kind of storage. A store has four facets.
 
     rows      read, write, erase: batches of records (below)
     values    small values that every node holds a copy of (below)
     repair    a node that has lost its rows, and gets them back (`kvemb.stores.store_repair`)
-    nodes     which nodes there are, the cluster map, moves of slots, what servers say of themselves (`kvemb.stores.store_nodes`)
+    nodes     which nodes there are, the cluster map, moves of slots, servers' own statistics (`kvemb.stores.store_nodes`)
 
 A batch is a list of parts, each of one table, or of several whose records have one size (`kvemb.schema.keys.coalesce_keys`). All parts of a
 batch travel in one round trip per node. Rows come back grouped by node, because that is how they arrive. `order` says which row is which,
@@ -35,7 +35,7 @@ from kvemb.stores.store_repair import StoreRepair
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a kind of storage can do; honest flags, asked by callers instead of the kind's name.
+    """The capabilities of a kind of storage; honest flags, which callers ask instead of the kind's name.
 
     Args:
         cas: writes are compare-and-swap; reads for writing return tokens.
@@ -98,8 +98,8 @@ class StoreRows(ABC):
     def erase(self, parts: Sequence[WritePart], deadline: Deadline) -> list[NDArray[np.bool_]]:
         """Delete rows; missing ones are fine. The parts' records are ignored.
 
-        With tokens (stores with CAS) only those rows are deleted that still are what was read then. So an erase in doubt that lands late
-        cannot delete a newer row. A token of 0 says that the row was missing. Without tokens rows are deleted whatever they are.
+        With tokens (stores with CAS) only those rows are deleted that have not changed since they were read. So a late erase cannot delete
+        a newer row. A token of 0 says that the row was missing. Without tokens rows are deleted whatever they are.
 
         Returns:
             Of each part bool [n], in key order: whether the row is gone; False is a conflict, as of a write.
@@ -210,7 +210,7 @@ class Store(ABC):
     @property
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """What this storage can do."""
+        """The capabilities of this storage."""
 
     @abstractmethod
     def open(self, deadline: Deadline, known: Identity | None = None) -> list[Marker]:
@@ -246,7 +246,7 @@ class Store(ABC):
             epoch: ours; the owner record that says so has been put already.
             deadline: of the call.
             still_ours: raises FencedError once another process owns the shard, by what it knows apart from the nodes. It is asked where a
-                node's copy of the owner record is not what it should be, before that copy is mended. Without it none is.
+                node's copy of the owner record is not as it should be, before that copy is mended. Without it none is.
 
         Raises:
             FencedError: a higher epoch stands on a node, now, or later when a connection is made.
@@ -255,7 +255,7 @@ class Store(ABC):
     def kill_other_writers(self, deadline: Deadline) -> int:
         """End the connections of every other process that writes as this store's role; put the owner record first.
 
-        When it returns, none is left, and nothing that was sent on one can land any more. Nodes with compare-and-swap need none of this:
+        When it returns, none remains, and nothing that was sent on one can land any more. Nodes with compare-and-swap need none of this:
         every write there carries a condition, which a newer write has made false.
 
         Returns:

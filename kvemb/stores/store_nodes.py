@@ -1,4 +1,4 @@
-"""The nodes of a store: which there are and where, the cluster map, moves of slots between them, and what servers say of themselves."""
+"""The nodes of a store: which there are and where, the cluster map, moves of slots between them, and servers' own statistics."""
 
 import time
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ class NodeStats:
     """One node as operators see it. Sizes in bytes; limit_bytes 0 = no limit set; `error` says why a node did not answer.
 
     `evicted` counts the keys that the server has thrown away by itself; `moved` those of them that went with slab pages (memcached);
-    `traffic_bytes` what it has received and sent since it started; `unsafe` says which of its settings may throw rows away, "" for none
+    `traffic_bytes`: received and sent since it started; `unsafe` says which of its settings may throw rows away, "" for none
     that is not allowed; `answer_s` is how long it took to say all this.
     """
 
@@ -155,7 +155,7 @@ class StoreNodes(ABC):
         """Ask one node; raises a KvembError when it does not answer."""
 
     def settings(self, address: str, deadline: Deadline) -> dict[str, str]:
-        """Return what a node says of its settings and state, in its own words, for operators; {} where a kind of storage says nothing.
+        """Return a node's settings and state, in its own words, for operators; {} where a kind of storage has none.
 
         Raises:
             StorageError: it does not answer.

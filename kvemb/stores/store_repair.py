@@ -40,7 +40,7 @@ class LostNode:
 
 
 class StoreRepair(ABC):
-    """What a store offers to shards that repair a node: a part of `Store`, as `repair`.
+    """The interface of a store for shards that repair a node: its facet `repair`.
 
     Methods with a nonce raise NodeLostError when it does not stand on the node any more. Then the node has lost its data again, or the
     repair has been finished. Begin again then: `begin` says which of the two it was. All of them may be called again after any

@@ -1,4 +1,4 @@
-"""The contract of a store whose rows lie in buckets: that of every store, and what only buckets can get wrong."""
+"""The contract of a store whose rows lie in buckets: that of every store, and faults that only buckets can have."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,7 @@ from kvemb.testing.store_contract import SIZE, TAG, Nodes, StoreContract, bucket
 
 
 class BucketedStoreContract(StoreContract):
-    """The same where rows lie in buckets, for stores whose capabilities say so; and what only buckets can get wrong.
+    """The same where rows lie in buckets, for stores whose capabilities say so; and faults that only buckets can have.
 
     Above 20 methods, as the contract that it extends: each says one promise.
     """

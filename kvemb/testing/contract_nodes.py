@@ -1,4 +1,4 @@
-"""What a backend brings to the contracts: empty nodes, the ways to mishandle them, and an open store on them."""
+"""A backend's part of the contracts: empty nodes, the ways to mishandle them, and an open store on them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ def own_node_of(key: bytes, n_nodes: int) -> int:
 
 
 class Nodes:
-    """Empty nodes of one backend. A subclass overrides what its backend can do; the rest is skipped.
+    """Empty nodes of one backend. A subclass overrides the operations that its backend can do; tests of the rest are skipped.
 
     Args:
         config: reaches all of them, in the order of the cluster map.
@@ -60,11 +60,11 @@ class Nodes:
         pytest.skip("a node cannot be flushed")
 
     def restart(self, index: int, *, saved: bool = False) -> None:
-        """Start the node's server again: empty, or with what it held at the last `save`."""
+        """Start the node's server again: empty, or with its keys at the last `save`."""
         pytest.skip("a node has no server to start again")
 
     def save(self, index: int) -> None:
-        """Let the node's server save what it holds."""
+        """Let the node's server save its keys."""
         pytest.skip("a node saves nothing")
 
     def stop(self, index: int) -> None:

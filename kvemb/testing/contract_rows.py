@@ -1,4 +1,4 @@
-"""Rows whose records follow from their ids, written and read: what the contracts of a store are told in."""
+"""Rows whose records follow from their ids, written and read: the contracts of a store are written with these."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -1,4 +1,4 @@
-"""The contract of a store, repair and fencing included: what shards and trainers see of a node that has lost its rows.
+"""The contract of a store, repair and fencing included: the effects on shards and trainers of a node that has lost its rows.
 
 A new backend derives its test class from `RepairContract`, which brings all of `StoreContract` along.
 """

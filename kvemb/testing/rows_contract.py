@@ -1,4 +1,4 @@
-"""The contract of rows: what was written comes back, whatever its bytes, number, table and order."""
+"""The contract of rows: rows come back as written, whatever their bytes, number, table and order."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from kvemb.testing.contract_rows import SIZE, protocol_records, read, records_of
 
 
 class RowsContract(StoreOnNodes):
-    """Rows come back as they were written; what was not written, or erased, is missing."""
+    """Rows come back as they were written; rows not written, or erased, are missing."""
 
     def test_a_row_that_was_never_written_is_missing(self, store: Store) -> None:
         result = read(store, self.keys(100), tokens=True)

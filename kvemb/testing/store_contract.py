@@ -5,8 +5,8 @@
         def nodes(self) -> Iterator[Nodes]:
             yield MyNodes(...)          # empty nodes, and the ways to mishandle them
 
-What only some backends can do (compare-and-swap, being stopped) is asked of `Store.capabilities` and of `Nodes`; such a test is skipped
-where it has no meaning. Tests of one protocol or server stay with that backend.
+`Store.capabilities` and `Nodes` say what only some backends can do (compare-and-swap, being stopped); a test of it is skipped for
+the others. Tests of one protocol or server stay with that backend.
 """
 
 import threading
@@ -67,7 +67,7 @@ class StoreContract(RowsContract, ConflictContract, NodeContract, SharedUseContr
 
 
 class PagedStoreContract(StoreContract):
-    """The same where rows lie in pages, for stores whose capabilities say so; and what only pages can get wrong."""
+    """The same where rows lie in pages, for stores whose capabilities say so; and faults that only pages can have."""
 
     smallest_record_bytes = 12  # the header tells a row from no row
 

@@ -13,7 +13,7 @@ EOL = b"\r\n"
 WRONG_TYPE = b"-WRONGTYPE "
 """The beginning of Redis's answer where another program keeps a list, a hash, …"""
 _MAX_LINE = 4096
-_SCANNED_AT_ONCE = 1 << 15  # bytes: what comparing them leaves stays in a core's cache, and is no fresh memory of the system's each time
+_SCANNED_AT_ONCE = 1 << 15  # bytes: the results of comparing them stay in a core's cache, and are not in fresh memory each time
 
 
 def matches(block: Bytes, at: int, pattern: bytes) -> NDArray[np.bool_]:

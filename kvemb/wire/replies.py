@@ -27,7 +27,7 @@ class UnexpectedValueError(Exception):
 class ReplyReader(ABC):
     """Reads the reply to one request, from bytes that come in pieces of any size.
 
-    A subclass says in `take` what lies at the start of the bytes. There are three answers, whatever the reply: something whole was taken,
+    A subclass reads the start of the bytes in `take`. There are three answers, whatever the reply: something whole was taken,
     more bytes are needed, or an error is raised. `feed` is the one loop around it.
     """
 
@@ -43,7 +43,7 @@ class ReplyReader(ABC):
 
     @abstractmethod
     def take(self, data: Bytes) -> int:
-        """Take what is whole at the start of data, some of it at least; return how many bytes that was. Not called once done.
+        """Take some or all whole parts of the reply at the start of data; return how many bytes. Not called once done.
 
         Returns:
             0 when more bytes are needed before anything can be taken.
@@ -54,7 +54,7 @@ class ReplyReader(ABC):
         """
 
     def feed(self, data: Bytes) -> int:
-        """Consume what is complete at the start of data; return how many bytes that was. Called again with the rest and more."""
+        """Consume the complete parts at the start of data; return how many bytes. Called again with the rest and more."""
         position = 0
         while position < len(data) and not self.done:
             taken = self.take(data[position:])

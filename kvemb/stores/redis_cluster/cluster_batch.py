@@ -47,7 +47,7 @@ class NodeShare:
 
 @dataclass
 class Redirects:
-    """What a round's redirections say: slots that have moved, and to whom; that a new slot map is needed, or a pause."""
+    """The redirections of a round: slots that have moved, and where to; whether a new slot map is needed, or a pause."""
 
     unclear: bool = False
     wait: bool = False

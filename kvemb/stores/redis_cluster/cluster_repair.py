@@ -41,7 +41,7 @@ log = logging.getLogger("kvemb")
 
 @dataclass(frozen=True, eq=False)
 class PrimaryState:
-    """What a primary and the markers of its slots say.
+    """The state of a primary, by itself and by the markers of its slots.
 
     Args:
         address, process: of the primary.
@@ -205,7 +205,7 @@ class ClusterRepair(StoreRepair):
             reported = self._reported(nonce, shards, deadline)
             if reported is None or not reported[state.slots[left]].all():
                 return False
-            self._whole.admit({state.process}, deadline)  # before anybody can see its markers in order and miss it on the list
+            self._whole.admit({state.process}, deadline)  # before any store can see its markers in order and miss it on the list
             changes = [(marker_keys()[int(state.slots[i])], state.values[i], wholes[i]) for i in left]
             if not all(self._swap(state, changes, deadline)):
                 return False  # another shard is finishing it, or it is over: the next call tells
@@ -256,7 +256,7 @@ class ClusterRepair(StoreRepair):
         return changes
 
     def _lane(self, address: str, nonce: str, parts: Sequence[ReadPart] | Sequence[WritePart]) -> Begun:
-        """What a batch in repair expects."""
+        """The state that a batch in repair expects."""
         if not all(self.keys_of(address, part.keys).all() for part in parts):
             raise InvalidInputError(f"a batch that repairs node {address} holds rows of other nodes")
         return self._begun_as(address, nonce)

@@ -15,7 +15,7 @@ _MANY = 64  # slots that one batch found elsewhere
 
 
 class ClusterTopology:
-    """The slot map that batches go by, and what is known of slots besides. Two threads may ask at once.
+    """The slot map that batches go by, and more knowledge of slots. Two threads may ask at once.
 
     Args:
         access: how servers are reached; its configuration's nodes are starting points.
@@ -61,7 +61,7 @@ class ClusterTopology:
         return after
 
     def follow(self, moved: Mapping[int, str], deadline: Deadline) -> None:
-        """Take over what answers said: while slots move, every batch hears of a few, and to ask for the whole map takes long.
+        """Take over the moves that answers told: while slots move, every batch hears of a few, and asking for the whole map takes long.
 
         Args:
             moved: by slot, its holder. Where they are many, or a primary is new, there may be many more, and the map is asked for: a

@@ -99,7 +99,7 @@ class ClusterValues:
         return None, not self._try_again(key, line, address, deadline)
 
     def _try_again(self, key: bytes, line: bytes | None, address: str, deadline: Deadline) -> bool:
-        """Whether a single command was redirected or refused for now; what the map says has been put right then."""
+        """Whether a single command was redirected or refused for now; the map has been corrected then."""
         if line is None:
             return False
         if not line.startswith(REDIRECTS) or deadline.expired:

@@ -1,4 +1,4 @@
-"""The change of a cluster's nodes that is under way, as the cluster keeps it: what a command that was killed leaves to the next. Pure."""
+"""The change of a cluster's nodes that is under way, as the cluster keeps it: a command goes on from it where another was killed. Pure."""
 
 import zlib
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class NodeChange:
     """A change of nodes.
 
     Args:
-        kind: what was asked for.
+        kind: of the change.
         joining: the name of the node that joins, "" for none.
         leaving: the name of the one that leaves, "" for none.
         names: of all nodes that slots come from or go to, in the cluster's own 40 hex digits.

@@ -3,7 +3,7 @@
 Keys belong to slots and slots move between nodes, so there is one marker per slot. A batch reads one per node, in a slot that it uses. A
 row that was redirected is asked for again, within the same deadline, together with all other redirected rows of its batch.
 
-The store is put together from parts, each in a file of its own; what a part needs, it is given when it is made:
+The store is put together from parts, each in a file of its own; a part is given all it needs when it is made:
 
     connector, topology   opens connections; which node holds which slots
     values, whole, map    small values; among them the list of whole primaries, and the cluster map
@@ -131,7 +131,7 @@ class RedisClusterStore(Store):
         return link
 
     def _identity(self, values: Sequence[bytes | None]) -> Identity:
-        """What the first good marker says."""
+        """The identity that the first good marker names."""
         found = first_identity([self._topology.slot_name(slot) for slot in range(len(values))], values)
         if found is not None:
             return found

@@ -164,7 +164,7 @@ class SlotMarkers:
                     self._topology.vouched[slot] = self._topology.number(address)
 
     def check(self, address: str, slot: int, marker: Marker, *, leaving: bool = False, importing: bool = False) -> Check:
-        """Return what reads a marker after a batch's rows."""
+        """Return the check that reads a marker after a batch's rows."""
         step, reply = self._codec.get_step(marker_keys()[slot])
         if importing:
             step = Step(memoryview(command(b"ASKING") + bytes(step.request)), RepliesInOrder([LineReply(), reply]))
@@ -199,7 +199,7 @@ class SlotMarkers:
     # --- of many slots ----------------------------------------------------------------------------------------------------------
 
     def at(self, address: str, slots: NDArray[np.int64], deadline: Deadline) -> list[bytes | bool | None]:
-        """Return what stands in the place of a primary's markers: None for nothing, False where the slot is on its way or elsewhere."""
+        """Return the values in the places of a primary's markers: None for nothing, False where the slot is on its way or elsewhere."""
         requests, wanted = _marker_requests(), [self.encoded(slot) for slot in slots.tolist()]
         groups = [slots[rows].tolist() for rows in chunks(len(slots), _SLOTS_PER_STEP)]
         replies = [_Markers([wanted[at] for at in range(rows.start, rows.stop)]) for rows in chunks(len(slots), _SLOTS_PER_STEP)]
@@ -215,7 +215,7 @@ class SlotMarkers:
         return found
 
     def all(self, deadline: Deadline) -> list[bytes | None]:
-        """Return what stands in the place of every slot's marker, wherever it is."""
+        """Return the value in the place of every slot's marker, on any node."""
         replies = [BlobReply(miss=b"$-1") for _ in range(N_SLOTS)]
         steps = [Step(request, reply) for request, reply in zip(_marker_requests(), replies, strict=True)]
         self._on_slots(steps, deadline)
@@ -255,7 +255,7 @@ class _Markers(ReplyReader):
     """The markers of some slots: compared as one piece, and one by one only where they differ.
 
     Args:
-        wanted: what should stand there.
+        wanted: the values that should stand there.
         others: the answers, where they are not that.
     """
 

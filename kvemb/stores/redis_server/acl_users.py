@@ -27,7 +27,7 @@ _ARGUMENTS = {
     **{"scan": ("0",), "hscan": (_A_KEY, "0"), "client|kill": ("ID", "1"), "client|setname": ("x",), "config|get": ("x",)},
     **{"acl|dryrun": ("default", "ping"), "auth": ("x", "x")},
 }
-# What neither needs, and what would be worst: data gone, settings changed, other keys.
+# Neither needs these, and they would do the worst harm: data gone, settings changed, other keys.
 _FORBIDDEN = (
     *(("flushall",), ("flushdb",), ("shutdown",), ("config", "set", "maxmemory", "1"), ("keys", "*"), ("replicaof", "no", "one")),
     *(("acl", "setuser", "x"), ("debug", "sleep", "0"), ("get", "another-programs-key")),
@@ -80,7 +80,7 @@ ACL_USERS = {"trainer": TRAINER, "shard": SHARD}
 
 
 def check_user(address: str, access: RedisAccess, wanted: AclUser, deadline: Deadline) -> list[str]:
-    """Ask a server what the user of these credentials may; nothing is run.
+    """Ask a server which commands the user of these credentials may run; none of them is run.
 
     Returns:
         Commands that it needs and may not run, and those that it may and should not; nothing where all is well.

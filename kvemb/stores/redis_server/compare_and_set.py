@@ -53,7 +53,7 @@ def swap(address: str, access: RedisAccess, changes: Sequence[Change], run_id: s
 
     Args:
         address: "host:port".
-        access: credentials, and what connects.
+        access: credentials, and how to connect.
         changes: of unique keys.
         run_id: of the server process.
         deadline: of the call.

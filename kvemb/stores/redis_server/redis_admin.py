@@ -26,7 +26,7 @@ def open_link(address: str, access: RedisAccess, role: str, kill: set[Connection
 
     Args:
         address: "host:port".
-        access: credentials, and what connects.
+        access: credentials, and how to connect.
         role: becomes the connection's name on the server, so that operators and a successor can tell which process writes.
         kill: older connections of this process on which a write may still be in flight. Each is confirmed dead before the link is returned,
             because a write that lands late would overwrite a newer one. Taken out of the set here; those of another server process stay in
@@ -56,7 +56,7 @@ def kill_writers(address: str, access: RedisAccess, role: str, spare: Set[Connec
 
     Args:
         address: "host:port" of a primary.
-        access: credentials, and what connects.
+        access: credentials, and how to connect.
         role: as of `open_link`.
         spare: connections that are not killed: our own.
         deadline: of the call.
@@ -78,7 +78,7 @@ def scan(address: str, access: RedisAccess, deadline: Deadline) -> Iterator[list
 
     Args:
         address: "host:port".
-        access: credentials, and what connects.
+        access: credentials, and how to connect.
         deadline: its length is that of each block: a whole listing takes as long as there are keys.
     """
     with admin(address, access, deadline) as link:
@@ -97,7 +97,7 @@ def info(address: str, access: RedisAccess, deadline: Deadline) -> dict[str, str
     """Return the server's INFO, and its number of keys as "n_keys".
 
     Raises:
-        ProtocolError: the answer lacks what every Redis and Valkey tells.
+        ProtocolError: the answer lacks a field that every Redis and Valkey has.
         KvembError: see `kvemb.stores.redis_server.redis_commands.open_admin`.
     """
     with admin(address, access, deadline) as link:
@@ -154,7 +154,7 @@ def node_stats(address: str, fields: Mapping[str, str], config: StorageConfig) -
 
 
 def traffic_bytes(address: str, fields: Mapping[str, str]) -> int:
-    """Return what a server has received and sent since it started."""
+    """Return the bytes that a server has received and sent since it started."""
     return sum(number_in(address, fields, f"total_net_{way}_bytes") for way in ("input", "output"))
 
 
@@ -190,7 +190,7 @@ def _fields(text: str) -> dict[str, str]:
 
 
 def _kill(link: Link, connection_id: str, deadline: Deadline) -> int:
-    """End a connection; 0 when it is dead already, which is what was wanted."""
+    """End a connection; 0 when it is dead already, which is as good."""
     return number_of(link, ask(link, deadline, "CLIENT", "KILL", "ID", connection_id), "CLIENT KILL")
 
 

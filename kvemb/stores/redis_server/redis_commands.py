@@ -23,7 +23,7 @@ MAX_VALUE_BYTES = 512 << 20  # proto-max-bulk-len's default
 
 @dataclass(frozen=True)
 class RedisAccess:
-    """How Redis servers are reached: credentials, and what opens a connection.
+    """How Redis servers are reached: credentials, and a function that opens a connection.
 
     Args:
         config: the storage section, for its credentials.
@@ -39,7 +39,7 @@ def open_admin(address: str, access: RedisAccess, deadline: Deadline, name: str 
 
     Args:
         address: "host:port".
-        access: credentials, and what connects.
+        access: credentials, and how to connect.
         deadline: of all of it.
         name: of the connection on the server, "" for none.
 
@@ -74,7 +74,7 @@ def ask(link: Link, deadline: Deadline, *words: Word) -> Value:
     """Run one command.
 
     Raises:
-        KvembError: as `open_admin`; or what the server's error means (`server_error`).
+        KvembError: as `open_admin`; or the server's error, by its meaning (`server_error`).
     """
     (value,) = ask_all(link, [words], deadline)
     if isinstance(value, ErrorLine):

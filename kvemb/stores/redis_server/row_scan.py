@@ -24,7 +24,7 @@ def rows_on(address: str, access: RedisAccess, deadline: Deadline) -> Iterator[R
 
     Args:
         address: "host:port".
-        access: credentials, and what connects.
+        access: credentials, and how to connect.
         deadline: its length is that of each block: a whole listing takes as long as there are rows.
     """
     with admin(address, access, deadline) as link:

@@ -199,7 +199,7 @@ class MappedNodes(StoreNodes):
                 return
         raise ProtocolError(f"node {address}: {key.decode()} changed {_MAX_TRIES} times while it was to be written")
 
-    # --- what the servers say of themselves -----------------------------------------------------------------------------------------
+    # --- the servers' own statistics ------------------------------------------------------------------------------------------------
 
     def stats(self, deadline: Deadline) -> list[NodeStats]:
         self._links.pool.require_open()

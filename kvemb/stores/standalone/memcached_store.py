@@ -1,4 +1,4 @@
-"""memcached nodes: rows by the meta protocol, and what the server says of itself.
+"""memcached nodes: rows by the meta protocol, and the server's statistics and settings.
 
 memcached may lose rows in silence, by eviction and by moving slab pages, and may start with older content after a warm restart. A node
 whose settings allow any of that is refused.
@@ -28,7 +28,7 @@ SAFE_OPTIONS = "-M -o no_slab_reassign"
 
 
 class MemcachedServer(NodeServer):
-    """What is special to memcached; see `NodeServer`.
+    """The operations special to memcached; see `NodeServer`.
 
     Args:
         config: the storage section.

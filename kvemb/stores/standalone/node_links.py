@@ -34,7 +34,7 @@ R = TypeVar("R")
 
 
 class NodeServer(ABC):
-    """What is special to one kind of server, node by node. Kinds without buckets need not override what is about those."""
+    """The operations special to one kind of server, node by node. Kinds without buckets need not override those about buckets."""
 
     @property
     @abstractmethod
@@ -102,7 +102,7 @@ class NodeLinks:
         fence: the owner that the store writes as.
 
     Attributes:
-        view: which nodes there are, and what is expected of them; replaced as a whole. A batch takes it once.
+        view: the nodes there are, and their expected markers; replaced as a whole. A batch takes it once.
         in_file: the addresses that kvemb.yaml says.
         follow: called after an error that nodes at other addresses, or another map, would explain; returns whether there is a new view.
         meta_pool: the pool for small values of every node.
@@ -138,7 +138,7 @@ class NodeLinks:
         self.plain_pool.close()
 
     def following(self, call: Callable[[], R], first_view: NodesView | None = None, n_times: int = 4) -> Callable[[], R]:
-        """What calls, and again each time that the nodes or their map turn out to be others; the first call goes by `first_view`."""
+        """Return a function that calls, and calls again when the nodes or their map have changed; first by `first_view`."""
 
         def again() -> R:
             nonlocal first_view
@@ -272,7 +272,7 @@ class NodeLinks:
 
 
 def value_of(address: str, reply: BlobReply) -> bytes | None:
-    """Return what a node answered, or raise its error."""
+    """Return a node's answer, or raise its error."""
     if reply.error is not None:
         raise server_error(address, reply.error)
     return reply.value

@@ -1,4 +1,4 @@
-"""Repair where the cluster map is ours: one marker per node, with a nonce while it is repaired. What stands where, and what may follow.
+"""Repair where the cluster map is ours: one marker per node, with a nonce while it is repaired. The states of a marker, and their order.
 
 How a value is read, or replaced on a condition, is known to the nodes (`MarkedNodes`).
 """
@@ -32,7 +32,7 @@ log = logging.getLogger("kvemb")
 
 
 class MarkedNodes(Protocol):
-    """What a repair needs of the nodes."""
+    """The part of the nodes that a repair uses."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -50,10 +50,10 @@ class MarkedNodes(Protocol):
 
     @property
     def placements(self) -> Placements:
-        """What markers may name."""
+        """The placements that markers may name."""
 
     def look(self, address: str, deadline: Deadline) -> tuple[bytes | None, str]:
-        """Return what stands in the place of the marker, and the run id of the server process that said so."""
+        """Return the value in the place of the marker, and the run id of the server process that sent it."""
 
     def peek(self, address: str, keys: list[bytes], deadline: Deadline) -> list[bytes | None]:
         """Read small values of one node, whatever its marker says."""
@@ -69,7 +69,7 @@ class NodeRepair(StoreRepair):
     """Repair under a map of ours, but for its rows; methods without a docstring are those of `StoreRepair`.
 
     Args:
-        nodes: what is repaired.
+        nodes: those that are repaired.
         fence: the owner that the store writes as.
     """
 

@@ -135,7 +135,7 @@ class NodeRows:
         for _, share in plan:
             by_node.setdefault(share.address, []).extend(share.steps)
         with (self._links.pool if lane is None else self._links.plain_pool).lease(by_node, deadline) as links:
-            # Connecting may have renewed what is expected; from here on a node that is repaired meanwhile fails the batch.
+            # Connecting may have renewed the expected markers; from here on a node that is repaired meanwhile fails the batch.
             expected: dict[str, Marker] = {}
             for node, share in plan:
                 marker = lane.marker if lane is not None else view.markers.get(share.address)

@@ -1,4 +1,4 @@
-"""What memcached and standalone Redis share: nodes under a cluster map of ours, one marker per node. Put together here from its facets."""
+"""The store of memcached and standalone Redis: nodes under a cluster map of ours, one marker per node. Put together from its facets."""
 
 import time
 from collections.abc import Callable
@@ -34,7 +34,7 @@ class NodeStore(Store):
         config: the storage section.
         role: "trainer", or "shard:<n>" for the one process that writes shard n's rows.
         codec: of the nodes' protocol.
-        server: what is special to their kind.
+        server: the operations special to their kind.
     """
 
     rows: PlacedRows

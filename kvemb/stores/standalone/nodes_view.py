@@ -41,7 +41,7 @@ class NodesView:
 
     @cached_property
     def placements(self) -> Placements:
-        """What markers may name."""
+        """The placements that markers may name."""
         return placements_of(self.map)
 
     def changed(self, cluster_map: ClusterMap, places: tuple[str, ...]) -> "NodesView":
@@ -96,7 +96,7 @@ class NodesView:
 def places_of(cluster_map: ClusterMap, in_file: Sequence[str], numbers: Mapping[str, int | None]) -> tuple[str, ...]:
     """Return where each number is, "" for those that are gone.
 
-    A marker that was found at an address of kvemb.yaml comes first. Then what a command has said. Then the position in kvemb.yaml, for a
+    A marker that was found at an address of kvemb.yaml comes first. Then a command's word. Then the position in kvemb.yaml, for a
     node that was in it from the beginning and may have moved and lost its rows at once, as long as no address there is known to be out of
     order; then where it was at last.
 

@@ -1,4 +1,4 @@
-"""Rows and small values of a store under a cluster map of ours: what its callers ask, tried again where nodes or their map have changed."""
+"""Rows and small values of a store under a cluster map of ours: calls are tried again where nodes or their map have changed."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

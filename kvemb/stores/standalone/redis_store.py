@@ -23,7 +23,7 @@ from kvemb.wire.resp.resp_codec import RespCodec
 
 
 class RedisServer(NodeServer):
-    """What is special to Redis and Valkey; see `NodeServer`.
+    """The operations special to Redis and Valkey; see `NodeServer`.
 
     Args:
         access: how servers are reached.

@@ -15,7 +15,7 @@ log = logging.getLogger("kvemb")
 
 
 class SeenNodes:
-    """What nodes said when they were looked at, each once. For one call.
+    """The answers of nodes, each asked once. For one call.
 
     Args:
         server: of their kind.
@@ -29,7 +29,7 @@ class SeenNodes:
         self._errors: dict[str, KvembError] = {}
 
     def view(self, known: Identity | None, deadline: Deadline, *, inspect: bool = True) -> NodesView:
-        """Return the nodes of a cluster, found from those that kvemb.yaml names; markers are what they should be, not what they are.
+        """Return the nodes of a cluster, found from those that kvemb.yaml names; markers are as they should be, not as they are.
 
         Args:
             known: the cluster, for a caller that knows it without markers; None: the markers say it.
@@ -68,7 +68,7 @@ class SeenNodes:
             return before.map, before.places
 
     def require(self, address: str, deadline: Deadline) -> tuple[str, bytes | None]:
-        """Return a node's run id, and what stands in the place of its marker.
+        """Return a node's run id, and the value in the place of its marker.
 
         Raises:
             KvembError: it does not answer, or its settings may lose rows.

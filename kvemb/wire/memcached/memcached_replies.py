@@ -240,7 +240,7 @@ class CasWriteReply(RowsReader):
 
 @dataclass(eq=False)
 class StatsReply(ReplyReader):
-    """What a server says of itself, as text; `error` for an error in its place."""
+    """A server's statistics, as text; `error` for an error in its place."""
 
     fields: dict[str, str] = field(default_factory=dict)
     error: bytes | None = None

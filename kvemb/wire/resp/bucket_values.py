@@ -116,7 +116,7 @@ class BucketValuesReply(RowsReader):
         return self._take_announcement(data) if run_waits else self._take_odd_value(data)
 
     def _take_misses(self, data: Bytes, waiting_bytes: int) -> int:
-        """Take what has arrived where all of it are misses, as of rows that are seen for the first time; else nothing."""
+        """Take the rows that have arrived if all are misses, as for rows that are seen for the first time; else nothing."""
         if not len(self._misses):
             self._misses = self._places_of(len(MISS))
         base = int(self._misses[self._at]) - waiting_bytes  # where data would begin if all rows so far were missing
@@ -132,7 +132,7 @@ class BucketValuesReply(RowsReader):
         return int(places[-1]) + len(MISS)
 
     def _take_values(self, data: Bytes, waiting_bytes: int) -> int:
-        """Take values and misses, and what announces their runs, as far as they have arrived and are in order."""
+        """Take values and misses, and the announcements of their runs, as far as they have arrived and are in order."""
         if len(data) < self._stride + waiting_bytes:  # the next value's beginning is all that is there: the most frequent end of a feed
             begin = self.asked + b"*%d\r\n" % self.runs.sizes[self._announced] + self._head if waiting_bytes else self._head
             if data[: len(begin)].tobytes() == begin[: len(data)]:

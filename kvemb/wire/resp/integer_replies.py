@@ -97,7 +97,7 @@ class IntegerReplies(RowsReader):
         """Which lines are errors, or integers that are too large: bool [k].
 
         Raises:
-            ProtocolError: a line is neither an error nor what belongs in its place.
+            ProtocolError: a line is neither an error nor of the kind that its place has.
         """
         kinds = data[starts]  # uint8 [k]: each line's first byte
         expected = np.frombuffer(self.lines, dtype=np.uint8)  # [lines per row]: the first bytes they should have

@@ -20,7 +20,7 @@ from kvemb.wire.request_arrays import Bytes, chunks, columns
 from kvemb.wire.resp.bucket_values import MOST_ROWS, WORD_BYTES, BucketRuns, BucketValuesReply, announcement_texts
 from kvemb.wire.resp.integer_replies import IntegerReplies
 
-_STEP_BYTES = 1 << 20  # of a step, at most MOST_ROWS: what is made at once costs less per row
+_STEP_BYTES = 1 << 20  # of a step, at most MOST_ROWS: rows made together cost less each
 _COMMAND_BYTES = 1 << 20  # of one command's rows: a server holds all of it in one buffer, and closes connections beyond 1 GB
 _MOST_HEADS = 1 << 13  # of a table of them, which is kept: 26 tables of 256 buckets have fewer
 _FIELD_HEAD = b"$%d\r\n" % FIELD_BYTES

@@ -39,7 +39,7 @@ class RespCodec:
         tokens: NDArray[np.uint64] | None,
         foreign: NDArray[np.bool_] | None = None,
     ) -> list[RowsStep]:
-        """See `Codec.read_steps`; Redis has no tokens, so `tokens` is left alone."""
+        """See `Codec.read_steps`; Redis has no tokens, so `tokens` is not used."""
         if isinstance(keys, PagedKeys):
             return self._pages.read_steps(keys, record_bytes, out, found, foreign)
         assert isinstance(keys, BucketKeys), type(keys)  # servers of this protocol hold no row under a key of its own
@@ -55,7 +55,7 @@ class RespCodec:
         return self._buckets.write_steps(keys, records, out)
 
     def erase_steps(self, keys: RowKeys, out: NDArray[np.uint8], tokens: NDArray[np.uint64] | None = None) -> list[RowsStep]:
-        """See `Codec.erase_steps`; Redis has no tokens, so `tokens` is left alone."""
+        """See `Codec.erase_steps`; Redis has no tokens, so `tokens` is not used."""
         if isinstance(keys, PagedKeys):
             return self._pages.erase_steps(keys, out)
         assert isinstance(keys, BucketKeys), type(keys)

@@ -80,7 +80,7 @@ class ValueReply(ReplyReader):
         return after - at
 
     def _take_large(self, data: Bytes) -> int:
-        """Take a string that is longer than what is read at once; nothing else is left over once its line is whole."""
+        """Take a string that is longer than the bytes read at once; nothing else remains here once its line is whole."""
         line = take_line(data, 0)
         if line is None:
             return 0

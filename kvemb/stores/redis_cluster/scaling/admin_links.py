@@ -28,7 +28,7 @@ class AdminLinks:
     """Connections by address; a context manager that closes them.
 
     Args:
-        access: credentials, and what connects. The user must be an administrator.
+        access: credentials, and how to connect. The user must be an administrator.
     """
 
     def __init__(self, access: RedisAccess) -> None:
@@ -61,7 +61,7 @@ class AdminLinks:
         """Run one command.
 
         Raises:
-            KvembError: what the server's error means.
+            KvembError: the server's error, by its meaning.
         """
         (value,) = self.run(address, [words], timeout_s or self._access.config.timeout_s)
         if isinstance(value, ErrorLine):

@@ -132,7 +132,7 @@ def parse_nodes(text: str, asked: str) -> list[ClusterNode]:
 
 
 def merged_view(answers: Sequence[Sequence[ClusterNode]]) -> ClusterView:
-    """Put together what nodes say: each is believed about itself; of two that claim a slot, the one with the later epoch.
+    """Put the nodes' answers together: each is believed about itself; of two that claim a slot, the one with the later epoch.
 
     Args:
         answers: of as many primaries as answered; the first tells of the nodes that did not.

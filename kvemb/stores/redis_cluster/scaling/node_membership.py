@@ -21,7 +21,7 @@ class NodeMembership:
 
     Args:
         links: to the nodes.
-        access: credentials, and what connects.
+        access: credentials, and how to connect.
         whole: the list of primaries that have lost nothing.
     """
 
@@ -64,7 +64,7 @@ class NodeMembership:
         return itself.name
 
     def join(self, address: str, view: ClusterView) -> str:
-        """Make a server a node that everybody knows, before it is given slots; return its name. Again is fine.
+        """Make a server a node that all others know, before it is given slots; return its name. May be called again.
 
         Raises:
             DeadlineExceededError: they did not come to know each other; do it again, or CLUSTER RESET the new one.
@@ -72,7 +72,7 @@ class NodeMembership:
         """
         name = self.name_at(address)
         there = [node for node in view.primaries if not node.failed and node.name != name]
-        for node in there:  # everybody introduced to everybody, instead of the seconds that gossip would take
+        for node in there:  # each introduced to all others, instead of the seconds that gossip would take
             self._links.ask(address, "CLUSTER", "MEET", node.host, node.port, node.bus_port)
         deadline = Deadline.after(_MEET_S)
         all_well = not any(node.failed for node in view.primaries)
@@ -97,7 +97,7 @@ class NodeMembership:
         self._whole.admit({process_of(fields)}, self._deadline())
 
     def leave(self, name: str, view: ClusterView) -> list[str]:
-        """Let everybody forget a node without slots, and it everybody; return what did not work, in words.
+        """Let a node without slots and all others forget each other; return failures, in words.
 
         A node that does not answer is forgotten all the same; of one that the cluster calls failed no answer is expected.
         """

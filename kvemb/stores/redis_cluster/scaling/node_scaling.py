@@ -1,8 +1,8 @@
 """Nodes of a Redis Cluster or Valkey Cluster join, leave, are replaced and given other shares, while training goes on.
 
-The change that is under way lies in the cluster itself (`node_change`), so a command that was killed leaves nothing that the next cannot
-finish (`resume`) or take back (`abort`). One change at a time. A few slots move at once (`redis_slot_mover`); before them, a command looks
-whether another has taken its change over. Replicas are the operator's: they follow the slots of their primary by themselves.
+The change that is under way is kept in the cluster itself (`node_change`). So if a command is killed, the next one can finish its
+change (`resume`) or take it back (`abort`). One change at a time. A few slots move at once (`redis_slot_mover`); before each group, a
+command looks whether another has taken its change over. Replicas are the operator's: they follow the slots of their primary.
 
 Example:
     >>> from kvemb.config import StorageConfig
@@ -90,7 +90,7 @@ class NodeScaling:
 
         Raises:
             ConfigError: a change is under way already; nothing was changed.
-            StorageError: it could not go on. What has moved has moved and what has not has not; no row is lost. `resume` goes on,
+            StorageError: it could not go on. Some slots have moved and others have not; no row is lost. `resume` goes on,
                 `abort` takes all of it back.
         """
         change = plan.basis
@@ -204,7 +204,7 @@ class NodeScaling:
         if target is None or target.failed:
             self._mover.give_up(state.slot, owner)
             return owner
-        if target.name == owner.name:  # it had only not been told to everybody
+        if target.name == owner.name:  # only some nodes had not been told
             self._mover.settle([state.slot], owner, view.primaries)
         elif state.leaving or not self._mover.close_unused(state.slot, owner, target):
             self._mover.move([state.slot], owner, target, view.primaries, state)

@@ -72,7 +72,7 @@ class RedisSlotMover:
             slots: which; a few, because all of them stand open meanwhile.
             source: the node that holds them.
             target: the node that is to hold them.
-            everybody: primaries that are told in the end.
+            everybody: all primaries; they are told in the end.
             state: of a single slot, how far an earlier try came; None for none.
 
         Raises:
@@ -151,7 +151,7 @@ class RedisSlotMover:
         self._do(source, "CLUSTER", "SETSLOT", slot, "STABLE")
 
     def drop_witnesses(self, slots: Sequence[int], owner: ClusterNode) -> None:
-        """Delete what `move` has left in slots that are not on their way any more."""
+        """Delete the witnesses of `move` in slots that are not on their way any more."""
         if slots:
             self._links.run(owner.address, [("DEL", witness_key(slot)) for slot in slots], self._timeout_s)
 

@@ -27,7 +27,7 @@ from kvemb.stores.redis_server.redis_commands import RedisAccess
 
 @dataclass(frozen=True)
 class NodeFigures:
-    """What `ScalingPlanner.show` says of a primary: its address, slots, bytes of rows, memory used and allowed, how many follow it."""
+    """A primary as `ScalingPlanner.show` returns it: its address, slots, bytes of rows, memory used and allowed, number of replicas."""
 
     address: str
     n_slots: int
@@ -43,7 +43,7 @@ class ScalingPlanner:
 
     Args:
         links: to the nodes.
-        access: credentials, and what connects.
+        access: credentials, and how to connect.
         values: where the change that is under way lies.
         membership: says which servers can join.
     """
@@ -60,7 +60,7 @@ class ScalingPlanner:
         return [self._figures(node, view, loads) for node in view.primaries]
 
     def traffic_bytes(self) -> dict[str, int]:
-        """Return what each primary that answers has received and sent since it started."""
+        """Return the bytes that each primary has received and sent since it started, for those that answer."""
         found = {}
         for node in self.view().primaries:
             with suppress(StorageError):
