@@ -166,7 +166,7 @@ class FlushRequest(Message):
 
 @dataclass(frozen=True, eq=False)
 class FlushReply(Message):
-    """All is applied. left_out says which pushes were not waited for, as their sync step lacks parts, and of which trainers; "" for none."""
+    """All is applied. left_out says which pushes were not waited for, as their sync step lacks parts, and by trainer; "" for none."""
 
     left_out: str
 

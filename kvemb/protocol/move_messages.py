@@ -124,7 +124,7 @@ class WatermarksReply(Message):
 
 @dataclass(frozen=True, eq=False)
 class LeftSessionsRequest(Message):
-    """A process that gets the number of a shard that has left asks shard 0 which pushes that shard took; answered by a `WatermarksReply`."""
+    """A process given the number of a departed shard asks shard 0 which pushes that shard took; answered by a `WatermarksReply`."""
 
     shard: int
 
