@@ -1,6 +1,6 @@
 """An attribute that is computed when it is first asked for, and kept: functools.cached_property without its lock.
 
-In Python 3.11 that has one lock for all instances, which is held while the value is computed. A child that is forked meanwhile waits for it
+Python 3.11's has one lock for all instances, which is held while the value is computed. A child that is forked meanwhile waits for it
 for ever, and threads wait for each other. What must not live here: values that may be computed once only. Two threads that ask at once may
 both compute; their values are equal, and one of them stays.
 """

@@ -47,9 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def exit_in_order() -> None:
-    """Let SIGTERM and SIGHUP (a closed terminal) raise SystemExit in this program, so that what it started is ended and cleaned up.
+    """Let SIGTERM and SIGHUP (a closed terminal) raise SystemExit in this program, so that its processes are ended and cleaned up.
 
-    A signal that is ignored already (nohup) stays so. While the program is on its way out another one does nothing, lest it cut the
+    A signal that is ignored already (nohup) stays ignored. Once the program is ending, another signal does nothing: it would cut the
     cleaning short. For the main thread only.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -64,7 +64,7 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; also words that stand behind an option, which argparse hands back."""
+    """Read the command line, also words behind an option, which argparse returns unread."""
     parser = _parser()
     args, more = parser.parse_known_args(words)
     if len(more) == 1 and not more[0].startswith("-") and "config_given" not in args and {"url", "config"} <= vars(args).keys():
@@ -342,7 +342,7 @@ def _seed(text: str) -> int:
 
 
 class _Version(argparse.Action):
-    """Look the version up when it is asked for: that takes longer than all the rest of the start."""
+    """Look the version up only when it is asked for: that takes longer than the rest of the start."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import PackageNotFoundError, version

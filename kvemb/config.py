@@ -21,7 +21,7 @@ from kvemb.schema.table_def import TableDef
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-3 as text, for want of a dot; `lr: 1e-3` is meant as a number. And a key that stands twice is
+    """Reads YAML with two changes: 1e-3 is a number, which YAML 1.1 reads as text for want of a dot; and a key that stands twice is
     refused, where PyYAML takes the last one."""
 
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
@@ -51,13 +51,13 @@ class StorageConfig:
     Args:
         kind: "memcached", "redis", "valkey", "redis-cluster", or the name of a registered store.
         nodes: "host:port", in order; for redis-cluster, any primaries to start from.
-        timeout_s: deadline of one exchange with all nodes. What is large is done in several: a pull of more than 128 MB has it for every 32
-            MB. A shard has it for every piece of a batch, and makes pieces smaller where storage is slow.
+        timeout_s: deadline of one exchange with all nodes. A large call takes several: a pull of more than 128 MB has this time for every
+            32 MB. A shard has it for every piece of a batch, and makes pieces smaller where storage is slow.
         username, password: of Redis; resolved from the environment.
-        allow_row_loss: connect to nodes whose settings can lose rows (eviction, slab moves). Lost rows are brought back by the batch that
-            touches them, and all of a node's after memcached moved a slab page. Until then pulls give the initializer's rows for them.
-        on_lost_node: what connecting and a trainer's pull do while a node is down or the parameter servers bring its rows back. "wait": for
-            it within the call's timeout; "fail": at once.
+        allow_row_loss: connect to nodes whose settings can lose rows (eviction, slab moves). A lost row is restored by the next batch that
+            touches it; after memcached moved a slab page, all of the node's are. Until then pulls give the initializer's rows for them.
+        on_lost_node: how connecting and a trainer's pull behave while a node is down or the parameter servers restore its rows. "wait":
+            they wait for it within the call's timeout; "fail": they fail at once.
         tls: how connections to the nodes are encrypted; None: they are not.
         insecure: nodes beyond this machine may be reached without encryption.
     """
@@ -84,11 +84,11 @@ class ServersConfig:
         data_dir: directory in which each shard keeps its state, in a folder of its own. In the file, a relative one starts at the folder of
             the file.
         barrier_timeout_s: how long a trainer of a sync job may be silent while a step waits for it; longer than any trainer's longest step.
-        on_lost_trainer: what a shard does with a trainer that is silent for longer. "abort": the step fails and the shard stops. "wait":
-            until a trainer of that name is back. "drop": steps go on without it, and it may connect again. Each shard decides alone, so the
-            last step of a trainer that died may have reached some shards only. Those that never joined are not dropped.
-        away_timeout_s: how long a shard may be away, started again with a journal to replay, say, before a call that waits for it fails:
-            steps, pushes, flushes and all else that is not given a time of its own. Pulls go on meanwhile.
+        on_lost_trainer: how a shard treats a trainer that is silent for longer. "abort": the step fails and the shard stops. "wait": the
+            step waits until a trainer of that name is back. "drop": steps go on without it, and it may connect again. Each shard decides
+            alone, so the last step of a dead trainer may have reached some shards only. A trainer that never joined is not dropped.
+        away_timeout_s: how long a shard may be away (it restarts and replays a journal, say) before a call that waits for it fails: steps,
+            pushes, flushes and all others without a time of their own. Pulls go on meanwhile.
         cache_mb: memory in which each shard keeps records that it wrote lately, so as not to fetch them again; 0 for none.
         durability: when a push counts as accepted. "fsync": its journal entry is on disk; "os": the operating system has it, so it survives
             the death of the shard, not of the machine.
@@ -118,7 +118,7 @@ class ServersConfig:
 
         Args:
             shard: number.
-            address: where it is; by that it is found in this file, whose order need not be that of numbers once shards have left.
+            address: where it is. The file is searched for it: once shards have left, the file's order need not be that of numbers.
 
         Example:
             >>> servers = ServersConfig(("a:7070", "b:7070", "a:7071"), metrics_port=9300)
@@ -135,7 +135,7 @@ class ServersConfig:
         return self.metrics_port and self.metrics_port + (n_here and n_here + shard - len(hosts))
 
     def last_words(self, shard: int) -> Path:
-        """The file in which a shard that ended in trouble says why, to trainers of the same machine."""
+        """Return the file in which a shard that ended in trouble says why, to trainers of the same machine."""
         return Path(self.data_dir) / f"shard-{shard}.last-words"
 
 
@@ -153,7 +153,7 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any], environ: Mapping[st
     """Read and validate a file.
 
     Args:
-        source: a path, or a file:// URL (what `kvemb.local` hands out); or what such a file holds, as a mapping.
+        source: a path, or a file:// URL (`kvemb.local` returns one); or the content of such a file, as a mapping.
         environ: where passwords are looked up.
 
     Raises:

@@ -1,7 +1,7 @@
 """Every error this product raises on purpose, in one tree.
 
-Each class says whose fault it is. Each message says where (node, shard, table, id), what was got against what was expected, and what to do
-next. A missing row or a write conflict is a result, not an exception, and does not live here. The class names travel between processes (see
+Each class says whose fault it is. Each message says where (node, shard, table, id), the value found and the one expected, and the next
+step. A missing row or a write conflict is a result, not an exception, and does not live here. The class names travel between processes (see
 `to_wire` / `from_wire`), so that a trainer sees the error the parameter server saw, with its type.
 """
 
@@ -13,7 +13,7 @@ class KvembError(Exception):
 
 
 class RowsRestoredWarning(UserWarning):
-    """Rows that a pull did not find exist: they were deleted in storage, and were restored since. Nothing that was pushed is lost."""
+    """Rows that a pull did not find do exist: they were deleted in storage, and have been restored since. No push is lost."""
 
 
 # --- the caller's fault: nothing was sent, nothing changed -------------------------------------------------------------------------
@@ -35,7 +35,7 @@ class UnknownTableError(KvembError, KeyError):
 
 
 class TableDroppedError(UnknownTableError):
-    """The table was dropped, or is being dropped. Nothing of this call was accepted; what it may have pulled are initial rows."""
+    """The table was dropped, or is being dropped. Nothing of this call was accepted; rows that it pulled may be initial rows."""
 
 
 class TableMismatchError(KvembError):
@@ -62,7 +62,7 @@ class NodeUnavailableError(StorageError, ConnectionError):
 
 
 class NodeRefusesError(NodeUnavailableError, ConfigError):
-    """A node does not take this process's user or password, or lets it not do this. Nothing was done; retryable, once that is mended."""
+    """A node refuses this process's user or password, or does not permit the command. Nothing was done; retryable once that is mended."""
 
 
 class DeadlineExceededError(StorageError, TimeoutError):
@@ -78,7 +78,7 @@ class WrongNodeError(StorageError):
 
 
 class MapChangedError(WrongNodeError):
-    """Another cluster map is in force than the one this process routes by; the message names both serials. Connect again."""
+    """This process routes by a cluster map that is no longer in force; the message names both serials. Connect again."""
 
 
 class NodeSuspectError(StorageError):
@@ -108,7 +108,7 @@ class RecordError(StorageError):
 class ForeignPageError(RecordError):
     """Another program put a value of another type under a page's key: rows of several shards are gone with it.
 
-    The shards compare the node's rows with what they know and restore them (`address`: which node that is).
+    The shards compare the rows of the node (`address`) with their indexes and restore them.
     """
 
     def __init__(self, message: str, address: str = "") -> None:
@@ -136,9 +136,9 @@ class ShardStartingError(ShardUnavailableError):
 
 
 class ShardFailedError(ParameterServerError):
-    """A shard stopped applying after an error it may not go on from; the message holds the cause. Restart it once that is mended.
+    """A shard stopped applying after an error from which it may not go on; the message holds the cause. Restart it once that is mended.
 
-    Connections of async jobs push on then; trainers of a sync job connect again.
+    After the restart, connections of async jobs go on pushing; trainers of a sync job connect again.
     """
 
 
@@ -147,7 +147,7 @@ class PushRejectedError(ParameterServerError):
 
 
 class SlotsMovedError(ParameterServerError):
-    """Rows came to a shard by another cluster map than the one in force: nothing of them was taken. They are sent again."""
+    """Rows were sent to a shard by a cluster map that is not in force: none of them was taken. They are sent again."""
 
 
 class AccessDeniedError(ParameterServerError):
@@ -155,7 +155,7 @@ class AccessDeniedError(ParameterServerError):
 
 
 class MoveRefusedError(ParameterServerError):
-    """A move of slots cannot begin or be taken back now, or is in the way of what was asked for; nothing was changed."""
+    """A move of slots cannot begin or be taken back now, or blocks the request; nothing was changed."""
 
 
 class FencedError(ParameterServerError):
@@ -163,7 +163,7 @@ class FencedError(ParameterServerError):
 
 
 class BarrierError(ParameterServerError):
-    """A synchronous step could not be completed: a trainer is missing past the barrier's deadline, or all places are taken."""
+    """A synchronous step could not be completed: a trainer is missing at the barrier's deadline, or all places are taken."""
 
 
 class JournalFullError(ParameterServerError):

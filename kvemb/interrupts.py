@@ -1,24 +1,18 @@
-"""What Ctrl-C, or the end of the program, must not break: calls made off the main thread, and pushes delivered at exit.
+"""Keeps gRPC calls and pushes whole when Ctrl-C or the program's end interrupts them. No gRPC is imported here.
 
-A program that ends without closing its cluster: what it has pushed is delivered, or it is told how many pushes were not.
+Delivery at the end: if a program ends without closing its cluster, its pushes are delivered, or it is told how many were not. From its
+first push until it is closed, a client is kept here, also when no other reference to it remains. The interpreter's end has two moments.
+Before the program's threads are waited for, threads can still be started: broken connections have time to come back. After all else,
+atexit's functions included, no thread pushes any more: the remaining pushes are delivered, or counted in a message. A process of
+`multiprocessing` may never get that far, so it does the same when its function has returned. `os._exit`, and signals that end a process,
+give no such moment.
 
-No gRPC is imported here.
-
-Strategy: from its first push until it is closed, a client is kept here, whoever else has dropped it. At the interpreter's end there are two
-moments. Before the threads of the program are waited for, threads can still be started: connections that broke have time to come back.
-After all else, atexit's functions included, nobody pushes any more: what is left is delivered, and told. A process of `multiprocessing` may
-never get that far; it does the same when its function has returned. `os._exit`, and signals that end a process, leave no such moment.
-
-Makes gRPC calls where no interrupt reaches.
-
-Ctrl-C, and every other signal, interrupts the main thread wherever it is. While a call begins or is cancelled, that leaves the lock of
+Calls off the main thread: a signal interrupts the main thread wherever it is. While a call begins or is cancelled, that leaves the lock of
 gRPC's channel held for ever. Every later call on it waits past its deadline, because the thread that would end it needs the lock, too. So a
 thread of its own makes a call for the main thread, which waits for it, and may leave that wait at any time.
 
-A flag that a signal handler may set: the program has been told to stop.
-
-`threading.Event` may not be set there. A handler runs in the main thread, wherever that is. Inside the event's own `wait` it would wait for
-ever for the lock that the interrupted wait holds. Here nothing is locked, and who waits looks again and again.
+`StopFlag`: a signal handler may not set a `threading.Event`. It runs in the main thread, perhaps inside the event's own `wait`. There it
+would wait for ever for the lock that the interrupted wait holds. Here nothing is locked, and `wait` looks at the flag again and again.
 """
 
 import atexit
@@ -55,7 +49,7 @@ class Deliverable(Protocol):
 
 
 class ClosingClient(Protocol):
-    """What is needed of a client of the shards."""
+    """The part of a client of the shards that is needed here."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -116,13 +110,13 @@ def forget(client: ClosingClient) -> None:
 
 
 def end_at_once() -> None:
-    """gRPC waits for ever for a thread that it could not start any more: do not let it be taken down."""
+    """Skip gRPC's end: it would wait for ever for a thread that it could not start any more."""
     global _stuck
     _stuck = True
 
 
 def deliver_to(addresses: Sequence[str]) -> str:
-    """Wait until the shards at these addresses, which are about to end, have what this process pushed; return what is to be told, or ""."""
+    """Wait until the shards at these addresses, which are about to end, have this process's pushes; return a message to show, or ""."""
     deadline = Deadline.after(DELIVERY_TIMEOUT_S)
     clients = [client for client in _own() if set(client.addresses) & set(addresses)]
     for client in clients:
@@ -135,7 +129,7 @@ def _own() -> list[ClosingClient]:
 
 
 def _before_threads_end() -> None:
-    """Give what is on its way time while threads can be started, and come back when all else is over."""
+    """Give pushes on their way some time while threads can be started, and come back when all else is over."""
     _wait_all()
     atexit.register(_after_all_else)  # the last to be registered is the first to be called
 
@@ -156,7 +150,7 @@ def _end_of_child() -> None:
 
 
 def _leave() -> bool:
-    """Close every client, tell what was not delivered; return whether everything was."""
+    """Close every client and report the pushes that were not delivered; return whether all were."""
     told = []
     deadline = Deadline.after(DELIVERY_TIMEOUT_S)
     for client in _own():
@@ -187,7 +181,7 @@ def _told(trainer: str, lost: Sequence[Deliverable], failure: BaseException | No
 
 def _wait_all() -> None:
     deadline = Deadline.after(DELIVERY_TIMEOUT_S)
-    with suppress(KeyboardInterrupt):  # what is lost by that is told later
+    with suppress(KeyboardInterrupt):  # pushes that are lost by that are reported later
         for client in _own():
             _wait(client, deadline)
 
@@ -198,7 +192,7 @@ def _wait(client: ClosingClient, deadline: Deadline) -> None:
 
 
 def _exit(code: int) -> NoReturn:
-    """End the process with this code: Python has settled on another one by now."""
+    """End the process with this code: Python has chosen another one by now."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
@@ -213,7 +207,7 @@ def begin_off_main_thread(begin: Callable[[], Any], timeout_s: float) -> Any:
         timeout_s: of the whole call, a little more than gRPC's own.
 
     Raises:
-        Exception: of beginning it, where that is done here; the future raises it otherwise.
+        Exception: of `begin`, where it is called in this thread; otherwise the future raises it.
     """
     if threading.current_thread() is not threading.main_thread():
         return begin()

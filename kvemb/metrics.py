@@ -1,12 +1,8 @@
-"""Figures for Prometheus: counted where they arise, read when somebody scrapes; prometheus-client does the format and the port.
+"""Figures for Prometheus: counted where they arise, read at a scrape; prometheus-client does the format and the port.
 
-Counts of values by size, for a histogram that somebody may scrape. One bisection per value; no lock.
-
-Figures as prometheus-client wants them: families of samples, under labels that all of them share.
-
-prometheus-client is imported when somebody scrapes, not before.
-
-The port that Prometheus scrapes: prometheus-client's own HTTP server, over a registry of this process's collectors alone.
+Values are counted by size, for a histogram: one bisection per value, no lock. Figures are families of samples under common labels, as
+prometheus-client takes them. The port is its own HTTP server, over a registry of this process's collectors alone. prometheus-client is
+imported at the first scrape, not before.
 """
 
 import os
@@ -29,10 +25,10 @@ BATCHES = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 1024.0)
 
 
 class BucketCounts:
-    """How many values were at most each of some bounds. Told by one thread; read by any, which may see one value late in the sum.
+    """How many values were at most each of some bounds. One thread counts; any thread reads, and may see one value late in the sum.
 
     Args:
-        bounds: ascending; what is above the last is counted, too.
+        bounds: ascending; values above the last are counted, too.
 
     Example:
         >>> counts = BucketCounts((1.0, 10.0))
@@ -53,7 +49,7 @@ class BucketCounts:
         self.sum += value
 
     def cumulative(self) -> list[int]:
-        """Return how many were at most each bound, and at last how many there were."""
+        """Return how many values were at most each bound, and last the number of all values."""
         total, sums = 0, []
         for count in list(self._counts):
             total += count
@@ -76,11 +72,11 @@ class MetricFamilies:
         self._labels, self._all = dict(labels), list["Metric"]()
 
     def gauge(self, name: str, text: str, samples: Samples) -> None:
-        """Add what goes up and down."""
+        """Add a figure that goes up and down."""
         self._add(name, name, text, "gauge", samples)
 
     def counter(self, name: str, text: str, samples: Samples) -> None:
-        """Add what only grows until its process starts anew; the name ends in _total."""
+        """Add a figure that only grows until its process restarts; the name ends in _total."""
         self._add(name.removesuffix("_total"), name, text, "counter", samples)
 
     def histogram(self, name: str, text: str, counts: Iterable[tuple[Mapping[str, str], BucketCounts]]) -> None:
@@ -116,7 +112,7 @@ _LONGEST_SCRAPE_S = 10.0
 
 
 class _ScrapeHandler(WSGIRequestHandler):
-    """Hangs up on those who say nothing, and on whoever is one too many: each has a thread of ours."""
+    """Hangs up on connections that are silent, and on those beyond the limit: each holds a thread of this process."""
 
     timeout = _LONGEST_SCRAPE_S
     _room = threading.BoundedSemaphore(_SCRAPES_AT_ONCE)
@@ -133,7 +129,7 @@ class _ScrapeHandler(WSGIRequestHandler):
 
 
 class MetricsCollector(Protocol):
-    """What prometheus-client's registries take."""
+    """A collector as prometheus-client's registries take it."""
 
     def collect(self) -> "Iterable[Metric]":
         """Return the figures as they are now."""
@@ -143,7 +139,7 @@ class MetricsEndpoint:
     """Serves /metrics until it is closed. Every scrape has a thread of its own; eight may run at once.
 
     Args:
-        collector: whose figures, beside those of the process itself (memory, CPU time, open files).
+        collector: of the figures; those of the process itself (memory, CPU time, open files) are added.
         host: to listen on.
         port: to listen on.
         hint: what to do where the port cannot be had.

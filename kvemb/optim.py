@@ -1,4 +1,4 @@
-"""Optimizers as a specification: which update a table has, the state beside each row, the run-time values it takes.
+"""Optimizers as specifications: the update of a table, the state beside each row, the run-time values it takes.
 
 Options are fixed with the table: they shape the state or its first value. Run-time values may change at any step, and travel with
 each push (docs/adr/0005). Trainers and parameter servers share this; the maths is in `paramserver.optim`. No NumPy and no I/O here.
@@ -39,7 +39,7 @@ class StateField:
 
 @dataclass(frozen=True)
 class _OptimizerKind:
-    """What one kind of optimizer takes and keeps: run-time values, state beside each row, options."""
+    """One kind of optimizer: its run-time values, its state beside each row, its options."""
 
     values: Mapping[str, Value]  # run-time
     state_fields: tuple[StateField, ...]
@@ -88,7 +88,7 @@ class OptimizerSpec:
     Args:
         kind: the optimizer's name.
         options: fixed with the table. "momentum" says whether there is state for one; its value is a run-time value.
-        hyper: the run-time values that hold where a push says nothing else.
+        hyper: the run-time values that hold where a push gives no others.
         transforms: applied to the gradient in this order, before the optimizer.
 
     Raises:
@@ -145,7 +145,7 @@ class OptimizerSpec:
         return {"kind": self.kind, "options": dict(self.options), "transforms": [t.kind for t in self.transforms]}
 
     def defaults(self) -> dict[str, float]:
-        """Return every run-time value where a push says nothing else, the transforms' among them.
+        """Return every run-time value that holds where a push gives no other, the transforms' included.
 
         Example:
             >>> chain(clip_by_norm(1.0), sgd(0.1)).defaults()

@@ -1,9 +1,9 @@
-"""What every program of ours does in its process: whole files, locks that survive a fork, JSON log lines, a line of progress.
+"""Files written whole, locks that survive a fork, JSON log lines, a line of progress: the same for every program of kvemb.
 
-Knows nothing of what files hold or lines say. A file is written beside its place, made durable, then renamed. A forked child finds what a
-lock guards as it was at the fork, perhaps in the middle of a change: the lock is open there, for the thread that held it is none of the
-child's. Shards and trainers have one format of log lines: what reads the one reads the other. A line of progress is written over on a
-terminal; a log file gets nothing, or a plain line now and then.
+Knows nothing of the content of files and lines. A file is written beside its place, made durable, then renamed. In a forked child a lock is
+open, for the thread that held it does not exist there; the data that it guards may be in the middle of a change. Shards and trainers have
+one format of log lines, so one reader is enough. A line of progress is overwritten on a terminal; a log file gets nothing, or a plain line
+now and then.
 """
 
 import logging
@@ -32,7 +32,7 @@ def replace_atomically(
     Args:
         path: of the file.
         chunks: its bytes.
-        temporary: the file's name, in the same folder, until it is whole. What has it is deleted: one process at a time.
+        temporary: the file's name, in the same folder, until it is whole. A file of that name is deleted: one process at a time.
         check: called right before the new file takes the old one's place; may raise.
         opener: of the new file; see `open`.
 
@@ -48,7 +48,7 @@ def replace_atomically(
     """
     beside = path.with_name(temporary)
     try:
-        beside.unlink(missing_ok=True)  # and never opened: it may be a link that somebody has put there, to a file of ours
+        beside.unlink(missing_ok=True)  # and never opened: it may be a link, put there by another user, to a file of ours
         with open(beside, "xb", opener=opener) as file:
             for chunk in chunks:
                 file.write(chunk)
@@ -75,7 +75,7 @@ _locks: "WeakSet[ForkLock]" = WeakSet()
 
 
 class ForkLock:
-    """As threading.RLock in a `with`, for what pulls and a forked child's other calls go through. Thread- and fork-safe.
+    """As threading.RLock in a `with`, for state that pulls and a forked child's other calls use. Thread- and fork-safe.
 
     Example:
         >>> lock = ForkLock()
@@ -96,7 +96,7 @@ class ForkLock:
             self._held.release()
 
     def renew(self) -> None:
-        """Be open, whoever holds it."""
+        """Open the lock, also if another thread holds it."""
         self._held = threading.RLock()
 
 
@@ -147,7 +147,7 @@ _EVERY_S = 0.5
 
 
 class ProgressLine:
-    """One line that says how far a piece of work is. One thread.
+    """One line that says how far a piece of work has come. For one thread.
 
     Args:
         stream: where to write.
@@ -168,7 +168,7 @@ class ProgressLine:
         return math.isfinite(self._every_s) and self._clock_s() >= self._next_s
 
     def show(self, text: str) -> None:
-        """Write over what is there; where the stream is no terminal, write a line."""
+        """Overwrite the line; where the stream is no terminal, write a new one."""
         if self._terminal:
             text = text[: self._columns() - 1]
             self._write("\r" + text.ljust(self._shown))
@@ -178,18 +178,18 @@ class ProgressLine:
         self._next_s = self._clock_s() + self._every_s
 
     def say(self, text: str = "") -> None:
-        """Write a line that stays, in place of what is there."""
+        """Replace the line by one that stays."""
         self.clear()
         self._write(f"{text}\n")
 
     def clear(self) -> None:
-        """Erase what is there."""
+        """Erase the line."""
         if self._shown:
             self._write("\r" + " " * self._shown + "\r")
         self._shown = 0
 
     def end(self) -> None:
-        """Leave what is there, and go on below it."""
+        """Keep the line as it is, and go on below it."""
         if self._shown:
             self._write("\n")
         self._shown, self._next_s = 0, -math.inf
@@ -201,5 +201,5 @@ class ProgressLine:
     def _columns(self) -> int:
         try:
             return max(20, os.get_terminal_size(self._stream.fileno()).columns or 80)
-        except (OSError, ValueError, AttributeError):  # a terminal that does not tell, or none with a file
+        except (OSError, ValueError, AttributeError):  # the terminal does not know its size, or the stream has no file
             return 80

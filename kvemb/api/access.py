@@ -1,8 +1,7 @@
-"""What the tables of one connection share: storage, the shards, how often it has written, and how long a pull may take.
+"""The parts that the tables of one connection share: storage, the shards, how often it has written, how long a pull may take.
 
-How long a connection's pulls took, by table: counted once somebody wants to know, and not before.
-
-One connection's figures, for prometheus-client's registries.
+Also the connection's figures, for prometheus-client's registries. The times of its pulls, by table, are counted from the moment they are
+first asked for.
 """
 
 from __future__ import annotations
@@ -55,8 +54,11 @@ class PullTimes:
 
 @dataclass(eq=False)
 class Access:
-    """What the tables of one connection share: the store, the client of the shards (None = read-only), the pull timeout, the cluster's
-    name, the counter of writes, how long pulls took, and whether it was closed."""
+    """The parts that the tables of one connection share.
+
+    The store, the client of the shards (None = read-only), the pull timeout, the cluster's name, the counter of writes, how long pulls
+    took, and whether it was closed.
+    """
 
     store: Store
     shards: ShardClient | None
@@ -100,9 +102,9 @@ class Access:
         return ack
 
     def pull(self, requests: Sequence[PullRequest], timeout_s: float | None, *, versions: bool, stored: bool = True) -> list[Pulled]:
-        """Pull, once storage has what this connection has pushed and was released; without `stored` at once.
+        """Pull once storage has every push of this connection that was released; without `stored`, pull at once.
 
-        Unless the caller has given a timeout, that wait may take as long as the step would have taken that was released ahead of it.
+        Unless the caller has given a timeout, that wait may be as long as a step may take: a step was released before it was stored.
         """
         started_s = time.perf_counter()
         if self.closed:

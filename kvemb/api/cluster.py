@@ -1,6 +1,6 @@
-"""An open cluster: what users call it with.
+"""An open cluster: the object that programs hold.
 
-What must not live here: what a verb does (kvemb.datapath, kvemb.client, kvemb.checkpoint), how a cluster is opened
+What must not live here: the work of a verb (kvemb.datapath, kvemb.client, kvemb.checkpoint), how a cluster is opened
 (kvemb.api.connector). Thread-safe; forks as kvemb.api.table says.
 """
 
@@ -44,7 +44,7 @@ class Cluster:
 
     Made by `connect`. Close it, or use it as a context manager. Thread-safe.
 
-    One class of many methods, because it is the one object that programs hold: each hands its arguments to the room that does the work.
+    One class of many methods, because it is the one object that programs hold: each passes its arguments to the package that does the work.
     """
 
     def __init__(self, config: Config, access: Access, again: Callable[[], Cluster] | None = None) -> None:
@@ -55,7 +55,7 @@ class Cluster:
 
     @property
     def config(self) -> Config:
-        """What kvemb.yaml said when the cluster was opened."""
+        """The content of kvemb.yaml when the cluster was opened."""
         return self._config
 
     @property
@@ -71,7 +71,7 @@ class Cluster:
 
     @property
     def questions(self) -> ShardQuestions:
-        """What the shards can be asked: for commands and tools; none of it changes anything."""
+        """Questions to the shards, for commands and tools; none of them changes anything."""
         return self._access.require_shards("questions").questions
 
     @property
@@ -103,7 +103,7 @@ class Cluster:
         """How often this connection has changed rows: one more when a push, assign, erase or load begins, and one more when it is over.
 
         A push is over when it is released (`Ack.wait_released`), or has failed. While the number stays the same, rows that were pulled
-        change only by what other processes do, or by a push that is on its way.
+        change only by other processes, or by a push that is on its way.
         """
         return self._access.changes.now()
 
@@ -129,9 +129,9 @@ class Cluster:
         exist_ok: bool = False,
         start_over: bool = False,
     ) -> Table:
-        """Create a table, or open it where it exists with `exist_ok` and the same identity.
+        """Create a table; with `exist_ok`, open one that exists with the same identity.
 
-        The run-time values of `optimizer` (lr, …) do not belong to the identity. Where the table exists with other values, those given
+        The run-time values of `optimizer` (lr, …) do not belong to the identity. If the table exists with other values, those given
         here hold for this client's pushes, as if by `Table.set_hyper`.
 
         Args:
@@ -143,13 +143,13 @@ class Cluster:
             layout: on Redis and Valkey, "fast" (as None) or "compact", which takes about a quarter less memory for records up to 1 KiB and
                 is slower where few rows of a batch lie in one hash of some dozens. Needs expected_rows. Used when the table is made.
             exist_ok: whether it may exist already.
-            start_over: drop it first where it exists, with any definition; see `drop_table`. For one process of a job only: a second one
-                would drop what the first has created. The others open the table once it is there.
+            start_over: drop it first if it exists, with any definition; see `drop_table`. For one process of a job only: a second one
+                would drop the table that the first has created. The others open the table once it is there.
 
         Raises:
             InvalidInputError: a value is out of range, or records would be larger than a storage node takes; nothing was
                 sent. Or the table exists and `exist_ok` is false.
-            TableDroppedError: a drop of the one that had its name is under way, or was broken off.
+            TableDroppedError: a drop of an earlier table of this name is under way, or was broken off.
             TableMismatchError: it exists with another identity; both are shown.
             ShardUnavailableError: shard 0 did not answer; the table may have been created.
         """
@@ -168,13 +168,13 @@ class Cluster:
     def drop_table(self, name: str, timeout_s: float | None = None) -> int:
         """Delete a table with all its rows, for good, and free its name. Return how many rows were erased.
 
-        What was pushed before is applied first. From the moment it begins, trainers that still use the table get TableDroppedError from
+        Earlier pushes are applied first. From the moment the drop begins, trainers that still use the table get TableDroppedError from
         their next push, assign or erase. One that only pulls gets initial rows until it has asked the shards about rows that it did not
         find, about a second later. A table created later under the name takes nothing from them.
 
-        A drop may be broken off by a shard that was killed, or a timeout. Then the table has no name, `kvemb status` says so, and calling
-        this again completes it. Checkpoints keep what they hold, and loading one brings the table back. A base for incremental
-        checkpoints must be saved anew.
+        The death of a shard, or a timeout, may break a drop off. Then the table has no name, `kvemb status` says so, and another call
+        completes the drop. Checkpoints keep the rows, and loading one brings the table back. A new base for incremental checkpoints must be
+        saved.
 
         Args:
             name: of the table.
@@ -184,7 +184,7 @@ class Cluster:
             UnknownTableError: there is no such table; TableDroppedError, a kind of it: it has been dropped.
             InvalidInputError: kvemb.yaml declares it; nothing was changed.
             MoveRefusedError: slots are moving between shards; nothing was changed.
-            ShardUnavailableError, StorageError: it may have begun, and goes on when called again.
+            ShardUnavailableError, StorageError: the drop may have begun, and goes on with another call.
         """
         check_table_name(name)
         return self._tables.drop(name, timeout_s)
@@ -193,7 +193,7 @@ class Cluster:
         """Open an existing table; asking twice gives the same object.
 
         Raises:
-            UnknownTableError: there is none of that name; those that exist are listed.
+            UnknownTableError: no table has that name; those that exist are listed.
         """
         check_table_name(name)
         self._access.require_open()
@@ -230,7 +230,7 @@ class Cluster:
             ids, timeout_s: as `pull`.
             out: arrays to fill, by table name.
             stored: wait first until storage has the steps that were released to this connection ahead of it (`Ack.wait_released`).
-                Otherwise rows may lack the last of them: their versions tell, and `push(prefetched=...)` brings what they lack.
+                Otherwise rows may lack the last of them: their versions tell, and `push(prefetched=...)` brings the newer rows.
         """
         requests = prepare_pulls(self.table, ids, out)
         pulled = self._access.pull(requests, timeout_s, versions=True, stored=stored)
@@ -276,7 +276,7 @@ class Cluster:
         self._access.require_shards("flush").flush(timeout_s)
 
     def status(self, timeout_s: float | None = None) -> ClusterStatus:
-        """Ask every shard and node how it is. What does not answer is reported as such, not raised."""
+        """Ask every shard and node for its state. One that does not answer is reported as such, not raised."""
         self._access.require_open()
         timeout_s = self._access.pull_timeout_s if timeout_s is None else timeout_s
         return read_status(self._access.store, self._access.shards, timeout_s)
@@ -327,7 +327,7 @@ class Cluster:
             progress: called now and then with (rows done, rows in all, bytes written).
 
         Raises:
-            CheckpointError: there is a checkpoint already, storage or a shard failed; what was written is no checkpoint.
+            CheckpointError: a checkpoint exists there already, or storage or a shard failed; the files written so far are no checkpoint.
             InvalidInputError: base or extra cannot be used; nothing was written.
         """
         from kvemb.checkpoint.save import Saving, save
@@ -352,10 +352,10 @@ class Cluster:
         Args:
             url: of the checkpoint; of a cluster with any number of shards, on any storage.
             stall_timeout_s: give up watching when no shard has come any further for so long.
-            progress: called now and then with (what is being done, how much is done, how much there is).
+            progress: called now and then with (name of the phase, amount done, amount in all).
 
         Raises:
-            CheckpointError: it is missing, damaged, or not one that fits: the cluster is as it was. Or a shard failed on the way.
+            CheckpointError: it is missing or damaged, or does not fit: the cluster is as it was. Or a shard failed on the way.
             TableMismatchError: a table exists with another identity; nothing was changed.
         """
         from kvemb.checkpoint.load import Loading, load
@@ -366,13 +366,13 @@ class Cluster:
             return load(loading, url, stall_timeout_s=stall_timeout_s, progress=progress)
 
     def close(self) -> None:
-        """Wait until pushes are accepted, and what was released is in storage; then say goodbye to the shards and drop every connection.
+        """Wait until pushes are accepted and released steps are in storage; then tell the shards and close every connection.
 
         Idempotent. A program that ends without it has its pushes delivered all the same, within 10 s. Otherwise it is told how many were
         not, and ends with exit code 4. `kvemb.interrupts` says how, and where it cannot be done.
 
         Raises:
-            KvembError: of a push that failed and nobody waited for, or was not accepted in time. It is closed all the same.
+            KvembError: a push for which no call waited has failed, or one was not accepted in time. The cluster is closed all the same.
         """
         self._close(None)
 
@@ -394,7 +394,7 @@ class Cluster:
         """Let a process that multiprocessing spawns open a connection of its own, under a trainer's name of its own.
 
         Raises:
-            InvalidInputError: to anything else, a file for one.
+            InvalidInputError: it is pickled for something else, a file for one.
         """
         from multiprocessing.context import get_spawning_popen
 

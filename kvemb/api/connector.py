@@ -1,11 +1,7 @@
 """Opens a cluster: reads kvemb.yaml, opens storage and shards.
 
-What must not live here: what is done with an open cluster (kvemb.api.cluster).
-
-Where storage nodes are now: kvemb.yaml, read again by a process that runs on while a node is replaced at another address.
-
-The one place that says where addresses come from while a program runs. Whether a node found there is the one it should be, its marker says
-(`kvemb.stores`).
+The only source of storage addresses while a program runs: kvemb.yaml is read again when a node has been replaced at another address. The
+node's marker says whether it is the right one (`kvemb.stores`). What must not live here: the verbs of an open cluster (kvemb.api.cluster).
 """
 
 from __future__ import annotations  # help() shows types as they are written here
@@ -33,11 +29,11 @@ _PAUSE_S = 1.0
 
 
 class NodesInFile:
-    """Tells the storage nodes' addresses by a kvemb.yaml as it is now. Thread-safe: at worst two threads read the file at once.
+    """Returns the storage nodes' addresses from the current kvemb.yaml. Thread-safe: at worst two threads read the file at once.
 
     Args:
         source: path or file:// URL.
-        config: what it held when the program connected.
+        config: its content when the program connected.
     """
 
     def __init__(self, source: str | os.PathLike[str], config: Config) -> None:
@@ -51,7 +47,7 @@ class NodesInFile:
         """Return the addresses, read at most a second ago.
 
         Raises:
-            ConfigError: the file cannot be used, or says more than that nodes are at other addresses.
+            ConfigError: the file cannot be used, or more has changed in it than addresses of nodes.
         """
         if time.monotonic() - self._read_at >= _PAUSE_S:
             self._known = self._read()
@@ -66,7 +62,7 @@ class NodesInFile:
         before = self._config
         try:
             now = load(self._source, os.environ)
-        except ConfigError as error:  # perhaps somebody is writing it
+        except ConfigError as error:  # perhaps the file is being written
             return (), f"kvemb.yaml was read again for the nodes' addresses, and cannot be used: {error}"
         got, expected = ((c.cluster, c.storage.kind) for c in (now, before))
         if got != expected:
@@ -88,8 +84,8 @@ def connect(
     """Open a cluster.
 
     Args:
-        source: path or file:// URL of its kvemb.yaml, or a dict of what that holds. Passwords are read from the environment variables
-            it names. From a file, nodes that are replaced at other addresses later are found by reading it again.
+        source: path or file:// URL of its kvemb.yaml, or a dict of the same content. Passwords are read from the environment variables
+            it names. A file is read again to find nodes that were replaced at other addresses.
         read_only: only pull; needs no parameter server.
         trainer: this process's name in the job, unique there: a second process of the same name fences the first. Drawn
             from host, process and chance unless given. In a sync job give it, so that a restarted trainer takes its place again.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # they import gRPC
 
 
 class OpenCluster(Protocol):
-    """What `kvemb.cluster.Cluster` offers, but for the making of tables; described there."""
+    """The methods of `kvemb.api.cluster.Cluster`, without those that make tables; described there."""
 
     @property
     def config(self) -> Config:
@@ -83,9 +83,9 @@ class OpenCluster(Protocol):
         ...
 
     def load(self, url: str, *, stall_timeout_s: float = 600.0, progress: LoadProgress | None = None) -> LoadResult:
-        """Make the cluster what a checkpoint says."""
+        """Give the cluster the rows of a checkpoint."""
         ...
 
     def close(self) -> None:
-        """Deliver what was pushed, and drop every connection."""
+        """Deliver all pushes, and drop every connection."""
         ...

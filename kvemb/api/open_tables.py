@@ -1,6 +1,6 @@
 """The tables of one connection: which exist, and the object of each that was opened. Created and dropped here, too.
 
-What must not live here: batches (kvemb.api.several_tables), what a table does (kvemb.api.table). Thread-safe.
+What must not live here: batches (kvemb.api.several_tables), the verbs of a table (kvemb.api.table). Thread-safe.
 """
 
 from contextlib import suppress
@@ -22,7 +22,7 @@ class OpenTables:
     Args:
         config: of the cluster.
         access: the connection.
-        cluster: what the tables call their cluster.
+        cluster: the tables' `cluster`.
     """
 
     def __init__(self, config: Config, access: Access, cluster: OpenCluster) -> None:
@@ -75,7 +75,7 @@ class OpenTables:
 
     def _remember(self, definition: TableDef) -> Table:
         known = self._tables.get(definition.name)
-        if known is not None and known.definition.key != definition.key:  # somebody has dropped that
+        if known is not None and known.definition.key != definition.key:  # that table has been dropped
             self._forget(definition.name)
         with self._lock:
             return self._tables.setdefault(definition.name, Table(definition, self._access, self._cluster))

@@ -1,4 +1,4 @@
-"""Nothing goes over a network in the clear by accident: where a section has no `tls`, its addresses are of this machine, or it says so.
+"""Prevents plain text over a network by accident: a section without `tls` has addresses of this machine, or says `insecure: true`.
 
 Called where a process starts to use a cluster. What must not live here: connections.
 """

@@ -32,7 +32,7 @@ class Table:
 
     Get one from `Cluster.table` or `Cluster.create_table`; `help(kvemb)` has a tour with an example. Thread-safe.
 
-    One class of many methods: it is the one object that programs hold of a table. Each method hands its arguments to the room that does the
+    One class of many methods: it is the one object that programs hold of a table. Each passes its arguments to the package that does the
     work.
     """
 
@@ -54,7 +54,7 @@ class Table:
 
     @property
     def definition(self) -> TableDef:
-        """What the table is: dim, dtype, initializer, optimizer and all else that was fixed when it was created."""
+        """The table's definition: dim, dtype, initializer, optimizer and all else that was fixed when it was created."""
         return self._definition
 
     @property
@@ -116,7 +116,7 @@ class Table:
         return (pulled.rows, pulled.versions) if return_versions else pulled.rows
 
     def push(self, ids: ArrayLike, grads: ArrayLike, *, versions: ArrayLike | None = None, timeout_s: float | None = None) -> Ack:
-        """Send gradients to the parameter servers. Return when they are on their way; the ack tells the rest.
+        """Send gradients to the parameter servers. Return when they are on their way; the ack tells when they are applied.
 
         Gradients of duplicate ids are summed. The arguments may be changed as soon as this returns. In sync mode each
         call is one step, so several tables that are trained together must be pushed by one `Cluster.push`.
@@ -124,13 +124,13 @@ class Table:
         Args:
             ids: any integer array, empty fine.
             grads: floats [*ids.shape, dim], finite.
-            versions: what the pull of these ids returned; for `Ack.staleness`.
+            versions: as the pull of these ids returned them; for `Ack.staleness`.
             timeout_s: of the first call's hello, and of the wait for room when too much is on its way; unless given,
                 as long as a shard may be away (`parameter_servers.away_timeout_s`).
 
         Raises:
             InvalidInputError: wrong shapes or dtypes, NaN or infinity (the first such id is named); nothing was sent.
-            KvembError: of an earlier push that failed while no call waited for it; nothing of this push was sent.
+            KvembError: an earlier push failed while no call waited for it; nothing of this push was sent.
             ShardUnavailableError: a shard cannot be reached or has no room within the timeout; nothing was sent.
             ClosedError: this process is a fork of the one that connected.
         """
@@ -142,8 +142,8 @@ class Table:
     def flush(self, timeout_s: float | None = None) -> None:
         """Return when this process's pushes to all tables are applied, that is, visible to every client's pulls.
 
-        What the shards had accepted from other trainers before the call is applied then, too. In a sync job that is every step that is
-        whole: others' pushes for a step that lacks this trainer's are not waited for.
+        Pushes of other trainers that the shards had accepted before the call are applied then, too. In a sync job these are the complete
+        steps: others' pushes for a step that lacks this trainer's are not waited for.
 
         Raises:
             ShardUnavailableError, DeadlineExceededError: not within the time (`away_timeout_s` unless given); call it again.
@@ -280,7 +280,7 @@ class Table:
         return self  # rows are in the cluster; there is nothing to copy
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As `Cluster.__reduce__`; run-time values and the like begin anew."""
+        """As `Cluster.__reduce__`; run-time values and the like are not copied."""
         return _table_of, (self._cluster, self.name)
 
     def __bool__(self) -> bool:

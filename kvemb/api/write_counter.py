@@ -1,11 +1,11 @@
 """How often a connection has changed rows: a number that tells whether rows pulled earlier may have changed by its own doing.
 
-What must not live here: what a change is, and what other processes do. Thread-safe. In a fork's child, which can change nothing, the number
-stands still and nothing is waited for. No lock is taken there that another thread may have held.
+What must not live here: the changes themselves, those of other processes. Thread-safe. In a fork's child, which can change nothing, the
+number stands still and nothing is waited for. No lock is taken there that another thread may have held.
 
 Strategy: each change counts twice, when it begins and when it is over. So two equal numbers mean that no change began or ended in
 between. One may have been under way all the time: its rows change after the second number, and a third one tells. Pushes are over when
-they are released, which is looked up when somebody asks for the number. Some are released before storage has them; `wait_stored` waits
+they are released, which is looked up when the number is asked for. Some are released before storage has them; `wait_stored` waits
 for those, and pulls call it first.
 """
 
@@ -19,7 +19,7 @@ from kvemb.net.deadline import Deadline
 
 
 class ReleasableAck(Protocol):
-    """What the counter needs of a push's ack: whether it was released, and whether it was settled."""
+    """The part of a push's ack that the counter needs: whether it was released, and whether it was settled."""
 
     @property
     def released(self) -> bool:
@@ -32,7 +32,7 @@ class ReleasableAck(Protocol):
         ...
 
     def wait_settled(self, timeout_s: float) -> None:
-        """Wait for that."""
+        """Wait until it is settled."""
         ...
 
 
@@ -101,7 +101,7 @@ class WriteCounter:
             ack.wait_settled(deadline.remaining_s())
 
     def forget_pushes(self) -> None:
-        """Wait for nothing any more: the connection is closed, and nobody hears what becomes of its pushes."""
+        """Wait for no push any more: the connection is closed, and its pushes are no longer reported."""
         if os.getpid() == self._process:
             with self._lock:
                 self._pushes, self._unstored, self.may_wait = [], [], False

@@ -1,9 +1,9 @@
-"""Looking for ids in the hash table of `kvemb.arrays.row_index`: which place holds each. Pure functions over its arrays, NumPy only.
+"""Looks for ids in the hash table of `kvemb.arrays.row_index`: which place holds each. Pure functions over its arrays, NumPy only.
 
 The tags of a bucket are one word, so that all of them are compared with an id's at once. Then one pair is looked at, also where buckets are
-nearly full. Most ids are settled by their own bucket. The others go on bucket by bucket while they are many, and through several buckets at
-once when few are left: for a batch of a thousand ids the number of steps is what counts, not what they look at. What must not live here:
-anything that changes a table.
+nearly full. Most ids are settled by their own bucket. The search for the others goes on bucket by bucket while they are many, and through
+several buckets at once when few remain: for a batch of a thousand ids the number of steps counts, not the amount of data that they read.
+What must not live here: anything that changes a table.
 """
 
 import numpy as np
@@ -81,7 +81,7 @@ def _look(pairs: Words, ids: Ids, buckets: Places, alike: NDArray[np.uint64]) ->
     some = alike != 0
     places = buckets * WIDTH
     places += np.bitwise_count(lowest) >> 3
-    places *= some  # those without one all look at the same place, which costs nothing
+    places *= some  # ids without a mark all look at place 0, which costs nothing
     some &= pairs.take(2 * places, mode="clip") == ids
     return places, some
 

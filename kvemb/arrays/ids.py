@@ -1,14 +1,14 @@
-"""Ids as callers give them, and as everything below sees them: uint64 [m].
+"""Checks ids as callers give them, and finds the unique ids of a batch; everything below sees ids as uint64 [m].
 
 The one place where ids are validated. An int64 table holds -2**63 to 2**63-1, a uint64 table 0 to 2**64-1; both are carried as the same 64
-bits. One table has one domain, so -1 and 2**64-1 can never be the same row. And the unique ids of a batch, with where each of its rows
-finds its own. What must not live here: sums over groups, for which ids must come in a defined order (kvemb.arrays.segment_sum), hashing of
-strings (kvemb.arrays.hashing). No loop over ids. Stateless: thread- and fork-safe.
+bits. One table has one domain, so -1 and 2**64-1 can never be the same row. What must not live here: sums over groups, for which ids must
+come in a defined order (kvemb.arrays.segment_sum), hashing of strings (kvemb.arrays.hashing). No loop over ids. Stateless: thread- and
+fork-safe.
 
-Unique ids are found by hashing: every row writes its number into a table at its id's hash. Whoever is found there owns the place, and rows
-of the same id are done. Rows that find another id go on among themselves with another hash: about a fifth of those before, until few are
-left to sort. The ids stay in the order in which the batch has them, so that a gather of their rows walks memory forwards. In a batch
-without duplicates they are the batch. It takes a quarter to four tenths of the time of sorting all of them.
+Unique ids are found by hashing: every row writes its number into a table at its id's hash. The row whose number remains owns the place, and
+rows of the same id are done. Rows that find another id go on with another hash: about a fifth of those before, until few enough remain to
+be sorted. The ids stay in the order of the batch, so that a gather of their rows walks memory forwards. In a batch without duplicates they
+are the batch. It takes a quarter to four tenths of the time of sorting all of them.
 """
 
 from dataclasses import dataclass
@@ -93,7 +93,7 @@ def to_caller(ids: NDArray[np.uint64], id_dtype: str) -> NDArray[Any]:
 
 
 def refuse_masked(array: object, what: str) -> None:
-    """Refuse a NumPy array with masked elements: as a plain array it would hold whatever lies under the mask.
+    """Refuse a NumPy array with masked elements: as a plain array it would hold the values under the mask.
 
     Args:
         array: or a list of arrays; anything else is let through.

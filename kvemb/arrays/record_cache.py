@@ -1,7 +1,7 @@
 """A cache of records: rows of fixed size in one array per table, within a budget of bytes for all of them. Pure, NumPy only.
 
-The parameter servers keep what they wrote: whole records, with memcached's tokens. A shard is the only writer of its rows, so what it wrote
-is what storage holds, as long as the write was answered. Rows of a batch that was not answered are dropped (`forget`) and fetched.
+The parameter servers keep the records that they wrote, with memcached's tokens. A shard is the only writer of its rows, so storage holds
+the same records, as long as the write was answered. Rows of a batch that was not answered are dropped (`forget`) and fetched.
 
 When the budget is used up, a table takes the room of rows of its own that were not used lately. (CLOCK: a hand goes round, passes over rows
 that were used since its last visit, and takes the others.) Memory is claimed from the system as rows come, not before. Not thread-safe.
@@ -17,13 +17,13 @@ from kvemb.arrays.ids import as_items
 from kvemb.arrays.row_index import IndexLookup, RowIndex
 
 Ids = NDArray[np.uint64]
-_INDEX_GROWTH = 1.5  # rows come and go: each that goes leaves a place behind, and the fewer places are free, the sooner all rows are moved
-MIN_ROWS = 1024  # every table may keep so many, whatever the others hold
+_INDEX_GROWTH = 1.5  # an erased row keeps its place in the index; the fewer places are free, the sooner all rows are moved
+MIN_ROWS = 1024  # every table may keep so many, however many the others hold
 
 
 @dataclass
 class CacheBudget:
-    """Bytes that all tables share, and what their look-ups came to."""
+    """Bytes that all tables share, and the counts of their look-ups and hits."""
 
     limit_bytes: int
     used_bytes: int = 0
@@ -90,7 +90,7 @@ class RecordCache:
             ids: uint64 [n].
             records: uint8 [n, record bytes]; copied.
             tokens: uint64 [n] kept beside them, or None.
-            at: what `find` said of these ids, if nothing was put or forgotten since; saves looking them up again.
+            at: the result of `find` for these ids, if nothing was put or forgotten since; saves looking them up again.
         """
         found, self._kept = self._kept, None
         if not len(self.records):
@@ -119,7 +119,7 @@ class RecordCache:
         self._used[places] = False  # a row seen once is the first to go: a pass over cold rows does not drive out the hot ones
 
     def forget(self, ids: Ids) -> None:
-        """Drop rows, those that are kept among them."""
+        """Drop those of these rows that are kept."""
         at = self.peek(ids)
         at = at[at >= 0]  # int64 [k]: the places of those that are kept
         self._places.erase(self._ids[at])
@@ -127,7 +127,7 @@ class RecordCache:
         self._used[at] = False
 
     def forget_tokens(self, of: Callable[[Ids], NDArray[np.bool_]]) -> None:
-        """Know no token of the rows that `of` names: given uint64 [n] ids, it returns bool [n]."""
+        """Drop the tokens of the rows that `of` names: given uint64 [n] ids, it returns bool [n]."""
         n = self._n_taken
         self.tokens[:n][of(self._ids[:n])] = 0
 

@@ -1,11 +1,9 @@
-"""Storage dtypes of weights, and rounding to them: float32, float16, bfloat16 (kept as its 16 bits, NumPy has no such
-dtype).
+"""Storage dtypes of weights, and rounding to them: float32, float16, bfloat16 (kept as its 16 bits, NumPy has no such dtype).
 
-What must not live here: optimizers, records, I/O. All arithmetic stays float32 or wider; a 16-bit type exists in
-storage only.
+What must not live here: optimizers, records, I/O. All arithmetic stays float32 or wider; a 16-bit type exists in storage only.
 
-Strategy: both 16-bit formats are a float32's sign and magnitude with low bits dropped, and neighbouring magnitudes have
-neighbouring bit patterns. So a random number below the dropped bits is added before they are dropped. That rounds up with exactly the right
+Strategy: both 16-bit formats are a float32's sign and magnitude with low bits dropped, and neighbouring magnitudes have neighbouring bit
+patterns. So a random number in the range of the dropped bits is added before they are dropped. That rounds up with exactly the right
 probability, across binades too. float16's subnormals have a grid of their own (multiples of 2**-24) and are done apart. Stateless, hence
 thread- and fork-safe.
 """
@@ -197,7 +195,7 @@ def _versions(versions: NDArray[np.uint64] | int, n_rows: int) -> NDArray[np.uin
 
 def _row_states(ids: NDArray[np.uint64], versions: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
     """[n] one generator state per (seed, id, version), mixed twice so that neighbouring versions share nothing."""
-    # The word is part of the bits of every row in 16 bits, wherever this module lies.
+    # The word decides the bits of every row stored in 16 bits: it stays as it is when this module is renamed.
     key = np.array([digest64("kvemb.rounding", ALGORITHM_VERSION, part, seed) for part in ("id", "stream")], np.uint64)
     states = mix64(mix64(ids ^ key[0]) + versions)
     np.add(states, key[1], out=states)

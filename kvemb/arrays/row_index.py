@@ -1,11 +1,11 @@
 """An index of ids: each with a number of 64 bits (a row's version, a place in an array). Pure, NumPy only.
 
-Shards know by it which rows exist, and both caches of rows (`kvemb.arrays.record_cache`) find theirs.
+Shards know by it which rows exist, and the cache of records (`kvemb.arrays.record_cache`) finds its rows by it.
 
-A hash table of buckets of 8 places, filled from the first place on; what does not fit stands in the next bucket that has room. Beside the
-(id, version) pairs every place has a tag of 8 bits of the id's hash, 0 where it is empty. By the tags ids are found
-(`kvemb.arrays.hash_probe`). All operations take batches of unique ids, a block at a time: what one step leaves is still in the processor's
-cache for the next. There is no loop over rows.
+A hash table of buckets of 8 places, filled from the first place on; a row that does not fit lies in the next bucket that has room. Beside
+the (id, version) pairs every place has a tag of 8 bits of the id's hash, 0 where it is empty. Ids are found by their tags
+(`kvemb.arrays.hash_probe`). All operations take batches of unique ids, a block at a time: the results of one step are still in the
+processor's cache for the next. There is no loop over rows.
 
 Memory is 17 bytes a place. Between _MAX_LOAD / _GROWTH and _MAX_LOAD of the places are taken. So a row costs 20 to 23.7 bytes from about a
 thousand rows on, at any number of them. Growth happens in place, a window of the table at a time. A larger table keeps the order of the
@@ -40,9 +40,9 @@ _WINDOW_BUCKETS = 1 << 13
 
 @dataclass(frozen=True, eq=False)
 class IndexLookup:
-    """Where an index has some ids: made by `RowIndex.find`, so that what is done to them next need not look for them again.
+    """Where an index has some ids: made by `RowIndex.find`, so that the next operation on them need not look for them again.
 
-    It stays good whatever happens to the index: when ids have come or moved since, they are looked up again.
+    It stays valid when the index changes: if ids have come or moved since, they are looked up again.
 
     Args:
         ids: uint64 [n], unique; they must not change.
@@ -201,7 +201,7 @@ class RowIndex:
     # --- looking ----------------------------------------------------------------------------------------------------------------
 
     def _still(self, found: IndexLookup) -> IndexLookup:
-        """What was found, looked up again if the index has another layout by now. Erased ids are no new layout: they keep their places."""
+        """Return `found`, looked up again if the index's layout has changed. Erasing does not change it: erased ids keep their places."""
         return found if found.layout == self._layout else self.find(found.ids)
 
     def _find(self, ids: Ids) -> tuple[Places, Places]:
@@ -215,7 +215,7 @@ class RowIndex:
         return versions
 
     def _rows(self, buckets: slice) -> tuple[Ids, Versions]:
-        """Copies of what stands in some buckets."""
+        """Return copies of the ids and versions in some buckets."""
         pairs = self._pairs.reshape(-1, 2)[buckets.start * WIDTH : buckets.stop * WIDTH]
         live = self._tags[buckets].view(np.uint8) != 0  # bool [places of these buckets]: holds an id that is not erased
         live &= pairs[:, 1] != _ERASED
@@ -283,7 +283,7 @@ class RowIndex:
     def _fill(self, ids: Ids, versions: Versions, window: slice, n_buckets: int) -> tuple[Ids, Versions]:
         """Put rows into empty buckets, in the order of their hashes; return the few that belong elsewhere or find no room there."""
         buckets, tags = home(ids, n_buckets)  # [n] each
-        rows = np.argsort(buckets, kind="stable")  # they are nearly in order, which this one makes use of
+        rows = np.argsort(buckets, kind="stable")  # they are nearly in order, which makes this kind fast
         buckets = buckets[rows]
         first, last = np.searchsorted(buckets, (window.start, window.stop))
         # at [k]: of the rows whose bucket is in the window, in order, the first place from their bucket on that no row before them has

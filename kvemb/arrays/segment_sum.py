@@ -1,12 +1,12 @@
 """Group rows by id and sum the rows of each group: duplicates inside a push, pushes inside a batch.
 
-Pure NumPy, no loop over rows or ids. What must not live here: which ids are valid (kvemb.arrays.ids), and who owns them.
+Pure NumPy, no loop over rows or ids. What must not live here: which ids are valid (kvemb.arrays.ids), and which shard owns them.
 
 Strategy: one stable sort brings equal ids together in their order of appearance. It takes 16 bits at a time, because for those NumPy has a
 radix sort. For 106,496 ids in no order that is 2.2 (Zipf(1.05) ids) to 6 times (ids below 2**20) as fast as one argsort of the 64 bits.
 NumPy's own sort is taken where it is as good: few ids, or ascending pushes one after another, which it merges. Sums run over a fixed tree
-of fan 8: every run of up to 8 rows is added one by one, then the runs' sums likewise. That is 8 log8(largest group) vector operations,
-whatever the number of ids. The result depends on the input's order alone, so replay gives the same bits. An id that occurs thousands of
+of fan 8: every run of up to 8 rows is added one by one, then the runs' sums likewise. That is 8 log8(largest group) vector operations
+for any number of ids. The result depends on the input's order alone, so replay gives the same bits. An id that occurs thousands of
 times loses less than in one running float32 sum. CPU time against one argsort and np.add.reduceat, which walks columns (one run, 106,496
 rows). Zipf(1.05) ids take 0.66 times at dim 16, 0.42 at dim 64; uniform ids 0.25 and 0.11. Two ascending pushes merged take 0.19 and 0.08.
 np.add.at is slower throughout. Stateless, hence thread- and fork-safe.

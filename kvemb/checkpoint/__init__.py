@@ -1,10 +1,10 @@
-"""The checkpoint format: what lies under a checkpoint's URL, written and read through fsspec and pyarrow.
+"""The checkpoint format: the files under a checkpoint's URL, written and read through fsspec and pyarrow.
 
     <url>/<table>/shard-<i>-part-<j>.parquet            rows: id, version, weights[, slots], ascending by the ids' 64 bits
     <url>/<table>/_erased/shard-<i>-part-<j>.parquet    incremental: ids erased since the base
-    <url>/<table>/_ids/shard-<i>-part-<j>.parquet       incremental: every id there is, where the erased ones are not known
-    <url>/saving.json                                   what is the same for all shards, while a save is under way
-    <url>/shard-<i>.json                                what one shard has finished, while a save is under way
+    <url>/<table>/_ids/shard-<i>-part-<j>.parquet       incremental: every existing id, where the erased ones are not known
+    <url>/saving.json                                   the fields that all shards share, while a save is under way
+    <url>/shard-<i>.json                                the share that one shard has finished, while a save is under way
     <url>/manifest.json                                 written last: without it there is no checkpoint
 
 What must not live here: how a running cluster is cut or filled (paramserver.checkpoint.saver, paramserver.checkpoint.loader). pyarrow and

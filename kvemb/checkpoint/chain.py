@@ -88,7 +88,7 @@ Ids = NDArray[np.uint64]
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """Checkpoints, newest first; the last one is full."""
+    """Checkpoints that are built on each other, newest first; the last one is full."""
 
     levels: tuple[Checkpoint, ...]
 
@@ -182,7 +182,7 @@ class _BlockCursor:
         self._block: RowBlock | Ids | None = None
 
     def fill(self) -> bool:
-        """Hold a block that is not empty, if there is any left."""
+        """Hold a block that is not empty, if any remains."""
         while self._block is None or not len(self._block):
             self._block = next(self._blocks, None)
             if self._block is None:
@@ -195,7 +195,7 @@ class _BlockCursor:
         return int(_ids(self._block)[-1])
 
     def take(self, bound: int) -> RowBlock | Ids | None:
-        """Take away and return what the block has up to this id; None when that is nothing."""
+        """Take away and return the block's rows up to this id; None when there are none."""
         if self._block is None or not len(self._block):
             return None
         ids = _ids(self._block)
@@ -206,7 +206,7 @@ class _BlockCursor:
 
 @dataclass(frozen=True, eq=False)
 class _Level:
-    """The streams of one checkpoint; `all_ids` only where it lists every id that there is."""
+    """The streams of one checkpoint; `all_ids` only where it lists every existing id."""
 
     rows: _BlockCursor
     erased: _BlockCursor
@@ -230,7 +230,7 @@ def _merge(levels: Sequence[_Level]) -> Iterator[RowBlock]:
     """Take one turn: everything up to the smallest last id."""
     bound = min(stream.last for level in levels for stream in level.streams if stream.fill())
     kept: list[RowBlock] = []
-    hidden: list[Ids] = []  # ids that newer levels have spoken of
+    hidden: list[Ids] = []  # ids that newer levels have, as rows or as erased
     only: list[Ids] = []  # for each newer level that lists them: the ids that may exist
     for level in levels:
         rows, erased = level.rows.take(bound), level.erased.take(bound)

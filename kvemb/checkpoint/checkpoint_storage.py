@@ -1,11 +1,11 @@
-"""The shell around fsspec: whole objects in and out of one folder of any file system, with retries. Nothing here knows what the bytes mean.
+"""The shell around fsspec: whole objects in and out of one folder of any file system, with retries. Nothing here knows their content.
 
 Object stores put an object whole or not at all. Everywhere else an object is written under a temporary name, synced where that is possible
 (local files) and renamed. Foreign exceptions become CheckpointError here. Credentials come from where the file system's own library takes
 them (environment, its config files), never from this project's files. They are cut out of URLs in messages.
 
-A file system's library may hang, and most of them take no deadline. So each call runs on a thread of its own, which is left behind when it
-does not come back in time; what it does not answer is said every half minute.
+A file system's library may hang, and most of them take no deadline. So each call runs on a thread of its own, which is abandoned when it
+does not come back in time. A call without an answer is reported every half minute.
 
 Thread-safe as far as the fsspec file system is; not to be carried over a fork.
 """
@@ -31,7 +31,7 @@ from kvemb.process import replace_atomically, sync_folder
 _PUTS_WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "obs", "cos", "memory", "r2"}
 _PAUSES_S = tuple(islice(pauses(0.2, 1.6), 4))
 _GIVE_UP_S, _SAY_EVERY_S = 300.0, 30.0
-# Waiting does not mend these.
+# A retry cannot help with these.
 _FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, NotImplementedError, ImportError, TypeError)
 T = TypeVar("T")
 log = logging.getLogger("kvemb")
@@ -44,7 +44,7 @@ class CheckpointStorage:
         url: any fsspec URL, or a path of this machine.
         pause: waits so many seconds before a retry.
         give_up_s: one read, write or look may take so long, with its retries.
-        say_every_s: seconds of silence after which a line says what is waited for.
+        say_every_s: seconds of silence after which a line names the call that is waited for.
 
     Raises:
         ConfigError: fsspec, or what it needs for this protocol, is not installed.
@@ -84,7 +84,7 @@ class CheckpointStorage:
         """Return an object's bytes.
 
         Raises:
-            CheckpointError: it is not there, no file, cannot be read, or is larger than `max_bytes`.
+            CheckpointError: it does not exist, is no file, cannot be read, or is larger than `max_bytes`.
         """
         size_bytes = self.size(path)
         if size_bytes is None:
@@ -97,7 +97,7 @@ class CheckpointStorage:
         return data
 
     def size(self, path: str) -> int | None:
-        """Return an object's size in bytes, or None when it is not there.
+        """Return an object's size in bytes, or None when it does not exist.
 
         Raises:
             CheckpointError: it cannot be looked at, or is no file: reading a pipe or a device might never end.
@@ -115,10 +115,10 @@ class CheckpointStorage:
         return self._try("look at", path, ask)
 
     def write(self, path: str, data: bytes | memoryview) -> None:
-        """Write an object, replacing what is there: afterwards it is whole and, on local disks, durable.
+        """Write an object, replacing an old one: afterwards it is whole and, on local disks, durable.
 
         Raises:
-            CheckpointError: the old object or none is there; under a temporary name something may be left.
+            CheckpointError: the old object or none is there; a file under a temporary name may remain.
         """
         self._try("write", path, lambda: self._write(self._full(path), data))
 
@@ -137,7 +137,7 @@ class CheckpointStorage:
         return self._try("list", folder, ask)
 
     def folders(self) -> list[str]:
-        """Return the names of the folders right below, sorted; none when nothing is there."""
+        """Return the names of the folders right below, sorted; none when there is no such folder."""
 
         def ask() -> list[str]:
             self._fs.invalidate_cache()
@@ -161,7 +161,7 @@ class CheckpointStorage:
         self._try("delete", path, remove)
 
     def delete_empty_folders(self) -> None:
-        """Remove folders that hold nothing any more, this one included, where the file system has such a thing."""
+        """Remove empty folders, this one included, where the file system has folders."""
         if self._puts_whole:
             return
 
@@ -211,7 +211,7 @@ class CheckpointStorage:
         raise AssertionError("unreachable")
 
     def _in_time(self, what: str, path: str, call: Callable[[], T], until: float) -> T:
-        """Return or raise what a call does, on a thread that is not waited for after `until`."""
+        """Make a call on a thread that is not waited for after `until`; return or raise its result."""
         outcome: Future[T] = Future()
 
         def run() -> None:
@@ -270,7 +270,7 @@ def _file_size(path: str, found: os.stat_result) -> int:
 
 
 def _read_local(path: str, n_bytes: int) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # what has become a pipe since it was looked at is opened, and refused below
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a file that has become a pipe meanwhile is opened, and refused below
     with open(descriptor, "rb") as file:
         _file_size(path, os.fstat(descriptor))
         return file.read(n_bytes)

@@ -1,4 +1,4 @@
-"""What lies under a URL: checkpoints beside each other, and which of them may go."""
+"""Lists the checkpoints under a URL, and deletes those that are no longer needed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from kvemb.errors import CheckpointError, InvalidInputError
 
 @dataclass(frozen=True)
 class Listed:
-    """One checkpoint: its name, its URL, and its manifest or why there is none."""
+    """One checkpoint: its name, its URL, and its manifest or the reason why it has none."""
 
     name: str
     url: str
@@ -21,7 +21,7 @@ class Listed:
 
 
 def list_checkpoints(url: str) -> list[Listed]:
-    """List the checkpoints right below a URL, oldest first, broken ones last; or the one that is there itself.
+    """List the checkpoints right below a URL, oldest first, broken ones last; or the one at the URL itself.
 
     Raises:
         CheckpointError: the URL cannot be read.
@@ -34,7 +34,7 @@ def list_checkpoints(url: str) -> list[Listed]:
 
 
 def prune(url: str, *, keep: int, like: CheckpointManifest | None = None, dry_run: bool = False) -> list[str]:
-    """Delete old checkpoints below a URL: of every cluster and kind all but the newest `keep`, and what those are built on.
+    """Delete old checkpoints below a URL: of every cluster and kind all but the newest `keep` and those that they are built on.
 
     There are two kinds, which count apart: with the optimizer's state, from which training goes on, and weights-only exports. Checkpoints
     that cannot be loaded (unfinished, damaged, or without their base) neither count nor go: they may be a save under way, or a last copy.
@@ -42,7 +42,7 @@ def prune(url: str, *, keep: int, like: CheckpointManifest | None = None, dry_ru
     Args:
         url: the folder that holds the checkpoints.
         keep: at least 1.
-        like: only those of this one's cluster and kind; all kinds unless given.
+        like: only checkpoints of this one's cluster and kind; all kinds unless given.
         dry_run: delete nothing.
 
     Returns:
@@ -100,7 +100,7 @@ def _look_at(storage: CheckpointStorage) -> Listed:
 
 
 def _delete(storage: CheckpointStorage, manifest: CheckpointManifest) -> None:
-    """Delete what the manifest names, itself first: the files that remain are no checkpoint any more."""
+    """Delete the manifest, then the files that it names: those that remain are no checkpoint any more."""
     storage.delete(MANIFEST)
     for path in [entry.path for entry in manifest.files] + [fragment_path(cut.shard) for cut in manifest.cuts]:
         storage.delete(path)

@@ -1,12 +1,8 @@
 """Loading a checkpoint into a cluster, seen from the client: verifies it, has every shard check it, decides, and watches.
 
-Before the decision nothing has changed, except that tables which did not exist may have been created, empty. After it every shard will
-load; one that is down now will when it is started. Until all have, pulls see old and new rows side by side.
-
-The decision to load a checkpoint, as it stands on every storage node, and how far each shard is with it. Pure: bytes and values.
-
-Once one node holds a decision it is made: every shard carries it out, at once or when it is started the next time. Shards report in the
-same way, so that a load can be watched while the shards are not serving.
+Before the decision nothing has changed, except that missing tables may have been created, empty. Every storage node holds a copy of the
+decision. Once one node holds it, it is made: every shard carries it out, at once or when it is started the next time. Until all have, pulls
+see old and new rows side by side. Shards report their progress on the nodes, too, so that a load can be watched while they do not serve.
 """
 
 import secrets
@@ -39,7 +35,7 @@ class Decision:
         serial: rises with every decision.
         load_id: 32 hex digits.
         url: of the checkpoint.
-        save_id: of the checkpoint: what lies there later is not loaded.
+        save_id: of the checkpoint: another one that lies there later is not loaded.
     """
 
     serial: int
@@ -60,7 +56,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Report:
-    """How far one shard is: state "reading", "writing" or "done", or "failed" with the error."""
+    """The progress of one shard: state "reading", "writing" or "done", or "failed" with the error."""
 
     load_id: str
     state: str
@@ -92,7 +88,7 @@ def newest_decision(copies: Iterable[bytes | None], where: Sequence[str] = ()) -
 
 
 def newest_report(copies: Iterable[bytes | None]) -> Report | None:
-    """Return the newest of the nodes' copies of a shard's report, or None; damaged ones say nothing."""
+    """Return the newest of the nodes' copies of a shard's report, or None; damaged copies are passed over."""
     try:
         found = intact_copies(copies, lambda data: Report(*_read(data, "kvemb-load-report", Report)), "of a load's report")
     except DamagedCopyError:
@@ -131,7 +127,7 @@ LoadProgress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What a finished load has loaded: from where, the checkpoint's manifest, how many rows, in how long."""
+    """The result of a finished load: the URL, the checkpoint's manifest, the number of rows, and how long it took."""
 
     url: str
     manifest: CheckpointManifest
@@ -150,7 +146,7 @@ class Loading:
 
 
 def load(loading: Loading, url: str, *, stall_timeout_s: float, progress: LoadProgress | None = None) -> LoadResult:
-    """Load a checkpoint; see `kvemb.cluster.Cluster.load`."""
+    """Load a checkpoint; see `kvemb.api.cluster.Cluster.load`."""
     begun = time.monotonic()
     chain = _verified(url, loading.tables, progress)
     url, save_id = chain.levels[0].storage.url, chain.newest.save_id
@@ -210,7 +206,7 @@ def _create_tables(loading: Loading, chain: Chain) -> None:
 
 
 def _next_serial(store: Store, timeout_s: float) -> int:
-    """Above every earlier decision's, also of those that nodes have lost since: that is why it is a time."""
+    """Return a serial above every earlier decision's, also of those that nodes have lost since: hence a time."""
     try:
         last = newest_decision(store.values.get(META_NAME, Deadline.after(timeout_s)), store.values.copies_on(META_NAME))
     except DamagedCopyError:
@@ -232,7 +228,7 @@ def _watch(loading: Loading, load_id: str, stall_timeout_s: float, progress: Loa
     """Wait until every shard has loaded and serves.
 
     Raises:
-        CheckpointError: a shard has failed, or none has come any further for so long. The load stays decided.
+        CheckpointError: a shard has failed, or none has made progress for so long. The load stays decided.
     """
     moved, seen = time.monotonic(), ""
     while True:
@@ -257,7 +253,7 @@ def _watch(loading: Loading, load_id: str, stall_timeout_s: float, progress: Loa
 
 
 def _share_done(report: Report) -> int:
-    """Reading and writing are half of it each."""
+    """Return the rows read plus the rows written: twice the rows at the end."""
     return {"reading": report.rows_done, "writing": report.rows + report.rows_done, "done": 2 * report.rows}.get(report.state, 0)
 
 

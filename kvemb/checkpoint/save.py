@@ -1,6 +1,6 @@
 """Saving a cluster, seen from the client: tells every shard to save, waits, and writes the manifest once all are done.
 
-A save that was broken off leaves `saving.json` and the shards' fragments. `resume` goes on with it: shards that were done stay done, the
+An unfinished save leaves `saving.json` and the shards' fragments behind. `resume` goes on with it: shards that were done stay done, the
 others are cut again. Without `resume` a new save takes its place.
 """
 
@@ -35,7 +35,7 @@ SaveProgress = Callable[[int, int, int], None]
 
 @dataclass(frozen=True)
 class SaveResult:
-    """What a finished save has written: where, its manifest, and how long it took."""
+    """The result of a finished save: its URL, its manifest, and how long it took."""
 
     url: str
     manifest: CheckpointManifest
@@ -62,7 +62,7 @@ def save(
     timeout_s: float,
     progress: SaveProgress | None = None,
 ) -> SaveResult:
-    """Save the cluster; see `kvemb.cluster.Cluster.save`."""
+    """Save the cluster; see `kvemb.api.cluster.Cluster.save`."""
     begun = time.monotonic()
     storage = CheckpointStorage(url)
     if storage.size(MANIFEST) is not None:
@@ -126,7 +126,7 @@ def _open_base(saving: Saving, storage: CheckpointStorage, base: str, weights_on
 def _info(
     saving: Saving, storage: CheckpointStorage, below: Checkpoint | None, weights_only: bool, extra: dict[str, Any], *, resume: bool
 ) -> SaveInfo:
-    """Return what is the same for all shards: as noted by the save that is resumed, or new and noted."""
+    """Return the fields that all shards share: as noted by the save that is resumed, or new and noted."""
     base = None if below is None else BaseCheckpoint(below.storage.url.rpartition("/")[2], below.manifest.save_id)
     save_id, created_s, slots = secrets.token_hex(16), int(time.time()), saving.servers.cluster_map.shard_runs
     if resume:
@@ -162,7 +162,7 @@ def _noted(storage: CheckpointStorage) -> Fields:
 
 
 def _wait(servers: AllShards, save_id: str, shards: Sequence[int], progress: SaveProgress | None) -> None:
-    """Poll until every one of these shards is done; say of those that come no further where they are. Each ends its own waits in time.
+    """Poll until every one of these shards is done; report those that make no progress. Each shard ends its own waits in time.
 
     Raises:
         CheckpointError: a shard failed, or was restarted and has forgotten the save.
@@ -191,7 +191,7 @@ def _wait(servers: AllShards, save_id: str, shards: Sequence[int], progress: Sav
 
 
 class Stalled:
-    """Says which shards come no further. Told of their answers, by shard, and of the time."""
+    """Reports the shards that make no progress. It is given their answers, by shard, and the time."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[tuple[int, int], float]] = {}
@@ -230,7 +230,7 @@ def _check(shard: int, reply: SaveReply) -> None:
 
 
 def _finish(storage: CheckpointStorage, info: SaveInfo, shards: Sequence[int], below: Checkpoint | None) -> CheckpointManifest:
-    """Put the fragments together, look whether everything is there, and write the manifest."""
+    """Put the fragments together, check that every file exists, and write the manifest."""
     found = {shard: read_fragment(storage, shard) for shard in shards}
     fragments = [fragment for fragment in found.values() if fragment is not None]
     if len(fragments) < len(found):

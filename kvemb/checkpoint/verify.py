@@ -1,6 +1,6 @@
 """Looks at every byte of a checkpoint and of those it is built on; changes nothing. All faults are found, not only the first.
 
-A checkpoint against what storage holds now, row by row, every byte of weights and state. Reads only.
+Also compares a checkpoint with storage, row by row, every byte of weights and state. Reads only.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ VerifyProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was looked at, and what is wrong with it (empty: nothing)."""
+    """The amounts checked, and the faults found (empty: none)."""
 
     n_checkpoints: int
     n_files: int
@@ -40,7 +40,7 @@ class VerifyReport:
     faults: tuple[str, ...]
 
     def require_good(self) -> "VerifyReport":
-        """Raise CheckpointError naming what is wrong, if anything is."""
+        """Raise CheckpointError naming the faults, if there are any."""
         if self.faults:
             more = [f"and {len(self.faults) - _SHOWN} more"] if len(self.faults) > _SHOWN else []
             raise CheckpointError("; ".join([*self.faults[:_SHOWN], *more]))
@@ -57,7 +57,7 @@ def verify(url: str, progress: VerifyProgress | None = None) -> VerifyReport:
 
 
 def verify_chain(chain: Chain, progress: VerifyProgress | None = None) -> VerifyReport:
-    """The same, of a chain that is open."""
+    """Check a chain that is open, as `verify`."""
     work = [(level, entry) for level in chain.levels for entry in level.manifest.files]
     counter = _Counter(chain.size_bytes, progress)
     with ThreadPoolExecutor(_N_THREADS, thread_name_prefix="kvemb-verify") as pool:
@@ -88,7 +88,7 @@ class _Counter:
 
 
 def _look_at(chain: Chain, level: Checkpoint, entry: FileEntry, counter: _Counter) -> tuple[tuple[int, int] | None, str]:
-    """Return ((first id, last id) or None, what is wrong or "") of one file."""
+    """Return ((first id, last id) or None, the fault or "") of one file."""
     try:
         return _ids_of(chain, level, entry), ""
     except CheckpointError as error:
@@ -142,9 +142,11 @@ _BLOCK_BYTES = 8 << 20
 
 @dataclass
 class Comparison:
-    """How one table of a checkpoint compares with storage: numbers of rows, and the first id that differs or is missing. Storage has a row
-    with the same bytes, with a newer version, with other bytes, or not at all. Newer is trained since the save, and only told apart within
-    the saved cluster."""
+    """How one table of a checkpoint compares with storage: numbers of rows, and the first id that differs or is missing.
+
+    Storage has a row with the same bytes, with a newer version, with other bytes, or not at all. A newer row was trained since the save;
+    it can be told from a wrong one only in the saved cluster.
+    """
 
     table: str
     n_rows: int = 0

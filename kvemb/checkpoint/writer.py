@@ -1,12 +1,10 @@
 """Writes one shard's share of a checkpoint: rows in, files out, while the next rows are being read.
 
-Encoding and uploading run on a few threads of the writer's own, with at most that many files in memory. What an earlier try of the same
-save has finished with the same bytes is not sent again.
+Encoding and uploading run on a few threads of the writer's own, with at most that many files in memory. Files that an earlier try of the
+same save has finished with the same bytes are not sent again.
 
-What one shard has finished of a save: shard-<i>.json beside the data, while the save is under way. Pure: bytes in, values out.
-
-It is what makes a save resumable. A shard that is done stays done when the save is tried again. Of one that was broken off, the files whose
-bytes have not changed stay.
+While the save is under way, shard-<i>.json beside the data (a `Fragment`) notes the files that a shard has finished: it makes a save
+resumable. A shard that is done stays done when the save is tried again. Of an unfinished one, files whose bytes have not changed stay.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,12 +29,12 @@ FORMAT = "kvemb-checkpoint-shard"
 
 @dataclass(frozen=True)
 class Fragment:
-    """What one shard has finished of a save.
+    """The part of a save that one shard has finished.
 
     Args:
         save_id: of the save.
         cut: where the shard was cut.
-        done: whether `files` are all there are.
+        done: whether `files` has all files of the shard.
         tables: definition and optimizer step of every table at the cut.
         files: finished files.
     """
@@ -50,7 +48,7 @@ class Fragment:
 
 @dataclass(frozen=True)
 class SaveInfo:
-    """What is the same for all shards of a save; see `CheckpointManifest`."""
+    """The fields that all shards of a save share; see `CheckpointManifest`."""
 
     save_id: str
     cluster: str
@@ -100,7 +98,7 @@ def decode_fragment(data: bytes, where: str) -> Fragment:
 
 
 def assemble(info: SaveInfo, fragments: Iterable[Fragment]) -> CheckpointManifest:
-    """Put the shards' shares together. A number of which there is none is of a shard that has left: it has no rows.
+    """Put the shards' shares together. A number without a fragment is of a shard that has left: it has no rows.
 
     Raises:
         CheckpointError: a shard is not done, one that has slots is missing, or the shards do not have the same tables.
@@ -162,11 +160,11 @@ class ShardWriter:
         self.n_skipped = 0
 
     def add_rows(self, definition: TableDef, blocks: Sequence[RowBlock]) -> None:
-        """Write a data file of these blocks, which must follow what was added of this table before, ascending by id."""
+        """Write a data file of these blocks, ascending by id, also behind the blocks added of this table before."""
         self._submit(definition, ROWS, sum(map(len, blocks)), lambda: encode_rows(definition, blocks, self._weights_only))
 
     def add_ids(self, definition: TableDef, role: str, ids: NDArray[np.uint64]) -> None:
-        """Write ids alone, ascending: those erased, or all there are (then also when there are none)."""
+        """Write ids alone, ascending: those erased, or all existing ones (then also when there are none)."""
         for at in range(0, max(1, len(ids)), _MAX_IDS):
             some = ids[at : at + _MAX_IDS]
             self._submit(definition, role, len(some), lambda some=some: encode_ids(definition, some))  # type: ignore[misc]
@@ -263,11 +261,11 @@ class PartBuffer:
 
 
 def read_fragment(storage: CheckpointStorage, shard: int) -> Fragment | None:
-    """Return what a shard has noted of a save, or None when there is nothing that can be used."""
+    """Return the fragment that a shard has noted of a save, or None when there is no usable one."""
     path = fragment_path(shard)
     if storage.size(path) is None:
         return None
     try:
         return decode_fragment(storage.read(path, MAX_DOCUMENT_BYTES), storage.where(path))
-    except CheckpointError:  # written by half: what it told of is written again
+    except CheckpointError:  # half written: the files that it named are written again
         return None

@@ -1,1 +1,1 @@
-"""What the verbs of the `kvemb` command do and print; `kvemb.cli` reads the command line itself."""
+"""The verbs of the `kvemb` command; `kvemb.cli` reads the command line itself."""

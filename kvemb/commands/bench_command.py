@@ -1,4 +1,4 @@
-"""What `kvemb bench` does: it pulls rows of a running cluster, and says how fast that went beside what was measured elsewhere."""
+"""The verb `kvemb bench`: pulls rows of a running cluster, and prints the speed beside the one measured elsewhere."""
 
 import argparse
 import dataclasses
@@ -18,7 +18,7 @@ from kvemb.protocol.messages import MAX_SAMPLED_IDS
 from kvemb.schema.table_def import TableDef
 
 _PARTS = 3  # of the time: all nodes, ids that do not exist, node by node
-_SLOW = 0.5  # of what the nodes reach in the middle
+_SLOW = 0.5  # of the nodes' median
 _CONDITIONS = """\
 There node and trainer shared 2 cores,
 nothing else ran, the table had a million rows, and a pull 106,496 ids. More ids a pull (--batch) come closer; a network,
@@ -66,7 +66,7 @@ def _measure(cluster: Cluster, table: TableDef, ids: Ids, args: argparse.Namespa
 
 
 def _in_turn(ids: Ids, n: int) -> Callable[[], Ids]:
-    """Return what hands out n of the ids, and the next n at the next call; all of them where there are no more."""
+    """Return a function that gives n of the ids, and the next n at the next call; all of them if there are no more than n."""
     at = 0
 
     def draw() -> Ids:
@@ -80,7 +80,7 @@ def _in_turn(ids: Ids, n: int) -> Callable[[], Ids]:
 
 
 def _drawn(table: TableDef, rng: np.random.Generator, n: int) -> Ids:
-    """Ids of the table's whole range: without num_ids as good as none of them has a row."""
+    """Draw ids of the table's whole range: without num_ids almost none of them has a row."""
     return np.unique(rng.integers(0, table.num_ids or 2**63 - 1, n, dtype=np.uint64))
 
 

@@ -1,4 +1,4 @@
-"""What `kvemb save`, `load`, `ls`, `verify` and `prune` do, and print. Options are read in `kvemb.cli`."""
+"""The verbs `kvemb save`, `load`, `ls`, `verify` and `prune`. Their options are read in `kvemb.cli`."""
 
 import argparse
 import json
@@ -129,7 +129,7 @@ def verify_command(args: argparse.Namespace) -> int:
 
 
 def prune_command(args: argparse.Namespace) -> int:
-    """Delete old checkpoints, or say which these would be."""
+    """Delete old checkpoints, or only name them."""
     gone = prune(absolute_url(args.url), keep=args.keep, dry_run=args.dry_run)
     _print_gone(gone, "would be deleted" if args.dry_run else "deleted")
     return 0

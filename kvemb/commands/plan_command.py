@@ -1,4 +1,4 @@
-"""What `kvemb plan` prints: nodes and shards that a table will need, by kind of storage and layout, and what of that was not measured."""
+"""The verb `kvemb plan`: the nodes and shards that a table will need, by kind of storage and layout, and the figures never measured."""
 
 import argparse
 import dataclasses

@@ -1,7 +1,4 @@
-"""A line on a terminal that says how far a long piece of work is, how fast, and how long it will take. Elsewhere it says nothing.
-
-Rows of text in columns that stand below each other. Pure.
-"""
+"""A line on a terminal with the progress, speed and remaining time of a long piece of work; text in aligned columns."""
 
 import time
 from collections.abc import Callable, Iterable

@@ -1,7 +1,7 @@
-"""What `kvemb nodes`, `kvemb shards`, `kvemb moves` and `kvemb config` do: nodes and shards join, leave and take other shares.
+"""The verbs `kvemb nodes`, `shards`, `moves` and `config`: nodes and shards join, leave and take other shares.
 
-One way for all: show, or work a plan out, say what it would do, ask, carry it out. Three fronts know what differs: nodes and shards, whose
-moves shard 0 carries (`kvemb.client.slot_moves`), and the nodes of a Redis Cluster, whose own commands this process drives.
+All go the same way: show, or work a plan out, print its effect, ask, carry it out. Three fronts hold the differences: nodes and shards,
+whose moves shard 0 carries (`kvemb.client.slot_moves`), and the nodes of a Redis Cluster, whose own commands this process drives.
 """
 
 import argparse
@@ -41,19 +41,19 @@ Weights = Mapping[str, float] | None
 
 
 class _OwnersFront(Protocol):
-    """What one kind of owners of slots needs beside the one way."""
+    """The steps that differ by the kind of owners of slots."""
 
     def table(self) -> str:
-        """Who is there, and what moves."""
+        """Return the owners, and the slots that move, as a table."""
 
     def plan(self, action: str, words: Sequence[str], weights: Weights) -> SlotPlan[Any]:
-        """Work out what an action would do."""
+        """Work out the plan of an action."""
 
     def lines(self, plan: SlotPlan[Any]) -> list[str]:
-        """What it would do, in words."""
+        """Return the plan's effect in words."""
 
     def carry_out(self, plan: SlotPlan[Any]) -> int:
-        """Do it; return the exit code."""
+        """Carry the plan out; return the exit code."""
 
 
 def nodes_command(args: argparse.Namespace) -> int:
@@ -92,7 +92,7 @@ def _run(front: _OwnersFront, action: str, words: Sequence[str], args: argparse.
 
 
 def moves_command(args: argparse.Namespace) -> int:
-    """Show the move under way, take it back, or look on until it has ended."""
+    """Show the move under way, take it back, or watch it until it has ended."""
     action, source, words = words_of(args, MOVE_ACTIONS)
     if words:
         raise ConfigError(f"{' '.join(words)}: {action} takes nothing but the path of a kvemb.yaml")
@@ -144,7 +144,7 @@ COMMANDS: Mapping[str, Command] = {
 
 
 class _NodesFront:
-    """Nodes under a map of ours."""
+    """Nodes under kvemb's own cluster map."""
 
     def __init__(self, moves: NodeMoves, config: Config, max_mb_per_s: float) -> None:
         self._moves, self._config, self._max_mb_per_s = moves, config, max_mb_per_s
@@ -183,7 +183,7 @@ class _NodesFront:
         return not any(node.address == words[0] and not node.error for node in survey(self._config).nodes)
 
     def replace_dead(self, words: Sequence[str], args: argparse.Namespace) -> int:
-        """Let a node that does not answer be at another address, once it is agreed that it is gone for good."""
+        """Put another address in the place of a node that does not answer, once the user agrees that it is gone for good."""
         old, new = words
         print(f"node {old} does not answer: the shards bring its rows back on {new}, from their journals and snapshots")
         if args.dry_run or not _agreed(args, "is it gone for good"):
@@ -231,7 +231,7 @@ def _planned(moves: NodeMoves | ShardScaling, noun: str, action: str, words: Seq
 
 
 def _between_shards(config: Config) -> str:
-    """What moves between the shards of a Redis Cluster; "" for nothing. Its nodes can be asked for theirs while no shard answers."""
+    """Return the move between the shards of a Redis Cluster in words, "" for none. Its nodes can be asked for theirs without shards."""
     try:
         with closing(AllShards.of(config.servers)) as servers:
             state = SlotMoves(servers, _ASK_S).state()
@@ -241,7 +241,7 @@ def _between_shards(config: Config) -> str:
 
 
 def _described(state: MoveState) -> str:
-    """What is under way, in words."""
+    """Return the move under way in words."""
     plan = state.map.plan
     if plan is None:
         last = "".join(f"\nthe last move was taken back: {why}" for why in state.troubles)
@@ -256,7 +256,7 @@ def _described(state: MoveState) -> str:
 
 
 def _look_on(moves: SlotMoves, *, expected_back: bool = False) -> int:
-    """Show how far a move is until it has ended; return the exit code."""
+    """Show the progress of a move until it has ended; return the exit code."""
     said = ""
 
     def show(state: MoveState) -> None:
@@ -348,7 +348,7 @@ class _RedisClusterFront:
 
 
 def _cluster_addresses(config: StorageConfig) -> tuple[str, ...]:
-    """The primaries that hold slots, as the cluster says now: a shard may know an older truth."""
+    """Return the primaries that hold slots now by the cluster itself: a shard's knowledge may be older."""
     return ClusterTopology(RedisAccess(config, connector_of(config.tls))).refreshed(Deadline.after(config.timeout_s)).addresses
 
 
@@ -388,7 +388,7 @@ def _for_the_file(key: str, addresses: Iterable[str]) -> str:
 
 
 def _held(sizes: SlotSizes, slots: np.ndarray) -> tuple[str, str, str]:
-    """Slots, rows and records of one owner."""
+    """Return the numbers of slots and rows, and the bytes of records, of one owner."""
     return f"{int(slots.sum()):,}", f"{int(sizes.rows[slots].sum()):,}", _mb(int(sizes.record_bytes[slots].sum()))
 
 

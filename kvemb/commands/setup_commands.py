@@ -1,10 +1,8 @@
-"""What `kvemb init` does: it writes a kvemb.yaml that says of every key what it is for, and checks it as every program will.
+"""The verbs that set a cluster up: `kvemb init`, `certificates`, `acl`, `completion`.
 
-What `kvemb certificates` makes: an authority and one certificate for each process of a cluster, for a trial of TLS.
-
-What `kvemb acl` prints: users for Redis and Valkey nodes, and whether the one that kvemb.yaml names is as it should be.
-
-What `kvemb completion` prints: a script that lets a shell complete verbs and options, made by shtab from the parser.
+`init` writes a kvemb.yaml that explains every key, and checks it as every program will. `certificates` makes an authority and one
+certificate for each process of a cluster, for a trial of TLS. `acl` prints users for Redis and Valkey nodes, and whether the one in
+kvemb.yaml has the right permissions. `completion` prints a script that lets a shell complete verbs and options, made by shtab.
 """
 
 import argparse
@@ -24,7 +22,7 @@ from kvemb.protocol.roles import ADMIN, SCHEME, SHARD, TRAINER
 from kvemb.stores.redis_server.acl_users import ACL_USERS, check_user
 from kvemb.stores.redis_server.redis_commands import RedisAccess
 
-# What is commented out stands at its default, or shows how the key is written.
+# A key that is commented out has its default there, or shows how it is written.
 _TEMPLATE = """\
 # One file for the whole cluster: it starts the shards, connects the trainers and drives the `kvemb` command.
 cluster: {cluster}
@@ -103,7 +101,7 @@ def certificates_command(args: argparse.Namespace) -> int:
 
 
 def _holders(config: Config) -> list[tuple[str, tuple[str, ...], tuple[str, ...], Sequence[str]]]:
-    """Return of each certificate its name, who its holder is, what it is for, and the addresses at which the holder serves."""
+    """Return for each certificate its name, the identities of its holder, its uses, and the addresses at which the holder serves."""
     of = f"{SCHEME}{quote(config.cluster, safe='')}"
     both = ("server", "client")
     shards = [(f"shard-{n}", (f"{of}/{SHARD}/{n}",), both, (address,)) for n, address in enumerate(config.servers.shards)]
@@ -140,7 +138,7 @@ _EXPLANATION = """\
 
 
 def acl_command(args: argparse.Namespace) -> int:
-    """Print the two users; with --check, ask every node what the user of kvemb.yaml may."""
+    """Print the two users; with --check, ask every node for the permissions of kvemb.yaml's user."""
     if not args.check:
         print(_EXPLANATION)
         for user in ACL_USERS.values():

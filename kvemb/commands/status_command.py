@@ -1,8 +1,8 @@
-"""What `kvemb status` does: one look at every shard and node, or one look after the other, as tables or as JSON.
+"""The verbs `kvemb status`, `doctor` and `repair`.
 
-What `kvemb doctor` prints: each finding, and its mend; exit code 1 where one of them is an error.
-
-Asks every shard at once to repair storage nodes. Storage itself is not touched: nodes that need it let nobody connect as usual.
+`status` looks at every shard and node, once or again and again, and prints tables or JSON. `doctor` prints each finding and its mend; its
+exit code is 1 if one is an error. `repair` asks every shard at once to repair storage nodes. It does not touch storage itself: nodes that
+need a repair refuse usual connections.
 """
 
 import argparse
@@ -28,7 +28,7 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 
 def status_command(args: argparse.Namespace) -> int:
-    """Print how the cluster is; with --watch again and again, until Ctrl-C."""
+    """Print the state of the cluster; with --watch again and again, until Ctrl-C."""
     config = load(args.config, os.environ)
     if args.watch is None:
         return _look(config, args)
@@ -46,7 +46,7 @@ def _look(config: Config, args: argparse.Namespace) -> int:
 
 
 def as_json(cluster: str, status: ClusterStatus) -> dict[str, Any]:
-    """Return what was seen for programs: keys may come, and none of them goes or changes its meaning."""
+    """Return the status for programs: keys may be added, and none of them is removed or changes its meaning."""
     shards = []
     for shard in status.shards:
         seen = dataclasses.asdict(shard.reply) if shard.reply is not None else {}
@@ -63,7 +63,7 @@ def as_json(cluster: str, status: ClusterStatus) -> dict[str, Any]:
 
 
 def doctor_command(args: argparse.Namespace) -> int:
-    """Examine the cluster, and say what is wrong with it."""
+    """Examine the cluster, and print every fault found."""
     config = load(args.config, os.environ)
     examined = examine(config, installed_version())
     found = examined.findings
@@ -78,12 +78,12 @@ def doctor_command(args: argparse.Namespace) -> int:
     return 1 if any(finding.level == ERROR for finding in found) else 0
 
 
-_PRESENT_S = 30.0  # a command is no trainer: whoever runs it can start a shard, and ask again
+_PRESENT_S = 30.0  # a command is no trainer: its user can start a shard, and repeat the command
 _ANSWER_MARGIN_S = 1.0  # a shard gives up before we do, and says what it waited for
 
 
 def repair(config: Config, addresses: Sequence[str] = (), *, all_nodes: bool = False, timeout_s: float = 3600.0) -> dict[int, RepairReply]:
-    """Restore the rows of every node that has lost them; return what each shard did, by its number, when all have done their part.
+    """Restore the rows of every node that has lost them; return each shard's report, by its number, when all have done their part.
 
     Args:
         config: of the cluster.
@@ -94,8 +94,8 @@ def repair(config: Config, addresses: Sequence[str] = (), *, all_nodes: bool = F
     Raises:
         InvalidInputError: no such node.
         LostRowError: a row cannot be restored.
-        ShardUnavailableError: a shard is away, half a minute long: nothing was begun; or went away since: the others wait for it, and end
-            the repair when it is there.
+        ShardUnavailableError: a shard has been away for half a minute: nothing was begun. Or it went away later: the others wait for it,
+            and end the repair when it is back.
         DeadlineExceededError: the repair goes on.
     """
     servers = AllShards.of(config.servers)
@@ -109,7 +109,7 @@ def repair(config: Config, addresses: Sequence[str] = (), *, all_nodes: bool = F
 
 
 def _require_all(servers: AllShards, deadline: Deadline) -> None:
-    """Find out which shards there are, and that each of them is there; one that starts is, and is waited for."""
+    """Find out which shards exist, and require that each is present; one that is starting counts, and is waited for."""
     replies = servers.try_each("Status", Empty(), StatusReply, deadline.within(_PRESENT_S))
     if not isinstance(replies.get(0), ShardUnavailableError):
         servers.ask_map(deadline)

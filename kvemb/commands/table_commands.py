@@ -1,4 +1,4 @@
-"""What `kvemb tables` and `kvemb show` print: the tables of a cluster, and one row wherever it is known."""
+"""The verbs `kvemb tables` and `kvemb show`: the tables of a cluster, and one row as storage, index and cache know it."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ _SHOWN = 8  # of a row's weights
 
 
 def tables_command(args: argparse.Namespace) -> int:
-    """List the tables, those first that the shards have had the most work with since they were started."""
+    """List the tables, first those that have given the shards the most work since they were started."""
     with connect(args.config) as cluster:
         found = [_table(cluster, name) for name in cluster.tables()]
     found.sort(key=lambda table: -table["rows_applied"])
@@ -113,7 +113,7 @@ def _version(definition: TableDef, record: bytes) -> int:
 
 
 def _verdict(definition: TableDef, known: ShowRowReply, stored: bytes, trouble: str) -> tuple[str, bool]:
-    """Say whether the three agree; the shard was asked before storage, so what a batch has written since is newer and fine."""
+    """Say whether the three agree; the shard was asked before storage, so a row written by a batch since is newer and fine."""
     if trouble:
         return f"storage could not be read: {trouble}", False
     at = _version(definition, stored)
@@ -130,7 +130,7 @@ def _verdict(definition: TableDef, known: ShowRowReply, stored: bytes, trouble: 
 
 
 def _values(definition: TableDef, ids: np.ndarray[Any, np.dtype[np.uint64]], stored: bytes) -> dict[str, Any]:
-    """The row's weights and state; without a record those that it will begin with."""
+    """Return the row's weights and state; without a record its first values."""
     if not stored:
         return {"weights": definition.initial_rows(ids)[0].tolist(), "state": {}}
     record = np.frombuffer(stored, np.uint8)[None]

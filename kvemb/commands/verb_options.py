@@ -1,8 +1,7 @@
-"""How a verb is told the cluster's file: in front of its other words, or as `--config FILE`. Imports nothing that a verb would wait for.
+"""Options of the verbs. Imports nothing that a verb's start would have to wait for.
 
-The options of `kvemb plan` and `kvemb bench`. Imports nothing that the start of another verb would have to wait for.
-
-What each verb's help shows as an example. tests/integration/test_cli.py holds that every verb has one that its parser takes.
+The cluster's file stands in front of a verb's other words, or is given as `--config FILE`. Here are also the options of `kvemb plan` and
+`kvemb bench`, and the example in each verb's help: tests/integration/test_cli.py checks that every verb has one that its parser takes.
 """
 
 import argparse
@@ -50,7 +49,7 @@ def takes_config(
 
 
 def takes_words(verb: argparse.ArgumentParser, actions: Sequence[str], *more: str) -> None:
-    """Let a verb be told an action, the cluster's file and more; `words_of` tells them apart."""
+    """Let a verb take an action, the cluster's file and more; `words_of` tells them apart."""
     following = "".join(f" [{word} ...]" for word in more)
     verb.add_argument(
         "words", nargs="*", metavar="WORD", help=f"[{' | '.join(actions)}] [FILE]{following}; FILE is ./kvemb.yaml unless given"
@@ -175,6 +174,6 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
 
 
 def example_text(verb: str) -> str:
-    """Return what stands below a verb's options; "" for a verb without an example."""
+    """Return the text below a verb's options; "" for a verb without an example."""
     lines = EXAMPLES.get(verb, ())
     return "\n".join([f"example{'s' if len(lines) > 1 else ''}:", *(f"  {line}" for line in lines)]) if lines else ""

@@ -1,9 +1,9 @@
 """Rows of several tables, read in one batch; tables whose records are laid out alike are read, parsed and checked as if they were one.
 
-A training step asks tens of small tables for a thousand rows each. Most of what a batch costs is then the price of NumPy's calls. So
-those are made once for all tables of a layout: `kvemb.schema.keys.coalesce_keys` makes their keys one part of the read, and each
-table's share of its result is a slice. Each thread keeps the memory that records are read into for its next pull
-(`ThreadArena`). What must not live here: duplicates among ids, the caller's arrays (all kvemb.datapath.pull). Thread- and fork-safe.
+A training step asks tens of small tables for a thousand rows each. Most of a batch's cost is then the price of NumPy's calls. So those are
+made once for all tables of a layout: `kvemb.schema.keys.coalesce_keys` makes their keys one part of the read, and each table's share of its
+result is a slice. Each thread keeps the memory that records are read into for its next pull (`ThreadArena`). What must not live here:
+duplicates among ids, the caller's arrays (both kvemb.datapath.pull). Thread- and fork-safe.
 """
 
 import threading
@@ -25,15 +25,15 @@ from kvemb.stores.row_io import ReadPart, ReadResult
 from kvemb.stores.store import Store
 
 _MOST_TABLES = 1 << 16  # of one `coalesce_keys`
-_KEPT_BYTES = 64 << 20  # of memory, per thread; what a larger call needs on top is given back
+_KEPT_BYTES = 64 << 20  # of memory, per thread; a larger call takes the rest from the system and returns it
 _ALIGN_BYTES = 64
-_GATHERED_AT_ONCE = 1024  # items; what is gathered into an array of the caller's goes through a buffer that should stay in a core's cache
+_GATHERED_AT_ONCE = 1024  # items; a gather into the caller's array goes through a buffer that should stay in a core's cache
 
 
 class ThreadArena(threading.local):
     """Memory of the calling thread, taken piece by piece and good until its next `reset`; a forked child goes on with copies.
 
-    The system clears new memory page by page, which costs more than all that a pull does with its bytes.
+    The system clears new memory page by page, which costs more than all the work of a pull on its bytes.
     """
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ class _OneLayout:
 
 
 def _layout(definition: TableDef, paged: bool) -> Hashable:
-    """What tables have in common that are read as one: size, dtype and place of records."""
+    """Return what tables share that are read as one: size, dtype and place of records."""
     return definition.record.size_bytes, definition.dim, definition.dtype, definition.pages if paged else None
 
 

@@ -24,7 +24,7 @@ from kvemb.stores.store import Store
 PIECE_BYTES = 32 << 20
 """Of one piece, about: at the default timeout a node has to send 6.4 MB/s."""
 _WHOLE_PIECES = 4  # so many pieces' bytes, a million rows or so, are read at once: it saves a copy, and the pauses between pieces
-_ROW_BYTES = 64  # of a row beside what is read of its record: its request, and what frames its reply
+_ROW_BYTES = 64  # of a row beside the part of its record that is read: its request, and the frame of its reply
 _memory = ThreadArena()
 
 
@@ -85,7 +85,7 @@ def pull(
         requests: one per table.
         deadline: of all of it.
         versions: whether the rows' versions are wanted, too.
-        renewed: whether each piece has as long as the deadline gives the first, instead of all of them.
+        renewed: whether the deadline's time is that of each piece, instead of all of them together.
         missing: the ids of rows that storage does not have are added to it, by table, where there are any.
 
     Raises:

@@ -1,7 +1,7 @@
 """Push: check ids and gradients, sum duplicates, and make the rows of a message. Pure, no I/O.
 
-The same for assign and erase. Everything that can be wrong with an argument is found here, before anything is sent. What
-must not live here: routing to shards and streams (kvemb.client). Stateless, hence thread- and fork-safe.
+The same for assign and erase. Every wrong argument is found here, before anything is sent. What must not live here: routing to shards and
+streams (kvemb.client). Stateless, hence thread- and fork-safe.
 """
 
 from collections.abc import Mapping

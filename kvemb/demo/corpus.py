@@ -4,9 +4,8 @@ Here lives finding the files, cutting them into words and setting text aside for
 are identifiers by form, keywords, comments and strings included. A hash of the word is its id, so nothing needs to agree on a vocabulary;
 the word list is kept only to show neighbours.
 
-Where the demo's rows are: in a cluster, or, to compare, in NumPy arrays of one process.
-
-Two tables: "word_in" holds a word as a centre, "word_out" as a context. Both kinds of rows begin and learn alike.
+The demo's rows are in a cluster, or, to compare, in NumPy arrays of one process. Two tables: "word_in" holds a word as a centre, "word_out"
+as a context. Both kinds of rows begin and learn alike.
 """
 
 import os
@@ -151,7 +150,7 @@ APPLY_TIMEOUT_S = 60.0
 
 
 class Rows(Protocol):
-    """Where the demo's training takes rows from, and brings gradients to."""
+    """The source of the demo's rows, and the destination of its gradients."""
 
     def pull(self, batch: Mapping[str, NDArray[np.int64]]) -> Mapping[str, NDArray[np.float32]]:
         """Fetch rows: per table, unique ids int64 [n] to rows float32 [n, d] in the same order."""

@@ -1,7 +1,7 @@
 """The demo: trains skip-gram embeddings on a cluster with several trainer processes, and the same in one process, and compares.
 
-`kvemb demo` starts a local cluster (or uses the one of a kvemb.yaml), shows progress while it trains, and ends with what a person can
-judge: held-out loss per pass beside the local run's, and a few words with their nearest neighbours.
+`kvemb demo` starts a local cluster (or uses the one of a kvemb.yaml), shows progress while it trains, and ends with results that a person
+can judge: held-out loss per pass beside the local run's, and a few words with their nearest neighbours.
 """
 
 import time
@@ -26,7 +26,7 @@ PROBES = ("socket", "Lock", "TypeError", "mkdir", "encode", "decimal", "thread",
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What `kvemb demo` was asked for.
+    """The options of `kvemb demo`.
 
     Args:
         store, nodes, shards: the local cluster; not used with a config.
@@ -62,7 +62,7 @@ def run_demo(options: DemoOptions, line: ProgressLine) -> bool:
     """
     started = time.monotonic()
     line.say("Skip-gram embeddings of the identifiers in Python's own standard library, learnt on rows in key-value storage.")
-    # The cluster first: what is wrong with it should not be told after seconds of reading text.
+    # The cluster first: its faults should not appear after seconds of reading text.
     with _cluster(options, line) as url, kvemb.connect(url) as cluster:
         corpus = load()
         line.say(f"  text: {len(corpus.tokens):,} words, {len(corpus.ids):,} distinct, of {corpus.n_files:,} source files")

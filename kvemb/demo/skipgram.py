@@ -1,6 +1,6 @@
 """Skip-gram with negative sampling: the text of a step, the loss, its gradients, and the training loop.
 
-Strategy: drop part of the frequent words and cut what is left into blocks of equal length. Shuffle the blocks, and deal batches of blocks
+Strategy: drop part of the frequent words and cut the rest into blocks of equal length. Shuffle the blocks, and deal batches of blocks
 to the trainers in turn. Inside a block every window is a band of one [l, l] matrix and the negatives are shared, so the model is three
 batched matrix products. A step pulls each unique row once, sums the gradients of equal ids and pushes each unique row once. The text of a
 step is a pure function of (corpus, settings, seed, pass, batch number); where rows are kept must not live here.
@@ -24,7 +24,7 @@ class Settings:
     """How the text is sampled. The defaults suit 3 M words on two busy cores.
 
     Attributes:
-        window: a word's contexts reach 1..window words to each side, drawn anew for each word (Mikolov et al. 2013).
+        window: a word's contexts reach 1..window words to each side, drawn for each word (Mikolov et al. 2013).
         subsample: of a word with a larger share of the text than this, only sqrt(subsample / share) is kept.
         n_negatives: weight of the negative samples: so many per positive pair.
         block: words per block.
@@ -68,7 +68,7 @@ class PassText:
         corpus: the whole text.
         seed: the run's seed.
         pass_index: 0, 1, ...
-        held_out: whether this is the held-out text, and not what is trained on.
+        held_out: whether this is the held-out text, and not the training text.
         settings: how to sample.
 
     Source: subsampling, its threshold and the power 3/4 are those of Mikolov et al. 2013, "Distributed Representations of Words and
@@ -194,8 +194,8 @@ def loss_and_grads(
 
 
 class TrainingProgress(NamedTuple):
-    """What a trainer has done when a step is over. It tells how many of its pass's steps are done, and of this one the rows pulled (and
-    pushed) and the mean loss per positive pair."""
+    """A trainer's progress after a step: the steps of its pass that are done, and of this step the rows pulled (and pushed) and the mean
+    loss per positive pair."""
 
     step: int
     n_steps: int
@@ -236,7 +236,7 @@ def pull_and_grade(
     """Pull a batch's rows and compute.
 
     Returns:
-        The summed loss, and what to push: per table, unique ids int64 [n] and gradients float32 [n, d].
+        The summed loss, and the push: per table, unique ids int64 [n] and gradients float32 [n, d].
     """
     n_words = batch.tokens.size
     into = group_by_id(batch.tokens.ravel().view(np.uint64))

@@ -2,7 +2,7 @@
 
 Its arguments are kvemb.yaml, its index, the number of trainers, the seed, and the port of its metrics (0: none). The job writes a line
 before each pass, so that the held-out loss of a pass is measured when every trainer has finished it. A trainer writes marked lines of JSON:
-null when it waits for a pass, its progress otherwise. What else it writes are its last words. It ends when its standard input does.
+null when it waits for a pass, its progress otherwise. Any other output is its last words. It ends when its standard input ends.
 """
 
 import json

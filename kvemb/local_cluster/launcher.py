@@ -87,7 +87,7 @@ class LocalCluster:
 
     @property
     def url(self) -> str:
-        """What `kvemb.connect` takes."""
+        """The URL that `kvemb.connect` takes."""
         return self.config_path.as_uri()
 
     def start_shard(self, index: int, *options: str) -> LocalProcess:
@@ -97,7 +97,7 @@ class LocalCluster:
         return self.shards[index]
 
     def launch_shard(self, index: int, *options: str) -> LocalProcess:
-        """The same without the wait."""
+        """Start one shard as `start_shard`, without the wait."""
         self._ready_file(index).unlink(missing_ok=True)
         command = [*self._shard_command(index), *options]
         process = LocalProcess(f"shard {index}", command, self.folder / f"shard-{index}.log", python_env())
@@ -107,11 +107,11 @@ class LocalCluster:
     def _shard_command(self, index: int) -> list[str]:
         """Program and arguments of a shard."""
         files = ["--config", str(self.config_path), "--ready-file", str(self._ready_file(index))]
-        # -P: it must not import what happens to lie in the folder that the program was started in.
+        # -P: it must not import modules from the folder in which the program was started.
         return [sys.executable, "-P", "-m", "kvemb.cli", "shard", "--shard", str(index), *files, "--drain-timeout", str(_DRAIN_S)]
 
     def _await_shard(self, index: int) -> None:
-        # A shard that has much to replay says now and then how far it has come.
+        # A shard with much to replay reports its progress now and then.
         self.shards[index].wait_until(self._ready_file(index).exists, Deadline.after(START_TIMEOUT_S), while_it_talks=True)
 
     def _ready_file(self, index: int) -> Path:
@@ -169,7 +169,7 @@ class LocalCluster:
         }
 
     def _stop(self) -> None:
-        """End the shards, which drain into storage, then storage. A second Ctrl-C ends them at once, and this finishes all the same."""
+        """End the shards, which drain into storage, then storage. A second Ctrl-C ends them at once; this method still finishes."""
         with _on_interrupt(self._kill_shards):
             if told := interrupts.deliver_to(self._addresses):
                 log.warning("%s", told)
@@ -210,7 +210,7 @@ class Local:
         return self._cluster.url
 
     def stop(self) -> None:
-        """End it, and delete what it stored. Idempotent; does nothing in a fork of the program that started it."""
+        """End it, and delete its data. Idempotent; does nothing in a fork of the program that started it."""
         if self._pid == os.getpid():
             self._pid = 0
             atexit.unregister(self.stop)
@@ -241,7 +241,7 @@ def local(
         store, nodes, shards, mode, trainers, memory_mb, cache_mb, durability, journal_max_mb: see `LocalCluster`.
 
     Returns:
-        What gives the URL that `kvemb.connect` takes when it is entered, or started.
+        An object that gives the URL for `kvemb.connect` when it is entered, or started.
 
     Raises:
         ConfigError: an argument is out of range, or a server program is missing.
@@ -263,7 +263,7 @@ def local(
 
 @contextmanager
 def _on_interrupt(act: Callable[[], None]) -> Iterator[None]:
-    """Let Ctrl-C, SIGTERM and SIGHUP do this instead of ending the block, where they can be caught (the main thread)."""
+    """Let Ctrl-C, SIGTERM and SIGHUP call `act` instead of ending the block, where they can be caught (the main thread)."""
     before = {}
     with suppress(ValueError):  # not the main thread: signals do not come here
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -3,10 +3,9 @@
 Every child is started through a few lines that ask the kernel to kill it when its parent dies (Linux). It has a session of its own: Ctrl-C
 reaches this process only, which then ends them in order.
 
-The folder of a local cluster. A program that is killed leaves it behind; the next one that starts a cluster removes it.
-
-Strategy: the owner, and children that it has forked, hold a lock on a file in it as long as they live. The kernel lets go of it, so no
-process id can be mistaken for another's. A folder without that file, or of another user, is never touched.
+A program that is killed leaves its cluster's folder behind; the next program that starts a cluster removes it. The owner, and children that
+it has forked, hold a lock on a file in the folder as long as they live. The kernel releases it, so no process id can be mistaken for
+another's. A folder without that file, or of another user, is never touched.
 """
 
 import fcntl
@@ -80,7 +79,7 @@ class LocalProcess:
         Args:
             ready: asked again and again.
             deadline: of the wait.
-            while_it_talks: whether the deadline begins anew whenever the process has written to its log.
+            while_it_talks: whether the deadline begins again whenever the process has written to its log.
 
         Raises:
             LocalProcessError: the process ended before, or the deadline passed; with the end of its log.
@@ -170,9 +169,9 @@ def _start_forever(jobs: "queue.SimpleQueue[tuple[Callable[[], subprocess.Popen[
 
 
 def python_env() -> dict[str, str]:
-    """What a Python child of ours needs: to find these packages wherever they lie, and one BLAS thread.
+    """Return the environment of a Python child: it finds these packages in any folder, and has one BLAS thread.
 
-    Several of our processes share the cores already; a BLAS that starts a thread per core in each only gets in the others' way.
+    Several of our processes share the cores already; a BLAS that starts a thread per core in each only slows the others down.
     """
     here = str(Path(__file__).parents[2])
     path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -180,7 +179,7 @@ def python_env() -> dict[str, str]:
 
 
 def free_ports(n: int) -> list[int]:
-    """Return n unique loopback ports that nobody listens on, each set aside for about a minute.
+    """Return n unique loopback ports without a listener, each set aside for about a minute.
 
     A connection that was just closed keeps the system from giving its port to another process that asks for any. A server that listens with
     SO_REUSEADDR, as all of ours do, may have it.
@@ -207,24 +206,24 @@ log = logging.getLogger("kvemb")
 
 
 class LocalFolder:
-    """A new folder, after those were removed whose owners are dead."""
+    """A new folder; first the folders of dead owners are removed."""
 
     def __init__(self) -> None:
         for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
             _remove_if_left(left)
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        # memcached gives up root for nobody, and must still be able to reach its folder.
+        # memcached drops root for the user "nobody", and must still be able to reach its folder.
         self.path.chmod(0o755)
         self._lock = _locked(self.path)
 
     def remove(self) -> None:
-        """Delete it with all that is in it. Idempotent."""
+        """Delete the folder with all its files. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
 
 def _locked(folder: Path) -> IO[bytes]:
-    """Make the lock file; it gets its name when it is locked, so that nobody finds it without its owner."""
+    """Make the lock file; it gets its name when it is locked, so that no program finds it without its owner."""
     new = folder / f"{_LOCK}.new"
     file = new.open("wb")
     try:
@@ -236,7 +235,7 @@ def _locked(folder: Path) -> IO[bytes]:
 
 
 def _remove_if_left(lock: Path) -> None:
-    """Remove a folder of this user's that nobody owns any more; of several who try at once one does."""
+    """Remove a folder of this user's without an owner; of several processes that try at once, one does."""
     try:
         folder = lock.parent.lstat()
         if not stat.S_ISDIR(folder.st_mode) or folder.st_uid != os.geteuid():

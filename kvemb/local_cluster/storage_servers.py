@@ -65,7 +65,7 @@ class StorageServer:
 
         Args:
             snapshot: of a Redis or Valkey server, to come back with instead.
-            member: whether a Redis Cluster's node keeps its place in the cluster, as one does whose data was in memory only.
+            member: whether a Redis Cluster's node keeps its place in the cluster, as a node with its data in memory only does.
         """
         self.process.kill()
         self.snapshot_path.unlink(missing_ok=True)
@@ -118,8 +118,8 @@ def create_redis_cluster(ports: list[int], deadline: Deadline) -> None:
     try:
         bounds = [N_SLOTS * i // len(ports) for i in range(len(ports) + 1)]
         bus_ports = [client.config_get("cluster-port")["cluster-port"] for client in clients]
-        # Epochs of their own, and everybody introduced to everybody, save the seconds that gossip would take to settle both.
-        for index, client in enumerate(clients):  # before anybody is introduced: a node that knows another refuses it
+        # Epochs of their own, and every node introduced to every other, save the seconds that gossip would take to settle both.
+        for index, client in enumerate(clients):  # before any introduction: a node that knows another refuses it
             client.execute_command("CLUSTER SET-CONFIG-EPOCH", index + 1)
             client.execute_command("CLUSTER ADDSLOTSRANGE", bounds[index], bounds[index + 1] - 1)
         for index, client in enumerate(clients):

@@ -1,1 +1,1 @@
-"""What operators see of a cluster: its status, what is wrong with it and the mend of each finding, what it will need and reach."""
+"""A cluster as operators see it: its status, its faults and their mends, and how many servers a table will need."""

@@ -1,13 +1,10 @@
-"""What a cluster will need and reach, reckoned from what was measured; nothing here asks a server.
+"""How many nodes and shards a table will need, and their load: arithmetic on measured costs. Pure; nothing here asks a server.
 
-What rows cost, as measured: the figures of benchmarks/RESULTS.md, and nothing that was not measured. Pure data.
+The costs of rows are the measured figures of benchmarks/RESULTS.md. They depend on the machine (2 cores of an AMD EPYC, shared by servers,
+shards and trainers, loopback, Redis 7.0, Valkey 9.1, memcached 1.6), and hold for tables of 300,000 to 2,000,000 rows.
+tests/unit/test_capacity.py holds each of them equal to the page.
 
-They depend on the machine (2 cores of an AMD EPYC, shared by servers, shards and trainers, loopback, Redis 7.0, Valkey 9.1, memcached 1.6),
-and hold for tables of 300,000 to 2,000,000 rows. tests/unit/test_capacity.py holds each of them equal to the page.
-
-How many nodes and shards a table will need, and what each of them holds: arithmetic on measured costs. Pure.
-
-What is assumed and was not measured are three shares: how full memory and how busy a core may be, and how much of a shard's disk a merge of
+Three shares are assumed and were not measured: how full memory may be, how busy a core may be, and how much of a shard's disk a merge of
 its snapshot takes for a while.
 """
 
@@ -61,10 +58,10 @@ TRAINED_US: Mapping[str, Mapping[int, float]] = {
 """µs of CPU per row that is pulled, pushed and written (section "train": Redis, fast, Adam, two shards), by bytes of a record."""
 
 ONE_ROW_A_COMMAND = 0.76
-"""Share of the speed that is left where a batch has about one row of a bucket ("How much memory": `train --layout compact`)."""
+"""Share of the speed that remains where a batch has about one row of a bucket ("How much memory": `train --layout compact`)."""
 
 REPAIR_ROWS_S = 352.73e3
-"""Rows a second that one shard brings back to one node from its snapshot and journal (section "recovery", Redis, records of 204)."""
+"""Rows a second that one shard restores on one node from its snapshot and journal (section "recovery", Redis, records of 204)."""
 
 SAVE_ROWS_S = 545.08e3
 """Rows a second of a full save by one shard (section "checkpoint", records of 204)."""
@@ -76,11 +73,11 @@ PROCESS_BYTES = 250e6
 """Memory of a shard's process beside its index and cache (section "Memory of a shard in training"): at most, with pushes of 50,000 rows."""
 
 CUT_BYTES_PER_ROW = 16
-"""What a save copies of the index at its cut, and holds until it has ended (docs/adr/0012)."""
+"""Bytes of the index, per row, that a save copies at its cut and holds until it has ended (docs/adr/0012)."""
 
 
 def bytes_per_row(layout: Layout, record_bytes: int) -> float:
-    """Return the memory of a row: what it takes beside its record is interpolated; beyond the largest measured record, that one's share.
+    """Return the memory of a row: its overhead is interpolated; beyond the largest measured record, that one's share of it holds.
 
     Example:
         >>> round(bytes_per_row(("redis", "compact"), 204), 2), round(bytes_per_row(("redis", "compact"), 140), 1)
@@ -128,7 +125,7 @@ _FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be held and trained.
+    """A table and its training, to be planned for.
 
     Args:
         table: its definition; the number of buckets is chosen here.
@@ -149,7 +146,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Counted:
-    """How many servers it takes: the larger of what memory and what time want."""
+    """How many servers are needed: the larger of the numbers for memory and for time."""
 
     for_memory: int
     for_cpu: int
@@ -171,7 +168,7 @@ class StoragePlan:
         nodes: how many.
         server_us: of a node's time for a row that is pulled, and written once.
         pull_bytes: that travel to a trainer for one row.
-        repair_s: to bring one lost node's rows back, if a single shard did it.
+        repair_s: to restore one lost node's rows, if a single shard did it.
     """
 
     kind: str
@@ -215,7 +212,7 @@ class ShardPlan:
 
 
 def plan_storage(work: Workload, node_bytes: float) -> list[StoragePlan]:
-    """Return what each kind and layout takes on nodes of so much memory; a layout that refuses such records or so many rows is left out."""
+    """Return the plan of each kind and layout on nodes of so much memory, without layouts that refuse such records or so many rows."""
     plans = (_storage(work, layout, node_bytes) for layout in BYTES_PER_ROW)
     return [plan for plan in plans if plan is not None]
 
@@ -236,7 +233,7 @@ def _storage(work: Workload, where: Layout, node_bytes: float) -> StoragePlan | 
 
 
 def _server_us(work: Workload, where: Layout, n_buckets: int) -> float:
-    """What was measured on Redis with fast buckets, times what this kind and layout costs beside it where rows are pulled."""
+    """Return the time measured on Redis with fast buckets, times the ratio of this kind and layout to it where rows are pulled."""
     us = interpolated(TRAINED_US["server"], work.table.record.size_bytes)
     alike = where if where in PULL_SERVER_US else (where[0], "fast")
     us *= PULL_SERVER_US[alike] / PULL_SERVER_US["redis", "fast"]
@@ -244,7 +241,7 @@ def _server_us(work: Workload, where: Layout, n_buckets: int) -> float:
 
 
 def plan_shards(work: Workload, shard_bytes: float, cache_bytes: int) -> ShardPlan:
-    """Return what the shards take, on hosts of so much memory."""
+    """Return the plan of the shards on hosts of so much memory."""
     record, dim = work.table.record, work.table.dim
     index_bytes, cut_bytes = float(work.n_rows * INDEX_BYTES_PER_ROW), float(work.n_rows * CUT_BYTES_PER_ROW)
     room = FULL * shard_bytes - cache_bytes - PROCESS_BYTES
@@ -269,7 +266,7 @@ def plan_shards(work: Workload, shard_bytes: float, cache_bytes: int) -> ShardPl
 
 
 def cautions(work: Workload, storage: list[StoragePlan], shards: ShardPlan) -> list[str]:
-    """Say what of a plan lies outside of what was measured, or cannot be."""
+    """Return the parts of a plan that lie outside of the measurements, or cannot be, in words."""
     sizes = sorted(next(iter(BYTES_PER_ROW.values())))
     size = work.table.record.size_bytes
     said = []
@@ -298,7 +295,7 @@ def _times(needed: float, each: float) -> int:
 
 
 def parts_of(table: TableDef) -> Mapping[str, int]:
-    """Return the bytes of a record by what they are for.
+    """Return the bytes of a record by their use.
 
     Example: see tests/unit/test_capacity.py.
     """

@@ -1,7 +1,7 @@
-"""What is wrong with keys and certificates: this process's own files, and what shards and nodes show.
+"""Faults of keys and certificates: of this process's own files, and of those that shards and nodes show.
 
-They are looked at by handshakes of our own, since neither gRPC nor a storage client tells more than that a connection was closed. What
-must not live here: how a handshake is made (`kvemb.net.tls_probe`).
+The latter are examined by handshakes of our own, since gRPC and storage clients tell only that a connection was closed. What must not live
+here: how a handshake is made (`kvemb.net.tls_probe`).
 """
 
 import os
@@ -25,7 +25,7 @@ _RENEW = "Issue another one and replace the file in one step (mv); no process ne
 
 
 def judge_certificates(config: Config, timeout_s: float, now_s: float | None = None) -> Iterator[Finding]:
-    """Yield what is wrong with every key and certificate that can be seen from here.
+    """Yield the faults of every key and certificate that can be seen from here.
 
     Args:
         config: the kvemb.yaml.
@@ -45,7 +45,7 @@ def judge_certificates(config: Config, timeout_s: float, now_s: float | None = N
         own = list(_judge_own(tls, at, config.cluster if who == "shard" else "", at_s))
         yield from own
         if any(one.name == UNUSABLE for one in own):
-            continue  # nobody can be asked with them
+            continue  # no server can be asked with them
         for index, address in enumerate(addresses):
             where = f"node {address}" if who == "node" else f"shard {index} ({address})"
             yield from _judge(look_at(address, tls, Deadline.after(timeout_s)), where, at, at_s, "serverAuth")
@@ -101,4 +101,4 @@ def _judge_fault(seen: SeenCertificate, where: str, at: str, purpose: str) -> It
         case "files":
             what, mend = f"{at}: cannot be used: {seen.why}", f"See that {at}.ca, cert and key can be read, and the last two are a pair."
             yield error(UNUSABLE, where, what, mend)
-        # "nobody": told by those who ask it for more
+        # "nobody": reported where a probe asks the server for more

@@ -1,6 +1,4 @@
-"""What operators see of a cluster: every shard, every node, or why one of them did not answer.
-
-Writes what `Cluster.status` saw as the tables that `kvemb status` prints. Pure.
+"""The status of a cluster: every shard and node, or why one of them did not answer, and the tables that `kvemb status` prints.
 
 HEADROOM counts what a node says it stores. memcached counts stored bytes, not the slab pages it has set aside. So it may be out of room for
 rows of one size while some headroom is left.
@@ -43,8 +41,8 @@ class ClusterStatus:
 
     Args:
         held: of each table (name, the rows on each node, None where storage cannot tell), as far as `survey` has looked.
-        change: of nodes, that a command has begun and not ended; None for none, and where that was not looked for.
-        strangers: which shard or node is not the one that kvemb.yaml says, as far as `survey` has looked; "" for none.
+        change: of nodes, that a command has begun and not ended; None if there is none, or it was not looked for.
+        strangers: the shard or node that is not the one that kvemb.yaml names, as far as `survey` has looked; "" for none.
     """
 
     shards: tuple[ShardStatus, ...]
@@ -56,7 +54,7 @@ class ClusterStatus:
 
 
 def survey(config: Config) -> ClusterStatus:
-    """Ask every shard and node of a kvemb.yaml without connecting to the cluster: what is down is what one wants to see.
+    """Ask every shard and node of a kvemb.yaml without connecting to the cluster: so those that are down are reported, too.
 
     Args:
         config: of the cluster.
@@ -84,14 +82,14 @@ def survey(config: Config) -> ClusterStatus:
 
 
 def ask_all(servers: "AllShards", timeout_s: float) -> tuple[dict[int, StatusReply | Exception], str]:
-    """Ask every shard how it is: those of kvemb.yaml, and where shard 0 serves, those that it knows of.
+    """Ask every shard for its status: those of kvemb.yaml, and if shard 0 serves, those that it knows.
 
     Args:
         servers: of a kvemb.yaml, without storage.
         timeout_s: of every round.
 
     Returns:
-        What each said, or why it did not; and what is wrong with kvemb.yaml's shards, "" for nothing.
+        Each shard's answer, or its error; and a fault of kvemb.yaml's shards, "" for none.
     """
     replies = servers.try_each("Status", Empty(), StatusReply, Deadline.after(timeout_s))
     first, unknown = replies.get(0), ""
@@ -108,12 +106,12 @@ def ask_all(servers: "AllShards", timeout_s: float) -> tuple[dict[int, StatusRep
 
 
 def _strangers(config: Config, store: Store, servers: "AllShards | None") -> str:
-    """Return what connecting would find: markers, cluster map, shards' numbers or names that are not those of this kvemb.yaml.
+    """Return the mismatch that connecting would find: markers, cluster map, shards' numbers or names that differ from this kvemb.yaml.
 
     Args:
         config: of the cluster.
         store: whose nodes answer.
-        servers: None where not all of them serve: only whose the nodes are is asked then.
+        servers: None if not all of them serve: then only the nodes' cluster is checked.
     """
     deadline = Deadline.after(config.storage.timeout_s)
     try:
@@ -151,7 +149,7 @@ def _held(store: Store, timeout_s: float) -> tuple[tuple[str, tuple[HeldRows | N
 
 
 def read_status(store: Store, client: "ShardClient | None", timeout_s: float) -> ClusterStatus:
-    """Ask every shard and node; what does not answer is reported as such, not raised.
+    """Ask every shard and node; one that does not answer is reported as such, not raised.
 
     Args:
         store: the storage nodes.
@@ -181,11 +179,10 @@ _STOPPED = "the shard stopped applying"  # what a ShardFailedError begins with; 
 
 
 def render(status: ClusterStatus) -> str:
-    """Return aligned plain text: nodes with keys and memory headroom, shards with what they have applied and how far they lag.
+    """Return aligned plain text: nodes with keys and memory headroom, shards with their applied batches and their lag.
 
-    A key is a row, a bucket or a page. Of tables in buckets the rows on each node are counted. Above the tables: what is
-    not of the cluster that kvemb.yaml means. Below them, each on its own line: what is the matter with a shard, what it repairs, how far it
-    has compared cold rows.
+    A key is a row, a bucket or a page. Of tables in buckets the rows on each node are counted. Above the tables: servers that are not of
+    the cluster that kvemb.yaml means. Below them, each on its own line: a shard's error, its repair, its progress in comparing cold rows.
     """
     lines = _table(
         ("NODE", "SERVER", "KEYS", "USED", "LIMIT", "HEADROOM", "EVICTED"),
@@ -209,7 +206,7 @@ def render(status: ClusterStatus) -> str:
 
 
 def _held_lines(status: ClusterStatus) -> list[str]:
-    """How many rows each node holds of the tables of which it can tell."""
+    """Return how many rows of each table every node holds, for the tables where it can tell."""
     told = [(name, of) for name, of in status.held if None not in of]
     if not told:
         return []
@@ -218,7 +215,7 @@ def _held_lines(status: ClusterStatus) -> list[str]:
 
 
 def render_repair(replies: Mapping[int, RepairReply]) -> str:
-    """Return what a repair did, shard by shard and in all.
+    """Return the results of a repair in words, shard by shard and in all.
 
     Example:
         >>> print(render_repair({0: RepairReply(1, 4000, 0.5), 2: RepairReply(1, 2000, 0.25)}))
@@ -241,7 +238,7 @@ def _rate(n_rows: int, seconds: float) -> str:
 
 
 def healthy(status: ClusterStatus) -> bool:
-    """Whether every node and every shard answered, is one of this cluster, and none has failed or still starts."""
+    """Whether every node and every shard answered, is one of this cluster, and none has failed or is still starting."""
     nodes_well = not status.nodes_error and not status.strangers and not any(node.error for node in status.nodes)
     return nodes_well and all(s.reply is not None and not s.reply.failure and not s.reply.starting for s in status.shards)
 

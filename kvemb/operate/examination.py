@@ -1,4 +1,4 @@
-"""Asks every node and shard of a kvemb.yaml, without connecting to the cluster: what is down is what one wants to see."""
+"""Asks every node and shard of a kvemb.yaml, without connecting to the cluster: so those that are down are reported, too."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,7 +52,7 @@ _OF_MARKERS: tuple[tuple[type[KvembError], str, str], ...] = (
 
 @dataclass(frozen=True)
 class Examination:
-    """What is wrong, worst first within each part, and how many nodes and shards were looked at: the cluster's, as far as it tells."""
+    """The faults, worst first within each part, and how many nodes and shards were examined: the cluster's own, as far as it names them."""
 
     findings: list[Finding]
     n_nodes: int
@@ -79,12 +79,12 @@ def examine(config: Config, our_version: str) -> Examination:
             if unknown:
                 mend = "Use the kvemb.yaml that the shards were started with."
                 found.append(error("shard-count", "parameter_servers.shards", unknown, mend))
-            # The others would be waited for once more with every question.
+            # Only shards that serve: each question would wait for the others again.
             serving = {shard: Empty() for shard, reply in statuses.items() if isinstance(reply, StatusReply) and not reply.starting}
             described = servers.try_each("Describe", serving, DescribeReply, Deadline.after(timeout_s))
-            found = [*_another_clusters(store, described, config), *found]  # whose they are comes before any advice on them
+            found = [*_another_clusters(store, described, config), *found]  # first whether they are another cluster's, then advice
             found += [*_hash_limits(store, described, found, timeout_s), *_shards(servers, statuses, described, config, our_version)]
-    # Of those whose certificate is not good it is known why they cannot be reached.
+    # If a server's certificate is not good, it is known why the server cannot be reached.
     kept = sorted((one for one in found if one.name not in _UNREACHED or one.where not in told), key=lambda finding: finding.level)
     return Examination(kept, len(nodes), len(statuses))
 
@@ -138,7 +138,7 @@ def _settings(store: Store, node: NodeStats, timeout_s: float) -> dict[str, str]
 def _hash_limits(
     store: Store, described: Mapping[int, DescribeReply | Exception], found: Sequence[Finding], timeout_s: float
 ) -> Iterator[Finding]:
-    """The tables are those that shards know. A node that has its error already is passed over, or one whose user may not read limits."""
+    """The tables are those that shards know. A node with an error already, or one whose user may not read limits, is passed over."""
     tables = next((answer.tables for answer in described.values() if not isinstance(answer, Exception)), [])
     in_trouble = {one.where for one in found if one.level == ERROR}
     for address in store.nodes.addresses:

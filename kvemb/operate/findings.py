@@ -1,9 +1,4 @@
-"""One thing that is wrong, or will be, and what to do about it. Pure.
-
-What is wrong with a storage node, from what it says of itself. Pure.
-
-What is wrong with a shard, from what it says of itself and its host. Pure.
-"""
+"""Findings: present and coming faults, each with its mend, of a storage node and of a shard, by their own answers. Pure."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,14 +16,14 @@ ERROR, WARNING = "error", "warning"
 
 @dataclass(frozen=True)
 class Finding:
-    """What the doctor found.
+    """One finding of the doctor.
 
     Args:
         name: of the kind of finding, for scripts: it does not change.
-        level: ERROR: rows or pushes are in danger, or nothing goes on. WARNING: that may come, or it costs more than it need.
+        level: ERROR: rows or pushes are in danger, or nothing goes on. WARNING: that may come, or the cost is higher than needed.
         where: node, shard or file.
-        what: is the matter.
-        mend: what to do.
+        what: the fault.
+        mend: the next step.
     """
 
     name: str
@@ -44,7 +39,7 @@ def error(name: str, where: str, what: str, mend: str) -> Finding:
 
 
 def warning(name: str, where: str, what: str, mend: str) -> Finding:
-    """Make one that can."""
+    """Make a finding that can wait."""
     return Finding(name, WARNING, where, what, mend)
 
 
@@ -53,15 +48,15 @@ LEAST_CONNECTIONS = 256
 SLOW_S = 1.0
 _OLDEST = {"redis": (6, 0), "valkey": (7, 0), "memcached": (1, 6)}
 _SLOW = "Look at its host (CPU, swap, network), and for a command that takes long (SLOWLOG GET); kvemb bench compares the nodes."
-_SILENT = "no complete answer within"  # so says `kvemb.net.exchange` of a server that was connected to
+_SILENT = "no complete answer within"  # the words of `kvemb.net.exchange` for a server with an open connection
 _UNREACHED = "Start it, or put its address right in storage.nodes. Shards wait for it and lose nothing; kvemb repair is not needed."
 
 
 def judge_node(node: NodeStats, settings: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield what is wrong with one node.
+    """Yield the faults of one node.
 
     Args:
-        node: as it answered, or why not.
+        node: its answer, or the error.
         settings: see `StoreNodes.settings`.
     """
     where = f"node {node.address}"
@@ -76,7 +71,7 @@ def judge_node(node: NodeStats, settings: Mapping[str, str]) -> Iterator[Finding
 
 
 def judge_limits(address: str, tables: Sequence[TableDef], limits: BucketLimits) -> Iterator[Finding]:
-    """Yield which tables' rows a Redis or Valkey node keeps in a way that does not suit them.
+    """Yield a finding for tables whose rows a Redis or Valkey node keeps in a form that does not suit them.
 
     Args:
         address: of the node.
@@ -126,7 +121,7 @@ def _judge_redis(where: str, settings: Mapping[str, str]) -> Iterator[Finding]:
     if settings.get("role") == "slave" and settings.get("cluster_enabled") != "1":
         what = f"is a replica of {settings.get('master_host')}: it takes no writes"
         yield error("node-replica", where, what, "Name the primary in storage.nodes, or run REPLICAOF NO ONE here.")
-    # Without a schedule the server takes writes, whatever became of the last one.
+    # Without a schedule the server takes writes, also if the last save failed.
     if settings.get("rdb_last_bgsave_status") == "err" and settings.get("save", "unknown"):
         what = "its last snapshot failed: it refuses writes while stop-writes-on-bgsave-error is on"
         yield error("node-snapshot-failed", where, what, 'Give its disk room, or switch snapshots off: CONFIG SET save "".')
@@ -169,13 +164,13 @@ _SAME_FILE = "Start every shard and trainer with the same kvemb.yaml."
 
 @dataclass(frozen=True, eq=False)
 class ShardFacts:
-    """What one shard has answered.
+    """The answers of one shard.
 
     Args:
         shard, address: as the cluster map says, or kvemb.yaml.
         error: why it did not answer.
         describe, status, examine: its answers; None where there was none.
-        asked_s: the time of day here when it was asked how late it is.
+        asked_s: the time of day here when the shard was asked for its own.
     """
 
     shard: int
@@ -193,7 +188,7 @@ class ShardFacts:
 
 
 def judge_shard(facts: ShardFacts, config: Config, our_version: str) -> Iterator[Finding]:
-    """Yield what is wrong with one shard."""
+    """Yield the faults of one shard."""
     if facts.error and re.search(r"certificate|token|TLS", facts.error):
         mend = "Give this process a certificate of its authority for this cluster and role, or the token (docs/security.md)."
         yield error("shard-refuses", facts.where, facts.error, mend)

@@ -1,6 +1,6 @@
 """How fast a cluster's rows are read at this moment: pulls straight from storage, timed one by one. Nothing is written, no shard is asked.
 
-Which part of the traffic each storage node has: what its own counters of bytes gained between two looks, by whomever.
+Also each storage node's share of the traffic, of all clients: the growth of its own counters of bytes between two looks.
 """
 
 import time
@@ -27,7 +27,7 @@ _PERCENTILES = (50, 90, 99, 100)
 
 @dataclass(frozen=True)
 class PullRate:
-    """What some pulls took.
+    """The times of some pulls.
 
     Args:
         n_pulls: how many.
@@ -108,7 +108,7 @@ class NodeTraffic:
 
 
 def look_twice(config: StorageConfig) -> tuple[Sequence[NodeStats], dict[str, NodeTraffic]]:
-    """Return the nodes as they are, and the traffic of those that answered both times. Takes a second.
+    """Return the nodes' statistics, and the traffic of those that answered both times. Takes a second.
 
     Args:
         config: of the nodes, which need not be whole.
@@ -132,10 +132,10 @@ def look_twice(config: StorageConfig) -> tuple[Sequence[NodeStats], dict[str, No
 
 
 def traffic_between(look: Callable[[], Mapping[str, int]]) -> dict[str, NodeTraffic]:
-    """Look twice, a second apart, and return what each node's traffic was meanwhile.
+    """Look twice, a second apart, and return each node's traffic in between.
 
     Args:
-        look: returns each node's bytes since its server started. One that has started again in between has no traffic here.
+        look: returns each node's bytes since its server started. A server that has restarted in between has no traffic here.
     """
     before, begun_s = look(), time.monotonic()
     time.sleep(BETWEEN_S)

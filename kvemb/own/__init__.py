@@ -1,10 +1,10 @@
-"""Where `trainer` and `paramserver` are found under names that nobody else has: `kvemb.own.trainer`, `kvemb.own.paramserver`.
+"""Finds `trainer` and `paramserver` under names that no other program uses: `kvemb.own.trainer`, `kvemb.own.paramserver`.
 
-Both names are common: programs have a `trainer.py`, and another distribution installs a package `trainer`. So an installed kvemb brings
-both inside of this package. A checkout has them at its top, where this package looks, too. There `trainer` stays the name under which they
-are imported, unless something else goes by it: a class must not exist twice in one process, once under each name.
+Both names are common: programs have a `trainer.py`, and another distribution installs a package `trainer`. So an installed kvemb holds
+both inside of this package. A checkout has them at its top, where this package looks, too. There they are imported as `trainer` and
+`paramserver`, unless something else has the name: a class must not exist twice in one process, once under each name.
 
-What must not live here: any code of theirs, and any import of it before somebody asks.
+What must not live here: any code of the two packages, and any import of it before it is asked for.
 """
 
 import sys
@@ -21,7 +21,7 @@ if _CHECKOUT is not None:
 
 
 def import_own(name: str) -> ModuleType:
-    """Import a module of `trainer` or `paramserver` by its name in the repository, whatever else is called so.
+    """Import a module of `trainer` or `paramserver` by its name in the repository, also if another package has that name.
 
     Example:
         >>> import_own("paramserver.optim").__file__.endswith("/paramserver/optim/__init__.py")
@@ -35,7 +35,7 @@ def facade(name: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]
     """Return `__getattr__` and `__dir__` of a module that hands on another one, which is imported at first use."""
 
     def get(attribute: str) -> object:
-        if attribute.startswith("__") and attribute != "__all__":  # what inspection asks every module for must not import a framework
+        if attribute.startswith("__") and attribute != "__all__":  # inspection asks every module for these
             raise AttributeError(attribute)
         return getattr(import_own(name), attribute)
 

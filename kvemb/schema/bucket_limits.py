@@ -1,8 +1,8 @@
-"""Up to where a server keeps a hash as one compact string, and what the tables in its buckets want of that. Pure.
+"""The limits up to which a server keeps a hash as one compact string, and those that the tables in its buckets need. Pure.
 
 Redis and Valkey: hash-max-listpack-value, the longest value, and hash-max-listpack-entries, the most fields. A compact table's records must
-be within both. Hashes of hundreds of fields must not be, in any table: they are searched from their beginning. So the entries that
-suit everybody lie between what a compact bucket may hold by chance and what is still searched as fast as a hash table.
+be within both. Hashes of hundreds of fields must not be, in any table: they are searched from their beginning. So the limit of entries
+is above the number that a compact bucket may hold by chance, and below the number that is searched slower than a hash table.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ class BucketLimits:
 
 
 def limits_for(tables: Sequence[TableDef], limits: BucketLimits) -> BucketLimits:
-    """Return what a server's limits should be for these tables: as they are where none is compact.
+    """Return the limits that a server should have for these tables: unchanged if none is compact.
 
     Example:
         >>> limits_for([], BucketLimits(512, 64))
@@ -43,7 +43,7 @@ def limits_for(tables: Sequence[TableDef], limits: BucketLimits) -> BucketLimits
 
 
 def misfits(tables: Sequence[TableDef], limits: BucketLimits) -> Iterator[str]:
-    """Say of each table what of a server's limits does not fit it: the limit, its value, the one needed, the commands to type."""
+    """Yield a line for each limit of a server that does not fit a table: the limit, its value, the one needed, the commands to type."""
     for table in tables:
         if table.num_ids is not None:
             continue

@@ -1,4 +1,4 @@
-"""The cluster map: which node holds each slot, which shard writes it, and what is changing. Pure; no I/O.
+"""The cluster map: which node holds each slot, which shard writes it, and the move under way. Pure; no I/O.
 
 Every process of a cluster routes by one such map, and every node holds a copy. The digest of the owners is in the nodes' markers, so a
 batch that was routed by another map fails. On Redis Cluster the nodes' half is the cluster's own: the map has only the shards', and no
@@ -33,8 +33,8 @@ class NodePlace(NamedTuple):
 
     Args:
         address: "host:port"; "" of one that is gone.
-        said_by: "file": kvemb.yaml says it, and may say another one later; "command": an operator's command, and it alone; "gone": the
-            number is not in use any more.
+        said_by: the source of the address. "file": kvemb.yaml, which may name another one later; "command": an operator's command alone;
+            "gone": the number is not in use any more.
     """
 
     address: str
@@ -46,14 +46,14 @@ class ClusterMap:
     """One map; make the first of a cluster with `first`.
 
     Args:
-        serial: of the owners, which markers name: the first has 1, each later one the next.
+        serial: of the owners, which markers name: the first map has 1, and it rises by 1 whenever owners change.
         n_nodes: numbers given to storage nodes, those gone included; 0 on a cluster that moves its own slots.
         slot_nodes: uint16 [16384], which of them holds each slot; of no meaning with n_nodes = 0.
         n_shards: numbers given to parameter-server shards, those gone included; a process with a higher one waits to be taken in.
         slot_shards: uint16 [16384], which of them writes each slot.
-        version: of all of it: the first map has 1, and whatever changes, plans included, makes the next. The highest counts.
+        version: of the whole map: the first has 1, and every change, plans included, makes the next. The highest counts.
         places: where each node is; () while no address is noted.
-        shards: where each shard is; () while no address is noted: where kvemb.yaml says.
+        shards: where each shard is; () while no address is noted: then kvemb.yaml's addresses hold.
         plan: a move under way.
         n_node_moves: how many of the last serials changed nothing but nodes.
 
@@ -101,11 +101,11 @@ class ClusterMap:
     def shard_places(self, in_file: Sequence[str]) -> tuple[str, ...]:
         """Return where each shard is, "" for those that are gone.
 
-        What a command has said comes first. Then the address that was noted, if kvemb.yaml still names it; then the one at the shard's
-        position there, unless that one is known to be another shard's (an edit of the file need not leave holes); then the noted one.
+        An address from a command comes first. Then the noted address, if kvemb.yaml still names it; then the one at the shard's position
+        there, unless that one is known to be another shard's (an edit of the file need not leave holes); then the noted one.
 
         Args:
-            in_file: the addresses that kvemb.yaml says; more of them than the map has shards are of processes that wait.
+            in_file: the addresses in kvemb.yaml; those beyond the map's shards are of processes that wait.
 
         Raises:
             ConfigError: no address is known for a shard.
@@ -128,17 +128,17 @@ class ClusterMap:
         return tuple(places)
 
     def place_of(self, shard: int, in_file: Sequence[str]) -> str:
-        """Return where one shard is, "" where it is none of the cluster's, or gone."""
+        """Return where one shard is, "" if it is not one of the cluster's, or gone."""
         return self.shard_places(in_file)[shard] if shard in self.shard_numbers else ""
 
     @cached_property
     def shard_numbers(self) -> tuple[int, ...]:
-        """The shards that there are, ascending; with and without slots."""
+        """The existing shards, ascending, with and without slots."""
         return tuple(number for number in range(self.n_shards) if not self.shards or self.shards[number].said_by != GONE)
 
     @property
     def shards_serial(self) -> int:
-        """The serial with which the shards' half came into force: rows that are to be written are routed by that half alone."""
+        """The serial with which the shards' half came into force: writes are routed by that half alone."""
         return self.serial - self.n_node_moves
 
     def free_shards(self, n: int) -> tuple[int, ...]:
@@ -172,7 +172,7 @@ class ClusterMap:
 
     @cached_property
     def second_nodes(self) -> NDArray[np.uint16] | None:
-        """uint16 [16384], the nodes that rows are written to besides, while slots move between nodes; None where there are none."""
+        """uint16 [16384], the second node that each slot's rows are written to while slots move between nodes; None if none move."""
         plan = self.plan
         return plan.slot_owners if plan is not None and plan.kind == NODES and plan.writes_both else None
 
@@ -190,7 +190,7 @@ class ClusterMap:
 
     @property
     def _shards_of_plan(self) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
-        """The shard that writes each slot when a plan begins, and when it is done; both the same where none moves slots between shards."""
+        """Return the shard of each slot when a plan begins and when it is done, uint16 [16384] each; the same if no slots move."""
         plan = self.plan
         if plan is None or plan.kind != SHARDS:
             return self.slot_shards, self.slot_shards
@@ -198,7 +198,7 @@ class ClusterMap:
 
     @cached_property
     def former(self) -> "ClusterMap | None":
-        """The map that markers may still name, because the one in force has just followed it; None for none."""
+        """The map before this one, which markers may still name; None for none."""
         plan = self.plan
         if plan is None or not plan.renews_markers:
             return None

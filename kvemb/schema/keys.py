@@ -52,7 +52,7 @@ class RowTags:
     placements: tuple[Placement, ...] = ()
 
     def __getitem__(self, rows: slice | NDArray[np.intp]) -> "RowTags":
-        """Return those of some rows."""
+        """Return the tables of some of the rows."""
         return RowTags(self.tags, self.which[rows], self.names, self.placements)
 
 
@@ -86,7 +86,7 @@ class RowKeys:
         return self._some(order)
 
     def of_any_rows(self) -> "RowKeys":
-        """Return the same keys, without what is known of the rows there: for a node that may not have them."""
+        """Return the same keys, without knowledge of the rows there: for a node that may not have them."""
         return self
 
     @property

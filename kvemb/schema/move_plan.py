@@ -1,7 +1,6 @@
 """A plan of slots that move between nodes, or between shards, while training goes on. Pure; docs/adr/0058, 0060 and 0062 say how it goes.
 
-Of a plan the map says who has the slots now, and the plan who else: while it moves them, who is to have them; once it is flipped, who had
-them.
+The map names the present owners of the slots, and the plan the other ones: until the flip the future owners, after it the former ones.
 """
 
 from dataclasses import dataclass
@@ -29,10 +28,10 @@ class MovePlan:
         phase: between nodes "moving", "flipped", "cleaning" or "aborting"; between shards "moving", "holding" (in sync jobs), "draining",
             "flipped", "serving" or "aborting".
         slot_owners: uint16 [16384], the other owner of each slot; of slots that stay, the same one.
-        leaving: numbers of owners that have nothing left, and are gone, when the plan is done.
-        joining: numbers of owners that came with the plan, and are gone when it was aborted.
+        leaving: numbers of owners that have no slots any more, and are gone, when the plan is done.
+        joining: numbers of owners that came with the plan, and are gone if it is aborted.
         max_bytes_per_s: how fast all shards together may copy; 0: as fast as storage takes it.
-        why: of an abort.
+        why: the reason of an abort.
         last_step: of a sync job, once it is draining: the last step that shards take by the map of before the flip.
     """
 
@@ -52,7 +51,7 @@ class MovePlan:
 
     @property
     def flipped(self) -> bool:
-        """Whether the map names those who are to have the slots, and the plan those who had them."""
+        """Whether the map names the future owners of the slots by now, and the plan the former ones."""
         return self.phase in (FLIPPED, CLEANING, SERVING)
 
     @property
@@ -61,14 +60,14 @@ class MovePlan:
         return self.phase in (FLIPPED, SERVING)
 
     def to_list(self) -> list[Any]:
-        """Return what stands in the map's bytes."""
+        """Return the plan as it stands in the map's bytes."""
         runs, leaving, joining = runs_of(self.slot_owners), list(self.leaving), list(self.joining)
         items: list[Any] = [self.kind, self.phase, runs, leaving, joining, self.max_bytes_per_s, self.why]
         return [*items, self.last_step] if self.last_step else items
 
     @staticmethod
     def from_list(items: object, n_owners: dict[str, int]) -> "MovePlan":
-        """Read it again; `n_owners` says how many there are of each kind.
+        """Read what `to_list` returned; `n_owners` has the number of owners of each kind.
 
         Raises:
             ValueError: it is no plan.

@@ -1,6 +1,6 @@
-"""Which slots move when owners come, go, or change their weights: as little as possible, and each table's rows as evenly as all rows. Pure.
+"""Which slots move when owners come, go, or change their weights: as few as possible, and each table's rows as evenly as all rows. Pure.
 
-The one dealer, and the one kind of plan: of nodes under a map of ours, of a Redis Cluster's nodes, of shards.
+One dealer, and one kind of plan, for nodes under a cluster map, for a Redis Cluster's nodes, and for shards.
 
 Slots move in aligned groups of neighbours. The rows of a table of few buckets lie in every 64th slot or so: groups of that width have one
 such slot each, whatever the table. Groups are taken from all over the range, so that no table loses more than its share. A shard with too
@@ -26,7 +26,7 @@ Basis = TypeVar("Basis")
 
 @dataclass(frozen=True, eq=False)
 class SlotSizes:
-    """What lies in each slot: uint64 [16384] rows, and bytes of their records."""
+    """Sizes of the slots: number of rows, and bytes of their records, uint64 [16384] each."""
 
     rows: NDArray[np.uint64]
     record_bytes: NDArray[np.uint64]
@@ -34,12 +34,12 @@ class SlotSizes:
 
 @dataclass(frozen=True, eq=False)
 class SlotPlan(Generic[Basis]):
-    """What a move of slots would do. Nothing is changed until it is begun.
+    """A move of slots as it would be. Nothing is changed until it is begun.
 
     Args:
         kind: "nodes" or "shards", as of a `MovePlan`.
-        basis: what it was worked out from: the cluster map; of a Redis Cluster's nodes the change as the cluster is to keep it.
-        before, after: uint16 [16384], the number of each slot's owner now, and then.
+        basis: of the plan: the cluster map; of a Redis Cluster's nodes the change as the cluster is to keep it.
+        before, after: uint16 [16384], the number of each slot's owner before and after the move.
         sizes: of the slots.
         join, leave: addresses.
     """
@@ -70,12 +70,12 @@ class SlotPlan(Generic[Basis]):
 
     @property
     def n_bytes(self) -> int:
-        """How many bytes of records are in them, without what a server adds; on a Redis Cluster about what they take in memory."""
+        """How many bytes of records are in them, without a server's overhead; on a Redis Cluster about their size in memory."""
         return int(self.sizes.record_bytes[self.moving].sum())
 
     @property
     def does_nothing(self) -> bool:
-        """Whether everything is as it is to be."""
+        """Whether no slot, owner or address would change."""
         return not (self.n_slots or self.join or self.leave)
 
 
@@ -91,7 +91,7 @@ def shares_of(
         weights: shares by address.
 
     Raises:
-        InvalidInputError: an address is none of theirs, or a new one is one already; or no owner would have slots.
+        InvalidInputError: an address is not an owner's, or a joining one is an owner's already; or no owner would have slots.
     """
     noun, owners, named = kind.removesuffix("s"), {**there, **joining}, ", ".join(there.values())
     for address in [*leave, *(weights or {})]:
@@ -169,7 +169,7 @@ def deal(owners: NDArray[np.uint16], sizes: NDArray[np.uint64], weights: Mapping
 
 
 def _cost(sizes: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """What each slot counts: float64 [16384], 1 together."""
+    """Return the weight of each slot: float64 [16384], with the sum 1."""
     cost: NDArray[np.float64] = sizes / max(1.0, float(sizes.sum())) * (1 - _EVEN_SHARE) + _EVEN_SHARE / N_SLOTS
     return cost
 

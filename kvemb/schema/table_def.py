@@ -1,6 +1,6 @@
 """The definition of a table: its identity, which can never change, and the defaults of its run-time values.
 
-Two processes that disagree on a definition must not share rows. So 8 bits of its digest travel in every record, and the whole of it in
+Two processes that disagree on a definition must not share rows. So 8 bits of its digest travel in every record, and the whole digest in
 every creation. No I/O here; the registry of tables is shard 0's, and storage holds a copy.
 """
 
@@ -33,14 +33,14 @@ MAX_NAME_BYTES = 255
 _ID_DTYPES = ("int64", "uint64")
 _REDUCES = ("sum", "mean")
 _UNNAMED_ALGORITHM = 1
-"""Of definitions that name no algorithm of first values: there was only this one."""
+"""Of definitions that name no algorithm of first values: when they were made, this was the only one."""
 _KEYS = {"name", "dim", "dtype", "id_dtype", "optimizer", "initializer", "seed", "reduce"}
 _KEYS |= {"tag_attempt", "num_ids", "life", "init_algorithm", "n_buckets", "layout"}
 
 
 @dataclass(frozen=True)
 class TableDef:
-    """The definition of one table: what is fixed for its life.
+    """The definition of one table, fixed for its life.
 
     One class, because its methods only read these fields: keys, digests and records follow from them.
 
@@ -150,7 +150,7 @@ class TableDef:
 
     @cached_property
     def key(self) -> str:
-        """What tells this table from every other that the cluster ever had; no name has a line end."""
+        """A text that tells this table from every other that the cluster ever had; no name has a line end."""
         return f"{self.name}\n{self.life}" if self.life else self.name
 
     @cached_property
@@ -197,11 +197,11 @@ class TableDef:
         return paged_keys(self.tag, ids, self.pages, new, name=self.name)
 
     def goes_whole(self, *, pages: bool) -> bool:
-        """Whether a dropped table's buckets are deleted with all that is in them, instead of its rows one by one."""
+        """Whether a dropped table's buckets are deleted whole, instead of its rows one by one."""
         return pages and self.n_buckets is not None and self.n_buckets <= _MOST_WHOLE
 
     def leftovers(self, *, pages: bool) -> Iterator[RowKeys]:
-        """Yield the keys of what is left in storage of a dropped table, once no shard knows of a row: buckets, with rows or a filler."""
+        """Yield the keys of a dropped table that remain in storage once no shard knows of a row: buckets, with rows or a filler."""
         filled = needs_filler(self.record.size_bytes, compact=self.layout == "compact")
         if not pages or self.n_buckets is None or not (filled or self.goes_whole(pages=pages)):
             return
@@ -249,11 +249,11 @@ class TableDef:
             )
 
     def opened_as(self, existing: "TableDef") -> "TableDef":
-        """Return the same definition with what no user chooses, and an existing table keeps: its algorithm of first values."""
+        """Return the same definition with the existing table's algorithm of first values, which no user chooses."""
         return replace(self, init_algorithm=existing.init_algorithm)
 
     def laid_out(self, expected_rows: object, layout: str | None = None) -> "TableDef":
-        """Return the same definition with as many buckets as such a number of rows wants, roughly, in this layout; None: not known.
+        """Return the same definition with as many buckets as about so many rows need in this layout; None: not known.
 
         Raises:
             InvalidInputError: it is no number of rows, or no layout; the table has num_ids; or see `buckets_for`.
@@ -293,7 +293,7 @@ class TableDef:
         } | {name: value for name, value in self._rarer().items() if value is not None}
 
     def _rarer(self) -> dict[str, int | str | None]:
-        """What is only written where it says something: earlier definitions keep their bytes."""
+        """Return the fields that are written only if they differ from their default: earlier definitions keep their bytes."""
         algorithm = None if self.init_algorithm == _UNNAMED_ALGORITHM else self.init_algorithm
         return {"num_ids": self.num_ids, "life": self.life or None, "init_algorithm": algorithm, "n_buckets": self.n_buckets} | (
             {"layout": self.layout} if self.layout != "fast" else {}
@@ -301,7 +301,7 @@ class TableDef:
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> "TableDef":
-        """Rebuild a definition; unknown or missing keys are refused by name. Without init_algorithm it is from the time of the first one.
+        """Rebuild a definition; unknown or missing keys are refused by name. Without init_algorithm the first algorithm is meant.
 
         Raises:
             InvalidInputError: on a key or value that no definition has.
@@ -321,7 +321,7 @@ class TableDef:
 def whole_number(given: object) -> int | None:
     """Return an integer of any kind, NumPy's too, as Python's; None where it is none."""
     try:
-        return None if isinstance(given, bool) else operator.index(given)  # type: ignore[arg-type]  # that is the question
+        return None if isinstance(given, bool) else operator.index(given)  # type: ignore[arg-type]  # it raises TypeError
     except TypeError:
         return None
 

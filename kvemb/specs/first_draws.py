@@ -1,21 +1,18 @@
 """The draws that first values of rows are made of: numbers of one distribution, as a pure function of (table name, seed, id, column).
 
-Every trainer and parameter server computes the same bits, whatever its CPU. Only integer operations and IEEE + - * / sqrt are used, never
-NumPy's log, exp, cos or pow, whose last bits differ between CPUs. What must not live here: what users may ask for and how it is checked
-(kvemb.specs.initializer), records, I/O, global random state.
+Every trainer and parameter server computes the same bits, on any CPU. Only integer operations and IEEE + - * / sqrt are used, never
+NumPy's log, exp, cos or pow: they dispatch on vector extensions, so their last bits differ between CPUs, and libm's between systems. What
+must not live here: the users' options and their checks (kvemb.specs.initializer), records, I/O, global random state.
 
 Strategy: a counter generator (kvemb.arrays.hashing) gives 64-bit words of a row. Algorithm 2 cuts each into four lanes of 16 bits, one for
 each column, and looks them up in a table: lane i stands for the distribution's quantile at (i + 1/2) / 2**16. The table has the mean, the
 scale and the storage dtype in it, so a value costs a quarter of a hash and one gather. Algorithm 1 takes a word per column, and the inverse
-distribution function of its upper 52 bits; tables that were made with it keep it. In both, column c depends
-neither on the number of columns nor on what begins the columns beside it. Blocks of rows keep memory bounded. Thread- and fork-safe.
+distribution function of its upper 52 bits; tables that were made with it keep it. In both, column c depends neither on the number of
+columns nor on the initializers of other columns. Blocks of rows keep memory bounded. Thread- and fork-safe.
 
-The inverse normal distribution function, from IEEE + - * / and sqrt alone: the same bits on every CPU.
-
-NumPy's log and exp differ in their last bits between CPUs, because they dispatch on vector extensions. libm differs between systems. The
-first value of a row must not differ. So the logarithm is our own, taken from the bits of the argument. Strategy: one rational function of
-the centre (85 % of the mass) over all elements, then the tails overwritten. Each operation is its own ufunc call, so no compiler can fuse a
-multiply and an add.
+The inverse normal distribution function has a logarithm of its own, taken from the bits of the argument. One rational function of the
+centre (85 % of the mass) is computed for all elements, then the tails are overwritten. Each operation is its own ufunc call, so no compiler
+can fuse a multiply and an add.
 """
 
 from dataclasses import dataclass
@@ -152,7 +149,7 @@ def _polynomial(coefficients: tuple[float, ...], x: NDArray[np.float64]) -> NDAr
 ALGORITHM_VERSION: Final = 2
 """Of new tables. It rises whenever the bits of any initial row change. It is part of a table's definition, and a table keeps its own."""
 ALGORITHMS: Final = (1, 2)
-"""All that rows can be drawn by. Golden vectors are kept for each."""
+"""All algorithms that draw rows. Golden vectors are kept for each."""
 
 _LANES: Final = 4  # of 16 bits in a word
 _N_QUANTILES: Final = 1 << 16
@@ -166,8 +163,8 @@ class Distribution:
 
     Args:
         family: "uniform" (between 0 and 1), "normal" (of mean 0 and std 1) or "truncated_normal" (that, cut at 2).
-        offset: added to what is drawn, after
-        scale: was multiplied with it.
+        offset: added after scaling.
+        scale: the factor of a number drawn.
         dtype: storage dtype that values are rounded to.
     """
 

@@ -1,7 +1,7 @@
-"""How the rows of a table begin, as users ask for it: kinds, their parameters, their plain form, and the rows.
+"""Initializers, the first values of a table's rows: kinds, their parameters, their plain form, and the rows.
 
 The first value of a row is a pure function of (table name, seed, id, column), so a pull of an unseen id writes nothing. Its draws are made
-in kvemb.specs.first_draws. What users call to get an initializer is in kvemb.init. What must not live here: generators, records, I/O.
+in kvemb.specs.first_draws; the functions that users call are in kvemb.init. What must not live here: generators, records, I/O.
 """
 
 import math
@@ -163,7 +163,7 @@ class Initializer:
         return cls(d["kind"], tuple((k, v) for k, v in d.items() if k not in apart), parts)
 
     def _settle_parts(self) -> None:
-        """Keep widths as Python ints, which messages and digests need; refuse what are no parts."""
+        """Keep widths as Python ints, which messages and digests need; refuse anything that is no list of parts."""
         if bool(self.parts) != (self.kind == "columns"):
             needs = "needs at least one part" if self.kind == "columns" else "takes no parts"
             raise InvalidInputError(f"initializer {self.kind} {needs}")
@@ -179,7 +179,7 @@ class Initializer:
         object.__setattr__(self, "parts", tuple(settled))
 
     def _ranges(self, dim: int) -> Iterator[tuple[int, int, "Initializer"]]:
-        """Yield the first column, the column behind the last, and what they begin with."""
+        """Yield the first column, the column behind the last, and their initializer."""
         first = 0
         for width, part in self.parts or ((dim, self),):
             yield first, first + width, part
@@ -198,7 +198,7 @@ class Initializer:
             raise InvalidInputError(f"initializer {self.to_dict()} could leave the range of float32")
 
     def _distribution(self, dim: int, dtype: str) -> Distribution:
-        """What `dim` columns of this kind are drawn from."""
+        """Return the distribution that `dim` columns of this kind are drawn from."""
         p = dict(self.params)
         if self.kind == "uniform":
             return Distribution("uniform", p["low"], p["high"] - p["low"], dtype)

@@ -1,8 +1,7 @@
 """Gradient transforms as a specification, and the ranges that values given by people are checked against.
 
-Trainers and parameter servers share what is said here: which transforms a table has, in which order, and with which
-run-time values. The maths is in `paramserver.optim.update_rule`; no NumPy and no I/O here. People reach these names
-through `kvemb.optim`.
+Trainers and parameter servers share these values: which transforms a table has, in which order, and with which run-time values. The maths
+is in `paramserver.optim.update_rule`; no NumPy and no I/O here. Users reach these names through `kvemb.optim`.
 """
 
 import math
@@ -15,8 +14,7 @@ from kvemb.errors import InvalidInputError
 
 @dataclass(frozen=True)
 class Value:
-    """A number somebody may give: its default (None: must be given), and the range [low, high) it lies in; `open_low`
-    leaves low out."""
+    """A number that users may give: its default (None: must be given) and its range [low, high); `open_low` excludes low."""
 
     default: float | None
     low: float = 0.0
@@ -29,7 +27,7 @@ class Value:
         Args:
             where: the optimizer or transform, for the message.
             name: the value's name, for the message.
-            value: what was given; NumPy's scalars are fine, text and booleans are not.
+            value: as given; NumPy's scalars are fine, text and booleans are not.
 
         Raises:
             InvalidInputError: not a number, NaN or out of range.
@@ -57,7 +55,7 @@ def refuse_unknown(where: str, given: Iterable[object], known: Iterable[str]) ->
 
 @dataclass(frozen=True)
 class _TransformKind:
-    """What one kind of gradient transform takes: its parameter, and under which name pushes may change it."""
+    """One kind of gradient transform: its parameter, and the name under which pushes may change it."""
 
     param: str  # its name in the constructor and in YAML
     runtime: str  # its name among a table's run-time values, where it stands beside the optimizer's own
@@ -95,7 +93,7 @@ class TransformSpec:
         object.__setattr__(self, "params", ((kind.param, value),))
 
     def ranges(self) -> dict[str, Value]:
-        """Return what its run-time value may be, by run-time name.
+        """Return the range of its run-time value, by run-time name.
 
         Example:
             >>> list(clip_by_norm(2.0).ranges())
@@ -123,7 +121,7 @@ class TransformSpec:
 
     @classmethod
     def from_dict(cls, data: object) -> "TransformSpec":
-        """Read what `to_dict` wrote, or raise InvalidInputError naming what is wrong.
+        """Read what `to_dict` wrote, or raise InvalidInputError naming the fault.
 
         Example:
             >>> TransformSpec.from_dict({"kind": "l2", "weight": 0.01}) == l2(0.01)

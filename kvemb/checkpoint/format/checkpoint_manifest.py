@@ -1,6 +1,4 @@
-"""What a checkpoint holds, as values: cuts, tables, files, and what it is built on. Pure; their bytes are in `manifest_json`.
-
-Names of things under a checkpoint's URL. Pure.
+"""The content of a checkpoint as values: cuts, tables, files and their paths, its base. Pure; their bytes are in `manifest_json`.
 
 Every path in a checkpoint follows from table, shard and part. So a manifest that names any other path is refused, and a path can neither
 leave the checkpoint nor hide in it.
@@ -26,14 +24,14 @@ ROWS, ERASED, IDS = "rows", "erased", "ids"
 ROLES = (ROWS, ERASED, IDS)
 _SUBFOLDERS = {ROWS: "", ERASED: "_erased/", IDS: "_ids/"}  # readers of whole folders (Arrow, Spark) pass over names with _
 _PLAIN = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.-")
-_LONGEST_FOLDER = 198  # of what file systems take: 255 bytes, and fewer where they encrypt names
+_LONGEST_FOLDER = 198  # bytes: file systems take names of 255, and shorter ones where they encrypt names
 _NAME = re.compile(r"[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]{0,254}")
 
 
 def table_folder(table: str) -> str:
     """Return the folder of a table: its name, with %XX for bytes that mean something else to file systems, URLs or readers of folders.
 
-    No two tables share one. What would be longer than a file system takes ends in a digest, behind a "%-" that no other folder has.
+    No two tables share one. A name that is too long for a file system ends in a digest, behind a "%-" that no other folder has.
 
     Example:
         >>> table_folder("user"), table_folder(".."), table_folder("_x"), table_folder("manifest.json")
@@ -107,7 +105,7 @@ class FileEntry:
 
     @property
     def path(self) -> str:
-        """Where it lies below the checkpoint's URL."""
+        """The file's path below the checkpoint's URL."""
         return part_path(self.table, self.shard, self.part, self.role)
 
 
@@ -129,7 +127,7 @@ class BaseCheckpoint:
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """What a whole checkpoint consists of.
+    """The manifest of a whole checkpoint.
 
     Args:
         save_id: 32 hex digits, of the save that made it.
@@ -142,8 +140,8 @@ class CheckpointManifest:
         files: data files, sorted by (table, role, shard, part).
         base: of an incremental checkpoint; None: it is full.
         extra: the user's own values.
-        slots: which shard wrote which slot, as runs: of each its first slot and its shard; () where that is not known: of an earlier
-            release, whose shards owned ranges of a hash.
+        slots: which shard wrote which slot, as runs: of each its first slot and its shard; () where that is not known: in an earlier
+            release shards owned ranges of a hash.
     """
 
     save_id: str

@@ -101,7 +101,7 @@ def decode_manifest(data: bytes, where: str) -> CheckpointManifest:
 
 
 def check_extra(extra: object) -> dict[str, Any]:
-    """Return the user's values, or refuse what a manifest cannot keep.
+    """Return the user's values, or refuse values that a manifest cannot keep.
 
     Raises:
         InvalidInputError: not a JSON object, or too large.
@@ -145,7 +145,7 @@ def read_file(fields: Fields) -> FileEntry:
         fields.integer("shard", 0, MAX_SHARDS - 1),
         fields.integer("part", 0, MAX_FILES),
         role,
-        rows=fields.integer("rows", 0 if role == IDS else 1, _MAX_COUNT),  # a list of no ids at all says something
+        rows=fields.integer("rows", 0 if role == IDS else 1, _MAX_COUNT),  # an empty list of ids has a meaning
         size_bytes=fields.integer("bytes", 1, MAX_FILE_BYTES),
         checksum=read_hex(fields, "checksum"),
     )

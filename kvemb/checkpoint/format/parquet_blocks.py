@@ -7,9 +7,8 @@ neither that type nor 16-bit integers: their bits alone would take as many bytes
 Uncompressed: zstd saved a tenth of the bytes at half the speed (docs/adr/0012). And a file that is not compressed cannot unfold into more
 memory than it has bytes. The checksum is taken over the very bytes that are parsed.
 
-The two optional libraries, imported on first use: with an error that says how to get them.
-
-Blocks of rows as they travel between records and data files: columns, not records. Pure array functions.
+The two optional libraries are imported on first use, with an error that says how to get them. Between records and data files rows travel
+as blocks of columns.
 """
 
 from collections.abc import Iterator, Sequence
@@ -84,7 +83,7 @@ class RowBlock:
         return RowBlock(ids, record.versions(records), weights, state)
 
     def records(self, definition: TableDef, versions: NDArray[np.uint64] | int) -> NDArray[np.uint8]:
-        """Return the rows as records with these versions: uint8 [n, record bytes]. State that is not there is a new row's."""
+        """Return the rows as records with these versions: uint8 [n, record bytes]. Without a state they get a new row's."""
         state = new_state(definition, len(self)) if self.state is None else self.state
         return definition.record.encode(self.ids, versions, self.weights, state)
 
@@ -165,12 +164,12 @@ def decode_rows(definition: TableDef, data: bytes, entry: FileEntry, weights_onl
     Args:
         definition: the table.
         data: the whole file.
-        entry: what the manifest says of it.
+        entry: the manifest's entry for it.
         weights_only: whether the checkpoint has no state.
         where: its URL, for messages.
 
     Raises:
-        CheckpointError: it is not what the manifest says, or not ascending.
+        CheckpointError: it differs from the manifest's entry, or is not ascending.
     """
     last = -1
     for columns in _decode(_schema(definition, weights_only), data, entry, row_bytes(definition, weights_only), where):
@@ -194,7 +193,7 @@ def decode_ids(definition: TableDef, data: bytes, entry: FileEntry, where: str) 
 def _encode(schema: Any, groups: Sequence[Sequence[Any]]) -> memoryview:
     pa, parquet = require_extra("pyarrow"), require_extra("pyarrow.parquet")
     sink = pa.BufferOutputStream()
-    # Statistics of ids only, so that others can look rows up; those of weights would cost and say nothing.
+    # Statistics of ids only, so that other programs can look rows up; statistics of weights would cost time and tell nothing.
     with parquet.ParquetWriter(sink, schema, compression="none", use_dictionary=False, write_statistics=["id"]) as writer:
         for columns in groups:
             writer.write_table(pa.Table.from_arrays(list(columns), schema=schema), row_group_size=len(columns[0]))
@@ -222,7 +221,7 @@ def _decode(schema: Any, data: bytes, entry: FileEntry, min_row_bytes: int, wher
 
 
 def _check_shape(file: Any, schema: Any, entry: FileEntry, min_row_bytes: int, where: str) -> None:
-    """Refuse, before any row is read, what could take more memory than the manifest says."""
+    """Refuse, before any row is read, a file that could take more memory than the manifest says."""
     metadata = file.metadata
     if not file.schema_arrow.equals(schema):
         raise CheckpointError(f"{where}: its columns are {_listed(file.schema_arrow)}, expected {_listed(schema)}")
@@ -272,7 +271,7 @@ def _columns(definition: TableDef, block: RowBlock, weights_only: bool) -> list[
 
 
 def _lists(values: NDArray[Any], kind: Any) -> Any:
-    """A fixed-size list array over the very memory of [n, width] values."""
+    """Return a fixed-size list array over [n, width] values, in their own memory."""
     pa = require_extra("pyarrow")
     flat = pa.Array.from_buffers(kind, values.size, [None, pa.py_buffer(np.ascontiguousarray(values))])
     return pa.FixedSizeListArray.from_arrays(flat, type=_list_type(kind, values.shape[1]))
@@ -311,7 +310,7 @@ def _readable(definition: TableDef, weights: NDArray[Any]) -> NDArray[Any]:
 
 
 def _stored(definition: TableDef, weights: NDArray[Any], where: str) -> NDArray[Any]:
-    """The other way; exact, or refused."""
+    """Return the weights in the storage dtype, exactly, or refuse them."""
     if definition.dtype != "bfloat16":
         return weights
     bits = weights.view(np.uint32)

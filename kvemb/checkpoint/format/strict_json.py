@@ -1,7 +1,7 @@
 """JSON documents that carry their own checksum, read without trusting anything. Pure.
 
 The checksum (xxh3, 128 bits, over the canonical form of everything else) finds accidents, not attackers. A bit that flipped in a number is
-as silent as one in a weight. Every value is fetched through `Fields`, which says where in which document a value is not what it must be.
+as silent as one in a weight. Every value is fetched through `Fields`, which names the document and place of a value that is wrong.
 """
 
 import json
@@ -105,7 +105,7 @@ class Fields:
         return None if self._tree[name] is None else Fields(self._tree[name], f"{self._where}: {name}")
 
     def wrong(self, name: str, expected: str) -> CheckpointError:
-        """Make the error for a field that is not what it must be."""
+        """Make the error for a field with a wrong value."""
         return CheckpointError(f"{self._where}: {name} is {repr(self._tree.get(name))[:200]}, expected {expected}")
 
     def _typed(self, name: str, kind: type, allowed: Any, expected: str) -> Any:
