@@ -62,7 +62,7 @@ class Ack:
         what: the push's name in messages.
         parts: all its parts.
         on_failure: called once, with this ack, when a part fails.
-        timeout_s: of its waits, unless they are given a time of their own.
+        timeout_s: of its waits that are given none.
     """
 
     def __init__(

@@ -89,17 +89,17 @@ class AllShards:
         return tuple(self.channels)
 
     def follow(self, cluster_map: ClusterMap) -> None:
-        """Go by a map that was read elsewhere, where there is no storage to read it from.
+        """Follow a map that was read elsewhere, where there is no storage to read it from.
 
         Raises:
-            ConfigError: no address is known for one of its shards; the map before is followed still.
+            ConfigError: no address is known for one of its shards; the former map is still followed.
         """
         with self._lock:
             self._follow(cluster_map)
         self._told = cluster_map
 
     def ask_map(self, deadline: Deadline) -> None:
-        """Go by the map that shard 0 has, which kvemb.yaml always names: read it from storage, or from there where there is none."""
+        """Follow the map of shard 0, which kvemb.yaml always names: read it from storage, or from that shard where there is none."""
         told = decode_map(self.call(0, "MoveStatus", Empty(), MoveStatusReply, deadline).cluster_map)
         if self._maps is None:
             self.follow(told)
@@ -174,7 +174,7 @@ class AllShards:
         wanted = requests if isinstance(requests, Mapping) else dict.fromkeys(channels, requests)
         pending = {shard: channels[shard].start(method, request, deadline) for shard, request in wanted.items()}
         for call in pending.values():  # all shards that are away are named before the first is waited for
-            with suppress(Exception):  # which its result raises, too
+            with suppress(Exception):  # its result raises it, too
                 call.say_who_is_away()
         results: dict[int, M | Exception] = {}
         for shard, call in pending.items():

@@ -52,7 +52,7 @@ class MissingRows:
         self.untold = False  # whether `tell` has something to say
 
     def note(self, missing: Sequence[tuple[TableDef, Ids]]) -> None:
-        """Hear of rows that a pull did not find, by table; ask about some of them, if it is time.
+        """Note rows that a pull did not find, by table; ask about some of them, if it is time.
 
         Raises:
             TableDroppedError: a shard has said that one of these tables was dropped; its pulled rows are initial rows.

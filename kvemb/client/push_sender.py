@@ -134,7 +134,7 @@ class PushSender:
         return self._outbox.next_sequence
 
     def send(self, sequence: int, sent: Sent) -> None:
-        """Queue the part that was numbered with `next_sequence`; a failure since then is its ack's to tell."""
+        """Queue the part that was numbered with `next_sequence`; a failure since then is told by its ack."""
         with self._changed:
             failure = self._failure
             if failure is None:
@@ -142,7 +142,7 @@ class PushSender:
                     self._outbox.add(sequence, sent)
                     self._start()
                 except PushRejectedError as error:
-                    if self._moved:  # a part before it was refused for that since this one was numbered: it goes with it
+                    if self._moved:  # since this part was numbered, an earlier one was refused for moved slots: this one goes with it
                         self._moved.append(sent)
                     else:
                         failure = error

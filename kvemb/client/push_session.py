@@ -76,7 +76,7 @@ class PushSession:
         self._closed = threading.Event()
         self._incarnation = 0
         self._introduced = False
-        self._step = self._inherited = 0  # the latter: the last step that our predecessor took part in somewhere
+        self._step = self._inherited = 0  # the latter: the last step that our predecessor took part in at any shard
         self._behind: dict[int, int] = {}  # shards that await an earlier step than the others, which our predecessor took part in elsewhere
         self._failed: list[Ack] = []
         self._last_failed: Ack | None = None
@@ -205,7 +205,7 @@ class PushSession:
 
     def _wait_each(self, wait: Callable[[PushSender, Deadline], None], deadline: Deadline) -> None:
         before = -1
-        while before != self._n_rerouted:  # parts that were routed again may be with a stream that was waited for before
+        while before != self._n_rerouted:  # parts routed again may be with a stream whose wait is over
             before = self._n_rerouted
             for stream in list(self._streams.values()):
                 wait(stream, deadline)
@@ -323,8 +323,8 @@ class PushSession:
     def _follow_map(self, deadline: Deadline) -> ClusterMap:
         """Return the map to route by. Parts routed by an earlier map are with their shards, or routed again, before any goes by this one.
 
-        The answers that this waits for come by themselves, whatever the others of a sync job do: before slots change their shard, all
-        shards have handed out the same steps, and each refuses the rest.
+        This waits for answers that do not depend on the other trainers of a sync job: before slots change their shard, all shards have
+        handed out the same steps, and each refuses the rest.
         """
         while True:
             cluster_map = self._servers.cluster_map

@@ -76,7 +76,7 @@ _OPTIONS = (
 # Asking twice does no harm: these are asked again, within their deadline, when the connection breaks or the shard is about to stop.
 _REPEATABLE = frozenset({"Hello", "Describe", "GetTable", "Flush", "Count", "Ids", "Progress", "ShowRow", "Examine", "SampleIds"})
 _LONGEST_WORDS = 4096
-_GRACE_S = 5.0  # gRPC keeps the deadline itself; if it does not, it is at its end and not the shard
+_GRACE_S = 5.0  # gRPC keeps the deadline itself; where it does not, gRPC has failed and not the shard
 _STUCK = "gRPC did not end the call at its deadline; connect again"
 _PROBE_S = 2.0
 SAY_AFTER_S = 5.0
@@ -269,7 +269,7 @@ class ShardChannel:
         return "A process answers there, but not this in time: is it busy, and is this the shard's address in kvemb.yaml?"
 
     def _signed_by(self) -> str:
-        """Which process has the shard's port, as its data folder says to this machine; "" where that is not known."""
+        """The process that has the shard's port, by its data folder if that is on this machine; "" where it is not known."""
         if self._last_words is not None:
             with suppress(OSError, ValueError):
                 signature = (self._last_words.with_suffix("") / "lock").read_text(encoding="utf-8", errors="replace").strip()
@@ -287,7 +287,7 @@ class ShardChannel:
         return ": start the shard (kvemb shard), or put its address right in kvemb.yaml."
 
     def abandon(self) -> None:
-        """Leave it to the end of the process: gRPC could not start a thread, and closing the channel would wait for that for ever."""
+        """Leave the channel to the end of the process: gRPC could not start a thread, and closing would wait for it for ever."""
         self._abandoned = True
         interrupts.end_at_once()
 

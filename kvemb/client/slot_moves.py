@@ -39,9 +39,9 @@ class MoveState:
     Args:
         map: the cluster map in force; its `plan` is None while nothing moves.
         places: address of every node number, "" of those that are gone.
-        rows, n_rows: gone through in this phase, and in all, as far as the shards have said.
-        troubles: why shards do not come further; while nothing moves, why the last move was taken back.
-        silent: shards that have said nothing of this phase.
+        rows, n_rows: gone through in this phase, and in all, as far as the shards have reported.
+        troubles: why shards do not go on; while nothing moves, why the last move was taken back.
+        silent: shards without a report of this phase.
     """
 
     map: ClusterMap

@@ -126,7 +126,7 @@ def first_identity(nodes: Sequence[str], values: Sequence[bytes | None]) -> Iden
     """Return the identity that the first good marker names; None where no node has a marker.
 
     Raises:
-        NodeSuspectError: all that there are are damaged.
+        NodeSuspectError: there are markers, and all are damaged.
         WrongNodeError: one is of another release.
     """
     damaged: WrongNodeError | None = None

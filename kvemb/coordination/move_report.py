@@ -18,7 +18,7 @@ class MoveReport:
         version: of the cluster map that it followed.
         done: whether its part of the phase is done.
         rows, n_rows: how many rows it has gone through in this phase, and how many there are.
-        trouble: why it does not come further; "" while it does.
+        trouble: why its part does not go on; "" while it does.
         step: of a sync job, while all hold: the last step that it has handed out.
     """
 

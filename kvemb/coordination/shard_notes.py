@@ -60,7 +60,7 @@ def whose(cluster_id: bytes, shard: int, note: ShardNote | None, now_s: float) -
 
     Args:
         cluster_id: by their markers.
-        shard: whose note it is.
+        shard: the one that wrote the note.
         note: its newest one.
         now_s: Unix time.
 
@@ -103,7 +103,7 @@ def of_another(
 
 
 def whose_keys(node: str, n_keys: int, marker: bytes | None, note: bytes | None, now_s: float) -> str:
-    """Return in words whose keys a node holds that ought to be empty, and that nothing was changed.
+    """Return in words which cluster's keys a node holds that ought to be empty, and that nothing was changed.
 
     Args:
         node: for people.

@@ -70,7 +70,7 @@ def newest_owner(copies: Iterable[bytes | None], shard: int, where: Sequence[str
 
 
 def require_not_fenced(copies: Iterable[bytes | None], shard: int, epoch: int) -> None:
-    """Refuse to go on under an epoch that a newer owner has overtaken; damaged copies say nothing.
+    """Raise where a newer owner has overtaken this epoch; damaged copies count as none.
 
     Raises:
         FencedError: a higher epoch stands there.

@@ -32,7 +32,7 @@ class Authority:
 
     Args:
         folder: for its files.
-        name: of the authority: two are two.
+        name: of the authority; each name is an authority of its own.
 
     Raises:
         ConfigError: its certificate is there and its key is not, or they cannot be read.

@@ -50,12 +50,12 @@ class Conversation:
         self._was_full = False  # whether the last reply was about as large as it could be
         self._low_water_bytes = 1
         self._heard_s = time.monotonic()
-        self._sure = True  # no wait was in vain since something came
+        self._sure = True  # no wait was in vain since bytes came
         self.done, self.events = not steps, select.POLLIN
         self.quiet_s: float | None = None
 
     def go_on(self) -> None:
-        """Send until the kernel takes no more or the window is full; then choose for how much this process is to be woken."""
+        """Send until the kernel takes no more or the window is full; then choose how many bytes must come before it is woken."""
         if self.done:
             if self._low_water_bytes > 1:
                 self._set_low_water(1, LONG_QUIET_S)
@@ -110,7 +110,7 @@ class Conversation:
     def _choose_low_water(self) -> None:
         """Choose how much must lie ready before this process is woken: a larger piece while at least two of them are on their way.
 
-        Of small replies, all that are certain to come before there is something to do: half of the window free, or everything answered.
+        For small replies: all bytes that are certain to come before there is something to do (half of the window free, or all answered).
         """
         on_way_bytes = sum([step.reply_bytes for step in self._steps[self._answered + 1 : self._sent]])
         piece_bytes = min(LOW_WATER_BYTES, on_way_bytes // 2)
@@ -164,7 +164,7 @@ def run(conversations: Sequence[Conversation], deadline: Deadline) -> None:
                 poll.modify(fd, conversation.events)
         for conversation in active.values():
             conversation.time_out()
-        if active and deadline.expired:  # also of a node that sends a little now and then
+        if active and deadline.expired:  # also where a node sends a few bytes now and then
             slow = ", ".join(conversation.link.address for conversation in active.values())
             raise DeadlineExceededError(f"no complete answer within {deadline.timeout_s:g} s from node {slow}")
 

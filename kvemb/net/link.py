@@ -56,7 +56,7 @@ class Link:
 
     @property
     def pending(self) -> int:
-        """Bytes that the connection itself holds back and `receive` would return; no poll tells of them. Plain TCP holds none back."""
+        """Bytes that the connection itself holds back and `receive` would return; no poll reports them. Plain TCP holds none back."""
         return 0
 
     def consume(self, n_bytes: int) -> None:

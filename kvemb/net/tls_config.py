@@ -18,7 +18,7 @@ class TlsConfig:
     """A section `tls`, checked.
 
     Args:
-        ca: file with the certificates of the authorities whose word is taken; None for those that the system trusts.
+        ca: file with the certificates of trusted authorities; None for those that the system trusts.
         cert, key: files with this process's own certificate (and those between it and the authority) and its private key. In the file,
             `cert_env` and `key_env` name environment variables that hold the paths instead.
         token: shown to shards in a certificate's place, from the environment variable that `token_env` names.

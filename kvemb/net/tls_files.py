@@ -28,8 +28,7 @@ class TlsFiles:
         self._looked_s = float("-inf")
 
     def stamp(self) -> Stamp:
-        """Return what tells one state of the files from another, looked at no more than once a second; one that is missing just now, in
-        the middle of its renewal, leaves it as it was."""
+        """Return a value that changes with the files, read once a second at most; a file missing amid its renewal leaves it as it was."""
         if time.monotonic() - self._looked_s >= _LOOK_S:
             self._looked_s = time.monotonic()
             try:

@@ -61,7 +61,7 @@ class TlsLink(Link):
         return None
 
     def send(self, data: memoryview) -> int:
-        """See `Link.send`. What TLS has begun to send has to be sent again as it is: callers go on where the count ends, and so they do."""
+        """See `Link.send`. Bytes that TLS has begun to send must be sent again unchanged. They are: callers go on where the count ends."""
         self.waits_to_read = False
         total = 0
         while total < len(data):

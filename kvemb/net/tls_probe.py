@@ -86,8 +86,8 @@ def look_at_port(address: str, deadline: Deadline) -> str:
     """Return what a shard's port answers to gRPC's greeting without TLS.
 
     Returns:
-        NOBODY: no connection. SILENT: one, and not a word, as of a process that was stopped, or hangs. GREETS: as gRPC does. SPEAKS_TLS: it
-        does not know our greeting, but that of TLS. HANGS_UP: nor that, as of a proxy whose server is gone. FOREIGN: it says other things.
+        NOBODY: no connection. SILENT: one without an answer, as of a process that was stopped, or hangs. GREETS: as gRPC does. SPEAKS_TLS:
+        it answers TLS's greeting, not ours. HANGS_UP: neither, as of a proxy whose server is gone. FOREIGN: other bytes.
     """
     try:
         with socket.create_connection(host_and_port(address, deadline), timeout=connect_timeout_s(deadline)) as plain:
@@ -121,7 +121,7 @@ def _answers_tls(address: str, deadline: Deadline) -> bool:
             return True
     except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
         return False
-    except ssl.SSLError:  # it has said what it does not take
+    except ssl.SSLError:  # it has answered, by a refusal
         return True
     except (OSError, NodeUnavailableError):
         return False

@@ -1,4 +1,4 @@
-"""How messages travel: msgpack with a fixed schema, and the arrays of rows in them. Pure.
+"""The format of messages: msgpack with a fixed schema, and the arrays of rows in them. Pure.
 
 Every message travels as [magic, version, type name, field, field, ...]; arrays are raw little-endian bytes, so that a part of any size
 costs one copy. Decoding trusts nothing: small limits on every container, every field's type and every array's length checked, and anything
@@ -96,7 +96,7 @@ class ChangedRowsBlock:
     """Those of a trainer's n rows that have changed since it read them, as they are now.
 
     Args:
-        at: uint32 [m], where they stand among the n, ascending.
+        at: uint32 [m], their indices among the n, ascending.
         versions: uint64 [m], 0 for rows that do not exist (now).
         rows: weights in the table's storage dtype, one row for each version above 0, in order; the trainer computes rows that do not exist.
     """

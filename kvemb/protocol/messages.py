@@ -166,7 +166,7 @@ class FlushRequest(Message):
 
 @dataclass(frozen=True, eq=False)
 class FlushReply(Message):
-    """All is applied. left_out says which pushes were not waited for, as their sync step lacks parts, and by trainer; "" for none."""
+    """All is applied. left_out names pushes not waited for, as their sync step is incomplete, and the missing trainers; "" for none."""
 
     left_out: str
 
@@ -175,7 +175,7 @@ class FlushReply(Message):
 class CompareRequest(Message):
     """Compare rows of this shard's with storage and restore those that differ; answered with their number. Ids are raw '<u8' bytes.
 
-    The schema tells a table from an earlier one of its name; -1 asks about whichever there is.
+    The schema tells a table from an earlier one of its name; -1 asks about the present one, of any schema.
     """
 
     table: str
@@ -306,7 +306,7 @@ class ByeRequest(Message):
 
 @dataclass(frozen=True, eq=False)
 class SaveRequest(Message):
-    """Cut the shard and save it; told twice under one id, it is one save. `base_version`: the shard's cut in the base, 0 without one."""
+    """Cut the shard and save it; two requests under one id are one save. `base_version`: the shard's cut in the base, 0 without one."""
 
     save_id: str
     url: str
@@ -346,7 +346,7 @@ class LoadRequest(Message):
 
 @dataclass(frozen=True, eq=False)
 class ShowRowRequest(Message):
-    """What does this shard know of one row? The id as uint64."""
+    """Ask for the shard's knowledge of one row. The id as uint64."""
 
     table: str
     id: int

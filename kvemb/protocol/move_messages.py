@@ -73,7 +73,7 @@ class SlotSizesReply(Message):
 
 @dataclass(frozen=True, eq=False)
 class SlotEntriesRequest(Message):
-    """A shard that takes slots over asks the one that has them what it knows of their rows, a page at a time.
+    """A shard that takes slots over asks the one that has them for its knowledge of their rows, a page at a time.
 
     Args:
         version: of the cluster map whose plan says so.
@@ -88,14 +88,14 @@ class SlotEntriesRequest(Message):
 
 @dataclass(frozen=True, eq=False)
 class SlotEntriesReply(Message):
-    """A page of that.
+    """A page of that knowledge.
 
     Args:
         ready: whether the shard follows that version and, where they are to be final, has written all that it had taken; else ask again.
         epoch: of the shard that answers.
         tables: of each its "definition", how often it was applied there ("step"), and how many "rows" are handed over, in their order.
         ids, versions: uint64, least significant byte first; ascending within a table.
-        trainers, incarnations: of the members of a sync job whose trainers have all been here; none of another.
+        trainers, incarnations: of the members of a sync job of which every trainer has been here; none of another job.
     """
 
     ready: bool

@@ -42,7 +42,7 @@ class Caller:
     """A client that calls a shard.
 
     Args:
-        shown: how messages call the caller.
+        shown: the caller's name in messages.
         grants: (role, name) of each URI; the name "*" stands for any.
     """
 
@@ -100,5 +100,5 @@ def caller_of(uris: Iterable[str], cluster: str) -> Caller:
 
 
 def seat_of(caller: Caller) -> str | None:
-    """Return the trainer that a certificate is of, where it is of one by name."""
+    """Return the trainer that a certificate names, where it names one."""
     return next((name for role, name in caller.grants if role == TRAINER and name != "*"), None)

@@ -36,7 +36,7 @@ class OwnerFence:
         self.record = (owner if owner is not None and owner.epoch == epoch else Owner(epoch, shard + 1)).encode()
 
     def require_not_behind(self, copies: Iterable[bytes | None]) -> None:
-        """Raise FencedError when one of these copies has a higher epoch; damaged ones say nothing."""
+        """Raise FencedError when one of these copies has a higher epoch; damaged ones count as none."""
         require_not_fenced(copies, self.shard, self.epoch)
 
     def require_ours(self, copy: bytes | None, where: str, elsewhere: Callable[[], Iterable[bytes | None]] = lambda: ()) -> None:

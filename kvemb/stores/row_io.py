@@ -36,7 +36,7 @@ class ReadResult:
     """The rows of one ReadPart, in the order of their nodes.
 
     Args:
-        records: uint8 [n, prefix_bytes]; row i belongs to keys.ids[order[i]]; rows not found hold no meaning.
+        records: uint8 [n, prefix_bytes]; row i belongs to keys.ids[order[i]]; rows not found have no defined content.
         found: bool [n], in the same order.
         order: intp [n], or None when the rows are in the order of the keys.
         tokens: uint64 [n] in the same order, or None.

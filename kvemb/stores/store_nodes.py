@@ -88,18 +88,18 @@ class StoreNodes(ABC):
         return
 
     def refresh_map(self, deadline: Deadline) -> bool:
-        """Read the cluster map again from the nodes that answer, and follow it from the next batch on; return whether it is another.
+        """Read the cluster map again from the nodes that answer, and follow it from the next batch on; return whether it has changed.
 
-        A read that finds another map by itself does this, and is made again; after a write that did, the caller tries again.
+        A read that finds a newer map does this by itself, and is repeated; after a write that finds one, the caller tries again.
         """
         return False
 
     def publish_map(self, cluster_map: ClusterMap, deadline: Deadline) -> list[str]:
-        """Give every node this map unless it has a newer one; return why those that have not got it have not."""
+        """Give every node this map unless it has a newer one; return the failures, in words."""
         raise NotImplementedError(f"{type(self).__name__} has a map that does not change")
 
     def renew_markers(self, deadline: Deadline) -> list[str]:
-        """Let every node's marker name the map in force; return why those that do not, do not. See docs/adr/0058 for when."""
+        """Let every node's marker name the map in force; return the failures, in words. See docs/adr/0058 for when."""
         raise NotImplementedError(f"{type(self).__name__} has a map that does not change")
 
     def require_empty(self, address: str, deadline: Deadline) -> None:

@@ -43,7 +43,7 @@ class StoreRepair(ABC):
     """The interface of a store for shards that repair a node: its facet `repair`.
 
     Methods with a nonce raise NodeLostError when it does not stand on the node any more. Then the node has lost its data again, or the
-    repair has been finished. Begin again then: `begin` says which of the two it was. All of them may be called again after any
+    repair has been finished. Call `begin` then, which says which of the two it was. All of them may be called again after any
     error.
     """
 
@@ -56,7 +56,7 @@ class StoreRepair(ABC):
         """
 
     def looks_lost(self, deadline: Deadline) -> bool:
-        """Whether a glance gives reason to call `lost_nodes` at once; for stores where that takes long."""
+        """Whether a quick look gives reason to call `lost_nodes` at once; for stores where that call takes long."""
         return False
 
     @abstractmethod
@@ -108,7 +108,7 @@ class StoreRepair(ABC):
             repair: (address, nonce) of the repair.
 
         Returns:
-            How many values were cut off or taken away.
+            How many values were cut or deleted.
         """
         return 0
 

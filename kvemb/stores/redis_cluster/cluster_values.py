@@ -78,7 +78,7 @@ class ClusterValues:
             log.error("%s: the value under the key %s was damaged and has been put right", self._topology.holder_of(name), name)
 
     def _run(self, name: str, make: Callable[[], tuple[Step, BlobReply | CodeReply]], deadline: Deadline) -> BlobReply | CodeReply:
-        """Run one command at the primary that holds a value, wherever it goes."""
+        """Run one command at the primary that holds a value, following redirections."""
         asking: str | None = None
         while True:
             step, reply = make()

@@ -100,7 +100,7 @@ class MappedNodes(StoreNodes):
         return True
 
     def follow_error(self, error: StorageError) -> bool:
-        """After an error that nodes at other addresses, or another map, would explain: whether there are."""
+        """Follow nodes at other addresses, or another map, where these explain an error; return whether there are any."""
         if not isinstance(error, MapChangedError):
             if time.monotonic() < self._not_before_s:  # a node that is down for long is asked for again and again
                 return False
@@ -117,7 +117,7 @@ class MappedNodes(StoreNodes):
     # --- changing the map ---------------------------------------------------------------------------------------------------------
 
     def publish_map(self, cluster_map: ClusterMap, deadline: Deadline) -> list[str]:
-        before = self.addresses  # those that leave are told, too
+        before = self.addresses  # nodes that leave get it, too
         if cluster_map.version > self.cluster_map.version:
             self._refresh_map(deadline, cluster_map)
         missed = []
@@ -175,7 +175,7 @@ class MappedNodes(StoreNodes):
             raise WrongNodeError(f"node {address}: another program writes there; nothing was changed in the cluster. Look, and try again.")
 
     def _not_empty(self, address: str, n_keys: int, deadline: Deadline) -> WrongNodeError:
-        """Say whose keys there are before any advice: the address may be another cluster's, or one of this one's under another name."""
+        """Say which cluster's keys these are before any advice: the address may be another cluster's, or a node of ours by another name."""
         value, note = self._links.first_look(address, [MARKER_KEY, note_name(0).encode()], deadline)
         fact, view = whose_keys(address, n_keys, value, note, time.time()), self._links.view
         ours = next(iter(view.markers.values())).cluster_id

@@ -30,7 +30,7 @@ class MovingRows:
         self._rows, self._owners = rows, plan.slot_owners
         self.written = plan.writes_both
         self._moving = cluster_map.slot_nodes != self._owners
-        if not self.written:  # what goes keeps what it has, and need not be there any more
+        if not self.written:  # a node on its way out keeps its rows, and need not be there any more
             self._moving &= ~np.isin(self._owners, plan.leaving if plan.phase == CLEANING else plan.joining)
         self._failing_since_s, self._why = 0.0, ""
 

@@ -93,12 +93,12 @@ class NodeServer(ABC):
 class NodeLinks:
     """Opens connections to nodes, checks each node's marker, and lends them.
 
-    One class, because whatever is asked of a node goes by the same view and the same pools.
+    One class, because all calls to a node go by the same view and the same pools.
 
     Args:
         server: of the nodes' kind.
         codec: of their protocol.
-        nodes: their addresses by kvemb.yaml.
+        nodes: their addresses in kvemb.yaml.
         fence: the owner that the store writes as.
 
     Attributes:

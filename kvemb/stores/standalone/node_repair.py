@@ -59,7 +59,7 @@ class MarkedNodes(Protocol):
         """Read small values of one node, whatever its marker says."""
 
     def require_ours(self, address: str, copy: bytes | None, deadline: Deadline) -> None:
-        """Refuse to go on once another process owns the shard, by the node's copy of the owner record; see `OwnerFence.require_ours`."""
+        """Raise once another process owns the shard, by the node's copy of the owner record; see `OwnerFence.require_ours`."""
 
     def swap(self, address: str, key: bytes, old: bytes | None, new: bytes, run_id: str, deadline: Deadline) -> bool:
         """Replace a small value if it is `old` (None: if there is none) and the server process has this run id, in one step."""
@@ -112,7 +112,7 @@ class NodeRepair(StoreRepair):
             return np.ones(len(keys), dtype=bool)
         number, slots = self._nodes.number_of(address), keys.slots()
         mine: NDArray[np.bool_] = cluster_map.slot_nodes[slots] == number
-        if cluster_map.second_nodes is not None:  # what a move brings there belongs there, too
+        if cluster_map.second_nodes is not None:  # rows that a move brings there belong there, too
             mine |= cluster_map.second_nodes[slots] == number
         return mine
 

@@ -156,7 +156,7 @@ class NodeRows:
             except UnexpectedValueError as error:
                 raise unexpected_value([share for _, share in plan], error) from error
             except DeadlineExceededError:
-                raise_row_errors([share for _, share in plan])  # a node that refuses row by row takes its time: why says more than how long
+                raise_row_errors([share for _, share in plan])  # a node that refuses row by row takes long: the reason tells more
                 raise
             for address, reply in markers.items():
                 if reply.error is not None or reply.value != expected[address].encoded:

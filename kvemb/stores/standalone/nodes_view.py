@@ -94,11 +94,10 @@ class NodesView:
 
 
 def places_of(cluster_map: ClusterMap, in_file: Sequence[str], numbers: Mapping[str, int | None]) -> tuple[str, ...]:
-    """Return where each number is, "" for those that are gone.
+    """Return the address of each node number, "" for nodes that are gone.
 
-    A marker that was found at an address of kvemb.yaml comes first. Then a command's word. Then the position in kvemb.yaml, for a
-    node that was in it from the beginning and may have moved and lost its rows at once, as long as no address there is known to be out of
-    order; then where it was at last.
+    The first of these: the address of kvemb.yaml whose marker has the number; the address that a command gave; the position in kvemb.yaml
+    (for a node that has moved and lost its rows at once, while no address there is known to be out of order); its last address.
 
     Args:
         cluster_map: the newest.

@@ -27,8 +27,8 @@ class ClusterNode:
         primary: the name of the one that it follows, "" for a primary.
         epoch: of its claim to its slots.
         slots: bool [16384], those that it holds.
-        leaving: slots that are on their way from it, and to whom (only in the line "myself").
-        coming: slots that are on their way to it, and from whom (only there).
+        leaving: slots that are on their way from it, and the nodes they go to (only in the line "myself").
+        coming: slots that are on their way to it, and the nodes they come from (only there).
     """
 
     name: str

@@ -14,7 +14,7 @@ from kvemb.stores.redis_cluster.scaling.cluster_nodes import ClusterNode
 from kvemb.stores.redis_server.redis_commands import RedisAccess, Word, shown
 from kvemb.wire.resp.resp_value import ErrorLine
 
-_BYTES_AT_ONCE = 256 << 10  # in one MIGRATE, which both servers do nothing else beside; a larger key goes alone
+_BYTES_AT_ONCE = 256 << 10  # in one MIGRATE, during which both servers do nothing else; a larger key goes alone
 _PIPELINED = 4  # that a source runs without looking at its other clients; each waits for the target
 _IDLE_MS = 1000  # that a server waits for the other in a MIGRATE, and serves no client meanwhile
 _SLOWEST_BYTES_PER_S = 20e6  # of one large key
@@ -24,7 +24,7 @@ _TRIES = 3
 
 
 class MigrationPace:
-    """How fast keys travel: so many bytes a second, or else half of the time, so that servers have the other half for their clients.
+    """The pace of keys: so many bytes a second, or else half of the time, so that servers have the other half for their clients.
 
     Args:
         bytes_per_s: None for half of the time.
@@ -45,7 +45,7 @@ class KeyMigration:
 
     Args:
         links: to the nodes.
-        access: whose credentials nodes use among each other.
+        access: credentials that nodes use with each other.
         pace: of the keys.
     """
 
@@ -91,7 +91,7 @@ class KeyMigration:
             if b"BUSYKEY" in answer.line and attempt < _TRIES - 1:
                 # An unanswered try may have put a copy there. The slot's owner decides over a key that it has, all along.
                 option = ("REPLACE",)
-            elif not answer.line.startswith(b"-IOERR") or attempt:  # its clients wait meanwhile: tried once more, not for ever
+            elif not answer.line.startswith(b"-IOERR") or attempt:  # the server's clients wait meanwhile: tried once more, not for ever
                 raise self._refused(answer.line, source, target)
             self.end_late(target)
 

@@ -186,7 +186,7 @@ class NodeScaling:
                     del alike[kind]
 
     def _bring_home(self, slots: list[int], change: NodeChange, view: ClusterView) -> None:
-        """Let slots be where the change wants them, however far they have come."""
+        """Bring slots to the nodes that the change gives them, from any state of their move."""
         goal, owner_name = change.names[int(change.goal[slots[0]])], view.owners[slots[0]]
         owner, target = view.nodes.get(owner_name), view.nodes.get(goal)
         if owner is None or target is None:

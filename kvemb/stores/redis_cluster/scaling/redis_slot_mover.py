@@ -47,7 +47,7 @@ class RedisSlotMover:
 
     Args:
         links: to the nodes.
-        access: whose credentials nodes use among each other.
+        access: credentials that nodes use with each other.
         pace: of the moves.
     """
 
@@ -69,7 +69,7 @@ class RedisSlotMover:
         """Move slots.
 
         Args:
-            slots: which; a few, because all of them stand open meanwhile.
+            slots: a few, because all of them stand open meanwhile.
             source: the node that holds them.
             target: the node that is to hold them.
             everybody: all primaries; they are told in the end.
@@ -99,7 +99,7 @@ class RedisSlotMover:
         self.settle(slots, target, [source, *everybody])
 
     def settle(self, slots: Sequence[int], owner: ClusterNode, others: Sequence[ClusterNode]) -> None:
-        """Tell the owner of slots that it is the one, then the others. All keys are there."""
+        """Tell the owner of slots that it is their owner, then the other nodes. All keys are there."""
         self._do_all(owner, slots, "NODE", owner.name)
         told = {
             node.name: node for node in others if node.name != owner.name
