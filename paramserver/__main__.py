@@ -78,7 +78,7 @@ def _run(args: argparse.Namespace, config: Config, stop: StopFlag, lines: LogLin
             f"{servers.data_dir} does not say where it was: give --listen host:port, as to a shard that is to join"
         )
     require_encrypted(config, listen)
-    AccessControl.of(config)  # what it cannot use is said before anything is started
+    AccessControl.of(config)  # raises for unusable settings before anything is started
     if args.ready_file and not Path(args.ready_file).resolve().parent.is_dir():
         raise ConfigError(f"--ready-file {args.ready_file}: its folder does not exist")
 
@@ -149,7 +149,7 @@ def _options() -> argparse.ArgumentParser:
 
 
 def _tell_ready(shard: Shard, path: Path, drain_timeout_s: float) -> None:
-    """Write the ready file; a shard that nobody would hear of stops again."""
+    """Write the ready file; where that fails the shard stops again, since no other process would learn that it is ready."""
     try:
         with named("--ready-file", path):
             replace_atomically(path, [f"{shard.address}\n".encode()], temporary=f"{path.name}.tmp")

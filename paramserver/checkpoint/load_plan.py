@@ -1,4 +1,4 @@
-"""What a load still has to do, as a file: written when everything that it needs from the checkpoint is on the shard's own disk. Pure.
+"""The remaining work of a load, as a file: written when all that it needs from the checkpoint is on the shard's own disk. Pure.
 
 magic 8 | header size u32 | msgpack header | ids to erase of each table, raw '<u8' | xxh3-64 of all before
 """
@@ -20,7 +20,7 @@ _HEAD = struct.Struct("<8sI")
 
 @dataclass(frozen=True, eq=False)
 class LoadPlan:
-    """What one load still has to do on one shard, as its folder holds it.
+    """The remaining work of one load on one shard, as its folder holds it.
 
     Args:
         serial, load_id: of the decision.

@@ -2,13 +2,13 @@
 
     reading    the checkpoint's rows that this shard owns go to the folder `staged-…`, as a local snapshot; nothing else has changed,
                and a checkpoint that turns out damaged leaves the shard as it was
-    plan       the file `load`: what is to be erased, and that the snapshot is whole
-    switch     the snapshot, then the saved state (index, steps) are replaced; the journal goes on behind what was there
+    plan       the file `load`: the rows to be erased, and that the snapshot is whole
+    switch     the snapshot, then the saved state (index, steps) are replaced; the journal goes on behind its old entries
     writing    every row goes to storage, unconditionally; rows that the checkpoint does not have are erased
     done       the file `loaded` holds the decision's serial, `load` is gone
 
-A crash in `reading` starts it again; later ones go on from the plan, without the checkpoint. Rows that were acknowledged before the load
-are gone with it: that is what a load is for.
+A crash in `reading` starts it again; after a later one the load goes on from the plan, without the checkpoint. Acknowledged changes from
+before the load are gone with it, as a load intends.
 """
 
 import logging
@@ -54,7 +54,7 @@ log = logging.getLogger("paramserver")
 
 
 class LoadedError(Exception):
-    """The shard's state is the checkpoint's now; it must be started anew. Internal: no caller outside sees it."""
+    """The shard's state is the checkpoint's now; it must be started again. Internal: no caller outside sees it."""
 
 
 def check(url: str, save_id: str, registry: Registry) -> Chain:
@@ -108,8 +108,8 @@ class Loader:
         """Carry out the newest decision, if this shard has not yet.
 
         Raises:
-            LoadedError: the state was replaced; start anew (and call this again).
-            KvembError: why it cannot be carried out; the shard must not serve. The next start tries again.
+            LoadedError: the state was replaced; start again (and call this again).
+            KvembError: the decision cannot be carried out; the shard must not serve. The next start tries again.
         """
         plan = self._plan()
         decision = self._decision()
@@ -161,7 +161,7 @@ class Loader:
 
         Args:
             decision: to be carried out.
-            erase_too: what a load that did not come to its end has left in storage, beside what the index knows.
+            erase_too: ids of rows in storage from an unfinished load, beside those that the index knows.
         """
         log.info("loading %s", decision.url)
         chain = check(decision.url, decision.save_id, self._parts.registry)
@@ -237,7 +237,7 @@ class Loader:
         self._data.write(SWITCHED, [plan.load_id.encode()], self._still_ours)
 
     def _write(self, plan: LoadPlan) -> None:
-        """Bring storage to what the index says."""
+        """Bring storage to the state of the index."""
         begun, runs = time.monotonic(), Runs(self._data.path / SNAPSHOT)
         states = [self._parts.tables.state(self._parts.registry.find_key(key)) for key in plan.steps]
         self._done, self._rows = 0, sum(state.n_rows for state in states)
@@ -261,7 +261,7 @@ class Loader:
         self._report(plan.load_id, "done")
 
     def _report(self, load_id: str, state: str, error: str = "") -> None:
-        """Let who watches know, now and then; storage that does not answer is no reason to stop here."""
+        """Report the load's state to the nodes, now and then; storage that does not answer is no reason to stop here."""
         now = time.monotonic()
         if not error and now - self._reported < _REPORT_S:
             return

@@ -4,10 +4,8 @@ Copy on write: rows are read from storage in the order of their ids. A row that 
 handed to `CopyOnWriteRecords` first, and taken from there. The engine does that: it has the old record anyway. So the checkpoint is exact:
 it holds every batch up to the cut and none after it, and needs no journal to be loaded.
 
-Records as they were at a cut, of rows that have been written over since. Kept in a file that has no name, found by id.
-
-The page cache holds the file as long as there is memory, and the disk when there is not. So a long save of a busy table cannot eat the
-shard's memory. Per row 23 bytes or so stay in memory, for its place. Thread-safe.
+`CopyOnWriteRecords` keeps the old records in a file without a name, and finds them by id. The page cache holds the file while there is
+memory, else the disk does. So a long save of a busy table cannot use up the shard's memory: about 23 bytes a row stay there, for its place.
 """
 
 import logging
@@ -44,7 +42,7 @@ Bytes = NDArray[np.uint8]
 
 
 class CopyOnWriteRecords:
-    """Keeps the records of one table as they were at a save's cut.
+    """Keeps the records of one table as they were at a save's cut. Thread-safe.
 
     Args:
         folder: where the file lies.
@@ -124,11 +122,11 @@ class TableCut:
 
 
 class SaveFigures:
-    """What became of the saves that a shard had its share in; kept in its data folder, so that a restart forgets none. Thread-safe.
+    """The outcomes of the saves in which a shard had a share; kept in its data folder, so that a restart forgets none. Thread-safe.
 
-    A save is done when its manifest is written, which the shard is told. It has failed when the shard's share has, when the shard was ended
-    before it heard of its end, and when another one begins. Times are seconds since 1970, 0.0 for none. A figure that cannot be written is
-    worth no save.
+    A save is done when its manifest is written, which the shard is told. It has failed when the shard's share has, when the shard stopped
+    before it was told, and when another save begins before that. Times are seconds since 1970, 0.0 for none. A figure that cannot be
+    written does not fail the save.
 
     Args:
         folder: the shard's data folder.
@@ -178,13 +176,13 @@ class SaveFigures:
 
 @dataclass(frozen=True)
 class SaveOrder:
-    """What one shard was told to save: where to, on which base, with or without state.
+    """One shard's order to save: the URL, the base, with or without state.
 
     Args:
         save_id: 32 hex digits.
         url: of the checkpoint.
         base_version: this shard's cut in the base; 0: a full checkpoint.
-        weights_only: leave the state out.
+        weights_only: whether the state is omitted.
     """
 
     save_id: str
@@ -202,13 +200,13 @@ class SaveJob:
     """Owns the thread of one save; told to end, it gives the save up.
 
     Args:
-        order: what to save.
+        order: of the client.
         cut: where the shard was cut.
         tables: as of the cut.
         store: open; read from the job's own thread.
-        folder: for what is written over meanwhile.
+        folder: for the records of rows that change meanwhile.
         timeout_s: of one storage call.
-        restore: rows that somebody deleted or wrote over in storage.
+        restore: has rows restored that another program deleted or wrote over in storage.
         figures: told when it fails.
     """
 
@@ -323,7 +321,7 @@ class SaveJob:
                 raise waiting
 
     def _read(self, definition: TableDef, ids: Ids, versions: Ids) -> tuple[NDArray[np.uint8], Ids]:
-        """Return what is known of the rows as they were at the cut, and the ids of those that storage should have and has not."""
+        """Return the records as of the cut, as far as they are found, and the ids of those that storage should have and has not."""
         record = definition.record
         keys = definition.keys(ids, pages=self._store.capabilities.pages)
         wanted_bytes = record.prefix_bytes if self.order.weights_only else record.size_bytes

@@ -1,9 +1,9 @@
 """Saves of one shard: takes the cut between two batches.
 
-One save at a time. What a save does with the rows is in `save_job`. The client puts the shards' shares together (`kvemb.checkpoint.save`).
+One save at a time. The work on rows is in `save_job`. The client puts the shards' shares together (`kvemb.checkpoint.save`).
 
-An observer hears from the engine what is about to be written over or erased, for the save under way and for those to come. It is there
-before the engine is, and outlives every save. A bounded log in memory says which rows were erased since when, for incremental checkpoints.
+An observer is told by the engine of rows about to be written over or erased, for the save under way and for later ones. It is made before
+the engine, and outlives every save. A bounded log in memory says which rows were erased since when, for incremental checkpoints.
 """
 
 import threading
@@ -34,7 +34,7 @@ _MAX_IDS = 1 << 24
 
 
 class ErasedLog:
-    """Of all tables of one shard. Thread-safe.
+    """The ids that batches erased, of all tables of one shard. Thread-safe.
 
     Args:
         since: version as of which nothing is missing in it: that of the last batch before this process's first.
@@ -58,7 +58,7 @@ class ErasedLog:
                 self._n_ids -= len(gone)
 
     def forget(self, version: int) -> None:
-        """Know nothing of batches up to this version any more: slots come back whose rows another shard may have erased meanwhile."""
+        """Forget batches up to this version: slots come back whose rows another shard may have erased meanwhile."""
         with self._lock:
             self._since, self._entries, self._n_ids = max(self._since, version), [], 0
 
@@ -120,7 +120,7 @@ class Saver:
         engine: whose batches are cut.
         observer: the engine's.
         committed_k: the k of the last batch that may have been acknowledged.
-        restore: what a save does about rows that storage has lost.
+        restore: has rows restored that storage has lost.
         definitions: every table that the cluster has, also those that this shard has not met.
         folder: the shard's data folder.
         timeout_s: of one storage call.
@@ -148,11 +148,11 @@ class Saver:
         self.figures = SaveFigures(folder)
 
     def begin(self, order: SaveOrder, deadline: Deadline) -> None:
-        """Cut the shard and start to save it; told twice, it goes on with what it has begun or finished.
+        """Cut the shard and start to save it; called again with the same order, it goes on with the save begun or finished.
 
         Raises:
             CheckpointError: another save is under way, or the URL cannot be used.
-            DeadlineExceededError: what was acknowledged is not applied in time; nothing was begun.
+            DeadlineExceededError: acknowledged pushes are not applied in time; nothing was begun.
         """
         with self._beginning:
             self._begin(order, deadline)
@@ -246,7 +246,7 @@ class Saver:
 
 
 def _finished(storage: CheckpointStorage, order: SaveOrder, shard: int) -> Fragment | None:
-    """What this shard has finished of the very same save, if all of it is still there."""
+    """This shard's finished share of the very same save, if all of it is still there."""
     fragment = read_fragment(storage, shard)
     if fragment is None or not fragment.done or fragment.save_id != order.save_id:
         return None

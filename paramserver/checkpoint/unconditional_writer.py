@@ -1,4 +1,4 @@
-"""Writes and erases rows in storage whatever is there, waiting for nodes that are away. What a row may become is decided elsewhere."""
+"""Writes and erases rows in storage over any value there, waiting for nodes that are away. Which rows may change is decided elsewhere."""
 
 import logging
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class UnconditionalWriter:
         self._access = RowAccess(store, timeout_s)
 
     def write(self, definition: TableDef, ids: Ids, records: NDArray[np.uint8]) -> None:
-        """Write whole records (uint8 [n, record bytes]) of unique ids over whatever is there."""
+        """Write whole records (uint8 [n, record bytes]) of unique ids over any value that is there."""
         self._in_pieces(lambda some: self._access.write_over(definition, ids[some], records[some]), definition, ids)
 
     def erase(self, definition: TableDef, ids: Ids) -> None:

@@ -51,7 +51,7 @@ def waits_for(steps: SyncSteps, now_s: float) -> str:
 
 
 def lacking(steps: SyncSteps) -> tuple[list[Push], str]:
-    """Return the pushes of steps that lack a member's push; also name the oldest such step, its trainers here, and those it waits for."""
+    """Return the pushes of steps that lack a member's push, and name the oldest such step, its trainers here, and those it waits for."""
     n_whole = _n_whole(steps)
     pushes = [push for place in steps.places.values() for push in islice(place.waiting, n_whole, None)]
     if not pushes:

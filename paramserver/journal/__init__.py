@@ -1,4 +1,4 @@
-"""A shard's journal: what it has promised to apply, on local disk, before it says so."""
+"""A shard's journal: the changes that it has promised to apply, on local disk before the promise."""
 
 from .entry import BatchEntry, Entry, SessionEntry, Watermark, decode_entry, encode_entry
 from .log_reader import last_batch

@@ -5,8 +5,8 @@
 
 The header of a batch is [format, "batch", version, kind, steps, watermarks, tables]. A watermark is [trainer, incarnation, sequence], a
 table [key, schema, n, dim, hyper]. The header of a session is [format, "session", trainer, incarnation]. Arrays lie at multiples of 8, so
-that they can be used where they were read. The framing of `segment` has a checksum. Even so decoding trusts nothing: small limits on every
-container, every type and length checked before anything is allocated for it.
+that they can be used where they were read. The framing of `segment` has a checksum. Even so decoding trusts no byte: every container has a
+small limit, and every type and length is checked before memory is allocated for it.
 """
 
 import struct
@@ -48,7 +48,7 @@ class Watermark:
 
 @dataclass(frozen=True, eq=False)
 class BatchEntry:
-    """A journal entry that holds batch k whole: what its replay needs.
+    """A journal entry that holds all of batch k that its replay needs.
 
     Args:
         version: (epoch, k) that the rows get. Replay uses it, so that stochastic rounding gives the same bits.
@@ -78,7 +78,7 @@ def encode_entry(entry: Entry) -> list[bytes | memoryview]:
     """Return the entry's bytes in pieces. Arrays are not copied: they must not change while the pieces are in use.
 
     Raises:
-        ParameterServerError: more names and numbers than any reader takes.
+        ParameterServerError: more names and numbers than a reader takes.
 
     Example:
         >>> b"".join(encode_entry(SessionEntry("abc", 7)))
@@ -103,7 +103,7 @@ def decode_entry(payload: bytes | memoryview, find_table: Find) -> Entry:
         find_table: the definition of (name, schema).
 
     Raises:
-        JournalDamagedError: anything is off, or the tables it names are not those of the registry; nothing of it was used.
+        JournalDamagedError: any field is wrong, or the tables it names are not those of the registry; nothing of it was used.
 
     Example:
         >>> decode_entry(b"".join(encode_entry(SessionEntry("t", 7))), lambda name, schema: None)

@@ -1,5 +1,6 @@
-"""The journal's way back: what earlier processes left in the folder, entries in order, and how far it reaches. Nothing here writes entries;
-`last_batch` changes nothing at all, so whoever finds too little can leave all as it was.
+"""Reading the journal: the segments of earlier processes, their entries in order, and how far they reach. Nothing here writes entries.
+
+`last_batch` changes nothing at all, so a caller that finds batches missing can stop with all files as they were.
 """
 
 import os
@@ -30,7 +31,7 @@ def recover(folder: Path, *, sync: bool) -> list[Segment]:
 
     Args:
         folder: of the journal.
-        sync: make the last one durable, since what follows is going to build upon it.
+        sync: make the last one durable, since later segments build upon it.
 
     Raises:
         JournalDamagedError: a segment is missing, or is none; or the last one was damaged behind entries that had been durable.
@@ -52,7 +53,7 @@ def read_entries(segments: Sequence[Segment], start: Position) -> Iterator[tuple
     """Yield (position after it, payload) of every entry from `start` on.
 
     Raises:
-        JournalDamagedError: a file does not hold what was written to it, or cannot be read.
+        JournalDamagedError: a file does not hold the bytes that were written to it, or cannot be read.
     """
     for segment in segments:
         number = segment.header.number
@@ -69,7 +70,7 @@ def read_entries(segments: Sequence[Segment], start: Position) -> Iterator[tuple
 
 
 def _header(folder: Path, number: int, *, last: bool) -> SegmentHeader | None:
-    """Read a segment's header; a last segment that was never finished being created is removed: it holds nothing."""
+    """Read a segment's header; a last segment whose creation was not finished is removed: it holds nothing."""
     path = segment_files.path_of(folder, number)
     with open(path, "rb") as file:
         data = file.read(HEADER_SIZE + 1)
@@ -105,7 +106,7 @@ def last_batch(folder: Path, start: Position = START) -> int:
 
     Raises:
         JournalBehindError: the journal ends before `start`.
-        JournalDamagedError: a file is missing, or does not hold what was written to it.
+        JournalDamagedError: a file is missing, or does not hold the bytes that were written to it.
     """
     try:
         segments = recover(folder, sync=False)

@@ -4,12 +4,12 @@
     entry header, 40 bytes:   magic 8 | payload size u64 | durable u64 | xxh3-64 of the payload u64 | check u64
     payload
 
-* A segment says where the one before it ended. So what lies behind that end is never read: a torn entry, or one whose sync failed and which
+* A segment says where the one before it ended. So bytes behind that end are never read: a torn entry, or one whose sync failed and which
   was written again. A segment that was cut short, or is missing, is noticed.
 * The check of an entry header depends on the segment's nonce and on the offset: no payload, and no older file's bytes, can pass for one.
 * `durable` is the offset up to which the segment was known durable when the entry was written. The last segment of a writer may end in an
-  entry that is not whole. When an entry behind it says that those bytes had been durable, they were damaged later; when none does, they are
-  a torn tail, which nobody was promised: a power failure keeps the blocks of an unfinished group in any order.
+  entry that is not whole. When an entry behind it says that those bytes had been durable, they were damaged later. When none does, they are
+  a torn tail, for which no promise was made: a power failure keeps the blocks of an unfinished group in any order.
 """
 
 import struct
@@ -46,7 +46,7 @@ START = Position(0, 0)
 
 @dataclass(frozen=True)
 class SegmentHeader:
-    """What the header of a journal's segment says: its number, its nonce, where the one before it ended.
+    """The header of a journal's segment: its number, its nonce, and the end of the segment before it.
 
     Args:
         number: segments are numbered from 1 without gaps.
@@ -158,7 +158,7 @@ def damaged(where: str, offset: int, why: str) -> JournalDamagedError:
 
 @dataclass(frozen=True)
 class _EntryHeader:
-    """What an entry's header says: payload size and checksum, and up to where the segment was durable."""
+    """An entry's header: payload size and checksum, and the offset up to which the segment was durable."""
 
     size: int
     durable: int

@@ -1,4 +1,4 @@
-"""The journal's system calls: segment files and their folder. Every OSError leaves as it came; `write_ahead_log` knows what it means."""
+"""The journal's system calls: segment files and their folder. Every OSError passes through; `write_ahead_log` knows its meaning."""
 
 import os
 from collections.abc import Sequence

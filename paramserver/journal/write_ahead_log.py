@@ -1,15 +1,15 @@
 """The journal of one shard: entries are appended, committed in groups, read back in order, and discarded once a snapshot holds them.
 
-Each process begins a segment of its own, whose header fixes where its predecessor's last one ended. What an older process that is still
-alive writes there later is never read. Only committed entries are ever yielded. What is in a file is in `segment`; what an entry means, in
-`entry`; nothing of either is decided here.
+Each process begins a segment of its own, whose header fixes where its predecessor's last one ended. Bytes that an older process, still
+alive, writes there later are never read. Only committed entries are ever yielded. The form of a file is in `segment`, that of an entry in
+`entry`; neither is known here.
 
 A failed sync leaves unknown which bytes reached the disk, and asking again would report success without writing them. (Rebello et al., "Can
-applications recover from fsync failures?", USENIX ATC 2020.) So the segment is given up where it was last known durable, and what was
-appended since is written to a new one before `commit` returns.
+applications recover from fsync failures?", USENIX ATC 2020.) So the segment ends where it was last known durable, and later entries are
+written to a new one before `commit` returns.
 
 A process that was taken for dead may wake up in the middle of anything. So `FencedLog` reads the epoch again after every commit, before
-anybody is told. What was committed before a successor raised the epoch is in the journal that the successor reads. What comes later is not
+any trainer is told. Entries committed before a successor raised the epoch are in the journal that the successor reads. Later ones are not
 acknowledged.
 """
 
@@ -54,7 +54,7 @@ class Journal:
         segment_bytes: a segment that has reached this size is followed by a new one; only whole segments are ever discarded.
 
     Raises:
-        JournalDamagedError: files are missing, or do not hold what was written to them; nothing was changed.
+        JournalDamagedError: files are missing, or do not hold the bytes that were written to them; nothing was changed.
         JournalFullError: the new segment could not be written.
     """
 
@@ -113,10 +113,10 @@ class Journal:
             return self.end
 
     def commit(self) -> None:
-        """Make durable, and visible, what was appended.
+        """Make the appended entries durable, and visible.
 
         Raises:
-            JournalFullError: it is not known durable. The entries are kept: call `commit` again, do not append them again.
+            JournalFullError: they are not known durable. They are kept: call `commit` again, do not append them again.
             FencedError: as `append`.
         """
         with self._lock:
@@ -134,10 +134,10 @@ class Journal:
         """Yield (position after it, payload) of the committed entries from `start` on, as of this call; one at a time in memory.
 
         Args:
-            start: a position that this journal returned; what was discarded since is passed over.
+            start: a position that this journal returned; entries discarded since are skipped.
 
         Raises:
-            JournalDamagedError: a file does not hold what was written to it, or the journal ends before `start`.
+            JournalDamagedError: a file does not hold the bytes that were written to it, or the journal ends before `start`.
         """
         with self._lock:
             if start > self.end:
@@ -148,8 +148,8 @@ class Journal:
     def discard_before(self, position: Position) -> None:
         """Delete the segments before the one that `position` names; that one stays, and so does the current one.
 
-        It stays even when the position is its end. Whoever comes back with this position is to find its segment, and can tell by it that
-        nothing is missing. A position that a failed sync has moved to a later segment is safe too: it still names the earlier one.
+        It stays even when the position is its end. A later `read` from this position must find its segment, which shows that nothing is
+        missing. A position that a failed sync has moved to a later segment is safe, too: it still names the earlier one.
 
         Raises:
             ParameterServerError: a file cannot be deleted; it and later ones are still part of the journal.
@@ -166,7 +166,7 @@ class Journal:
                 self._past.pop(0)
 
     def close(self) -> None:
-        """Stop writing. What was appended and not committed is neither durable nor lost for certain."""
+        """Stop writing. Entries that were appended and not committed may or may not be durable."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -174,9 +174,10 @@ class Journal:
                 os.close(self._current.descriptor)
 
     def give_up(self) -> None:
-        """Stop, and take back the segment that was begun at the opening if nothing was committed to it.
+        """Stop, and delete the segment that was begun at the opening if nothing was committed to it.
 
-        Its header says where the one before it ends. Where that is found to be too early, its whole file may be put back, and must count.
+        Its header says where the segment before it ends. Where that end is found to be too early, an operator may put that segment's whole
+        file back, and all of it must count.
         """
         with self._lock:
             if not self._closed and self._current.end == HEADER_SIZE:
@@ -228,7 +229,7 @@ class Journal:
         segment.commit()
 
     def _rotate(self) -> None:
-        """Go on in a new segment, which takes over what is not committed. All of it succeeds, or the old one stays."""
+        """Go on in a new segment, which takes over the uncommitted entries. All of it succeeds, or the old segment stays."""
         old = self._current
         new = self._begin(old.header.number + 1, old.end)
         try:
@@ -267,7 +268,7 @@ class Journal:
         return _Current(path, header, HEADER_SIZE, descriptor, HEADER_SIZE)
 
     def _drop(self, descriptor: int, path: Path) -> None:
-        """Take back a segment of which nothing was promised."""
+        """Delete a segment for whose entries no promise was made."""
         os.close(descriptor)
         try:
             path.unlink()
@@ -318,10 +319,10 @@ class FencedLog:
         self.commit()
 
     def discard_before(self, position: Position) -> None:
-        """Let go of what lies before a position that the saved state has reached.
+        """Discard entries before a position that the saved state has reached.
 
         Raises:
-            FencedError: another process owns the shard, whose state may need it; nothing was deleted.
+            FencedError: another process owns the shard, whose state may need them; nothing was deleted.
             ParameterServerError: a file cannot be deleted.
         """
         self._still_ours()

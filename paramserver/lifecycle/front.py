@@ -1,4 +1,4 @@
-"""What of a shard can be seen from the first second of its start: its port, with health and a report, and its metrics."""
+"""The ports of a shard, open from the first second of its start: health and a report on one, metrics on the other."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -111,7 +111,7 @@ class Front:
 
     def _opened(self) -> tuple[Server, MetricsEndpoint | None]:
         server = Server(self._listen, AccessControl.of(self._config), self._shard, self._report)
-        host = server.address.rpartition(":")[0]  # what Prometheus scrapes is on the host that the shard listens on
+        host = server.address.rpartition(":")[0]  # metrics are served on the host that the shard listens on
         servers = self._config.servers
         port = servers.metrics_port_of(self._shard, self._listen if self._listen in servers.shards else server.address)
         try:

@@ -1,7 +1,7 @@
 """Start-up, first half: is this storage ours, whole and safe? Nothing is served before the answer is yes; the other half is `claim_shard`.
 
-Who we belong to stands in the file `cluster` of the data folder, and is compared with the markers of the nodes. Shard 0 provisions a new
-cluster; a folder that has seen one never provisions again.
+The file `cluster` of the data folder names our cluster, and is compared with the markers of the nodes. Shard 0 provisions a new cluster; a
+folder that has seen one never provisions again.
 """
 
 import logging
@@ -114,7 +114,7 @@ def join_cluster(store: Store, data: DataDir, shard: int, n_shards: int, *, name
     Raises:
         NodeLostError: a node has lost its marker, and this folder has never seen the cluster whole.
         WrongNodeError: the nodes belong to another cluster than this data folder, or than kvemb.yaml names.
-        StorageError: whatever a node has against us; for those that may come up, only once the deadline has passed.
+        StorageError: any other error of a node; where the node may still come up, only once the deadline has passed.
     """
 
     def step() -> Identity:
@@ -185,7 +185,7 @@ def kept_place(root: Path, shard: int, in_file: Sequence[str]) -> str:
     try:
         kept = _unpack((folder_of(root, shard) / CLUSTER).read_bytes(), "map", b"")
         return decode_map(kept).place_of(shard, in_file) if kept else ""
-    except (OSError, KvembError):  # which the start will say
+    except (OSError, KvembError):  # the start will raise it
         return ""
 
 

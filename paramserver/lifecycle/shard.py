@@ -80,7 +80,7 @@ class Shard:
     """A shard that serves; made by `start`.
 
     Args:
-        recovered: what it is made of.
+        recovered: the parts that it is made of.
         store, data, front: what it has open.
         on_fenced: called once when another process has taken the shard over; the caller then calls `stop`.
         on_load: called when the shard is told to load a checkpoint; the caller then calls `stop`, and `start` again. None: it refuses.
@@ -246,7 +246,7 @@ class Shard:
         return PhaseRunner(store, nodes, shards, done)
 
     def _joins(self) -> None:
-        """Begin to take rows, as one whose rows are those of the newest load."""
+        """Begin to take rows; note that the newest load is carried out, since rows that come are loaded already."""
         copies = self._store.values.get(LOAD_NAME, Deadline.after(self._parts.config.storage.timeout_s))
         note_carried_out(self._data, newest_decision(copies, self._store.values.copies_on(LOAD_NAME)), self._parts.claim.require)
         self._parts.ingest.gate.joins()
@@ -300,7 +300,7 @@ class Shard:
         save(self._data, image(self._parts, position))
 
     def _note_change(self, came: Sequence[SlotEntries] = (), gone: NDArray[np.bool_] | None = None) -> None:
-        """Note durably what came to the index, and went, as of the last batch applied; between two batches, apply thread only."""
+        """Note durably which rows came to the index, and went, as of the last batch applied; between two batches, apply thread only."""
         position, rows = self._background.applied, {one.definition.key: (one.ids, one.versions) for one in came}
         assert position is not None
         none = np.empty(0, np.uint64)
@@ -311,7 +311,7 @@ class Shard:
     def _evicted(self, address: str, error: NodeLostError) -> None:
         storage = self._parts.config.storage
         try:
-            with open_store(storage, role="trainer") as probe:  # whoever connects anew looks at the settings
+            with open_store(storage, role="trainer") as probe:  # a new connection checks the settings
                 probe.open(Deadline.after(storage.timeout_s))
         except UnsafeNodeError as unsafe:
             self._parts.ingest.fail_from_outside(UnsafeNodeError(f"{error} {unsafe}"))

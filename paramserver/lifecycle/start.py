@@ -1,4 +1,4 @@
-"""The start of a shard, step by step: join the cluster, claim the shard, open the journal, replay its end, load what was decided, serve.
+"""The start of a shard, step by step: join the cluster, claim the shard, open the journal, replay its end, carry out a load, serve.
 Claiming fences older processes.
 """
 
@@ -130,7 +130,7 @@ class _Start:
     Args:
         config, shard, wait, start_timeout_s, roll_back, on_claimed: see `start`.
         data: the shard's folder.
-        report: told what is done, and how far it is.
+        report: told of each step, and how far it is.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class _Start:
 
     @property
     def _skipped_incarnations(self) -> int:
-        """Hellos may be gone with the journal's end: what they issued, which other shards know, must not be issued again."""
+        """Numbers to skip: hellos may be gone with the journal's end, and incarnations that other shards know must not be issued again."""
         return _ISSUED_BEHIND_THE_END if self._roll_back else 0
 
     def _require_reached(self, state: ShardState) -> None:
@@ -303,7 +303,7 @@ class _Start:
         return Journal(self._data.path / JOURNAL, self._config.servers.durability, segment_bytes=segment_bytes)
 
     def _settle(self, parts: ShardParts, *, changed: bool) -> None:
-        """Save what was recovered: the next start need not do it again."""
+        """Save the recovered state, so that the next start need not replay it again."""
         if not parts.recovered.entries and not changed:
             return
         try:
@@ -318,7 +318,7 @@ class _Start:
 
         def pause(error: StorageError, pause_s: float) -> None:
             nonlocal waited_s, last_s, said
-            waited_s = pause_s + (0.0 if pause_s < last_s else waited_s)  # pauses grow, and begin anew with every batch
+            waited_s = pause_s + (0.0 if pause_s < last_s else waited_s)  # pauses grow, and begin again with every batch
             last_s = pause_s
             self._report.waits(str(error))
             if said != (said := str(error)):

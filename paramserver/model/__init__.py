@@ -1,1 +1,1 @@
-"""What a shard computes with: batches, tables, versions, and what a row may become. No I/O but the registry's file."""
+"""The values that a shard computes with: batches, tables, versions, and the rules of a row's change; and the registry of tables."""

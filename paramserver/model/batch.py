@@ -46,14 +46,14 @@ class CheckedRows:
 
 @dataclass(eq=False)
 class PartTicket:
-    """A part that was taken and what became of it. Used under ingest's lock only.
+    """A part that was taken, and its outcome. Used under ingest's lock only.
 
     Args:
         sequence, digest, size_bytes: of the part.
         final: its outcome, once it has one.
         accepted: whether its push is in the journal.
-        sinks: who waits for the outcome.
-        released: whether its trainer may go on, because it was told what it needs of a batch that is computed and not stored yet.
+        sinks: called with "accepted" and with the outcome.
+        released: whether its trainer was told to go on, because the batch is computed, though not stored yet.
     """
 
     sequence: int
@@ -65,7 +65,7 @@ class PartTicket:
     released: bool = False
 
     def answer(self, sink: Sink) -> None:
-        """Say what is known now, and the rest as it comes: "accepted" when the push is in the journal, then the outcome."""
+        """Tell a sink the present state, and later ones as they come: "accepted" when the push is in the journal, then the outcome."""
         if self.accepted:
             sink(PushReply(self.sequence, "accepted"))
         if self.final is None:
@@ -74,20 +74,20 @@ class PartTicket:
             sink(self.final)
 
     def accept(self) -> None:
-        """Record that the push is in the journal and tell everybody who asked."""
+        """Record that the push is in the journal and tell the sinks."""
         self.accepted = True
         for sink in self.sinks:
             sink(PushReply(self.sequence, "accepted"))
 
     def release(self, reply: PushReply) -> None:
-        """Tell everybody who asked that the batch is computed. Who asks again, after a lost answer, waits for the outcome."""
+        """Tell the sinks that the batch is computed. A sink that is added later, after a lost answer, waits for the outcome."""
         self.released = True
         for sink in self.sinks:
             sink(reply)
 
     def finish(self, reply: PushReply) -> None:
-        """Record the outcome and tell everybody who asked."""
-        self.final = replace(reply, changed_rows=[]) if reply.changed_rows else reply  # who asks again does without
+        """Record the outcome and tell the sinks."""
+        self.final = replace(reply, changed_rows=[]) if reply.changed_rows else reply  # a repeated part gets no rows
         sinks, self.sinks = self.sinks, []
         for sink in sinks:
             sink(reply)
@@ -124,17 +124,17 @@ class Push:
 
     @property
     def table_keys(self) -> frozenset[str]:
-        """The tables of which it has rows, or asks about rows."""
+        """Keys of the tables of which it has rows, or asks about rows."""
         return frozenset(rows.definition.key for part in self.parts for rows in (*part.tables, *part.prefetched))
 
 
 @dataclass(frozen=True, eq=False)
 class RefusedStep:
-    """A sync step whose pushes do not fit each other: nothing of it is applied, and its sequences are used up.
+    """A sync step whose pushes do not fit each other: none of them is applied, and their sequences are used up.
 
     Args:
         pushes: all of the step.
-        error: why, as it travels.
+        error: the reason, in the form of the wire.
     """
 
     pushes: tuple[Push, ...]
@@ -162,11 +162,11 @@ class RowsWork:
 
 
 Work = list[Push] | RowsWork | RefusedStep
-"""What becomes one batch: pushes to merge, an assign or erase, or a refused step, which changes no row."""
+"""The source of one batch: pushes to merge, an assign or erase, or a refused step, which changes no row."""
 
 
 def items_of(work: Work) -> Sequence[Push | RowsWork]:
-    """Return what work is made of, as ingest counts it."""
+    """Return the items of a piece of work, as ingest counts them."""
     if isinstance(work, RowsWork):
         return [work]
     return work.pushes if isinstance(work, RefusedStep) else work

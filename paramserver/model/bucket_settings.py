@@ -1,6 +1,6 @@
-"""Has storage servers keep buckets as their tables want it: sets the servers' limits where that is allowed, and says what does not fit.
+"""The storage servers' limits for buckets: set as the tables need them where that is allowed; limits that do not fit are reported.
 
-Limits that are set last until a server is started again. So they are looked at when a table is made, when shard 0 starts, and when a node
+A limit lasts until its server is started again. So limits are checked when a table is made, when shard 0 starts, and when a node
 that lost its rows is filled again. Rows are right whatever the limits are: buckets beyond them take more memory, or are slower.
 """
 
@@ -14,11 +14,11 @@ from kvemb.schema.table_def import TableDef
 from kvemb.stores.store import Store
 
 log = logging.getLogger("paramserver")
-_REFUSED = (ConfigError, ProtocolError)  # no permission, or a server without the command: nothing that passes by itself
+_REFUSED = (ConfigError, ProtocolError)  # no permission, or a server without the command: another try would not help
 
 
 def require_limits(store: Store, table: TableDef, timeout_s: float) -> None:
-    """Have every node keep a new table's buckets as its layout says; of a table that is not compact, log what does not fit.
+    """Have every node keep a new table's buckets as its layout says; for a table that is not compact, log limits that do not fit.
 
     Raises:
         InvalidInputError: the table is compact, and a node's limits do not fit and may not be changed. It names both; no table was made.
@@ -32,7 +32,7 @@ def require_limits(store: Store, table: TableDef, timeout_s: float) -> None:
 
 
 def settle_limits(store: Store, addresses: Sequence[str], tables: Sequence[TableDef], timeout_s: float) -> None:
-    """The same for tables that serve already: what cannot be had is logged."""
+    """Do the same for tables that are in use already: limits that cannot be set are logged."""
     for address in addresses:
         try:
             _settle(store, address, tables, Deadline.after(timeout_s))

@@ -1,7 +1,7 @@
-"""The copies of the table registry: on every node, and in the data folder of each shard. What is in it is `table_registry`'s.
+"""The copies of the table registry: on every node, and in the data folder of each shard. Their content is `table_registry`'s.
 
 The highest serial is the truth. So a write that was broken off counts as soon as one node has it, and shard 0 completes it before the next
-one. When all nodes have lost theirs, the shards must still know what to restore: hence the file. Not thread-safe, but for `now`.
+one. When all nodes have lost theirs, the shards must still know what to restore: hence the file. Not thread-safe, apart from `now`.
 """
 
 import time
@@ -24,7 +24,7 @@ class RegistryCopies:
 
     Args:
         store: open.
-        shard: number; shard 0 alone writes to the nodes, but for damaged copies.
+        shard: number; shard 0 alone writes to the nodes, except over damaged copies.
         timeout_s: deadline of one storage call.
         data: the shard's folder.
     """
@@ -35,23 +35,23 @@ class RegistryCopies:
         self._behind = True  # nodes may hold more than we know: never read yet, or a write was broken off
 
     def catch_up(self) -> None:
-        """Read them, if they may hold more than is known."""
+        """Read the copies, if they may be newer than `now`."""
         if self._behind:
             self.read()
 
     def read(self) -> None:
-        """Read them; shard 0 also completes a write that was broken off."""
+        """Read the copies; shard 0 also completes a write that was broken off."""
         kept = self._data.read(KEPT)
         try:
             copies, whole = self._on_nodes(), True
-        except (NodeLostError, NodeSuspectError):  # to be repaired, with what we know
+        except (NodeLostError, NodeSuspectError):  # to be repaired, with the tables that we know
             if kept is None:
                 raise
             copies, whole = [], False
         holders = self._store.values.copies_on(META_NAME) if copies else ()
         found = newest_registry([*copies, kept], [*holders, f"this shard's file {KEPT}"])
         damaged = are_damaged(copies, decode_registry)
-        if any(damaged) and (self._shard == 0 or _some_good(copies, damaged)):  # what another shard has kept may be old
+        if any(damaged) and (self._shard == 0 or _some_good(copies, damaged)):  # another shard's file may be old
             self._store.values.mend(META_NAME, copies, damaged, encoded(found), Deadline.after(self._timeout_s))
         if self._shard == 0 and found.serial and whole and len(set(copies)) > 1:
             self.write(found)
@@ -70,7 +70,7 @@ class RegistryCopies:
         self._behind = False
 
     def _on_nodes(self) -> list[bytes | None]:
-        """The nodes' copies; where all are damaged, shard 0 is given time to mend them: nobody else knows the newest tables."""
+        """The nodes' copies; where all are damaged, shard 0 gets time to mend them: no other shard is sure to know the newest tables."""
         until = Deadline.after(_MENDED_WITHIN_S)
         while True:
             copies = self._store.values.get(META_NAME, Deadline.after(self._timeout_s))

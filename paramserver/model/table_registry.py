@@ -34,7 +34,7 @@ AFTER_A_DROP = (
     "A process that used it connects again (kvemb.connect), and opens or creates a table of that name; for a model over it, build the "
     "model again and call distribute"
 )
-"""What to do next, for those who made the table as well as for those whose model made it."""
+"""The next step for a user, whether the user or the user's model made the table."""
 log = logging.getLogger("paramserver")
 
 
@@ -99,7 +99,7 @@ class Registry:
         return table
 
     def find_key(self, key: str, schema: int | None = None) -> TableDef:
-        """Return the table of a key, also one that was dropped: what shards have written down names it.
+        """Return the table of a key, also one that was dropped: journals and saved states still name it.
 
         Raises:
             UnknownTableError: there never was one.
@@ -113,7 +113,7 @@ class Registry:
         return found
 
     def find_last(self, name: str) -> TableDef:
-        """Return the table of this name, or else the last that had it: what a load that was decided before it was dropped asks for.
+        """Return the table of this name, or else the last that had it: a load decided before the drop asks for it.
 
         Raises:
             UnknownTableError: there never was one.
@@ -171,12 +171,12 @@ class Registry:
         return table
 
     def begin_drop(self, name: str) -> TableDef:
-        """Have a table be dropped: from now on it has no name. Told again, it goes on with what was begun.
+        """Begin to drop a table: from now on it has no name. Called again, it goes on with the drop.
 
         Raises:
             UnknownTableError: there is no such table, or TableDroppedError, not any more.
             InvalidInputError: too many were dropped.
-            StorageError: it may have begun; call it again.
+            StorageError: the drop may have begun; call it again.
         """
         with self._lock:
             self._copies.catch_up()
@@ -203,10 +203,10 @@ class Registry:
         return table.goes_whole(pages=self._store.capabilities.pages)
 
     def end_drop(self, key: str) -> None:
-        """Free the name of a table that no shard has rows of any more. Told again, it changes nothing.
+        """Free the name of a table of which no shard has rows any more. Called again, it changes nothing.
 
         Raises:
-            StorageError: it may be free; call it again.
+            StorageError: the name may be free; call it again.
         """
         with self._lock:
             self._copies.catch_up()
@@ -220,7 +220,7 @@ class Registry:
         log.info("table %s was dropped", one.definition.name)
 
     def _next_life(self, table: TableDef) -> TableDef:
-        """The definition as none was that had this name: nothing written for one of those is taken for it."""
+        """The definition with a life that no table of this name has had: no value written for one of those is taken for its own."""
         earlier = sorted(
             (one.definition for one in self._copies.now.dropped.values() if one.definition.name == table.name), key=lambda one: one.life
         )

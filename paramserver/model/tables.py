@@ -1,9 +1,9 @@
-"""What a shard knows about one table while it runs: definition, update method, index and step. The lock that the index needs is here.
+"""A shard's tables in memory: definition, update method, index and step of each. The lock that the index needs is here.
 
 Only the apply thread changes a table; other threads count and list. So the apply thread's own reads of the index need no lock.
 
-A batch needs the places of its rows in the index up to three times. It tells how stale its push was, compares storage with the index, and
-sets the new versions when all is stored. Who asks with `keep` has them kept until then, so that all three are one look-up where the ids are
+A batch needs the places of its rows in the index up to three times: to tell how stale its push was, to compare storage with the index, and
+to set the new versions when all is stored. A look-up with `keep` keeps them until then, so that all three are one look-up where the ids are
 one and the same array: those of a push that was not merged with others.
 """
 
@@ -24,7 +24,7 @@ Ids = NDArray[np.uint64]
 
 
 class TableState:
-    """What a shard holds in memory of one table: index, cache of records, optimizer, step.
+    """One table in a shard's memory: index, cache of records, optimizer, step.
 
     Args:
         definition: the table.
@@ -36,7 +36,7 @@ class TableState:
     def __init__(self, definition: TableDef, step: int = 0, rows: tuple[Ids, Ids] | None = None, budget: CacheBudget | None = None) -> None:
         self.definition = definition
         self.optimizer = build_optimizer(definition.optimizer)
-        self.step, self.n_applied, self.n_erased = step, 0, 0  # rows written by batches, and gone, since this process started
+        self.step, self.n_applied, self.n_erased = step, 0, 0  # rows written by batches, and erased, since this process started
         self.cache = RecordCache(definition.record.size_bytes, budget or CacheBudget(0))
         self._index = RowIndex()
         self._kept: IndexLookup | None = None  # of the batch under way
@@ -82,17 +82,17 @@ class TableState:
         self._kept = None
         with self._lock:
             n_rows = self._index.erase(ids)
-            self.n_erased += n_rows  # last: whoever sees this number sees none of these rows
+            self.n_erased += n_rows  # last: a thread that reads this number finds none of these rows
         return n_rows
 
     def make_room(self, n_more: int) -> None:
-        """Let the index grow for rows that are to come. Apply thread only."""
+        """Let the index grow for so many more rows. Apply thread only."""
         self._kept = None
         with self._lock:
             self._index.make_room(n_more)
 
     def took(self, ids: Ids, versions: Ids) -> None:
-        """Know n unique rows that another shard has handed over. Apply thread only."""
+        """Add n unique rows that another shard has handed over. Apply thread only."""
         self._kept = None
         with self._lock:
             self._index.put(ids, versions)
@@ -107,9 +107,9 @@ class TableState:
             return self._index.sorted_ids(after, first, limit)
 
     def some(self, limit: int, start: float) -> Ids:
-        """Return at most `limit` ids that lie side by side in the index, from about this share of it on, [0, 1). Any thread.
+        """Return at most `limit` ids that lie side by side in the index, beginning at about this share of it, [0, 1). Any thread.
 
-        Their number is what fits a part of the table that has as many places as that many rows take.
+        They are the rows in a part of the index that has as many places as `limit` rows take on average.
         """
         with self._lock:
             width = min(HASHES, max(1, HASHES * limit // max(1, len(self._index))))
@@ -142,7 +142,7 @@ class TableState:
 
 
 class Tables:
-    """The tables that this shard has met, by name. Thread-safe.
+    """The tables of which this shard has had work, by name. Thread-safe.
 
     Args:
         states: known from a clean stop.
@@ -168,7 +168,7 @@ class Tables:
             self._states.pop(definition.key, None)
 
     def follow(self, cluster_map: ClusterMap) -> None:
-        """Forget the tokens of rows whose slots have changed their node, where they mean nothing: before a batch takes any out of a cache.
+        """Forget the cached tokens of rows whose slots have changed their node, where they are not valid; call it before each batch.
 
         Apply thread only.
         """

@@ -1,14 +1,14 @@
-"""From the records that were read to the records to write, for one table of a batch: this decides what a row may become. Pure.
+"""The rules of a row's change: from the records that were read to the records to write, for one table of a batch. Pure.
 
 A found row must have the version that the index holds, or this very batch's version. The latter means that an earlier try of the batch
-wrote it already. Everything else is a lost or foreign row, and nothing is written over it: an apply on top would hide the loss for ever.
+wrote it already. Any other row is lost or foreign, and is not written over: an apply on top would hide the loss for ever.
 
-In a replay a row may also have the version of a later batch of the journal: the process that crashed had come further. And a row that a
-later batch of the journal erases is left alone until then: it may be gone already, and nothing of it will be left in any case.
+In a replay a row may also have the version of a later batch of the journal: the process that crashed had written it. And a row that a later
+batch of the journal erases is not touched until then: it may be gone already, and will be gone in the end.
 
-Batches are numbered on from epoch to epoch, and each is in the journal before any row of it is written. So when a process has read the
-journal to its end, at batch k, no row can have a higher number from an earlier epoch: a row at any other version proves that batches are
-missing (`Timeline`). What is older, or missing, is no such proof: storage loses rows, and the journal brings them back.
+Batch numbers go on from epoch to epoch, and each batch is in the journal before any row of it is written. So when a process has read the
+journal to its end, at batch k, no row can have a higher number from an earlier epoch: a row that has one proves that batches are missing
+(`Timeline`). An older or missing row is no such proof: storage loses rows, and the journal brings them back.
 """
 
 from collections.abc import Iterator
@@ -36,13 +36,13 @@ ORDERS = (
 
 @dataclass
 class Timeline:
-    """What a process of a shard knows of versions.
+    """The epochs of a shard's versions, as one of its processes knows them.
 
     Args:
         epoch: of this process's versions.
         k: of the last batch of all epochs before.
         where: the shard and its journal, for messages.
-        roll_back: rows that are ahead are to be set back: somebody said so.
+        roll_back: whether rows that are ahead are to be set back, because an operator said so.
     """
 
     epoch: int
@@ -55,7 +55,7 @@ class Timeline:
         self.epoch, self.k = epoch, k
 
     def refuse_lost(self, definition: TableDef, ids: NDArray[np.uint64], stored: NDArray[np.uint64], known: NDArray[np.uint64]) -> None:
-        """Look for rows that only a batch which the journal does not have can have written.
+        """Refuse rows that only a batch which is missing in the journal can have written.
 
         Args:
             definition: the table.
@@ -87,7 +87,7 @@ _BEHIND = "A node lost writes, or another program wrote rows: bring the node's d
 
 
 class Replay:
-    """What a replay knows of the batches that it has still before it.
+    """The changes of rows by the batches that a replay has still before it.
 
     Args:
         newest: version of the last one.
@@ -114,7 +114,7 @@ class Replay:
             self._erased.setdefault(rows.definition.key, RowIndex()).put(rows.ids, np.full(len(rows.ids), version, np.uint64))
 
     def wanted(self, definition: TableDef, ids: NDArray[np.uint64], known: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Return the versions that rows have in the end, 0 for those that do not exist then: uint64 [n]; `known` where nothing is noted."""
+        """Return the versions of rows after the replay, 0 for those that do not exist then: uint64 [n]; `known` where nothing is noted."""
         none = np.zeros(len(ids), np.uint64)
         written = self._written[definition.key][1].get(ids) if definition.key in self._written else none
         erased = self._erased[definition.key].get(ids) if definition.key in self._erased else none
@@ -175,14 +175,14 @@ def records_to_write(
 
 
 def refuse_later_epoch(definition: TableDef, ids: Ids, stored: Ids, epoch: int, known: Ids | None = None) -> None:
-    """Look for rows that a process which owns the shard after this one has written: the fence of every write that looks before.
+    """Refuse rows that a later owner of the shard has written: the fence of every write that looks before.
 
     Args:
         definition: the table.
         ids: uint64 [n].
         stored: uint64 [n], versions in storage (0 = not found).
         epoch: of this process.
-        known: uint64 [n], versions that rows are to have; theirs may be of a later epoch (a load's) than this process's.
+        known: uint64 [n], versions that rows are to have; these may be of a later epoch (a load's) than this process's.
 
     Raises:
         FencedError: there are such rows.
@@ -232,7 +232,7 @@ def new_records(
 
     Args:
         state: the table; its step is the one before this batch.
-        kind: "apply" (rows are gradients) or "assign" (rows are weights; state begins anew, as in a created row).
+        kind: "apply" (rows are gradients) or "assign" (rows are weights; state is reset, as in a created row).
         rows: n rows.
         records: uint8 [n, record bytes], as read.
         exists: bool [n]; where false, the record has no meaning and the row is created.
@@ -267,11 +267,11 @@ def first_values(
     weights, row_state = _own(definition.record.weights(records), records), _own(definition.record.state(records), records)
     if not exists.all():
         new = ~exists
-        weights[new] = definition.initial_rows(ids[new])  # those that a pull before the creation shows
+        weights[new] = definition.initial_rows(ids[new])  # the values that a pull before the creation shows
         row_state[new] = state.optimizer.initial_state(int(new.sum()), definition.dim)
     return weights, row_state
 
 
 def _own(values: NDArray[np.float32], records: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """The values themselves, or a copy where they lie in the records, as those of one row alone may: what was read stays as it is."""
+    """The values themselves, or a copy where they lie in the records, as those of one row alone may: the read records must not change."""
     return values.copy() if np.may_share_memory(values, records) else values

@@ -1,6 +1,6 @@
-"""What a shard does for a plan that moves slots between shards, phase by phase (docs/adr/0062). Apply thread only, between two batches.
+"""A shard's work for a plan that moves slots between shards, phase by phase (docs/adr/0062). Apply thread only, between two batches.
 
-Each phase is done over again after an error, and after a restart: what was done is found done.
+Each phase is repeated after an error, and after a restart; parts of it that are done already are found done.
 """
 
 import logging
@@ -23,20 +23,20 @@ from .slot_taker import SlotTaker
 
 _POLL_S, _RETRY_S = 0.01, 0.2
 _STARTED_ANEW = "the shard was restarted while all stopped at one step of a sync job, and does not know which one it had come to"
-_LEFT_BEFORE = "this process has had slots and has left: start it again, then add it"  # what it knows of trainers and steps is of then
+_LEFT_BEFORE = "this process has had slots and has left: start it again, then add it"  # its knowledge of trainers and steps is old
 _JOB_ENDED = "the trainers of a sync job have gone while its shards came to one step"
 _READS_AHEAD, _FEW_ROWS, _LESS = 5, 4096, 0.8  # rows change while they are read ahead, and are read again
-_LOOK_TIMEOUT_S = 20.0  # a Redis Cluster has thousands of markers; nothing else is to be done meanwhile
+_LOOK_TIMEOUT_S = 20.0  # a Redis Cluster has thousands of markers; there is no other work meanwhile
 log = logging.getLogger("paramserver")
 
 
 @dataclass(frozen=True)
 class HandoverPorts:
-    """What a hand-over asks of the rest of its shard.
+    """The functions of the rest of its shard that a hand-over uses.
 
     Args:
         rise: makes the shard's epoch higher than another shard's.
-        quiet: whether everything that was accepted is applied.
+        quiet: whether all accepted work is applied.
         saving: whether a checkpoint is being saved.
         steps: lets a sync job's steps follow the map in force, and says how far they are; None in async mode.
         expect: waits for these members of a sync job from now on.
@@ -59,9 +59,9 @@ class HandoverWork(PhaseWork):
     Args:
         store: open; says which map is in force.
         shard: number.
-        giver, taker: what is done to index and disk.
-        offers: what takers are answered.
-        questions: to givers.
+        giver, taker: change index and disk.
+        offers: answers takers.
+        questions: asks givers.
         ports: the rest of the shard.
     """
 
@@ -149,7 +149,7 @@ class HandoverWork(PhaseWork):
             behind = self._taker.behind(given.entries)
             n_behind = sum(len(one.ids) for one in behind)
             if not n_behind or (n_before and not _FEW_ROWS < n_behind < _LESS * n_before):
-                return  # trainers wait for the rest, which is little, or would not become less
+                return  # trainers wait while the rest is read: it is small, or another round would not make it smaller
             count.expect(n_behind)
             n_before = n_behind
             for n_rows in self._taker.read_ahead(behind):
@@ -185,7 +185,7 @@ class HandoverWork(PhaseWork):
             yield from self._ask(cluster_map)
             given = self._questions.answer
             assert given is not None
-            self._ports.rise(given.epoch)  # the giver may have started anew
+            self._ports.rise(given.epoch)  # the giver may have been restarted
             if self._shard not in cluster_map.writing_shards:
                 self._ports.expect(given.members)  # durable with what follows
             self._taker.take(given.entries, given.epoch)
@@ -196,8 +196,8 @@ class HandoverWork(PhaseWork):
         slots = cluster_map.gives(self._shard)
         if not slots.any():
             return
-        # Who takes the slots may have done its part of a repair before it knew their rows. But rows that are noted as gone cannot be made
-        # anew here; by then no such repair was under way.
+        # The taker may have done its part of a repair before it knew these rows. But once rows are noted as gone they cannot be
+        # reconstructed here; so the note is made when no such repair is under way.
         while not self._giver.begun(slots) and (lost := self._store.repair.lost_nodes(Deadline.after(_LOOK_TIMEOUT_S))):
             yield _RETRY_S
             log.info("a move of slots waits for the repair of %s", ", ".join(node.address for node in lost))

@@ -1,6 +1,6 @@
-"""What a shard that leaves had taken of each trainer, kept in shard 0's folder: for trainers whose answers were still on their way.
+"""The sessions of shards that leave, kept in shard 0's folder: for trainers whose answers were still on their way.
 
-It is asked for when that shard has drained, and durable before the map says that it has left: from then on it takes nothing more.
+Shard 0 asks for them when the shard has drained, and they are durable before the map says that it has left. From then on it takes nothing.
 """
 
 import logging
@@ -37,7 +37,7 @@ def sequence_in(packed: bytes, trainer: str, incarnation: int) -> int:
 
 
 def sessions_in(packed: bytes) -> list[tuple[str, int, int]]:
-    """Return what `pack_sessions` was given."""
+    """Return the sessions that `pack_sessions` was given."""
     return [(trainer, incarnation, sequence) for trainer, incarnation, sequence in msgpack.unpackb(packed)]
 
 
@@ -55,7 +55,7 @@ def _together(older: bytes, newer: bytes) -> bytes:
 
 
 class LeftSessions:
-    """Those of every shard that has left. `keep` is for one thread, `find` for any.
+    """The sessions of every shard that has left. `keep` is for one thread, `find` for any.
 
     Args:
         data: shard 0's folder.

@@ -1,7 +1,7 @@
 """The thread by which a shard follows the cluster map: looks for a newer one, keeps it in the data folder, reports its part of a plan.
 
 It looks at once when something has changed: the apply thread has done its part, another shard has said so, shard 0 has changed the map.
-Otherwise it looks now and then, for what it was not told. Shard 0's carries the plan on, too (`move_carrier`).
+Otherwise it looks now and then, for changes of which it was not told. Shard 0's thread carries the plan on, too (`move_carrier`).
 """
 
 import logging
@@ -98,7 +98,7 @@ class MapFollower:
                 self._carry()
 
     def _report(self, cluster_map: ClusterMap) -> None:
-        """Tell the nodes how far this shard is, at once when that is news for whoever carries the plan, else now and then."""
+        """Tell the nodes how far this shard is, at once when the plan waits for that, else now and then."""
         now = self._runner.progress
         done = now.done and now.version == cluster_map.version
         rows, n_rows = (now.rows, now.n_rows) if now.version == cluster_map.version else (0, 0)

@@ -2,8 +2,8 @@
 
 Which phase follows is `move_phases`'; this asks the shards, keeps the map, gives it to the nodes.
 
-What decides is the map in this shard's data folder: a phase is written there first, then followed, then given to the nodes. So a phase that
-anybody has seen outlives the death of any process and any node. The next process of shard 0 goes on with the newest map that its folder and
+The map in this shard's data folder decides: a phase is written there first, then followed, then given to the nodes. So a phase that any
+process has seen outlives the death of any process and any node. The next process of shard 0 goes on with the newest map that its folder and
 the nodes have.
 """
 
@@ -25,7 +25,7 @@ from .left_sessions import LeftSessions
 from .move_phases import KEEP_SESSIONS, RENEW_MARKERS, Transition, on_abort, on_reports
 from .move_planner import MovePlanner, WantedMove
 
-_LOOK_TIMEOUT_S = 2.0  # of what is asked again soon
+_LOOK_TIMEOUT_S = 2.0  # of one look; the next one comes soon
 _GIVE_AGAIN_S = 1.0  # to nodes that have lost it since
 log = logging.getLogger("paramserver")
 
@@ -37,8 +37,8 @@ class MoveCarrier:
         store: open.
         keep: keeps a map in the data folder; raises once another process owns the shard.
         planner: of the same store.
-        left: keeps what shards that leave had taken of trainers.
-        sync: whether the job is one.
+        left: keeps the sessions of shards that leave.
+        sync: whether the job is in sync mode.
         changed: told when this process has changed the map.
         timeout_s: of one storage call.
     """
@@ -56,7 +56,7 @@ class MoveCarrier:
     ) -> None:
         self._store, self._keep, self._planner, self.left, self._timeout_s = store, keep, planner, left, timeout_s
         self._sync, self._changed = sync, changed
-        self._given: tuple[ClusterMap, float] | None = None  # what every node has, and since when
+        self._given: tuple[ClusterMap, float] | None = None  # the map that every node has, and since when
         self._heard: tuple[int, list[MoveReport | None]] = 0, []
         self._lock = threading.Lock()
         self._said = self._taken_back = ""
@@ -128,7 +128,7 @@ class MoveCarrier:
         return self._taken_back
 
     def heard(self, cluster_map: ClusterMap) -> list[MoveReport | None]:
-        """Return what each shard has said of this map, by the last look; None where its present process has said nothing."""
+        """Return each shard's report on this map, by the last look; None where its present process has sent none."""
         version, reports = self._heard
         return reports if version == cluster_map.version else [None] * cluster_map.n_shards
 
@@ -149,7 +149,7 @@ class MoveCarrier:
                 self._take(transition)
 
     def _can(self, what: str, now: ClusterMap, plan: MovePlan) -> bool:
-        """Do what comes before a transition; return whether it is done."""
+        """Do one of the tasks before a transition; return whether it is done."""
         if what == KEEP_SESSIONS:
             return self.left.keep(plan.leaving, now.version, self._deadline())
         assert what == RENEW_MARKERS
@@ -185,13 +185,13 @@ class MoveCarrier:
     # --- inside -----------------------------------------------------------------------------------------------------------------
 
     def _reports(self, now: ClusterMap) -> list[MoveReport | None]:
-        """What each shard has said of this map; None where its present process has said nothing."""
+        """Each shard's report on this map; None where its present process has sent none."""
         shards = range(now.n_shards)
         names = [name(shard) for name in (report_name, owner_name) for shard in shards]
         copies = self._store.values.get_where_possible(names, self._deadline())
         found: list[MoveReport | None] = []
         for shard, reports, owners in zip(shards, copies, copies[now.n_shards :], strict=False):
-            # Whoever claims a shard puts his record on every node before he begins: any of them will do.
+            # A process that claims a shard puts its record on every node before it begins: any node's record will do.
             report, owner = newest_report(reports), newest_owner(owners, shard)
             ours = report is not None and owner is not None and (report.version, report.epoch) == (now.version, owner.epoch)
             found.append(report if ours else None)

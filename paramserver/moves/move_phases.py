@@ -1,4 +1,4 @@
-"""How a plan goes from phase to phase: of the map in force and what has come, the next map, and what is to be done before it is followed.
+"""The way of a plan from phase to phase: map in force and events give the next map, and the tasks to be done before it is followed.
 
 Pure: `move_carrier` is the shell that asks, keeps and gives. `tests/models` searches these transitions; docs/adr/0058 and 0062 say why they
 are right. Phases are those of `kvemb.schema.move_plan`.
@@ -17,20 +17,20 @@ _AFTER = {
     NODES: {MOVING: FLIPPED, FLIPPED: CLEANING},
     SHARDS: {MOVING: DRAINING, DRAINING: FLIPPED, FLIPPED: SERVING},
 }
-"""Of each phase the next one; of the others the end of the plan. In sync jobs shards hold before they drain."""
+"""The next phase of each; after any other phase the plan ends. In sync jobs shards hold before they drain."""
 _BEFORE_THE_FLIP = (MOVING, HOLDING, DRAINING)
 _MAX_STEPS_APART = 64  # of shards: trainers have less than that on their way to any of them
 
 
 @dataclass(frozen=True, eq=False)
 class Transition:
-    """What follows.
+    """The next map, and the tasks before it.
 
     Args:
         map: the next one.
-        first: what has to be done before it is followed: `RENEW_MARKERS` has every node's marker name the map in force, `KEEP_SESSIONS`
-            keeps what shards that leave had taken of trainers.
-        taken_back: why the plan is, where it is with this map; "" elsewhere.
+        first: tasks to be done before it is followed: `RENEW_MARKERS` has every node's marker name the map in force, `KEEP_SESSIONS` keeps
+            the sessions of shards that leave.
+        taken_back: why the plan is taken back with this map; "" where it is not.
     """
 
     map: ClusterMap
@@ -39,12 +39,12 @@ class Transition:
 
 
 def on_reports(now: ClusterMap, reports: Sequence[MoveReport | None], *, sync: bool) -> Transition | None:
-    """Return what follows what shards have said of the map in force; None while nothing does.
+    """Return the transition that the shards' reports allow; None while they allow none.
 
     Args:
         now: the map in force.
-        reports: of every shard's present process, None where it has said nothing of this map.
-        sync: whether the job is one.
+        reports: of every shard's present process, None where it has sent none on this map.
+        sync: whether the job is in sync mode.
     """
     plan = now.plan
     if plan is None:
@@ -64,7 +64,7 @@ def on_reports(now: ClusterMap, reports: Sequence[MoveReport | None], *, sync: b
 
 
 def on_abort(now: ClusterMap, why: str) -> Transition | None:
-    """Return what follows when a plan is to be taken back; None where it is being taken back already.
+    """Return the transition that takes a plan back; None where it is being taken back already.
 
     Raises:
         MoveRefusedError: there is none, or it is past the point from which it can only go on.
@@ -92,7 +92,7 @@ def _who_reports(now: ClusterMap, plan: MovePlan, *, sync: bool) -> list[int]:
 
 
 def _let_drain(now: ClusterMap, plan: MovePlan, steps: Sequence[int]) -> Transition:
-    """All hold: those behind are to come to the step of the furthest."""
+    """All hold: shards that are behind go on to the step of the furthest."""
     least, last = min(steps), max(steps)
     if last - least > _MAX_STEPS_APART:
         return _taken_back(now, plan, f"shards count the steps of the sync job otherwise ({least} and {last}): start its trainers anew")

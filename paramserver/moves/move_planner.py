@@ -1,4 +1,4 @@
-"""The plan that comes of what an operator asks for: checked against the cluster map in force, and laid out as the next one."""
+"""The plan for an operator's request: checked against the cluster map in force, and laid out as the next map."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from kvemb.stores.store import Store
 
 @dataclass(frozen=True, eq=False)
 class WantedMove:
-    """What an operator asks for: a move between nodes, or one between shards.
+    """An operator's request: a move between nodes, or one between shards.
 
     Args:
         version: of the map that it was worked out from.

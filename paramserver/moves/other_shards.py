@@ -1,4 +1,4 @@
-"""The other shards of the cluster, as a shard calls them: where they are by the map in force, what they are asked, and told."""
+"""The other shards of the cluster, as a shard calls them: their addresses by the map in force, questions to them, and news for them."""
 
 import logging
 import threading
@@ -62,7 +62,7 @@ class OtherShards:
 
 
 class MoveNews:
-    """Has other shards look at once when the map, or a report, has changed. Nobody waits for them: without it they look a little later.
+    """Has other shards look at once when the map, or a report, has changed. Lost news does no harm: shards also look now and then.
 
     The channels are kept while slots move. One thread.
 
@@ -92,13 +92,13 @@ class MoveNews:
 
 
 _CALL_S, _NOT_READY_S, _AWAY_S = 10.0, 0.01, 0.2
-_TROUBLE_S = 60.0  # a giver that is started anew may take so long
+_TROUBLE_S = 60.0  # a giver that is restarted may take so long
 log = logging.getLogger("paramserver")
 
 
 @dataclass(frozen=True, eq=False)
 class GivenEntries:
-    """What all givers of a plan have said, an entry per table.
+    """The answers of all givers of a plan, an entry per table.
 
     Args:
         epoch: the highest of theirs.
@@ -112,10 +112,10 @@ class GivenEntries:
 
 
 class GiverQuestions:
-    """What a taker asks givers, of one version of the map at a time; on a thread of its own, since its batches go on.
+    """A taker's questions to givers, for one version of the map at a time; on a thread of its own, since its batches go on.
 
     Args:
-        shard: who asks.
+        shard: the taker.
         others: makes channels to them.
     """
 
@@ -127,7 +127,7 @@ class GiverQuestions:
 
     @property
     def trouble(self) -> str:
-        """Why a giver does not answer, once that is no new start of its process; any thread."""
+        """Why a giver does not answer, once it is away for longer than a restart takes; any thread."""
         since_s = self._failing_since_s
         return self._why if since_s and time.monotonic() - since_s >= _TROUBLE_S else ""
 
@@ -180,7 +180,7 @@ class GiverQuestions:
                 channel.close()
 
     def _pages(self, channel: ShardChannel, version: int) -> GivenEntries | None:
-        """All that one giver says; None while it is not ready, and where it was another process in between."""
+        """All entries of one giver; None while it is not ready, and where its process was replaced between two pages."""
         pages: list[SlotEntriesReply] = []
         n_had, n_rows = 0, 1
         while n_had < n_rows or not pages:

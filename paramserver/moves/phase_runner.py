@@ -1,7 +1,7 @@
-"""A shard's part in plans, phase by phase, whichever kind: between two batches, a slice at a time. Apply thread only, but for what it says.
+"""A shard's part in plans of either kind, phase by phase: between two batches, a slice at a time. Apply thread only, unless said otherwise.
 
-What a slice does is `slot_mover`'s for slots that move between nodes, `handover_work`'s between shards. A phase is begun over again after
-an error, and after a restart: what was done is found done.
+The slices are `slot_mover`'s for slots that move between nodes, `handover_work`'s between shards. A phase begins again after an error, and
+after a restart; parts of it that are done already are found done.
 """
 
 import logging
@@ -16,7 +16,7 @@ from kvemb.schema.move_plan import SHARDS
 from kvemb.stores.store import Store
 
 _RETRY_S, _TROUBLE_S = 0.2, 3.0
-_LEFT_TO_BATCHES, _LONGEST_PAUSE_S = 6.0, 1.0  # times what a slice took; a disk that was slow once holds up no more than that
+_LEFT_TO_BATCHES, _LONGEST_PAUSE_S = 6.0, 1.0  # times the time of a slice; at most so long, also after a disk that was slow once
 log = logging.getLogger("paramserver")
 
 
@@ -58,18 +58,18 @@ class MoveProgress:
 
 
 class PhaseWork(ABC):
-    """What a shard does in the phases of one kind of plan."""
+    """A shard's work in the phases of one kind of plan."""
 
     @abstractmethod
     def phase(self, cluster_map: ClusterMap, count: PhaseCount) -> Iterator[float]:
         """Do this map's phase: a slice for every value asked for, which says for how many seconds there is nothing to do then."""
 
     def follow(self, cluster_map: ClusterMap) -> None:  # noqa: B027  # most work keeps nothing of an older map
-        """Forget what was of an older map, or of a try of this one that failed; told of maps of every kind."""
+        """Forget the state of an older map, or of a failed try of this one; called for plans of every kind."""
 
     @property
     def changes_runs(self) -> bool:
-        """Whether index and local snapshot may change by other things than batches: no snapshot may be in the middle meanwhile."""
+        """Whether index and local snapshot may change otherwise than by batches; then no snapshot may be under way."""
         return False
 
     @abstractmethod
@@ -127,7 +127,7 @@ class PhaseRunner:
         return max(0.0, self._not_before_s - self._clock())
 
     def step(self, *, loaded: bool = False) -> bool:
-        """Do a slice of what the map in force asks for; return whether there is more at once.
+        """Do a slice of the work for the map in force; return whether more can be done at once.
 
         Args:
             loaded: whether batches came since the last slice: most of the time is theirs then.
@@ -169,7 +169,7 @@ class PhaseRunner:
         if not self._failing_since_s:
             log.warning("a move of slots is held up: %s", why)
         self._failing_since_s, self._why = self._failing_since_s or self._clock(), why
-        self._begin(cluster_map)  # from the first row: what is done is found done
+        self._begin(cluster_map)  # from the first row: finished parts are found done
         self._not_before_s = self._clock() + _RETRY_S
 
     def _work(self, cluster_map: ClusterMap) -> PhaseWork:

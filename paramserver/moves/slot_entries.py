@@ -1,7 +1,7 @@
-"""What a shard knows of the rows of some slots, as it hands them over: ids, versions, and how often each table was applied; no I/O.
+"""The index entries of the rows of some slots, as a shard hands them over: ids, versions, and how often each table was applied; no I/O.
 
-The rows of the slots that it gives are found once among all of its rows, and from then on by what has changed: trainers wait while a shard
-hands slots over, and the wait need not grow with the rows that stay.
+The rows of the slots are searched among all rows once, later only among changed rows: trainers wait while a shard hands slots over, and the
+wait must not grow with the rows that stay.
 """
 
 import threading
@@ -65,7 +65,7 @@ def entries_of(state: TableState, slots: NDArray[np.bool_], ids: Ids, versions: 
 
 
 def put_together(entries: Sequence[SlotEntries]) -> list[SlotEntries]:
-    """Return what several givers say as one of each table: a table counts as many applies as the giver that has counted most."""
+    """Join the entries of several givers, one of each table: a table counts as many applies as the giver that has counted most."""
     by_table: dict[str, list[SlotEntries]] = {}
     for one in entries:
         by_table.setdefault(one.definition.key, []).append(one)
@@ -100,7 +100,7 @@ Slots = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class _Found:
-    """A table's rows of the slots, a version that every row which has changed since is above, and how many were erased by then."""
+    """A table's rows of the slots, the version up to which they are known, and how many rows the table had erased by then."""
 
     entries: SlotEntries
     version: int
@@ -123,11 +123,11 @@ class GivenRows:
         self._final = False
 
     def entries(self, slots: Slots, *, final: bool = False) -> list[SlotEntries]:
-        """Return what the index knows of these slots, a table after the other.
+        """Return the index entries of these slots, a table after the other.
 
         Args:
             slots: bool [16384].
-            final: nothing changes any more until `clear`, so that the next one who asks gets the same.
+            final: nothing changes any more until `clear`, so that later calls get the same.
         """
         with self._lock:
             if self._slots is None or not np.array_equal(self._slots, slots):

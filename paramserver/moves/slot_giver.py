@@ -1,7 +1,7 @@
-"""The giver's side of a hand-over of slots: forgets them, and answers takers that ask, page by page, what it knows of them.
+"""The giver's side of a hand-over of slots: gives takers their entries, page by page, and forgets them.
 
-While slots are read ahead it is what the index knows when the first page is asked for; once the shard has drained it is final. When it is
-to be said, and when to forget, docs/adr/0062 tells. What must not live here: the phases of a plan.
+While slots are read ahead, the entries are the index's as of the first page; once the shard has drained they are final. docs/adr/0062 says
+when they are given, and when forgotten. What must not live here: the phases of a plan.
 """
 
 import threading
@@ -45,19 +45,19 @@ class SlotGiver:
         self._tables, self._runs, self._rows, self._note_gone, self._applied = tables, runs, rows, note_gone, applied
 
     def entries(self, slots: NDArray[np.bool_]) -> list[SlotEntries]:
-        """Return what the index knows of these slots, a table after the other: bool [16384]. It is final once the shard has drained."""
+        """Return the index entries of these slots (bool [16384]), a table after the other; they are final once the shard has drained."""
         return self._rows.entries(slots)
 
     def forget(self) -> None:
-        """Forget what was found of slots that were to move."""
+        """Forget the rows found for slots that were to move."""
         self._rows.clear()
 
     def drop(self, slots: NDArray[np.bool_]) -> int:
         """Forget every row of these slots, durably; return how many. Called again it changes nothing.
 
-        The local snapshot notes that they are gone. Otherwise a row that comes back with its slot, erased and created anew elsewhere,
-        would be made anew from what this shard once knew of it. Between the note and the end of this call none of them can be made
-        anew here: a shard that dies there is to call it again before it repairs anything.
+        The local snapshot notes that they are gone. Otherwise a row that comes back with its slot, erased and created again elsewhere,
+        would be reconstructed from this shard's old records. Between the note and the end of this call none of them can be reconstructed
+        here: a shard that dies there must call it again before it repairs anything.
 
         Raises:
             JournalFullError: nothing changed; call again.
@@ -121,7 +121,7 @@ class SlotOffers:
         self._made: dict[tuple[int, int], list[SlotEntries]] = {}  # by the map's version and the taker
 
     def drained(self, version: int) -> None:
-        """Say that what the index knows is final, and in storage, while the map of this version is in force."""
+        """Note that the index is final, and its rows in storage, while the map of this version is in force."""
         with self._lock:
             self._drained = version
 

@@ -1,9 +1,9 @@
-"""What a shard does for a plan that moves slots between nodes: copies its rows to the nodes that are to have them, erases them where they
-were. Apply thread only, between two batches, a slice at a time.
+"""A shard's work for a plan that moves slots between nodes: it copies its rows to their new nodes, and erases them on the old ones. Apply
+thread only, between two batches, a slice at a time.
 
 New writes go to both nodes by themselves (`paramserver.engine.row_access`) from the moment at which the shard follows a map with a plan. So
-a phase is done once all rows that the index knew at some moment after that have been gone through. Whatever was done before a restart is
-gone through again, and found done.
+a phase is done once all rows that the index knew at some moment after that have been gone through. After a restart all rows are gone
+through again; finished ones are found done.
 """
 
 from collections.abc import Iterator, Sequence
@@ -89,9 +89,9 @@ class SlotMover(PhaseWork):
         return ids[other.has(self._access.keys(state.definition, ids))]
 
     def _copy_rows(self, state: TableState, ids: Ids, there: RowAccess) -> int:
-        """Copy those of these rows that the other node does not have as they are; return how many."""
+        """Copy those of these rows that the other node does not have at their version; return how many."""
         definition, wanted = state.definition, state.versions(ids)
-        seen = there.look(definition, ids)
+        seen = there.look(definition, ids)  # of n rows, their versions there
         differ = (seen.versions != wanted) | seen.foreign
         tokens = None if seen.tokens is None else seen.tokens[differ]
         ids, wanted = ids[differ], wanted[differ]
@@ -114,7 +114,7 @@ class SlotMover(PhaseWork):
         self._figures.copied_bytes += n_rows * state.definition.record.size_bytes
 
     def _records(self, state: TableState, ids: Ids, wanted: Ids) -> NDArray[np.uint8]:
-        """The records of rows at these versions: from the shard's cache, and for those that it lacks from where they are now."""
+        """The records of rows at these versions: from the shard's cache, else from the node where they are now."""
         records, kept = kept_records(WantedVersions(state, ids, wanted))
         lacking, definition = ~kept, state.definition
         if lacking.any():

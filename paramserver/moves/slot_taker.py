@@ -1,8 +1,8 @@
-"""The taker's side of a hand-over of slots: reads their records to its own disk, ahead of time and again what changed, and then knows them.
+"""The taker's side of a hand-over of slots: it reads records to its own disk ahead of time, changed ones again, then takes the rows.
 
-Once `take` has returned, index and records are in the shard's own folder: it can bring the rows back like any that it wrote. What a crash
-leaves before that is nothing. The taker's epoch must be above the giver's by then (`claim_shard`): whatever either shard does to a row is
-newer than what it knew of it before. Apply thread only. What must not live here: when slots are handed over.
+Once `take` has returned, index and records are in the shard's own folder: it can bring the rows back like any that it wrote. A crash before
+that leaves no trace. The taker's epoch must be above the giver's by then (`claim_shard`): then a row's later version is always the higher
+one. Apply thread only. What must not live here: when slots are handed over.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -57,10 +57,10 @@ class SlotTaker:
     def read_ahead(self, entries: Sequence[SlotEntries]) -> Iterator[int]:
         """Bring records to disk while the giver goes on with them, a slice for every value asked for; yields how many rows it was.
 
-        What has changed since the entries were said, or changes later, is `behind` when they are said again; `take` reads it at the latest.
+        Rows that have changed since the giver's answer are `behind` its next one; `take` reads them at the latest.
 
         Raises:
-            StorageError, JournalFullError: it was given up; begin again.
+            StorageError, JournalFullError: reading ahead was given up; begin again.
         """
         try:
             for one in entries:
@@ -70,7 +70,7 @@ class SlotTaker:
             raise
 
     def take(self, entries: Sequence[SlotEntries], giver_epoch: int) -> None:
-        """Know the rows of a giver that has drained: from here on this shard can bring them back.
+        """Take over the rows of a giver that has drained: from here on this shard can bring them back.
 
         Raises:
             FencedError: this shard's epoch is not above the giver's; nothing changed. It is to start again above that.
@@ -100,7 +100,7 @@ class SlotTaker:
         self._note_came(entries)
 
     def give_up(self) -> None:
-        """Forget what was read ahead."""
+        """Forget the rows that were read ahead."""
         for writer in self._writers:
             writer.drop()
         self._writers, self._ahead = [], {}

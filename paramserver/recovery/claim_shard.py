@@ -1,8 +1,8 @@
-"""Start-up, second half: are we the shard's one owner, and what did the last one leave?
+"""Start-up, second half: are we the shard's one owner, and in which state did the last owner leave it?
 
-Who owns the shard is an epoch, raised at each start. First in the data folder (file `epoch`, which a zombie reads before it acknowledges
-anything), then on every node, where stores read it before they write. The saved state (file `state`) is as of a position of the journal,
-which holds the rest; it is replaced as a whole, never used up.
+An epoch names the shard's owner, and each start raises it: first in the data folder (file `epoch`, which a zombie reads before it
+acknowledges a push), then on every node, where stores read it before they write. The saved state (file `state`) is as of a position of the
+journal, which holds the rest; it is replaced as a whole.
 """
 
 import logging
@@ -57,7 +57,7 @@ def claim_shard(
     left: Callable[[], Sequence[tuple[str, int, int]]] = tuple,
     again: Again = _once,
 ) -> ShardState:
-    """Become the shard's owner: return what the last owner left, under our own new epoch, which folder and nodes hold by then.
+    """Become the shard's owner: return the last owner's state, under our own new epoch, which folder and nodes hold by then.
 
     A number that the cluster map does not have owns no slot, and so no history that an empty folder would lack: it has never joined, or has
     left. Of the latter epochs, batches and sessions go on.
@@ -70,7 +70,7 @@ def claim_shard(
         shard: its number.
         cluster_id: of the nodes.
         timeout_s: of one storage call.
-        check: called with what was left, before anything is changed; may raise.
+        check: called with that state, before anything is changed; may raise.
         above: the new epoch is above this one, too: that of a shard which is to hand slots over to this one.
         left: returns the sessions of the shard that had this number and has left, for a folder that knows nothing of it.
         again: takes each step that asks storage, and may take it again.
@@ -94,7 +94,7 @@ def claim_shard(
     epoch = max(stored, kept, above) + 1
     if epoch > MAX_EPOCH:
         raise ParameterServerError(f"shard {shard}: epoch {epoch} does not fit its 16 bits; this cluster has been restarted too often")
-    if state.journal is None:  # nobody has owned the shard yet, or its last owner kept none
+    if state.journal is None:  # the shard has had no owner yet, or its last owner kept no journal
         state = replace(state, journal=JOURNAL_START)
         data.write(STATE, encode_state(state))
     data.write(EPOCH, [b"%d\n" % epoch])
@@ -104,8 +104,8 @@ def claim_shard(
 
 
 def _take(store: Store, shard: int, owner: Owner, still_ours: Callable[[], None], timeout_s: float) -> None:
-    """Tell the nodes who owns the shard now; may be done again."""
-    still_ours()  # or the record of whoever has taken it over meanwhile would be overwritten
+    """Write the shard's new owner to the nodes; may be done again."""
+    still_ours()  # otherwise a later owner's record could be overwritten
     store.values.put(owner_name(shard), owner.encode(), Deadline.after(timeout_s))
     store.fence(shard, owner.epoch, Deadline.after(timeout_s), still_ours=still_ours)
     store.kill_other_writers(Deadline.after(timeout_s))
@@ -125,7 +125,7 @@ class Claim:
     def __init__(self, data: DataDir, store: Store, shard: int, epoch: int, timeout_s: float) -> None:
         self._data, self._store, self._shard, self._timeout_s = data, store, shard, timeout_s
         self._lock = threading.Lock()
-        self._said = self._told = self.epoch = epoch  # what some node may have been told; what all have; what counts
+        self._said = self._told = self.epoch = epoch  # the epochs that some node may have, that all nodes have, and that counts
 
     def require(self) -> None:
         """Raise FencedError once another process owns the shard."""
@@ -137,7 +137,7 @@ class Claim:
 
         Args:
             other: that shard's epoch.
-            risen: told the new epoch when the folder has it: whatever is written from then on is written in it.
+            risen: told the new epoch when the folder has it: all later writes are in it.
 
         Raises:
             FencedError: another process owns the shard.
@@ -175,7 +175,7 @@ def save(data: DataDir, state: ShardState) -> None:
 
 
 def note_change(data: DataDir, change: ShardState) -> bool:
-    """Note behind the saved state what came and went, see `state_changes`; return whether there was room for one more.
+    """Note behind the saved state which rows came and went, see `state_changes`; return whether there was room for one more note.
 
     Raises:
         FencedError, OSError: as `save`.
@@ -212,7 +212,7 @@ def require_owner(data: DataDir, epoch: int) -> None:
 def _owner(store: Store, shard: int, timeout_s: float, kept: int) -> int:
     """The highest owner epoch of a shard on any node; 0 when it never had an owner.
 
-    Where every node's copy is damaged, `kept`: what the shard's data folder says.
+    Where every node's copy is damaged it is `kept`, the epoch in the shard's data folder.
 
     Raises:
         DamagedCopyError: every copy is, and this data folder has never seen the shard.
@@ -230,7 +230,7 @@ def _owner(store: Store, shard: int, timeout_s: float, kept: int) -> int:
 
 @dataclass(frozen=True)
 class _Traces:
-    """What folder and nodes say of a shard: its owner's epoch by each, and the shard's own note."""
+    """The traces of a shard in folder and nodes: its owner's epoch by each, and the shard's own note."""
 
     shard: int
     cluster_id: bytes
@@ -240,7 +240,7 @@ class _Traces:
     nodes: str
 
     def refusal(self, fact: str) -> str:
-        """Say whose nodes these are before any advice: whoever reads it may have come to another cluster's."""
+        """Name the nodes' cluster before any advice: it may be another one than the operator means."""
         last = f", which was {self.note.place} at last" if self.note is not None and self.note.place else ""
         return (
             f"{fact}. The nodes ({self.nodes}) hold the rows of {whose(self.cluster_id, self.shard, self.note, time.time())}. Nothing "
@@ -251,7 +251,7 @@ class _Traces:
 
 
 def _left_state(data: DataDir, n_shards: int, found: _Traces) -> ShardState:
-    """What the last owner left, checked against the epochs of nodes and folder."""
+    """The last owner's state, checked against the epochs of nodes and folder."""
     raw, shard, stored, kept = data.read(STATE), found.shard, found.stored, found.kept
     if raw is None:
         if kept:

@@ -1,9 +1,8 @@
 """How far a shard had come, kept on the storage nodes: a journal that ends before it has lost batches.
 
 About once a second the shard notes the last batch that it has applied (`kvemb:reached:<shard>`, a few bytes on every node). A batch is
-applied only once it is in the journal. So whoever starts the shard may find less in the journal than the nodes were told. Then its end is
-gone, or the folder is an older copy. That is found before anything is changed: before the owner's epoch is raised, and before the journal
-gets another segment.
+applied only once it is in the journal. So where the journal ends before the note, its end is gone, or the folder is an older copy. A start
+finds that before it changes anything: before the owner's epoch is raised, and before the journal gets another segment.
 
 The note is no promise: the nodes' newest copy counts, and one that is lost, old or damaged only proves less. Then rows tell
 (`paramserver.model.transition`).
@@ -27,17 +26,17 @@ _AGAIN_S = 10.0  # a shard without work says that it lives
 
 
 def require_reached(state: ShardState, store: Store, journal: Path, timeout_s: float) -> None:
-    """Compare the saved state and its journal with what the nodes were told; nothing is changed.
+    """Compare the saved state and its journal with the note on the nodes; nothing is changed.
 
     Args:
-        state: what the last owner left.
+        state: of the last owner.
         store: open.
         journal: its folder.
         timeout_s: of the storage call.
 
     Raises:
         JournalBehindError: the journal's end is missing.
-        JournalDamagedError: a file of it does not hold what was written to it.
+        JournalDamagedError: a file of it does not hold the bytes that were written to it.
     """
     if state.journal is None:
         return
@@ -57,7 +56,7 @@ class HighWaterMarkReporter:
     Args:
         store: open.
         shard: number.
-        about: what the note says besides.
+        about: the other fields of the note.
         k: returns the last batch applied.
         timeout_s: of one call.
         clock: Unix time.

@@ -33,7 +33,7 @@ Find = Callable[[str, int], TableDef]
 
 @dataclass(frozen=True)
 class Recovered:
-    """What a replay brought back, and how long it took.
+    """The result of a replay, and how long it took.
 
     Args:
         batches, rows: replayed; rows that were stored already count too.
@@ -73,7 +73,7 @@ class Recovery:
         self._rules = Replay(0)
 
     def looked_through(self) -> tuple[int, int]:
-        """How far the first pass is: rows, of nobody knows how many. Any thread."""
+        """How far the first pass is: rows, and 0, since their number is not known. Any thread."""
         return self._n_rows, 0
 
     def applied(self) -> tuple[int, int]:
@@ -143,7 +143,7 @@ class Recovery:
         return done
 
     def _teller(self, how_far: Callable[[], str]) -> Callable[[], None]:
-        """Return what says in the log, now and then, how far a long recovery has come: whoever waits for the shard sees that it goes on."""
+        """Return a function that logs now and then how far a long recovery has come, to show that it goes on."""
         said_s = time.monotonic()
 
         def say() -> None:

@@ -1,4 +1,4 @@
-"""The parts of a shard that its verbs, its saves and its loads share; `start` makes them. And their image: what its saved state holds."""
+"""The parts of a shard that its verbs, its saves and its loads share; `start` makes them. And their image, for the saved state."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from .state_file import ShardState, TableImage
 
 @dataclass(frozen=True)
 class ShardParts:
-    """What the verbs, saves and loads of a shard work on. Threads are not among them."""
+    """The parts that the verbs, saves and loads of a shard share. Threads are not among them."""
 
     config: Config
     shard: int
@@ -48,7 +48,7 @@ def image(parts: ShardParts, position: Position, rows: Callable[[TableState], tu
         parts: of the shard. Nothing may be applied meanwhile: call this on the apply thread, or when that has ended.
         position: behind the journal entry of that batch. Sessions may be ahead of it: a hello or a push that is told twice changes
             nothing.
-        rows: ids and versions of a table: all of them, or those that came with what is noted (`state_changes`).
+        rows: ids and versions of a table: all of them, or only those to be noted (`state_changes`).
     """
     tables = [TableImage(state.definition, state.step, *rows(state)) for state in parts.tables.all()]
     sessions, members, complete = parts.ingest.attendance.to_save()

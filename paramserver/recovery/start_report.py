@@ -1,4 +1,4 @@
-"""What the start of a shard does at the moment, and how far it is: said by the start, asked by everybody from its first second on."""
+"""The progress of a shard's start: written by the start, read by any thread from its first second on."""
 
 import time
 from collections.abc import Callable
@@ -44,11 +44,11 @@ class StartReport:
         self._waits: tuple[str, tuple[int, int]] = ("", (0, 0))
 
     def enter(self, phase: str, how_far: HowFar = _nothing_to_count) -> None:
-        """Record what is done from now on."""
+        """Record the phase that begins now."""
         self.phase, self._how_far, self._waits = phase, how_far, ("", (0, 0))
 
     def waits(self, why: str) -> None:
-        """Record what storage is waited for; it is told until rows get done again, or the next phase."""
+        """Record why storage is waited for; it counts until more rows are done, or the next phase begins."""
         self._waits = why, self._how_far()
 
     def done(self) -> None:

@@ -1,11 +1,11 @@
-"""What has come to a shard's index, and gone from it, otherwise than by batches since its state was saved: notes beside the saved state.
+"""Notes beside the saved state: rows that came to a shard's index, or went, otherwise than by batches since its state was saved.
 
-Slots that change their shard change many rows at once while trainers wait. A note holds what moves; an image would hold all that stays,
-too. It is a state itself, as of a later position in the journal: with the rows that came, and the slots whose rows are gone. What lies
-between is in the journal, and in storage: whoever starts the shard brings the saved state to the note's position by the journal alone.
+Slots that change their shard change many rows at once while trainers wait. A note holds only the rows that move; an image would hold all
+others, too. A note is a state itself, as of a later position in the journal: with the rows that came, and the slots whose rows are gone.
+Batches in between are in the journal, and in storage: a start brings the saved state to the note's position by the journal alone.
 
-Each note is named after the checksum at the end of the file that it follows, and says it. So a state that is saved anew, whole, is followed
-by none of those before it, whatever a crash leaves of them. docs/adr/0084 says what it saves.
+Each note is named after the checksum at the end of the file that it follows, and holds that checksum. So after a new whole state is saved
+no older note follows it, even if a crash leaves some. docs/adr/0084 says how much notes save.
 """
 
 import os
@@ -66,7 +66,7 @@ def checksum_of(data: DataDir, name: str) -> int:
 
 
 def clear_changes(data: DataDir) -> None:
-    """Remove all notes; what cannot be removed follows nothing any more."""
+    """Remove all notes; one that cannot be removed follows no file any more."""
     for path in _notes(data):
         with suppress(OSError):
             path.unlink()
@@ -109,7 +109,7 @@ def with_changes(data: DataDir, state: ShardState, name: str, journal: Journal, 
 
 
 def _forward(indexes: dict[str, RowIndex], journal: Journal, between: tuple[Position, Position], k: int, find: Find) -> int:
-    """Let the index know what batches have done that storage has had for long; return the last one's number."""
+    """Bring the index forward by batches that storage already has; return the last one's number."""
     start, end = between
     for after, payload in journal.read(start) if start < end else ():
         if after > end:

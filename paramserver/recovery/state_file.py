@@ -1,9 +1,9 @@
-"""The saved state of a shard, as bytes: what it must know to go on, because storage is never scanned. Pure.
+"""The saved state of a shard, as bytes: all that it needs to go on, because storage is never scanned. Pure.
 
     magic 8 | format version u32 | header size u32 | msgpack header | ids and versions of each table, raw '<u8' | xxh3-64 of all before
 
-It is the state as of a position in the journal; what lies behind is replayed on top.
-Anything off (size, checksum, a field) and nothing of it is used: an index with one wrong version would report a good row as lost.
+It is the state as of a position in the journal; later entries are replayed on top.
+If anything is wrong (size, checksum, a field), nothing of it is used: an index with one wrong version would report a good row as lost.
 """
 
 import struct
@@ -46,7 +46,7 @@ class ShardState:
     Args:
         cluster_id: 16 bytes.
         shard: its number.
-        n_shards: numbers of shards that the cluster map had; nobody goes by it.
+        n_shards: numbers of shards that the cluster map had; only written, never used.
         epoch: of the process that wrote it (0: the shard never served).
         k: of the last batch applied; the next process goes on counting.
         rows_applied: for status.

@@ -1,5 +1,5 @@
-"""Watches the storage nodes: for rows they threw away by themselves, and for nodes that lost everything while nobody wrote to them. And
-whether the shard is still ours.
+"""Watches the storage nodes: for rows that they evicted, and for nodes that lost everything while no batch wrote to them. And whether the
+shard is still ours.
 
 Nodes that may evict are refused when they are connected, but settings can be changed while a server runs. And memcached can lose rows by
 moving slab pages without counting an eviction. A node that restarted empty is noticed by the next batch that touches it. A shard that has
@@ -57,7 +57,7 @@ class NodeWatch:
         timeout_s: of one look at all nodes.
         evicted: told when a node has thrown rows away.
         unsafe: told that a node has been set to throw rows away, when that was not allowed.
-        moves_only: look only for rows that went with slab pages. What was evicted because memory is full would be evicted again.
+        moves_only: look only for rows that went with slab pages. Rows evicted because memory is full would be evicted again.
         lost: called while nodes are lost.
         copies: called now and then to look at small values of which every node holds a copy.
         whole: called when every node has answered, and none is lost; may raise StorageError.

@@ -49,7 +49,7 @@ log = logging.getLogger("paramserver")
 
 @dataclass
 class RepairFigures:
-    """What was repaired since the shard started, for status and logs."""
+    """Counts of the repairs since the shard started, for status and logs."""
 
     nodes: int = 0
     rows: int = 0
@@ -101,7 +101,7 @@ class Repairer:
         store: open.
         tables: of this shard.
         shard: its number.
-        timeline: what is known of versions.
+        timeline: this process's epoch, and the last batch of those before.
         reconstruct: makes records that the cache does not have.
         timeout_s: deadline of one storage call.
         metas: (name, value) of small values that every node holds a copy of, as they are now.
@@ -136,13 +136,13 @@ class Repairer:
         """Repair every node that is lost, and wait until the other shards have done their part; return how many.
 
         Args:
-            ahead: rows of these versions are left alone; `NO_BATCH` between batches.
+            ahead: rows of these versions are not touched; `NO_BATCH` between batches.
             pause: called while a node cannot be reached, and while other shards are at work.
             suspects: addresses whose rows are to be compared although their markers are in order (evictions).
 
         Raises:
             LostRowError: a row cannot be reconstructed; its node stays out of use.
-            StorageError: what `pause` raises.
+            StorageError: the one that `pause` raises.
         """
         started_s, before, self._own_s = time.monotonic(), self.figures.rows, 0.0
         asked, restored = set(suspects), dict[str, str]()
@@ -355,7 +355,7 @@ class Repairer:
         self.figures.erased += len(ids)
 
     def _blocks(self, definition: TableDef, n: int) -> Iterator[slice]:
-        """Cut n rows into what one read or write takes."""
+        """Cut n rows into blocks of the size of one read or write."""
         step = max(1, min(_BLOCK_ROWS, min(_BLOCK_BYTES, self._access.pace.n_bytes) // definition.record.size_bytes))
         return (slice(start, min(start + step, n)) for start in range(0, n, step))
 
@@ -372,7 +372,7 @@ def _existing(state: TableState, ahead: AheadOfIndex) -> tuple[Ids, Ids]:
 
 
 def _by_table(wanted: Sequence[WantedVersions]) -> list[WantedVersions]:
-    """Join what is wanted of the same table; ids in ascending order."""
+    """Join the wanted rows of the same table; ids in ascending order."""
     merged = []
     for table in {id(one.table): one.table for one in wanted}.values():
         parts = [one for one in wanted if one.table is table]
@@ -383,7 +383,7 @@ def _by_table(wanted: Sequence[WantedVersions]) -> list[WantedVersions]:
 
 
 def kept_records(wanted: WantedVersions) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-    """Room for records, those filled in that the cache has at the version wanted; and which those are."""
+    """Records uint8 [n, record bytes], filled in where the cache has the version wanted; and which rows those are, bool [n]."""
     record, cache = wanted.table.definition.record, wanted.table.cache
     at = cache.find(wanted.ids)
     kept = at >= 0

@@ -1,8 +1,8 @@
-"""Compares rows that nobody touches with storage, a slice between two batches: a row that was deleted or is old is found within a round.
+"""Compares rows that no push touches with storage, a slice between two batches: a row that was deleted or is old is found within a round.
 
 One round goes through every row of every table in the index's own order; the next one begins a minute after it began, at the earliest. A
 slice takes a few milliseconds, and the next one waits fifty times as long as it took, times the number of shards: so all shards
-together take about a hundredth of a storage server's time. What is found is restored as in any repair, and said in the log. Apply thread
+together take about a hundredth of a storage server's time. Rows found are restored as in any repair, and reported in the log. Apply thread
 only; `describe` for any.
 """
 

@@ -1,6 +1,6 @@
-"""Who may call what: TLS for the server's port, and the caller's certificate or token at every call.
+"""Access to a shard's verbs: TLS for the server's port, and the caller's certificate or token at every call.
 
-Who is who, and what a role may do, is said in `kvemb.protocol.roles`. What must not live here: the verbs.
+`kvemb.protocol.roles` says how a caller's role is known, and which verbs it may call. What must not live here: the verbs.
 """
 
 import hmac
@@ -15,7 +15,7 @@ from kvemb.net.tls_files import Stamp, TlsFiles
 from kvemb.net.tls_probe import own_uris
 from kvemb.protocol.roles import ANYBODY, SHARD, Caller, caller_of
 
-# A connection lives no longer than this, so that a certificate that is no longer good has an end, too. Streams are opened anew by their
+# A connection lives no longer than this, so that a certificate that is no longer good has an end, too. Streams are opened again by their
 # trainers, and nothing is lost.
 MAX_CONNECTION_AGE_S = 1800
 _AGE_GRACE_S = 30
@@ -53,7 +53,7 @@ class AccessControl:
 
     @staticmethod
     def of(config: Config) -> "AccessControl":
-        """Return what a kvemb.yaml says."""
+        """Return the access control of a kvemb.yaml."""
         tls = config.servers.tls
         return AccessControl(None if tls is None else TlsFiles(tls, "parameter_servers.tls"), config.cluster)
 
@@ -79,7 +79,7 @@ class AccessControl:
         return int(server.add_secure_port(address, grpc.dynamic_ssl_server_credentials(configuration, self._renewed, needed)))
 
     def caller(self, context: Any) -> Caller:
-        """Return who calls.
+        """Return the caller.
 
         Raises:
             AccessDeniedError: its token is not good.

@@ -1,4 +1,4 @@
-"""The shard's end of save and load: messages in, messages out. What they do is in `paramserver.checkpoint`."""
+"""The shard's end of save and load: messages in, messages out. The work is in `paramserver.checkpoint`."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ class CheckpointHandlers:
         saver: of the shard.
         registry: of the shard.
         maps: says which map is in force.
-        on_load: called once when the shard is to start anew, to load; None where nobody would start it.
+        on_load: called once when the shard is to start again, to load; None where no caller would start it.
     """
 
     def __init__(self, saver: Saver, registry: Registry, maps: MapSource, on_load: Callable[[], None] | None) -> None:
@@ -40,7 +40,7 @@ class CheckpointHandlers:
         return SaveReply(*self._saver.progress(request.save_id))
 
     def load(self, request: LoadRequest, deadline: Deadline) -> Empty:
-        """Check whether this shard could load a checkpoint, or begin; it stops serving then and starts anew."""
+        """Check whether this shard could load a checkpoint, or begin; it stops serving then and starts again."""
         if self._on_load is None:
             raise ParameterServerError("this shard is not run by `kvemb shard`: stop and start it to load")
         plan = self._maps.cluster_map.plan

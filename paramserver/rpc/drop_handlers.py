@@ -1,7 +1,7 @@
-"""Dropping a table, verb by verb. The client drives it; every step may be told again, so that a drop that was broken off begins anew.
+"""Dropping a table, verb by verb. The client drives it; every step may be repeated, so that a drop that was broken off can begin again.
 
     begin   shard 0: the table has no name any more, durably (registry). Shards that hear of it refuse its pushes.
-    erase   every shard, again and again: what was taken before is applied, then its rows are erased by batches like any other
+    erase   every shard, again and again: accepted work is applied first, then its rows are erased by batches like any other
     end     shard 0, once no shard knows of a row: buckets are deleted with all that is in them, then the name is free, durably
 
 A shard that was killed in between knows from the registry that it must refuse, and from its journal what is erased.
@@ -54,7 +54,7 @@ class DropHandlers:
 
     @property
     def unfinished(self) -> str:
-        """What drops shard 0 knows that have not come to their end, or ""."""
+        """Describe the drops that shard 0 knows and that have not ended, or ""."""
         names = [table.name for table in self._registry.dropping] if self._shard == 0 else []
         return "; ".join(f"table {name!r} is being dropped; drop_table({name!r}) goes on where that was broken off" for name in names)
 
@@ -81,7 +81,7 @@ class DropHandlers:
 
         Raises:
             ParameterServerError: it is not being dropped, as far as storage says.
-            DeadlineExceededError: what was accepted before is not applied yet, or the rows not erased yet.
+            DeadlineExceededError: work accepted before is not applied yet, or the rows are not erased yet.
         """
         deadline = deadline.within(request.timeout_s)
         self._registry.load()

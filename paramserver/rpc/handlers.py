@@ -1,4 +1,4 @@
-"""What a shard answers, verb by verb: messages in, messages out. No gRPC here, no threads of its own."""
+"""A shard's answers, verb by verb: messages in, messages out. No gRPC here, no threads of its own."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""What a shard says of one row, and of its own process and host. Nothing is changed, but for a small file on the journal's disk."""
+"""Inspection: reports of one row, and of the shard's process and host. Changes nothing, apart from a small file on the journal's disk."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""The shard's end of moves: messages in, messages out. What they do is in `paramserver.moves`."""
+"""The shard's end of moves: messages in, messages out. The work is in `paramserver.moves`."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

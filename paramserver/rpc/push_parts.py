@@ -1,10 +1,9 @@
-"""One trainer's push stream: a thread that reads its parts, the replies that go back in the order in which things happen, and how many
-streams a shard serves.
+"""One trainer's push stream: a thread that reads its parts, and replies in the order of events; and the number of streams of a shard.
 
 The reader stops reading while ingest has no room or the trainer does not take its replies; gRPC's flow control does the rest. The apply
 thread only ever appends to the queue of answers. A part that is refused gets a "failed" reply and the stream goes on; a malformed one ends
-it. Each stream holds two threads. One that nothing goes through is ended after a while, and soon where its place is wanted: its trainer
-opens another one with its next push and hardly notices.
+it. Each stream holds two threads. An idle one is ended after a while, and soon where its place is needed: its trainer opens another one
+with its next push.
 """
 
 import logging
@@ -131,14 +130,14 @@ MAX_STREAMS = 256
 MAX_STREAMS_OF_PEER = 64  # of a connection: a trainer opens one, a proxy may bring many trainers over one
 MAX_CONNECTIONS = 4096
 HANDSHAKE_S = 10
-IDLE_CONNECTION_S = 600  # trainers open theirs anew with the next call
+IDLE_CONNECTION_S = 600  # trainers open a new one with the next call
 MAX_BYTES_IN_HAND = 256 << 20
 _SEND_AGAIN_AFTER_S = 5.0  # where there is no room before
 _MAY_LEAVE_AFTER_S = 1.0
 
 
 def connection_options() -> tuple[tuple[str, int], ...]:
-    """gRPC's options that bound what strangers cost: connections of which a shard keeps only so many, and time to say who they are.
+    """gRPC's options that bound the cost of strangers: the number of connections, and the time for a handshake.
 
     Connections take file descriptors, which the journal and storage need too: at most half of those that this process may have.
     """
@@ -217,7 +216,7 @@ class BytesInHand:
             self._changed.notify_all()
 
     def wait_for_room(self, n_bytes: int) -> str:
-        """Wait, for a while, until a message that was dropped could be taken; return what to tell the trainer, who sends it again."""
+        """Wait, for a while, until a message that was dropped could be taken; return the text for the trainer, which sends it again."""
         with self._changed:
             text = (
                 f"parts of {self._n_bytes} bytes wait for room in this shard, at most {MAX_BYTES_IN_HAND} may; nothing of this one was "
@@ -266,7 +265,7 @@ class PushReceiver:
                 self._reader.join(_JOIN_S)
 
     def cancel(self) -> None:
-        """End the stream; what was taken is applied all the same. Any thread may call this."""
+        """End the stream; accepted parts are applied all the same. Any thread may call this."""
         self.answers.close()
         self._ingest.wake()
 

@@ -84,7 +84,7 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no types
 
     Args:
         listen: "host:port"; port 0 takes a free one.
-        access: who may call.
+        access: which callers may call.
         shard: number.
         report: of the shard's start.
 
@@ -119,7 +119,7 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no types
         self.set_serving(True)
 
     def set_serving(self, serving: bool) -> None:
-        """Set what the health service answers: to those who ask for `LIVE` that the process is there, to others whether it takes pushes."""
+        """Set the health service's answers: for `LIVE` that the process is there, for other names whether it takes pushes."""
         states = health_pb2.HealthCheckResponse
         for name in ("", SERVICE):
             self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
@@ -128,7 +128,7 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no types
     def stop(self, grace_s: float) -> None:
         """End every call, those still under way after the grace time by force, and the threads."""
         self._health.enter_graceful_shutdown()
-        self._streams.end_idle()  # trainers keep them open, and nobody need wait for that
+        self._streams.end_idle()  # trainers keep them open; their end need not be waited for
         self._server.stop(grace_s).wait()
         self._threads.shutdown(wait=True)
 

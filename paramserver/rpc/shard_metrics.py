@@ -1,4 +1,4 @@
-"""One shard's figures, for prometheus-client's registries. Reads what others count; asks nobody, and changes nothing.
+"""One shard's figures, for prometheus-client's registries. Reads the counts of other parts; sends no request, changes nothing.
 
 Every figure carries the labels `cluster` and `shard`. Names follow Prometheus's conventions: base units, `_total` for what only grows.
 """

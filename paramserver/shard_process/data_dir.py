@@ -1,6 +1,6 @@
 """A shard's folder on disk: one owner at a time, and files that are whole or not there. Knows nothing of what the files mean.
 
-Only the shard's own user may read them, whatever the umask: they hold the rows and gradients of whoever trains. A process that was shut out
+Only the shard's own user may read them, whatever the umask: they hold the rows and gradients of users. A process that was shut out
 may still be writing. So every new file has a name of its own, which no other process opens; and a process that has made itself the owner
 sweeps those names: an older one that was asked "still ours?" before that finds nothing to rename any more.
 """
@@ -78,7 +78,7 @@ def make_folder(path: Path) -> None:
         path.parent.parent.mkdir(parents=True, exist_ok=True)
         path.parent.mkdir(_FOLDER_MODE, exist_ok=True)
     path.mkdir(_FOLDER_MODE, exist_ok=True)
-    with suppress(PermissionError):  # it is somebody else's, who lets us write there
+    with suppress(PermissionError):  # another user owns it, and lets us write there
         path.chmod(_FOLDER_MODE)
 
 
@@ -93,7 +93,7 @@ def replace_privately(path: Path, chunks: Iterable[bytes | memoryview], check: C
 
 
 def sweep(folder: Path) -> None:
-    """Delete what other processes have begun to write in a folder; what cannot be deleted is left for the next time.
+    """Delete files that other processes have begun to write in a folder; the next call tries again what cannot be deleted.
 
     Args:
         folder: this process owns it, and writes nothing in it at this moment.

@@ -17,7 +17,7 @@ class LogLines(logging.Filter):
     Args:
         shard: number.
         json: whether lines are JSON objects.
-        level: one of LEVELS: what is below it is left out.
+        level: one of LEVELS: lines below it are omitted.
     """
 
     def __init__(self, shard: int, *, json: bool, level: str) -> None:

@@ -1,4 +1,4 @@
-"""The life of a thread that a shard owns: begun once, told to end, waited for. What it does is its owner's."""
+"""The life of a thread that a shard owns: begun once, told to end, waited for. Its work is its owner's."""
 
 import threading
 from collections.abc import Callable, Sequence
