@@ -20,7 +20,7 @@ from kvemb.testing.store_contract import SIZE, TAG, Nodes, StoreContract, bucket
 class BucketedStoreContract(StoreContract):
     """The same where rows lie in buckets, for stores whose capabilities say so; and faults that only buckets can have.
 
-    Above 20 methods, as the contract that it extends: each says one promise.
+    Above 20 methods, as the contract that it extends: each tests one promise.
     """
 
     n_buckets = 64

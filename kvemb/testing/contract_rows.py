@@ -14,7 +14,7 @@ CLUSTER, GENERATION = b"contract-cluster", b"lifetime"
 SIZE = 76
 TAG = b"tab"
 N_PAGED_IDS = 1 << 17
-# What a reader may take for the protocol when it stands inside a record.
+# Text inside a record that a reader may take for the protocol.
 PROTOCOL_TEXT = (
     b"$-1\r\n",
     b"VA 76 c1\r\n",
@@ -72,7 +72,7 @@ def read(store: Store, keys: RowKeys, size: int = SIZE, *, tokens: bool = False,
 
 
 def write(store: Store, keys: RowKeys, records: NDArray[np.uint8], *, deadline: Deadline | None = None) -> NDArray[np.bool_]:
-    """Write records over whatever is there; return which were stored."""
+    """Write records over any that are there; return which were stored."""
     tokens = read(store, keys, records.shape[1], tokens=True).tokens if store.capabilities.cas else None
     return store.rows.write([WritePart(keys, records, tokens)], deadline or within())[0].stored
 

@@ -25,7 +25,7 @@ from kvemb.testing.contract_rows import CLUSTER, GENERATION, read, records_of, r
 
 
 class NodeContract(StoreOnNodes):
-    """A node that is not the one it was is told, by name and in time."""
+    """A node that has changed its identity or is away is reported, by name and in time."""
 
     def test_open_before_provisioning_is_refused(self, nodes: Nodes) -> None:
         with nodes.store() as store, pytest.raises(NotProvisionedError):

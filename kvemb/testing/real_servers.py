@@ -26,7 +26,7 @@ class ServerNodes(Nodes):
         n: how many.
         folder: for their logs and files.
         memory_mb: of each.
-        start: starts the servers, given all of that.
+        start: starts the servers, given the arguments above.
     """
 
     def __init__(

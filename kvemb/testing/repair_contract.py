@@ -73,7 +73,7 @@ def rows_of(store: Store, address: str, keys: RowKeys | None = None) -> RowKeys:
 
 
 def write_back(store: Store, address: str, nonce: str, keys: RowKeys, salt: int = 0) -> None:
-    """Write rows to a node in repair, over whatever is there."""
+    """Write rows to a node in repair, over any that are there."""
     tokens = store.repair.read(address, nonce, [ReadPart(keys, SIZE, SIZE, tokens=True)], within())[0].in_key_order().tokens
     result = store.repair.write(address, nonce, [WritePart(keys, records_of(keys, salt=salt), tokens)], within())[0]
     assert result.stored.all()
@@ -88,7 +88,7 @@ def repair(store: Store, address: str, salt: int = 0) -> None:
 
 
 def eventually_reads(store: Store, salt: int = 0, keys: RowKeys | None = None) -> None:
-    """A store that saw the loss goes on by itself: at most those batches fail that it had begun before."""
+    """Require that a store that saw the loss goes on by itself: at most batches begun before fail."""
     keys = rows_for(store) if keys is None else keys
     for _ in range(2):
         with suppress(*LOST, NodeUnavailableError):

@@ -55,7 +55,7 @@ class Codec(Protocol):
     ) -> list[RowsStep]:
         """Read n rows into out [n, prefix]; tokens where the protocol has compare-and-swap and the caller wants them.
 
-        Values of another size are told in foreign [n], or raise UnexpectedValueError where there is none.
+        Values of another size are marked in foreign, bool [n]; where that is None, they raise UnexpectedValueError.
         """
 
     def write_steps(

@@ -28,8 +28,8 @@ class FixedSizeValuesReply(RowsReader):
         miss: the reply for a missing value.
         out: uint8 [n, m], m <= size_bytes; the first m bytes of each value found are copied here.
         found: bool [n], set here.
-        row_prefix: how every `head` and `miss` begins because another command goes before each row's (Redis Cluster's ASKING); an error
-            follows it too.
+        row_prefix: the reply to the command before each row's (Redis Cluster's ASKING): every `head` and `miss` begins with it, and an
+            error follows it, too.
         blank_bytes: where not 0, a value that begins with so many zero bytes counts as missing (a row that its page has no record of). A
             multiple of 4.
         foreign: bool [n], set here for values of another size, which are passed over then; None: such a value is an error.
@@ -96,7 +96,7 @@ class FixedSizeValuesReply(RowsReader):
         return run * self._stride
 
     def _take_misses(self, data: Bytes) -> int:
-        """The other fast path: a run of misses, as when rows are asked for that were never seen. One or two are left to `_take_mixed`."""
+        """The other fast path: a run of misses, as of rows that were never written. A short run is for `_take_mixed`."""
         size = len(self.miss)
         count = min(len(self.found) - self._at, len(data) // size)
         if count < _MISSES_IN_A_ROW or data[: _MISSES_IN_A_ROW * size].tobytes() != _MISSES_IN_A_ROW * self.miss:

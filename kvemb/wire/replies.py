@@ -1,8 +1,8 @@
 """The contract of every reply's reader, and the readers of small replies. Bytes in, arrays out; no sockets, any split of the stream.
 
-A reply is fed views of the receive buffer and says how many bytes it has consumed. All of them rest on one idea: a batch of replies is an
+A reply is fed views of the receive buffer and says how many bytes it has consumed. All readers rest on one idea: a batch of replies is an
 array with a constant stride. So its framing is checked, and its data copied out, in a few vector operations for all rows at once. Values
-are read by `fixed_size_values` and, with memcached's tokens, by `memcached_replies`.
+are read by `fixed_size_values`, by `bucket_values` and, with memcached's tokens, by `memcached_replies`.
 """
 
 from abc import ABC, abstractmethod
@@ -87,7 +87,7 @@ class RowsReader(ReplyReader):
         return self._at == self.n_rows
 
     def _refused(self, line: bytes) -> None:
-        """The next row was answered by an error."""
+        """Record an error as the next row's answer."""
         self.errors.append((self._at, line))
         self._at += 1
 

@@ -133,7 +133,7 @@ class BucketValuesReply(RowsReader):
 
     def _take_values(self, data: Bytes, waiting_bytes: int) -> int:
         """Take values and misses, and the announcements of their runs, as far as they have arrived and are in order."""
-        if len(data) < self._stride + waiting_bytes:  # the next value's beginning is all that is there: the most frequent end of a feed
+        if len(data) < self._stride + waiting_bytes:  # data is the next value's beginning alone: the most frequent end of a feed
             begin = self.asked + b"*%d\r\n" % self.runs.sizes[self._announced] + self._head if waiting_bytes else self._head
             if data[: len(begin)].tobytes() == begin[: len(data)]:
                 return 0
@@ -159,7 +159,7 @@ class BucketValuesReply(RowsReader):
         return bool(self._announced_right(data, places)[1].all())
 
     def _announced_right(self, data: Bytes, places: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
-        """Which of these rows begin a run, intp [k], and whether its announcement lies before each of them: bool [k]."""
+        """Which of these rows begin a run, intp [r], and whether its announcement lies before each of them: bool [r]."""
         last = int(self.runs.firsts.searchsorted(self._at + len(places)))
         rows = self.runs.firsts[self._announced : last] - self._at  # intp [r]: rows that begin a run, as indices in places
         if not len(rows):
@@ -200,7 +200,7 @@ class BucketValuesReply(RowsReader):
         if not n_whole:
             return 0
         places, missing = places[:n_whole], missing[:n_whole]
-        good = missing.copy()  # bool [n_whole]: rows in order; a miss is, as it was found there
+        good = missing.copy()  # bool [n_whole]: rows in order; misses are, since they were found in their places
         hits = np.flatnonzero(~missing)  # intp [h]: rows with a value
         if len(hits):
             good[hits] = matches_at(data, places[hits], self._head, self._stride)
@@ -219,7 +219,7 @@ class BucketValuesReply(RowsReader):
         if line is None:
             return 0
         size = int(self.runs.sizes[self._announced])
-        if is_error(line):  # it stands for the whole command
+        if is_error(line):  # the error answers all rows of the command
             rows = range(self._at, self._at + size)
             if self.foreign is not None and line.startswith(WRONG_TYPE):
                 self.foreign[rows.start : rows.stop] = True

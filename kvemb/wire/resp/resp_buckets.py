@@ -62,7 +62,7 @@ class BucketRequests:
         ]
 
     def erase_steps(self, keys: BucketKeys, out: NDArray[np.uint8]) -> list[RowsStep]:
-        """Delete n rows, or none where there are none; of `WholeBuckets` all that is in them."""
+        """Delete n rows; missing ones are fine. Of `WholeBuckets` all rows in them are deleted."""
         if isinstance(keys, WholeBuckets):
             return self._unlink_steps(keys, out)
         return [
@@ -71,7 +71,7 @@ class BucketRequests:
         ]
 
     def _unlink_steps(self, keys: WholeBuckets, out: NDArray[np.uint8]) -> list[RowsStep]:
-        """UNLINK frees behind the server's back: it would stand still for as long as DEL takes for a bucket of many rows."""
+        """Delete whole buckets. UNLINK frees memory in the background; with DEL the server would halt for a bucket of many rows."""
         head, codes = self._ask + b"*2\r\n$6\r\nUNLINK\r\n$%d\r\n" % keys.key_bytes, (self._asked + b":1\r\n", self._asked + b":0\r\n")
 
         def request(some: BucketKeys) -> memoryview:
@@ -131,7 +131,7 @@ class BucketRequests:
 
 def _fields(keys: BucketKeys) -> Bytes:
     """`$8`, the field, and the next row's beginning: uint8 [n, 16]. Items of 16 bytes are put in place in two thirds of the time of 14."""
-    words = np.empty((len(keys.ids), 2), dtype="<u8")
+    words = np.empty((len(keys.ids), 2), dtype="<u8")  # 16 bytes per row
     np.left_shift(keys.ids, _HALF, out=words[:, 0])  # the id's low half, behind the four bytes of `$8`
     np.right_shift(keys.ids, _HALF, out=words[:, 1])  # its high half, before the line's end and _NEXT
     words |= _FIELD_FRAME
@@ -151,7 +151,7 @@ def _heads(keys: BucketKeys, firsts: NDArray[np.intp], begin: bytes, end: bytes)
     return _head_table(tags, keys.n_buckets, begin, end).take(at)
 
 
-@lru_cache(maxsize=64)  # a few commands for the tables of a process; which are asked for together may change from call to call
+@lru_cache(maxsize=64)  # a few commands for a process's tables; the set of tables may change from call to call
 def _head_table(tags: tuple[bytes, ...], n_buckets: int, begin: bytes, end: bytes) -> NDArray[np.void]:
     """Return the heads of all buckets of tables, one table after another: items [tables * n_buckets]."""
     numbers = np.arange(n_buckets, dtype=np.uint64)
