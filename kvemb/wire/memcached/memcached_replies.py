@@ -5,7 +5,7 @@ constant there, so rows are found from the positions of all lines that look like
 gap. One that lies inside a value starts before its predecessor ends, and is dropped. All in vector operations.
 
 `CasWriteReply`: conditional writes, `HD c<token>` and its refusals, one line per row. Every line end ends a row's answer. memcached hands
-them over in small pieces. The reader lets them gather, since parsing costs the same for few lines as for many. Tokens count up, so usually all
+them over in small pieces. They gather first, since parsing costs the same for few lines as for many. Tokens count up, so usually all
 lines are equally wide and have a constant stride; others are parsed from the positions of their ends.
 
 `StatsReply`: lines of a name and a value, until END.
