@@ -411,9 +411,7 @@ class PushSession:
             self._last_failed = ack
 
     def _say_bye(self) -> None:
-        """Say goodbye to all shards: one whose stream was ended while nothing was sent awaits us as well, and one that has joined since our
-        last push was told of us by the others.
-        """
+        """Say goodbye to all shards: one whose idle stream has ended awaits us, too, and a new one has heard of us from the others."""
         if self._introduced:
             self._introduced = False
             with suppress(KvembError):

@@ -67,7 +67,7 @@ _OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 0),  # … and an idle trainer sends nothing
     ("grpc.use_local_subchannel_pool", 1),  # two clusters opened in one process do not share sockets or their failures
     ("grpc.enable_http_proxy", 0),  # shards are cluster-internal addresses; a proxy of the environment is not for them
-    ("grpc.enable_retries", 0),  # callers decide which calls are repeated: a blind retry of assign could undo a later push
+    ("grpc.enable_retries", 0),  # `_REPEATABLE` decides instead: a blind retry of assign could undo a later push
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),

@@ -95,8 +95,10 @@ class ShardClient:
         return TableDef.from_dict(reply.table)
 
     def drop_table(self, name: str, timeout_s: float | None = None) -> int:
-        """Drop a table, behind this process's own pushes; return how many rows were erased. Called again, it goes on with a drop that was
-        broken off. Unless the caller gave a timeout, every half a million rows of a shard have the whole default time.
+        """Drop a table, behind this process's own pushes; return how many rows were erased.
+
+        Called again, it goes on with a drop that was broken off. Unless the caller gave a timeout, every half a million rows of a shard
+        have the whole default time.
         """
         deadline = self._deadline(timeout_s)
         self._session.wait_applied(deadline)

@@ -23,7 +23,7 @@ from kvemb.net.deadline import Deadline
 
 WAIT = "wait"
 ABSENT = (NodeLostError, NodeSuspectError, NodeUnavailableError, WrongNodeError)
-"""Errors that end by themselves: with a repair, a node back at its address, an accepted user, or a newer map (read meanwhile)."""
+"""Errors that pass: with a repair, a node back at its address, a user accepted again, or a newer map (read meanwhile)."""
 NEVER_RIGHT = (WrongNodeError, NodeRefusesError)
 """Errors raised at once while a store is only connecting: its address, user and password may never have been right."""
 

@@ -183,8 +183,7 @@ class SlotMarkers:
         return reply.error is None
 
     def settled_slot(self, address: str, slot: int, slot_map: SlotMap) -> int:
-        """The slot whose marker vouches for a node: one that the batch uses. While its marker is on its way to another node (which may take
-        long), it is another slot of this node."""
+        """The slot whose marker vouches for a node: one that the batch uses, or another while its marker moves (which may take long)."""
         if slot not in self._topology.on_the_way:
             return slot
         settled = self.any_settled_slot(address, slot_map)

@@ -89,7 +89,7 @@ class KeyMigration:
             if not isinstance(answer, ErrorLine):
                 return
             if b"BUSYKEY" in answer.line and attempt < _TRIES - 1:
-                # An unanswered try may have put a copy there. The slot's owner decides over a key that it has, all along.
+                # An unanswered try may have put a copy there. The owner's key is the one that counts, all along.
                 option = ("REPLACE",)
             elif not answer.line.startswith(b"-IOERR") or attempt:  # the server's clients wait meanwhile: tried once more, not for ever
                 raise self._refused(answer.line, source, target)

@@ -205,7 +205,7 @@ class RedisSlotMover:
             first = False
 
     def _forget_keys(self, slot: int, target: ClusterNode) -> None:
-        """Delete a target's keys of a slot for which no client is sent to it."""
+        """Delete a target's keys of a slot; no client is sent there for it."""
         while keys := self._keys(slot, target):
             for answer in self._links.run(target.address, _asking([("DEL", key) for key in keys]), self._timeout_s):
                 if isinstance(answer, ErrorLine):
