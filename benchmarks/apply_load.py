@@ -28,7 +28,7 @@ class WrongApplyError(AssertionError):
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass of somebody over all rows.
+    """One pass of a contender over all rows.
 
     Args:
         n_rows: rows written (of GETs: read).

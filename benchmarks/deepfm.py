@@ -116,7 +116,7 @@ def _rounds(contenders: Sequence[Steps], n_batches: int, options: argparse.Names
 def _local(log: Any, batches: Sequence[Any], dim: int) -> list[Steps]:
     """Torch's own embeddings, with sparse and with dense gradients."""
     torch, place = _torch(), _rows()
-    torch.sparse.check_sparse_tensor_invariants.disable()  # torch warns until somebody decides
+    torch.sparse.check_sparse_tensor_invariants.disable()  # torch warns until this is set
     known_ids = np.unique(log.ids)
     indexed = [place.indexed(batch, known_ids) for batch in batches]
     sparse, dense = (place.local_rows(known_ids, _settings(dim)) for _ in range(2))

@@ -1,4 +1,4 @@
-"""What `deepfm` measures: turns of steps of somebody who trains, and the table and the check that come of them. No torch, no servers."""
+"""The measurement of `deepfm`: turns of steps of each contender, the table and the check made from them. No torch, no servers."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ class WrongLossError(AssertionError):
 
 @dataclass
 class Steps:
-    """Somebody who trains, and what every step took.
+    """A contender, and the time that every step took.
 
     Args:
         name: for the table.

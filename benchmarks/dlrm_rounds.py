@@ -30,7 +30,7 @@ class Spent:
 
 @dataclass
 class Trainer:
-    """Somebody who trains.
+    """A contender.
 
     Args:
         name: for the table.

@@ -1,4 +1,4 @@
-"""Who trains in `dlrm`: the example's model on rows in this process, or in a cluster, pulled in the step or ahead of it.
+"""The contenders of `dlrm`: the example's model on rows in this process, or in a cluster, pulled in the step or ahead of it.
 
 What must not live here: turns and what comes of them (`dlrm_rounds`), servers and networks.
 """

@@ -49,7 +49,7 @@ class Move:
 
     @property
     def index_mb(self) -> float:
-        """What a shard that takes rows is told of them, in MB."""
+        """Index entries that a shard which takes rows is sent, in MB."""
         return self.n_rows * INDEX_BYTES / 1e6
 
 

@@ -1,4 +1,4 @@
-"""The question `memory`: how many bytes does a server hold per row? No shard takes part: what it would write is written."""
+"""The question `memory`: how many bytes does a server hold per row? No shard takes part: the benchmark writes the same records itself."""
 
 import argparse
 import math

@@ -58,7 +58,7 @@ class MemoryPsTable:
         self.minus_one_allowed = False
 
     def steps(self) -> int:
-        """Nobody counts them."""
+        """Steps are not counted; 0."""
         return 0
 
     def allow_minus_one(self) -> None:

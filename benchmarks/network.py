@@ -1,7 +1,7 @@
 """Hosts with a link of their own each, emulated on loopback: starts the process that delays their bytes, and measures that it does.
 
-What must not live here: how bytes are delayed (`network_proxy`). Every route is a port on loopback; whoever connects to it talks to the
-server behind it as one host talks to another.
+What must not live here: how bytes are delayed (`network_proxy`). Every route is a port on loopback; a client of it talks to the server
+behind it as one host talks to another.
 """
 
 import json
@@ -56,7 +56,7 @@ class Network:
 
     Args:
         spec: of every link.
-        routes: who may talk to whom.
+        routes: from which host to which server each goes.
     """
 
     def __init__(self, spec: NetworkSpec, routes: Sequence[Route]) -> None:

@@ -1,7 +1,7 @@
 """A local cluster whose trainer and shards reach storage over an emulated network, each from a host of its own.
 
 Every host has a kvemb.yaml in which the storage nodes' addresses are where that host's routes begin. Trainer and shards talk to each other
-directly: what is emulated is the way to storage.
+directly: only the way to storage is emulated.
 """
 
 import yaml

@@ -57,7 +57,7 @@ class Restored:
 
 
 class WrongRestoreError(AssertionError):
-    """What was brought back is not what was there."""
+    """The rows brought back differ from those before."""
 
 
 def kill_and_replay(target: Target, *, n_passes: int, lost: NDArray[np.uint8] | None = None) -> Restored:

@@ -109,7 +109,7 @@ class CommandCounter:
     """What a Redis or Valkey server has counted of its commands.
 
     Args:
-        client: of the server; what it sends is left out.
+        client: of the server; its own commands do not count.
     """
 
     def __init__(self, client: "redis.Redis") -> None:
@@ -155,7 +155,7 @@ def check_first_steps(ours: Ours, other: Tfra | None, lr: float) -> None:
     """Train the first batches one by one, and compare every row with Adam in NumPy.
 
     Raises:
-        WrongTrainingError: naming who is wrong, by how much.
+        WrongTrainingError: naming the contender that is wrong, and by how much.
     """
     for index in range(CHECKED_STEPS):
         ours.step(index)[1].wait_applied(TIMEOUT_S)

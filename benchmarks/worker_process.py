@@ -59,7 +59,7 @@ class WorkerProcess:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended; what it said last is in its log
+            pass  # it has ended; its last words are in its log
         line = self._process.stdout.readline()
         if not line:
             raise PeerError(f"{self.name}'s process has ended: {self._log.read_text(encoding='utf-8', errors='replace')[-_TAIL_CHARS:]}")

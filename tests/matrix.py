@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 FULL = (
-    # Redis Cluster beyond its contract: slots that move, and those who do it.
+    # Redis Cluster beyond its contract: slots that move, and the programs that move them.
     "tests/integration/test_cluster_scaling.py",
     "tests/integration/test_slot_moves.py",
     "tests/integration/test_stores_redis_cluster.py",

@@ -11,6 +11,6 @@ _USUAL = Placement(256)
 
 
 def shard_of(ids: NDArray[np.uint64], n_shards: int, table: TableDef | None = None) -> NDArray[np.uint16]:
-    """Return the shard that owns each id of a table; None: of one with as many buckets as when nobody says how many rows to expect."""
+    """Return the shard that owns each id of a table; None: of one with the default number of buckets."""
     placement = _USUAL if table is None else table.placement
     return ClusterMap.first(0, n_shards).shards_of(placement.slots(ids))

@@ -214,7 +214,7 @@ def test_no_module_imports_itself_by_a_detour() -> None:
 
 
 def test_a_module_of_at_most_sixty_lines_has_more_than_one_importer() -> None:
-    """Facades are the one exception: each is a public name, and what it hands on is imported when somebody uses it."""
+    """Facades are the one exception: each is a public name, and imports what it hands on at first use."""
     known = frozenset(SOURCES)
     importers: dict[str, set[str]] = {}
     for name, path in SOURCES.items():

@@ -1,4 +1,4 @@
-"""What the documents say of the code is there: functions, rooms, words, links. Reads sources; imports nothing of the project."""
+"""The documents name things that exist: functions, rooms, words, links. Reads sources; imports nothing of the project."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""A name occurs once in the house: who has read `Batch` in one place knows what it is in every other."""
+"""A name occurs once in the house: `Batch` means the same in every place."""
 
 import ast
 from collections import defaultdict
@@ -12,7 +12,7 @@ from test_architecture import SOURCES
 CLASSES_TWICE = {
     "Loader": "kvemb.config's is PyYAML's word for what it derives from",
 }
-# Modules and folders that may have another one's name: who looks for one of them must not be led astray by the other.
+# Modules and folders that may have another one's name: a search for one of them must not mislead to the other.
 MODULES_TWICE = {
     "checkpoint": "a shard's part of saves and loads, and the files themselves: one idea, two packages",
     "columns": "a facade (kvemb.own): both are the same module",

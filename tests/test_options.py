@@ -1,6 +1,6 @@
 """No option without an effect: for each that users may give, the test that shows what it does. Reads sources; starts nothing.
 
-A new option fails here until a test shows its effect and is named. The names are checked: a test that is renamed is named anew.
+A new option fails here until a test shows its effect and is named. The names are checked: a renamed test must be renamed here, too.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""The way of one pull and of one push, in functions, files and frames: what a reader has to walk is held to a budget.
+"""The way of one pull and of one push, in functions, files and frames: the way that a reader has to walk has a budget.
 
 A shard runs in this process beside its client, on a real server, so that one profile hook sees both. Counted is what every one of a few
 equal pulls (pushes) executes, so that timers and watchers that happen to run beside one of them do not count. The figures below are
@@ -35,7 +35,7 @@ def _ours(frame: FrameType) -> bool:
 
 
 class Walk:
-    """What of ours is executed while it is on, by any thread that was started after it."""
+    """Records our code executed while it is on, by any thread that was started after it."""
 
     def __init__(self) -> None:
         self.on = False

@@ -66,7 +66,7 @@ class Problem:
 
 
 class Contender(Protocol):
-    """Somebody who trains."""
+    """One contender: it trains on batches."""
 
     def train(self, indices: Sequence[int], after_step: Callable[[], None]) -> Any:
         """Train on these batches, calling `after_step` after each; return their losses, or the mean of them."""

@@ -1,6 +1,6 @@
 """A framework's process: `python -m benchmarks.in_frameworks.worker MODULE`. JSON lines in, JSON lines out.
 
-MODULE is one of this folder: `contenders(problem, where)` in it makes by name whoever trains, `VERSIONS` has what it runs on.
+MODULE is one of this folder: `contenders(problem, where)` in it makes the contenders, by name; `VERSIONS` has the releases that it runs on.
 """
 
 import importlib

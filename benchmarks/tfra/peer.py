@@ -52,7 +52,7 @@ class Tfra:
         self._worker.ask(do="batches", ids=self._worker.saved("ids", np.stack(ids).view(np.int64)), first=first)
 
     def rows(self, ids: NDArray[np.uint64], call: str = "lookup") -> NDArray[np.float32]:
-        """Return the rows of these ids; what does not exist is zeros."""
+        """Return the rows of these ids; one that does not exist is zeros."""
         path = self._worker.folder / "answer.npy"
         self._worker.ask(do="look", ids=self._worker.saved("ids", ids.view(np.int64)), rows=str(path), call=call)
         rows: NDArray[np.float32] = np.load(path)

@@ -58,7 +58,7 @@ class Worker:
         return {}
 
     def look(self, ids, rows, call):
-        """Write the rows of these ids, for somebody else to compare."""
+        """Write the rows of these ids, for another process to compare."""
         np.save(rows, self.calls[call](tf.constant(np.load(ids))).numpy())
         return {}
 

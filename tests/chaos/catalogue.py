@@ -188,7 +188,7 @@ def trainer_rests(scene: Scene) -> None:
 
 
 def operators_of(cluster: FaultyCluster, chance: random.Random) -> tuple[ShardOperator | ClusterOperator, ShardOperator]:
-    """Return who changes the nodes of a cluster of its storage kind, and who its shards."""
+    """Return the operators that change the nodes of a cluster of its storage kind, and its shards."""
     shards = ShardOperator(cluster, chance)
     return (shards if cluster.store in MOVE_KINDS else ClusterOperator(cluster, chance)), shards
 

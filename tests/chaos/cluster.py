@@ -58,12 +58,12 @@ class FaultyCluster(LocalCluster):
         self.named: list[str] = []  # nodes that kvemb.yaml names
         self.command: LocalProcess | None = None  # an operator's, the last
         self.shard_proxies: list[FaultProxy] = []
-        self.slot_shards = [equal_runs(shards)]  # who writes each slot, of every map that there was, as far as an operator knows
+        self.slot_shards = [equal_runs(shards)]  # the writer of each slot, by every map so far, as far as an operator knows
         self._ended: set[int] = set()
         super().__init__(store, nodes, shards=shards, mode=mode, trainers=trainers, memory_mb=memory_mb)
 
     def launch_shard(self, index: int, *options: str) -> LocalProcess:
-        """Start one shard without waiting; a process that runs for it already is left alone and ended with the cluster."""
+        """Start one shard without waiting; a process that runs for it already goes on, and ends with the cluster."""
         if index < len(self.shards) and self.shards[index].poll() is None:
             self._retired.append(self.shards[index])
         return super().launch_shard(index, "--listen", self._shard_targets[index], *options)
@@ -90,7 +90,7 @@ class FaultyCluster(LocalCluster):
         self.start_shard(index)
 
     def drop_shard(self, index: int) -> None:
-        """End a shard that nobody is to need any more, and delete its data folder."""
+        """End a shard that is not needed any more, and delete its data folder."""
         self._ended.add(index)
         self.shards[index].kill()
         self.shard_proxies[index].close()
@@ -126,7 +126,7 @@ class FaultyCluster(LocalCluster):
         return proxy.address
 
     def drop_node(self, address: str) -> None:
-        """End a storage server that nobody is to need any more."""
+        """End a storage server that is not needed any more."""
         node = self.node_at(address)
         server, proxy = self.servers.pop(node), self.node_proxies.pop(node)
         server.process.kill()
@@ -137,7 +137,7 @@ class FaultyCluster(LocalCluster):
         return [proxy.address for proxy in self.node_proxies].index(address)
 
     def write_config(self, nodes: Sequence[str] = (), shards: Sequence[str] = ()) -> None:
-        """Have kvemb.yaml name these nodes and shards from now on, for whoever is started; () for those that it names now."""
+        """Have kvemb.yaml name these nodes and shards for processes started from now on; () for those that it names now."""
         self.named, self._addresses = list(nodes or self.named), list(shards or self._addresses)
         config = self._config(*self.named, shards=self._addresses)
         new = self.config_path.with_suffix(".new")

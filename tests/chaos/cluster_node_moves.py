@@ -26,7 +26,7 @@ _PAUSE_S = 0.2
 
 @dataclass(frozen=True)
 class _Members:
-    """Nodes of the cluster by address, how many slots each has, who is called failed, and whether a change was begun and not ended."""
+    """Nodes of the cluster by address, how many slots each has, which are called failed, and whether a change was begun and not ended."""
 
     slots: dict[str, int]
     failed: frozenset[str]
@@ -34,7 +34,7 @@ class _Members:
 
 
 class ClusterOperator:
-    """Who changes the nodes of a Redis Cluster; one change at a time.
+    """Changes the nodes of a Redis Cluster; one change at a time.
 
     Args:
         cluster: a Redis Cluster.
@@ -80,12 +80,12 @@ class ClusterOperator:
                 self._start("nodes", "replace", dead, new)
                 self._end(deadline)
             time.sleep(_PAUSE_S)
-        if dead in now.slots:  # somebody was in the way
+        if dead in now.slots:  # the change did not go through
             self._cluster.restart_node(self._cluster.node_at(dead))
         self._tidy(self._members())
 
     def wait(self, timeout_s: float) -> str:
-        """Wait until nothing moves, and resume what nobody drives; return "", or what is stuck."""
+        """Wait until nothing moves, and resume changes without a driver; return "", or the stuck ones."""
         deadline = Deadline.after(timeout_s)
         self._end(deadline)
         while self._members().begun:
@@ -112,7 +112,7 @@ class ClusterOperator:
         return members
 
     def _start(self, *words: str) -> None:
-        """Begin a command. That it is refused, or fails because of what else is broken, must leave nothing half done either."""
+        """Begin a command: one that is refused, or fails because of another fault, must not leave anything half done either."""
         verb, action, *rest = words
         pace = ["--max-mb-per-s", str(self._random.choice(_MB_PER_S)), "--yes"] if verb == "nodes" else []
         command = [sys.executable, "-P", "-m", "kvemb.cli", verb, action, str(self._cluster.config_path), *rest, *pace]

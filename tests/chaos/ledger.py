@@ -103,7 +103,7 @@ class StepsApartError(Exception):
 class StepsTogether:
     """Whether a sync job's steps are applied whole: in each row every trainer's count rises as the others' do.
 
-    That holds while nobody starts. Who starts again takes part with nothing in steps that only some shards have had of its predecessor.
+    That holds while no trainer starts. A restarted trainer adds nothing to steps that only some shards have had of its predecessor.
 
     Args:
         n_trainers: of the job.
@@ -123,7 +123,7 @@ class StepsTogether:
         self._n_starts = -1
 
     def look(self, rows: NDArray[np.number], n_starts: int) -> None:
-        """Compare with the last look, unless somebody has started since.
+        """Compare with the last look, unless a trainer has started since.
 
         Args:
             rows: of the table of steps: [n, at least n_trainers].
@@ -229,9 +229,9 @@ class Verifier:
     Args:
         plan: of the run.
         records: one per trainer, in order.
-        slot_shards: uint16 [16384] of each cluster map that there was, who writes each slot. A push is a part of each shard, applied as
-            a whole or not at all; a shard that has left slots refuses a part as a whole, and it is split anew by the next map. So rows
-            whose shards were the same in every map share their fate.
+        slot_shards: uint16 [16384] of each cluster map that there was, the writer of each slot. A push is a part of each shard, applied as
+            a whole or not at all; a shard that has given slots away refuses a part as a whole, and it is split again by the next map. So
+            rows whose shards were the same in every map share their fate.
         pull: int64 [m] ids to float32 [m, DIM] rows.
     """
 

@@ -29,7 +29,7 @@ M = TypeVar("M", bound=SlotMoves)
 
 
 class Operator:
-    """Who asks for moves; one at a time.
+    """Asks for moves, one at a time.
 
     Args:
         cluster: under a map of ours.
@@ -114,7 +114,7 @@ class Operator:
         self._when_quiet(NodeMoves, begin)
 
     def _when_quiet(self, kind: type[M], begin: Callable[[M, MoveState], None]) -> None:
-        """Begin something if nothing moves; what moves is aborted, at times."""
+        """Begin something if nothing moves; a move under way is aborted, at times."""
         state = self.state()
         self._tidy(state)
         if state.map.plan is None:
@@ -123,7 +123,7 @@ class Operator:
             self.abort()
 
     def _ask(self, kind: type[M], what: Callable[[M], object]) -> None:
-        """Ask once: that it is refused, or fails because of what else is broken, must leave nothing half done either."""
+        """Ask once: a request that is refused, or fails because of another fault, must not leave anything half done either."""
         try:
             with self._asking(kind) as moves:
                 what(moves)
@@ -132,7 +132,7 @@ class Operator:
 
     @contextmanager
     def _asking(self, kind: type[M]) -> Iterator[M]:
-        """Who asks needs the shards alone: a storage node may be dead."""
+        """A request needs the shards alone: a storage node may be dead."""
         servers = AllShards.of(load(self._cluster.config_path, os.environ).servers)
         try:
             yield kind(servers, timeout_s=_ASK_S)

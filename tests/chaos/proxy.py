@@ -39,7 +39,7 @@ class Flow:
         bytes_per_s: rate of each connection; 0 for as fast as it goes.
         slice_bytes: pieces of at most so many bytes, each sent on its own; 0 for as they come.
         hold: keep everything until another flow is set, then let it land, even when its sender is long gone.
-        swallow: nothing arrives, nobody is told; the connection is reset when another flow is set.
+        swallow: nothing arrives, without an error; the connection is reset when another flow is set.
         cut_after_bytes: end a connection after so many more bytes of this direction; None for never.
         cut: how: "reset" both ends, or "eof": end this direction in order, as a server does that exits.
     """
@@ -229,7 +229,7 @@ class FaultProxy:
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
-        self._tasks.add(task)  # a task that nobody refers to may be collected
+        self._tasks.add(task)  # a task without a reference may be collected
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, client: socket.socket) -> None:

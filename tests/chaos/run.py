@@ -95,7 +95,7 @@ class LedgerRun:
         self._steps.look(rows, sum(len(record.times(STARTED)) for record in self.records()))
 
     def stop(self, timeout_s: float = 90.0) -> None:
-        """Stop the trainers, each once what it sent is acknowledged or its grace is over."""
+        """Stop the trainers, each once its pushes are acknowledged or its grace is over."""
         for process in self.trainers:
             process.signal(signal.SIGTERM)
         for process in self.trainers:

@@ -18,7 +18,7 @@ _SHARES = (0.0, 0.0, 1.0, 2.0)
 
 
 class ShardOperator(Operator):
-    """Who asks for moves of nodes and of shards, one at a time; on a Redis Cluster of shards only."""
+    """Asks for moves of nodes and of shards, one at a time; on a Redis Cluster of shards only."""
 
     def add_shards(self) -> None:
         """One or two shards join."""
@@ -57,7 +57,7 @@ class ShardOperator(Operator):
         self._move_shards(plan)
 
     def state(self) -> MoveState:
-        """The same; the ledger is told who has written each slot so far."""
+        """The same; the ledger is told the writers of each slot so far."""
         state, known = super().state(), self._cluster.slot_shards
         if not any(np.array_equal(state.map.slot_shards, one) for one in known):
             known.append(state.map.slot_shards)

@@ -1,4 +1,4 @@
-"""A faulty cluster with TLS everywhere, the proxies between those who encrypt."""
+"""A faulty cluster with TLS everywhere, the proxies between the two ends that encrypt."""
 
 from chaos.cluster import FaultyCluster
 from tests.integration.encrypted_cluster import EncryptedCluster

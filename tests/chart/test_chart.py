@@ -1,4 +1,4 @@
-"""The Helm chart in deploy/helm: what it renders is valid, safe, and what kvemb accepts. No cluster runs here (deploy/helm/try-kind.sh)."""
+"""The Helm chart in deploy/helm: its output is valid, safe, and accepted by kvemb. No cluster runs here (deploy/helm/try-kind.sh)."""
 
 import json
 import os

@@ -51,7 +51,7 @@ def test_memcached_survives_kills_and_a_node_joins_and_another_leaves_while_trai
             assert "joins: memcached-2:11211" in cluster.kvemb("nodes", "add", "kvemb.yaml", "memcached-2:11211", "--yes")
             ledger.wait_for_acks(20)
             cluster.kvemb("nodes", "remove", "kvemb.yaml", "memcached-0:11211", "--yes")
-            cluster.compose("stop", "memcached-0")  # nobody needs it any more
+            cluster.compose("stop", "memcached-0")  # no part needs it any more
             ledger.wait_for_acks(20)
             ledger.stop()
             require_kept(ledger)

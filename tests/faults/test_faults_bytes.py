@@ -1,4 +1,4 @@
-"""Bytes that nobody of ours wrote, to live servers and from them: a typed error, bounded memory, and nothing changed."""
+"""Bytes that no program of ours wrote, to live servers and from them: a typed error, bounded memory, and nothing changed."""
 
 import signal
 import socket
@@ -288,7 +288,7 @@ def test_a_page_that_another_program_replaced_is_named_and_every_row_of_it_comes
         for number, what in enumerate(OTHER_TYPES):
             row = 7 + 500 * number
             key = replace_page(local, table, row, what)
-            if what not in ("bytes behind the end", "short text"):  # the former harm nobody; behind the latter a row looks like none
+            if what not in ("bytes behind the end", "short text"):  # the former do no harm; behind the latter a row looks like none
                 with pytest.raises(RecordError, match=rf"node \S+, table 'pages', id {row} \(key {key}\)"):
                     table.pull([row], timeout_s=PATIENCE_S)
             if number % 2:

@@ -1,4 +1,4 @@
-"""A checkpoint loaded over newer rows: what stands there afterwards is the checkpoint, whatever is late, hangs, or wakes up again."""
+"""A checkpoint loaded over newer rows: storage holds the checkpoint afterwards, though writes are late and processes hang or wake up."""
 
 import copy
 from collections.abc import Iterator
@@ -105,7 +105,7 @@ def test_a_load_over_newer_rows_ends_exactly_at_the_checkpoint_and_training_goes
     after = job.check()
     epochs = np.array([split_version(int(version))[0] for version in after[OLD]])
     assert epochs.min() > max(split_version(int(version))[0] for version in before[OLD])
-    for node in range(3):  # what the shards keep on their own disks is the checkpoint too
+    for node in range(3):  # the shards' own disks hold the checkpoint too
         storage.flush(local.servers[node])
     job.push(np.arange(500, 2500))
     for shard in (0, 1):

@@ -1,4 +1,4 @@
-"""Storage nodes that hang, are full, may evict, or get a write late: nobody else waits, nothing is lost, nothing lands twice."""
+"""Storage nodes that hang, are full, may evict, or get a write late: no other part waits, nothing is lost, nothing lands twice."""
 
 import time
 

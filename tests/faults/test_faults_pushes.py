@@ -1,4 +1,4 @@
-"""Push parts that come twice, late, out of order, with gaps, too many, or from somebody who has no right to: message by message."""
+"""Push parts that come twice, late, out of order, with gaps, too many, or from a sender without the right to push: message by message."""
 
 from collections.abc import Iterator
 
@@ -104,7 +104,7 @@ def test_a_push_in_parts_is_applied_when_all_are_in_and_not_by_half(cluster: kve
     cluster.flush()
     require(table, IDS, 0)
     with RawStream(shard) as stream:
-        for half in halves:  # the first as a duplicate, or anew
+        for half in halves:  # the first as a duplicate, or as a new part
             stream.send(half)
         assert [stream.outcome().state for _ in range(2)] == ["applied", "applied"]
     require(table, IDS, 1)

@@ -1,4 +1,4 @@
-"""Nodes that lose rows in every way that nodes do: the shards bring back what was acknowledged while trainers wait, and nobody restarts."""
+"""Nodes that lose rows in every way that nodes do: the shards bring back all acknowledged rows while trainers wait, without a restart."""
 
 import threading
 from collections.abc import Callable
@@ -88,7 +88,7 @@ def test_nodes_whose_addresses_were_swapped_are_not_written_to_and_work_goes_on_
     table = reader.table(TABLE)
     table.pull(IDS, timeout_s=PATIENCE_S)
     swap()
-    with kvemb.connect(training.cluster.url, read_only=True, timeout_s=PATIENCE_S) as another:  # who only reads goes by the markers
+    with kvemb.connect(training.cluster.url, read_only=True, timeout_s=PATIENCE_S) as another:  # a reader goes by the markers
         another.table(TABLE).pull(IDS, timeout_s=PATIENCE_S)
     for proxy in training.cluster.shard_proxies:
         with RawShard(proxy.address) as shard:
@@ -141,7 +141,7 @@ def test_a_pull_from_a_lost_node_waits_or_fails_as_configured(require_server: Ca
         with FaultyCluster("redis", 1, shards=1, storage=settings) as local, kvemb.connect(local.url, timeout_s=PATIENCE_S) as cluster:
             table = counting_table(cluster, "t")
             add(table, IDS).wait_applied(timeout_s=PATIENCE_S)
-            processes.pause(local.shards[0])  # nobody repairs for now
+            processes.pause(local.shards[0])  # no repair for now
             storage.flush(local.servers[0])
             if policy == "fail":
                 with pytest.raises(NodeLostError, match=local.node_proxies[0].address):

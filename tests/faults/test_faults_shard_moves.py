@@ -1,4 +1,4 @@
-"""Slots on their way from shard to shard, and whoever dies in the middle: the move comes to its end, and no push is lost or made twice."""
+"""Slots on their way from shard to shard, and processes that die in the middle: the move ends, and no push is lost or made twice."""
 
 import signal
 import sys
@@ -39,7 +39,7 @@ class MovingTraining:
         self.n_tables = 0
 
     def begin_move(self) -> tuple[int, int]:
-        """Begin the next move; return who gives and who takes."""
+        """Begin the next move; return the giver and the taker."""
         there = (self.moves.now().slot_shards == GIVER).any()
         self.moves.begin(GIVEN if there else SHARES)
         return (GIVER, TAKER) if there else (TAKER, GIVER)

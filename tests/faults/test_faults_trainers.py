@@ -48,7 +48,7 @@ class Job:
         return process
 
     def sign(self, name: str) -> None:
-        """Let whoever waits for that file go on."""
+        """Let the processes that wait for that file go on."""
         (self.cluster.folder / name).touch()
 
     def ends(self, process: LocalProcess, code: int = 0) -> None:
@@ -111,9 +111,9 @@ def test_wait_holds_the_step_and_says_so_until_a_trainer_of_that_name_is_back(st
 def test_drop_goes_on_without_the_trainer_also_over_a_restart_and_lets_it_in_again(start: Callable[..., Job]) -> None:
     job = start("drop", GATE)
     job.comes_to([GATE - 1, GATE - 1, DIES_IN], [GATE - 1, GATE - 1, DIES_IN - 1])
-    for name in "ab":  # their steps are not only applied, they were told so: whoever was not would come back to ask
+    for name in "ab":  # their steps are not only applied, they were told so: one that was not would come back to ask
         eventually((job.cluster.folder / f"{name}.gate").exists, f"trainer {name} is not at the gate")
-    job.cluster.shards[1].kill()  # what was decided is in its journal
+    job.cluster.shards[1].kill()  # the decision is in its journal
     job.cluster.start_shard(1)
     back = job.launch("c", STEPS - GATE + 1)
     # At shard 1 it is the first: a and b come back when they have something to send.

@@ -1,4 +1,4 @@
-"""Who must notice nothing: a trainer that pushes, waits, pulls, and compares, for as long as something else is attacked."""
+"""A trainer that must not be disturbed: it pushes, waits, pulls, and compares while another part is attacked."""
 
 import threading
 from typing import Any

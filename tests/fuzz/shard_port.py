@@ -208,7 +208,7 @@ class OverTls(_ShardPort):
         return [*self._handshakes, *self._connections, *self._messages]
 
     def change(self, seed: bytes) -> bytes:
-        """See `Target`; the first byte of an input tells what it is: a handshake, a connection behind one, or a message."""
+        """See `Target`; the first byte of an input tells its kind: a handshake, a connection behind one, or a message."""
         if seed in self._messages:
             return self._calls.change(seed)
         if seed in self._connections:

@@ -40,7 +40,7 @@ class Target(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Start what is attacked, and who trains beside it."""
+        """Start the attacked process, and the trainer beside it."""
 
     @abstractmethod
     def seeds(self) -> list[bytes]:

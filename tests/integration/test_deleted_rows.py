@@ -1,4 +1,4 @@
-"""Rows that somebody deletes in storage behind the shards' back, and that nobody pushes to: found and restored."""
+"""Rows that another program deletes in storage, and that no push touches: found and restored."""
 
 import time
 import warnings

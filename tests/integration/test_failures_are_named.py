@@ -1,4 +1,4 @@
-"""What a person is told when something is down, full or foreign: the cause, not only the one who waited for it."""
+"""Errors when something is down, full or foreign name the cause, not only the part that waited for it."""
 
 import signal
 import threading

@@ -1,6 +1,6 @@
 """Real servers and processes: a process that was taken over from writes nothing, and neither does a connection that was given up.
 
-What every store shares is in the contract (`kvemb.testing.repair_contract`); here is what needs servers of its own.
+Tests common to all stores are in the contract (`kvemb.testing.repair_contract`); here are those that need servers of their own.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Programs that end without closing their cluster: what they pushed is delivered, or they say how much was not, in words and exit code."""
+"""Programs that end without closing their cluster: their pushes are delivered, or they say how much was not, in words and exit code."""
 
 import os
 import re

@@ -27,7 +27,7 @@ from kvemb.stores.storage_kinds import KINDS
 from kvemb.testing.real_servers import redis_client
 
 ROOT = Path(__file__).resolve().parents[2]
-# A job of somebody else: prints the processes of its cluster and its folder, then does as told.
+# Another user's job: prints the processes of its cluster and its folder, then does as told.
 JOB = """
     import sys, time
     from kvemb.local_cluster.launcher import LocalCluster
@@ -100,7 +100,7 @@ def test_no_process_outlives_a_job_that_is_killed(number: signal.Signals) -> Non
     process.communicate(timeout=200)
     assert process.returncode != 0
     require_gone(pids)
-    shutil.rmtree(folder, ignore_errors=True)  # nobody was left to do it; the next start would
+    shutil.rmtree(folder, ignore_errors=True)  # no process remained to do it; the next start would
 
 
 def test_the_next_start_removes_the_folders_of_killed_programs_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Storage nodes that come and go while a trainer pushes and another pulls: nothing is lost, and nobody is told to connect again."""
+"""Storage nodes that come and go while a trainer pushes and another pulls: nothing is lost, and no client is told to connect again."""
 
 import signal
 import time
@@ -45,7 +45,7 @@ def test_a_node_joins_and_another_leaves_while_rows_are_pushed_and_pulled(kind: 
             state = nodes.wait(timeout_s=PATIENCE_S)
             assert first not in state.nodes.values()
             assert load.n_steps > steps
-            local.servers[0].process.kill()  # nobody needs it any more
+            local.servers[0].process.kill()  # it is not needed any more
         with kvemb.connect(local.url, read_only=True) as late:  # kvemb.yaml still names the two first nodes
             np.testing.assert_array_equal(-late.table("t").pull(IDS)[:, 0], load.counts)
 

@@ -35,7 +35,7 @@ def test_every_batch_up_to_k_is_seen_by_pulls() -> None:
         with pytest.raises(ShardUnavailableError, match="shard 1"):
             cluster.progress(timeout_s=0.5)
         local.start_shard(1)
-        assert cluster.progress() == [(1, 2), (2, 1)]  # begun anew: whatever it applies next has the new epoch
+        assert cluster.progress() == [(1, 2), (2, 1)]  # started again: the next batch has the new epoch
         push(table, IDS)
         assert cluster.progress() == [(1, 3), (2, 2)]
         with kvemb.connect(local.url, read_only=True) as reader, pytest.raises(ReadOnlyError):

@@ -105,7 +105,7 @@ class SecureStorage:
                 client.execute_command("CONFIG", "SET", *[str(word) for pair in files.items() for word in pair])
 
     def end_connections(self) -> None:
-        """Have kvemb open all of them anew, where the server can be told so."""
+        """Have kvemb open all connections again, where the server can be told so."""
         if self.kind == "redis":
             with redis_client(self.server) as client:
                 client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
@@ -114,7 +114,7 @@ class SecureStorage:
 @pytest.mark.parametrize("kind", ["redis", "memcached"])
 def test_the_authority_of_storage_is_renewed_under_load(kind: str, tmp_path: Path, require_server: Callable[[str], str]) -> None:
     require_server({"redis": "redis-server"}.get(kind, kind))
-    folder = Path(tempfile.mkdtemp())  # memcached reads its files again as the user that it runs as, who may not look into tmp_path
+    folder = Path(tempfile.mkdtemp())  # memcached reads its files again as the user that it runs as, which cannot read tmp_path
     storage = SecureStorage(kind, folder)
     try:
         with running(TlsCluster(tmp_path, storage=storage.section)) as made, Honest(new_user(made, "honest")) as trainer:
@@ -146,7 +146,7 @@ def test_the_authority_of_storage_is_renewed_under_load(kind: str, tmp_path: Pat
 
 
 def outdated(made: TlsCluster, issued: Issued) -> dict[str, Any]:
-    """kvemb.yaml of somebody who shows nodes a certificate of the old authority."""
+    """kvemb.yaml of a client that shows nodes a certificate of the old authority."""
     seen = new_user(made, "outdated")
     tls = {**seen["storage"]["tls"], "cert": str(issued.cert), "key": str(issued.key)}
     return {**seen, "storage": {**seen["storage"], "tls": tls}}
@@ -195,7 +195,7 @@ def test_a_storage_password_is_renewed_by_restarts_one_after_the_other_and_the_o
             with Honest(new_user(made, "honest"), begun=trainer.n_pushes) as restarted:
                 pushes_go_on(restarted)
                 admin.execute_command("ACL", "SETUSER", "kvemb", f"<{OLD}")
-                admin.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")  # whoever still had the old one would stop here
+                admin.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")  # a client with the old one would stop here
                 pushes_go_on(restarted)
             monkeypatch.setenv("REDIS_PASSWORD", OLD)
             with pytest.raises((ConfigError, StorageError), match=server.address) as caught:

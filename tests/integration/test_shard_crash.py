@@ -272,7 +272,7 @@ def sync_job(local: LocalCluster, trouble: Callable[[int], None]) -> dict[int, t
                 errors.append(error)
 
         table = first.table("t")
-        table.push([0], np.zeros((1, 3), np.float32))  # who is first gets the lower incarnation
+        table.push([0], np.zeros((1, 3), np.float32))  # the first one gets the lower incarnation
         second.table("t").push([0], np.zeros((1, 3), np.float32)).wait_applied(PATIENCE_S)
         other = threading.Thread(target=lambda: (train(second, 1, LEAVES_AFTER), second.close()), daemon=True)
         other.start()

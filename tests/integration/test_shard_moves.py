@@ -113,7 +113,7 @@ def test_a_node_that_loses_its_rows_while_slots_change_their_shard_is_repaired(k
                 assert now.plan is None  # done, or given up since a node was away for seconds
                 steps = load.n_steps
                 eventually(lambda least=steps: load.n_steps > least + 1)
-            for server in local.servers:  # whoever has the rows now can make them anew
+            for server in local.servers:  # the shard that has the rows now can reconstruct them
                 server.restart(member=True)
                 steps = load.n_steps
                 eventually(lambda least=steps: load.n_steps > least + 1)

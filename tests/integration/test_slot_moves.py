@@ -182,7 +182,7 @@ def test_rows_that_a_server_loses_while_its_slot_stands_open_are_told_never_new(
                     names = [name for name in client.scan_iter("kvemb:*", count=20_000) if not name.startswith(b"kvemb:moving")]
                     kept = {name: client.get(name) for name in names if name not in open_markers}
                     client.flushall()
-                    for name, value in kept.items():  # what lies in the open slots is gone; by its other markers the server is whole
+                    for name, value in kept.items():  # rows in the open slots are gone; by its other markers the server is whole
                         client.set(name, value)
         with suppress(NodeLostError):  # nothing is sent back from a node that lost it
             nodes.resume() if then == "resume" else nodes.abort()

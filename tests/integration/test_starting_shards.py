@@ -66,7 +66,7 @@ def started(
             "shards": [f"127.0.0.1:{port or 1}"],
             "data_dir": str(folder / "shards"),
             "metrics_port": metrics_port,
-            "away_timeout_s": 5,  # who connects meanwhile waits so long for it
+            "away_timeout_s": 5,  # a client that connects meanwhile waits so long for it
         },
         "tables": {"t": {"dim": 2, "optimizer": {"kind": "sgd", "lr": 1.0}, "initializer": {"kind": "zeros"}}},
     }

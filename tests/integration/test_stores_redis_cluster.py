@@ -121,7 +121,7 @@ def test_a_store_can_be_opened_while_slots_are_on_their_way(store: Store, runnin
         mover.clients[to].delete(marker_keys()[SLOT])
         with pytest.raises(NodeLostError, match=f"slot {SLOT}"):
             read(late, rows_in(SLOT), deadline=within(1))
-    mover.move(SLOT, source)  # other tests count on who has it
+    mover.move(SLOT, source)  # other tests rely on its node
 
 
 @pytest.mark.parametrize("layout", ["buckets", "paged"])

@@ -1,4 +1,4 @@
-"""The store contract over TLS, and who is refused there. Real servers that ask for client certificates."""
+"""The store contract over TLS, and which clients are refused there. Real servers that ask for client certificates."""
 
 import select
 import socket

@@ -1,4 +1,4 @@
-"""What strangers cost a shard whose port they reach: nothing that lasts. What they say there is in tests/fuzz."""
+"""Strangers that reach a shard's port cost it nothing that lasts. Their bytes are in tests/fuzz."""
 
 import os
 import resource

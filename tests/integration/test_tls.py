@@ -1,4 +1,4 @@
-"""TLS between trainers and shards, against real shards: who is let in, as whom, to do what; and certificates and tokens that change."""
+"""TLS between trainers and shards, against real shards: which callers get in, and for which verbs; and certificates and tokens that change."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""A trainer that is started again fences the one before it: what a stopped process sends later is not applied, load or no load."""
+"""A restarted trainer fences the one before it: late pushes of a stopped process are not applied, load or no load."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""A shard whose number the cluster map does not have: it starts, says who it is, takes nothing, and nobody minds it."""
+"""A shard whose number the cluster map does not have: it starts, says its number, takes nothing, and disturbs no other part."""
 
 import shutil
 import signal
@@ -249,5 +249,5 @@ def test_it_joins_and_another_one_leaves_while_rows_are_pushed(local: LocalClust
     local.shards[1].stop(PATIENCE_S)
     with kvemb.connect(local.url) as cluster:
         cluster.table("h").push(IDS, np.ones((len(IDS), 2), np.float32)).wait_applied(PATIENCE_S)
-    local.start_shard(1)  # whoever still waits for an answer gets it
+    local.start_shard(1)  # a caller that still waits for an answer gets it
     assert "this shard has left the cluster" in local.shards[1].log.read_text(encoding="utf-8")

@@ -33,7 +33,7 @@ HARMLESS = re.compile(r"a new cluster begins on empty nodes|has to be empty: giv
 
 @dataclass
 class Trial:
-    """Somebody's own cluster, which is to be set up beside one that lives, and a kvemb.yaml of it with a mistake."""
+    """A new cluster to be set up beside one that lives, and its kvemb.yaml with a mistake."""
 
     prod: LocalCluster
     folder: Path
@@ -173,7 +173,7 @@ CASES = {
 
 
 def assert_named_first(trial: Trial, text: str) -> None:
-    """No advice that might cost somebody his data comes before whose data it is."""
+    """An error names the cluster of the data before any advice that might cost the data."""
     told = HARMLESS.sub("", text)
     if advice := DANGEROUS.search(told):
         named = re.search(rf"{trial.name}|cluster [0-9a-f]{{32}}", told)

@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", params=["redis", "memcached"])
 def in_step(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> Iterator[kvemb.Cluster]:
-    """A sync job of one trainer, two shards: what is learned is what Keras learns."""
+    """A sync job of one trainer, two shards: it learns the same as Keras."""
     require_server({"redis": "redis-server", "memcached": "memcached"}[request.param])
     local = kvemb.local(store=request.param, shards=2, mode="sync", trainers=1, durability="os")
     with local as url, kvemb.connect(url, trainer="keras", timeout_s=60) as cluster:

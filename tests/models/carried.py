@@ -1,4 +1,4 @@
-"""Plans as the product's own transitions carry them: what the searches of this folder take for the steps of whoever carries a plan.
+"""Plans as the product's own transitions carry them: the searches of this folder take them for the steps of the carrier.
 
 One slot moves, slot 0: between nodes from 0 to 1; between shards from 0 to the last one. A plan is told by its phase; "none" is before it
 begins, "done" and "aborted" after it has ended.

@@ -1,8 +1,8 @@
 """The hand-over of a slot from one shard to another as a state machine, for an exhaustive search. The protocol is docs/adr/0062.
 
 Two shards; row A is of the slot that moves, row B of one that stays with the giver. A trainer pushes to both, one push after the other.
-Every step below is one that some process takes alone; between any two of them anybody else may go on, a shard may die and start again,
-a message may come again and late, the node may lose all it has. What stores and journals promise already is assumed: one writer is
+Every step below is one that some process takes alone; between any two of them any other process may go on, a shard may die and start
+again, a message may come again and late, the node may lose all its rows. The promises of stores and journals are assumed: one writer is
 fenced by its successor, and a batch in the journal is applied again by version.
 """
 
@@ -14,7 +14,7 @@ from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, MOVING, SERVING,
 from tests.models.carried import ABORTED, DONE, NONE, OVER, Plan, carried, maps_of, taken_back
 
 PLAN = Plan(SHARDS, 2)
-OLD, NEW = 1, 2  # serials of the map: who writes row A
+OLD, NEW = 1, 2  # serials of the map, which give the writer of row A
 GIVER, TAKER = 0, 1
 A, B = "A", "B"
 
@@ -98,11 +98,11 @@ class State:
 
 
 class LostRowError(AssertionError):
-    """A row is not in storage as its owner knows it, and nobody repairs it."""
+    """A row is not in storage as its owner knows it, and no process repairs it."""
 
 
 def steps(state: State) -> Iterator[tuple[str, State]]:
-    """Yield every step that somebody can take, with its name."""
+    """Yield every step that a process can take, with its name."""
     yield from carrier_steps(state)
     for number in (GIVER, TAKER):
         yield from ((f"{('giver', 'taker')[number]}: {name}", after) for name, after in shard_steps(state, number))
@@ -117,7 +117,7 @@ def is_over(state: State) -> bool:
 
 
 def require_sound(state: State) -> None:
-    """Refuse a state in which a push was taken twice, an acknowledged one is nowhere, or a row is unknown to who has to write it."""
+    """Refuse a state in which a push was taken twice, an acknowledged one is nowhere, or a row is unknown to its writer."""
     taken = [(part.push, row) for shard in state.shards for part in shard.journal for row in part.rows]
     assert len(taken) == len(set(taken)), f"a push was taken twice: {state}"
     open_parts = {(part.push, row) for part in state.waiting for row in part.rows}
@@ -148,7 +148,7 @@ def may_write(shard: Shard, row: str) -> bool:
 
 
 def carrier_steps(state: State) -> Iterator[tuple[str, State]]:
-    """What shard 0's process does, by the product's own transitions. It may die between any two of them: what it decided is in its folder,
+    """Steps of shard 0's process, by the product's own transitions. It may die between any two of them: its decisions are in its folder,
     the reports are on the nodes."""
     if state.phase == NONE:
         yield "plan", replace(state, phase=MOVING)

@@ -1,11 +1,11 @@
 """How the shards of a sync job stop at one step before slots move, for an exhaustive search that runs their own code. docs/adr/0062.
 
-Two shards that are there, the giver and another one; one that joins and takes. What each knows of its steps is the product's `SyncSteps`,
-and every event is one of its methods: which step is handed out, and when none is, is decided there and not here. Trainers push step after
+Two shards that are there, the giver and another one; one that joins and takes. Each has its steps as the product's `SyncSteps`, and every
+event is one of its methods: which step is handed out, and when none is, is decided there and not here. Trainers push step after
 step, a part to each shard; a shard that hands a step out then writes it to its journal. What else a hand-over is made of is in
 `shard_move`: here it is one phase more, and the flip.
 
-Slots may move between nodes, too. Nobody stops then: shards and trainers see it one after the other, at any time.
+Slots may move between nodes, too. No process stops then: shards and trainers see it one after the other, at any time.
 """
 
 from collections.abc import Iterator
@@ -109,7 +109,7 @@ class Shard(NamedTuple):
 
 
 def shards_of(n_trainers: int, phase: str = NONE, giver: int = 0, other: int = 0) -> tuple[Shard, ...]:
-    """Giver, other and taker at the start of a job; of the taker nobody knows yet."""
+    """Giver, other and taker at the start of a job; the taker is not known yet."""
     got, new = (0,) * n_trainers, SyncSteps.first(n_trainers, TIMEOUT_S)
     there = known(joined(new, n_trainers))
     return Shard(phase, got, there, crashes=giver), Shard(phase, got, there, crashes=other), Shard(phase, got, known(new))
@@ -158,7 +158,7 @@ class State(NamedTuple):
 
 
 def steps(state: State) -> Iterator[tuple[str, State]]:
-    """Yield every step that somebody can take, with its name."""
+    """Yield every step that a process can take, with its name."""
     yield from carrier_steps(state)
     if state.nodes < state.n_node_moves:
         yield "slots move between nodes", state._replace(nodes=state.nodes + 1)
@@ -264,7 +264,7 @@ def trainer_steps(state: State, number: int) -> Iterator[tuple[str, State]]:
 
 
 def _follow(state: State, number: int) -> Iterator[tuple[str, State]]:
-    """A trainer that sees a newer map pushes nothing until all that it sent by the old one has an answer; only who writes rows matters."""
+    """A trainer that sees a newer map pushes nothing until all pushes by the old one have an answer; only the writers of rows matter."""
     trainer = state.trainers[number]
     flipped, moved = trainer.bases is None and state.phase == FLIPPED, trainer.nodes != state.nodes
     if moved and not state.by_nodes:

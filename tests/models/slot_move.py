@@ -97,7 +97,7 @@ class WrongReadError(AssertionError):
 
 
 def steps(state: State) -> Iterator[tuple[str, State]]:
-    """Yield every step that somebody can take, with its name."""
+    """Yield every step that a process can take, with its name."""
     yield from _plan_steps(state)
     for number in (0, 1):
         yield from ((f"shard {number}: {name}", after) for name, after in _shard_steps(state, number))
@@ -146,7 +146,7 @@ def _shard_steps(state: State, number: int) -> Iterator[tuple[str, State]]:
         if state.markers[node] is not None:  # a node in repair takes nothing but the repair's writes
             yield f"write to node {node}", _with(_stored(state, node, number, shard.version), number, written)
     if shard.seen != state.phase and _may_follow(shard, state.phase):
-        # The map is followed at any moment, between the two writes of a row too: what the new map wants is written then.
+        # The map is followed at any moment, between the two writes of a row too: the writes of the new map are made then.
         wanted = _targets(state.phase)
         pending = frozenset(wanted) if shard.pending else frozenset[int]()
         copied = shard.copied and state.phase == FLIPPED
@@ -162,7 +162,7 @@ def _shard_steps(state: State, number: int) -> Iterator[tuple[str, State]]:
             restored = shard._replace(restored=shard.restored | {node}, pending=left, confirmed=shard.confirmed if left else shard.version)
             yield f"restore on node {node}", _with(_stored(state, node, number, shard.version), number, restored)
     if shard.crashes:
-        # Start: the plan is read before anything is written; what the journal has is written again, and reports of the old epoch are void.
+        # Start: the plan is read before anything is written; batches of the journal are written again; reports of the old epoch are void.
         targets = _targets(state.phase)
         again = Shard(targets, shard.version, frozenset(targets), shard.confirmed, seen=state.phase, crashes=shard.crashes - 1)
         yield "crash and start", _with(state, number, again)

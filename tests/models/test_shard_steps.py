@@ -67,7 +67,7 @@ def test_the_search_finds_that_trainers_wait_for_each_other_where_shards_refuse_
 
 
 def flip_anywhere(state: State) -> Iterator[tuple[str, State]]:
-    """Nobody holds: the flip comes where the giver is."""
+    """No shard holds: the flip comes where the giver is."""
     yield from steps(state)
     if state.phase == NONE:
         yield "flip at once", state._replace(phase=FLIPPED, last=state.shards[GIVER].journaled)
@@ -88,7 +88,7 @@ def flip_for_the_giver(state: State) -> Iterator[tuple[str, State]]:
 
 
 def unknown_is_none(state: State) -> Iterator[tuple[str, State]]:
-    """A process that was started anew says that it has handed out no step."""
+    """A restarted process says that it has handed out no step."""
     yield from steps(state)
     for number in THERE:
         shard = state.shards[number]

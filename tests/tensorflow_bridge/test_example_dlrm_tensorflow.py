@@ -61,7 +61,7 @@ def test_it_gets_the_losses_and_the_auc_of_torchs_own_modules() -> None:
     step = dlrm_tensorflow.stepped(model, kt.RowsOptimizer(list(tables.values())), RATE)
     batches = kt.prepare(step, [tuple(tf.constant(of[at : at + BATCH]) for of in clicks) for at in starts], consistency="exact")
     losses = [float(step(*batch)) for batch in batches]
-    with torch.sparse.check_sparse_tensor_invariants():  # torch warns until somebody decides
+    with torch.sparse.check_sparse_tensor_invariants():  # torch warns until this is set
         of_torch = [dlrm_torch.train(plain, [log[list(range(at, at + BATCH))]], optimizers, None) for at in starts]
     assert "not foreseen" not in batches.report
     np.testing.assert_allclose(losses[:10], of_torch[:10], rtol=1e-3)  # later steps magnify what float32 rounded

@@ -25,6 +25,6 @@ def _one_thread() -> Iterator[None]:
         return
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    torch.sparse.check_sparse_tensor_invariants.enable()  # torch warns until somebody decides
+    torch.sparse.check_sparse_tensor_invariants.enable()  # torch warns until this is set
     yield
     torch.set_num_threads(before)

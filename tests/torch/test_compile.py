@@ -1,4 +1,4 @@
-"""torch.compile of a model over tables: lookups run as they are, and training is what it is without it."""
+"""torch.compile of a model over tables: lookups run as they are, and training has the same result as without it."""
 
 import pytest
 

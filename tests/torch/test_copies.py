@@ -1,4 +1,4 @@
-"""Copies of a model over tables, on a real cluster: deep copies and averages share the rows; a process that is spawned connects anew."""
+"""Copies of a model over tables, on a real cluster: deep copies and averages share the rows; a spawned process connects by itself."""
 
 import copy
 import io
@@ -74,7 +74,7 @@ def test_a_deep_copy_has_dense_weights_of_its_own_and_the_same_rows(cluster: kve
 
 def test_a_copy_refuses_to_train_rows_until_it_has_an_optimizer(cluster: kvemb.Cluster) -> None:
     model, optimizer = made(cluster)
-    model(IDS).sum().backward()  # what waits in the original is not the copy's
+    model(IDS).sum().backward()  # gradients that wait in the original are not the copy's
     twin = copy.deepcopy(model)
     assert [name for name, _ in twin.named_parameters()] == ["norm.weight", "norm.bias", "top.weight", "top.bias"]
     with pytest.raises(InvalidInputError, match=r"is a copy .* SparseOptimizer of the copy"):

@@ -90,7 +90,7 @@ def test_the_model_goes_on_training_and_the_copy_does_not_follow(cluster: kvemb.
     optimizer.step()
     assert isinstance(model.row, Embedding)
     assert torch.equal(plain.row.weight, before)
-    again = materialize(model)  # what was pushed is in it
+    again = materialize(model)  # the pushed values are in it
     assert not torch.equal(again.row.weight, before)
     plain.top.weight.data.zero_()
     assert model.top.weight.any()
@@ -221,7 +221,7 @@ def test_the_optimizer_that_pushes_is_left_out_of_the_copy_wherever_the_model_ho
     done = distribute(model, MakingCluster(), min_rows=10, optimizer=optimizer, names={"0": "held"}, quiet=True)
     assert done.optimizer is not None
     pushing = optimizer if joined else done.optimizer
-    own = model.own_optimizer = torch.optim.SGD([model[1].weight], lr=0.25)  # of somebody else's: it pushes nothing
+    own = model.own_optimizer = torch.optim.SGD([model[1].weight], lr=0.25)  # the user's own: it pushes nothing
     for name, value in held_everywhere(pushing).items():
         setattr(model, name, value)
     model.inner = nn.Identity()

@@ -189,7 +189,7 @@ def test_bounded_never_lacks_more_than_k_batches(require_server: Callable[[str],
             model, [torch.from_numpy(ids)] * 30, consistency="bounded", k=k, features={"": lambda b: b}, threads_num=1, capacity=4
         )
         for i, _ in enumerate(loader):
-            current = cluster.progress()[0][1]  # nobody pushes at this moment
+            current = cluster.progress()[0][1]  # no push is under way at this moment
             seen.append(current - int(versions_used().min() & np.uint64((1 << 48) - 1)))
             for _ in range(i % 3):
                 same.push(ids, np.ones((50, 2), np.float32)).wait_applied()

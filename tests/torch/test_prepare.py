@@ -1,4 +1,4 @@
-"""prepare: rows are there before their batch is used, and training is what it is without."""
+"""prepare: rows are there before their batch is used, and training has the same result as without."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""RowCheckpoints in a job of two ranks: one of them saves and loads for both, and what fails there is told to both.
+"""RowCheckpoints in a job of two ranks: one of them saves and loads for both, and its errors are told to both.
 
 As a program this file is one rank.
 """
@@ -30,7 +30,7 @@ IDS = torch.arange(20)
 
 
 def main(url: str, rank: int, folder: Path) -> None:
-    """Train, keep a state, train on, and go back to it; then to one whose rows nobody saved."""
+    """Train, keep a state, train on, and go back to it; then to one whose rows were not saved."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=(folder / "gloo").as_uri(), rank=rank, world_size=N_RANKS)
     torch.manual_seed(0)

@@ -70,7 +70,7 @@ def test_rows_pulled_ahead_do_not_outlive_the_step() -> None:
     optimizer = SparseOptimizer(model)
     for _ in range(2):
         train(model, optimizer, IDS)
-    model.vectors(IDS)  # pulls the weights, too, which nobody asks for now
+    model.vectors(IDS)  # pulls the weights, too, which are not needed now
     optimizer.step()
     before = model.weights(IDS.reshape(1, -1)).detach().clone()
     cluster.tables["weight"].apply(IDS.unique().numpy(), np.ones((3, 1), np.float32), {"lr": 1.0})

@@ -1,4 +1,4 @@
-"""Models that read an embedding's weight whole, or hold it beside the tree of modules, train as in torch; what would be lost is refused."""
+"""Models that read an embedding's weight whole, or hold it beside the tree of modules, train as in torch, or are refused."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""What feeds a module is found out by watching one batch, in many styles of models; where it cannot be, the reason is told."""
+"""The inputs of a module are found by watching one batch, in many styles of models; where they are not, the reason is told."""
 
 import logging
 import re
@@ -268,7 +268,7 @@ def test_a_module_that_the_first_batch_does_not_use_is_told() -> None:
 
 
 def test_a_wrong_forecast_costs_time_and_no_rows() -> None:
-    """The loop branches on data: what the first batch showed is wrong for others."""
+    """The loop branches on data: the trace of the first batch is wrong for others."""
     seen = []
 
     def style(m: Styled, batch: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""A model of large embeddings only, after distribute: it has a parameter of no elements, for whoever asks where and of which type it is."""
+"""A model of large embeddings only, after distribute: it has a parameter of no elements, which tells its device and dtype."""
 
 import copy
 import os

@@ -12,7 +12,7 @@ from paramserver.model.batch import Batch
 
 
 class NoObserver:
-    """Nobody wants to hear of writes."""
+    """An observer that ignores writes."""
 
     wants_erased = False
 

@@ -34,7 +34,7 @@ def test_what_is_sent_goes_through_both_hosts_links_and_half_a_round_trip() -> N
     (sender, source), (sink, receiver) = socket.socketpair(), socket.socketpair()
     with sender, source, sink, receiver:
         pipe = Pipe(source, sink, one.out, other.into, 0.5, 100.0)
-        other.into.free_s = 2.0  # somebody else's bytes
+        other.into.free_s = 2.0  # another sender's bytes
         sender.sendall(b"x" * 50)
         pipe.read(bytearray(1000), 1.0)
         assert (one.out.free_s, other.into.free_s) == (1.5, 2.5)

@@ -70,7 +70,7 @@ def test_a_fragment_comes_back_as_it_went() -> None:
 
 
 def crooked(change: object, manifest: CheckpointManifest = FULL) -> bytes:
-    """A manifest whose fields were changed by somebody who knows how to compute the checksum."""
+    """A manifest whose fields were changed by a program that computes the checksum."""
     tree = json.loads(encode_manifest(manifest))
     del tree["checksum"]
     change(tree)  # type: ignore[operator]

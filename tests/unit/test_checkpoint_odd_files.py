@@ -82,7 +82,7 @@ def test_a_pipe_is_never_opened_for_reading(tmp_path: Path) -> None:
 def test_a_file_is_never_written_through_a_link_that_lies_under_its_temporary_name(
     tmp_path: Path, link: Callable[[Path, Path], None]
 ) -> None:
-    """Who may write into a folder of checkpoints must not have a saver write elsewhere."""
+    """A user with the right to write into a folder of checkpoints must not make a saver write elsewhere."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.write_text("not yours")
     (tmp_path / "a").mkdir()

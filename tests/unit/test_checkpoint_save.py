@@ -22,7 +22,7 @@ CONFIG = parse({"cluster": "c", "storage": {"kind": "redis", "nodes": ["a:1"]}, 
 
 
 class NoShard:
-    """One shard, which says who it is and then answers no more."""
+    """One shard, which says its number and then answers no more."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, float, float]] = []

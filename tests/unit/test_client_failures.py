@@ -35,7 +35,7 @@ def test_a_failure_nobody_waited_for_raises_later_and_once(shards: list[FakeShar
     shards[0].script = refuse_once(1, PushRejectedError("id 7: NaN"))
     session = connect()
     session.push(rows_of(7), soon())
-    session._streams[0].wait_applied(soon())  # the refusal has arrived; nobody has asked for it
+    session._streams[0].wait_applied(soon())  # the refusal has arrived; no call has asked for it
     with pytest.raises(PushRejectedError, match="id 7: NaN"):
         {"push": lambda: session.push(rows_of(8), soon())}.get(verb, lambda: getattr(session, verb)(soon()))()
     if verb != "close":

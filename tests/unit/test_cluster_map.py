@@ -1,4 +1,4 @@
-"""The cluster map: who has which slot, as values and as bytes."""
+"""The cluster map: the owner of each slot, as values and as bytes."""
 
 from dataclasses import replace
 
@@ -145,7 +145,7 @@ def test_the_last_step_of_the_old_map_is_read_back() -> None:
     ("in_file", "found"),
     [
         (["a:1", "b:1", "c:1", "d:1"], ("a:1", "", "c:1", "e:1")),  # of when the cluster had four
-        (["a:1", "c:1"], ("a:1", "", "c:1", "e:1")),  # whoever edits the file leaves no holes
+        (["a:1", "c:1"], ("a:1", "", "c:1", "e:1")),  # an edit of the file leaves no holes
         (["a:1", "c:1", "e:1"], ("a:1", "", "c:1", "e:1")),
         (["a:1"], ("a:1", "", "c:1", "e:1")),
         (["a:1", "b:1", "c:2"], ("a:1", "", "c:2", "e:1")),  # has moved

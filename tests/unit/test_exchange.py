@@ -1,4 +1,4 @@
-"""The exchange over socket pairs, against a scripted peer in a thread: slices, stalls, resets, and bytes nobody asked for."""
+"""The exchange over socket pairs, against a scripted peer in a thread: slices, stalls, resets, and bytes without a request."""
 
 import socket
 import struct
@@ -137,7 +137,7 @@ def test_short_replies_where_long_ones_were_expected_are_read_all_the_same(link_
 
 
 class Counting(Link):
-    """Counts how often it is looked at, and tells whoever waits for that."""
+    """Counts how often it is looked at, and wakes the thread that waits for that."""
 
     def __init__(self, link: Link, looked: threading.Event) -> None:
         super().__init__(link.sock, link.address)
@@ -190,7 +190,7 @@ def test_no_more_than_the_window_is_in_flight(link_to: Callable[..., Link]) -> N
     def count(sock: socket.socket) -> None:
         asked = 0
         while asked < 40:
-            # Whoever answers one at a time sees how many were sent ahead.
+            # A peer that answers one at a time sees how many were sent ahead.
             asked += sock.recv(1 << 16).count(b"\n")
             answered = len(most)
             most.extend(asked - step for step in range(answered, asked))

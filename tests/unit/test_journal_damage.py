@@ -66,7 +66,7 @@ def test_damage_before_a_later_entry_is_refused_with_file_and_offset(three: Path
 
 
 def test_a_group_that_was_never_synced_may_be_torn_anywhere(tmp_path: Path) -> None:
-    """A power failure keeps the blocks of an unfinished group in any order, and nobody was told that the group was kept."""
+    """A power failure keeps the blocks of an unfinished group in any order, and no trainer was told that the group was kept."""
     journal = Journal(tmp_path, "fsync")
     put(journal, b"a" * 100)
     journal.append([b"b" * 100])

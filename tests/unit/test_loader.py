@@ -105,7 +105,7 @@ class Cluster:
         return {state.definition.name: state.n_rows for state in self.shard._parts.tables.all() if state.n_rows}
 
     def report(self) -> tuple[str, str]:
-        """The shard's state and error as who watches a load sees them."""
+        """The shard's state and error as an observer of a load sees them."""
         with self.store() as store:
             report = newest_report(store.values.get(report_name(0), Deadline.after(5)))
         assert report is not None

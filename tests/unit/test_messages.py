@@ -1,4 +1,4 @@
-"""Messages: golden bytes of protocol version 1, round trips, and bytes that nobody should trust.
+"""Messages: golden bytes of protocol version 1, round trips, and bytes that a reader must not trust.
 
 Once version 1 is released, the goldens in golden/messages_v1.json never change: another protocol version gets a file of its own.
 """

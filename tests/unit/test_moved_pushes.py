@@ -1,4 +1,4 @@
-"""Pushes of a trainer whose slots move to another shard: what is refused is split by the new map, and each row is taken once."""
+"""Pushes of a trainer whose slots move to another shard: a refused push is split by the new map, and each row is taken once."""
 
 import threading
 import time

@@ -1,6 +1,6 @@
 """A node that says nothing at all costs a connection two seconds, or the deadline where that is less.
 
-The resolver stands in for the system's, and answers when it is told to; the address that drops what comes is real.
+The resolver stands in for the system's, and answers when it is told to; the address that drops all packets is real.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Data files: the same bits come back, and a file that is not what the manifest says is refused."""
+"""Data files: the same bits come back, and a file that differs from its manifest is refused."""
 
 import io
 from collections.abc import Callable
@@ -102,7 +102,7 @@ def test_a_flipped_or_cut_file_is_refused(data: st.DataObject) -> None:
 
 
 # The same examples each time: pyarrow ends the process for some of such files (8 of 2,339), where a column's metadata is read (it has
-# no exception to raise there), and nobody's whole test run shall end by chance. docs/checkpoints.md says what that means for users.
+# no exception to raise there), and a whole test run must not end by chance. docs/checkpoints.md says what that means for users.
 @settings(deadline=None, max_examples=150, derandomize=True)
 @given(st.data())
 def test_bytes_that_match_their_checksum_and_are_still_wrong_are_refused_or_keep_their_shape(data: st.DataObject) -> None:

@@ -90,7 +90,7 @@ def test_two_values_for_one_table_in_one_step_are_refused() -> None:
         ([4, 4], [4, 4], (0.0, 0)),
         ([0, 0], [0, 9], (0.5, 1)),
         ([(1 << 48) + 3, 8], [(2 << 48) + 10, 9], (1.0, 7)),
-        ([2, 90, 40], [93, 90, 40], (1 / 3, 3)),  # nobody had touched the first row for long when it was pulled
+        ([2, 90, 40], [93, 90, 40], (1 / 3, 3)),  # no push had touched the first row for long when it was pulled
         ([90, 2], [90, 4], (0.5, 1)),  # of several pulls the newest counts
         ([5, 4], [0, 4], (0.5, 1)),
     ],

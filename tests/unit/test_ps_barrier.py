@@ -1,4 +1,4 @@
-"""Steps of a sync job: whole, in step, or refused with the names of who is missing."""
+"""Steps of a sync job: whole, in step, or refused with the names of the missing trainers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -179,7 +179,7 @@ def test_a_restarted_trainer_is_not_the_member_that_the_job_had() -> None:
     before.leave("b")
     before.leave("c")
     it = restarted(before)
-    it.join("a", 9)  # another incarnation: its steps begin anew, and the others' will
+    it.join("a", 9)  # another incarnation: its steps begin again, and the others' will
     it.add(push("a", 1))
     assert it.next_step() == []
 
@@ -368,7 +368,7 @@ def test_held_steps_go_on_up_to_the_last_one_and_no_further_whoever_comes() -> N
     assert it.held == HeldSteps(2, AT_LAST)
     for trainer in ("a", "b"):
         it.leave(trainer)
-    for trainer in ("c", "d"):  # the next job counts its steps anew
+    for trainer in ("c", "d"):  # the next job has step numbers of its own
         it.join(trainer, 2)
     assert step_of(it, 1) == []
     it.go_on()

@@ -1,4 +1,4 @@
-"""Large batches are applied in pieces: what is stored is not tried again, and what is too slow is tried in smaller pieces."""
+"""Large batches are applied in pieces: stored pieces are not tried again, and one that is too slow is tried as smaller ones."""
 
 from collections.abc import Iterable, Sequence
 
@@ -28,7 +28,7 @@ IDS = list(range(0, 3000, 3))
 
 
 class SlowStorage(Storage):
-    """Storage that answers for at most so many rows before the deadline; what is written behind it lands and is not answered."""
+    """Storage that answers for at most so many rows before the deadline; later writes land and are not answered."""
 
     most_rows = 1 << 60
     n_rows_written = 0

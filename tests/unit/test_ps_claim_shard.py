@@ -1,4 +1,4 @@
-"""Who owns a shard: epochs in the data folder and on the nodes, the state that the last owner left, and when a start is refused."""
+"""The owner of a shard: epochs in the data folder and on the nodes, the state that the last owner left, and when a start is refused."""
 
 from collections.abc import Callable, Iterator
 from itertools import count

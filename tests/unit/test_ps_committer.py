@@ -1,4 +1,4 @@
-"""The committer: what is acknowledged is in the journal, in order, and still ours; and what a disk that is full does to it.
+"""The committer: acknowledged pushes are in the journal, in order, and the shard is still ours; and the effect of a full disk.
 
 The journal and the hand-over are scripted; no sleeps: a gate holds a commit exactly as long as a test wants it held.
 """

@@ -330,7 +330,7 @@ def test_an_erase_that_meets_a_newer_owner_takes_nothing() -> None:
 
 def test_rows_that_change_while_they_are_erased_are_looked_at_again() -> None:
     class Busy(Storage):
-        """Somebody else writes one of the rows between the read and the erase, so many times."""
+        """Another program writes one of the rows between the read and the erase, so many times."""
 
         left = 0
 

@@ -1,4 +1,4 @@
-"""Start-up: who may provision, who owns a shard, and when a start is refused. And the registry of tables in storage."""
+"""Start-up: which shard provisions, the owner of a shard, and when a start is refused. And the registry of tables in storage."""
 
 from collections.abc import Callable
 from dataclasses import replace

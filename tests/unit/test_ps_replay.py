@@ -87,7 +87,7 @@ def test_a_row_that_was_created_again_behind_an_erase_is_not_taken_away_in_betwe
     store, kinds = make_store(), (APPLY, ERASE, APPLY)
     entries = journal_of([drawn_batch(kind, {"momentum": {0, 1} if kind == ERASE else {0}}, 1) for kind in kinds])
     states = live_on(Life(store, Saved(), epoch=EPOCH, cache_bytes=0), entries)
-    store.left = 0  # whoever changes a row now dies
+    store.left = 0  # a process that changes a row now dies
     for state in states:
         Life(store, state, epoch=EPOCH + 1, cache_bytes=0).recover(entries)
 

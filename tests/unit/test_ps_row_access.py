@@ -99,7 +99,7 @@ class MovingSlots:
         self.first, self.moving = self.new, self.old
 
     def clean(self) -> None:
-        """The map names the new node alone, and what the old one has is being erased."""
+        """The map names the new node alone, and rows on the old one are being erased."""
         self.flip()
         self.moving.written = False
 

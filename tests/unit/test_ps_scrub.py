@@ -1,4 +1,4 @@
-"""Rows that nobody touches are compared with storage now and then: what is found, how often, and at which rate."""
+"""Rows that no push touches are compared with storage now and then: the rows found, the rounds, and the rate."""
 
 from itertools import count
 

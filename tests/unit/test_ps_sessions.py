@@ -64,7 +64,7 @@ def test_a_duplicate_gets_its_first_answer() -> None:
     duplicate = session.known(1, 5)
     assert duplicate is ticket
     duplicate.answer(heard.append)
-    assert heard == []  # a duplicate of what is not in the journal yet is no more accepted than the original
+    assert heard == []  # a duplicate of a part that is not in the journal yet is not accepted, as the original is not
     ticket.accept()
     ticket.finish(PushReply(1, "applied", k=8))
     session.known(1, 5).answer(heard.append)

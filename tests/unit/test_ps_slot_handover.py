@@ -1,4 +1,4 @@
-"""Slots handed from one shard to another: the taker knows every row, and can make it anew, bit for bit; the giver knows none of them."""
+"""Slots handed from one shard to another: the taker knows every row, and can reconstruct it, bit for bit; the giver knows none of them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

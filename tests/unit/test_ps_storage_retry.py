@@ -1,4 +1,4 @@
-"""What storage did not take is tried again: waiting, repairing or mending in between, as the error says."""
+"""A write that storage did not take is tried again: waiting, repairing or mending in between, as the error says."""
 
 from collections.abc import Callable, Iterable
 

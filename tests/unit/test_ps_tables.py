@@ -1,4 +1,4 @@
-"""A table's state: a batch's rows are looked up in the index once, and what was kept of that never says what is not so."""
+"""A table's state: a batch's rows are looked up in the index once, and the kept places are never out of date."""
 
 from collections.abc import Sequence
 

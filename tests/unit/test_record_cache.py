@@ -1,4 +1,4 @@
-"""The cache of records: what it gives back is always what was last put, however little room it has."""
+"""The cache of records: a record that it gives back is always the last one put, however little room it has."""
 
 import numpy as np
 from hypothesis import given, settings

@@ -174,7 +174,7 @@ def test_a_save_holds_the_rows_as_they_were_at_the_cut(shard: Shard, tmp_path: P
     shard.finish(str(tmp_path / "a"))
     assert shard.contents() != expected
     assert loaded(str(tmp_path / "a")) == expected
-    assert [path.name for path in shard.folder.iterdir()] == ["saves.json"]  # what was kept meanwhile is gone
+    assert [path.name for path in shard.folder.iterdir()] == ["saves.json"]  # the records kept meanwhile are gone
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -185,7 +185,7 @@ def test_incremental_saves_on_top_of_each_other_are_exact_too(shard: Shard, tmp_
     below = shard.finish(url)
     for number in range(1, 4):
         shard.run(APPLY, USER, np.arange(number * 10, number * 10 + 10))
-        if number == 2:  # a shard that was started anew does not know what was erased before
+        if number == 2:  # a restarted shard does not know which rows were erased before
             shard.run(ERASE, USER, np.arange(60, 70))
             shard.begin_epoch(shard.engine.epoch + 1, shard.engine.k)
         expected, url, save_id = shard.contents(), str(tmp_path / str(number)), f"{number:032x}"
@@ -330,7 +330,7 @@ def test_saves_are_counted_over_restarts_and_one_that_was_killed_has_failed(shar
     created_s, go = shard.saver.figures.created_s, threading.Event()
     shard.begin(str(tmp_path / "a"))
     shard.finish(str(tmp_path / "a"))
-    assert (shard.saver.figures.done, shard.saver.figures.last_done_s) == (0, 0.0)  # nobody has said that the manifest is there
+    assert (shard.saver.figures.done, shard.saver.figures.last_done_s) == (0, 0.0)  # the shard was not told that the manifest is there
     shard.saver.figures.end("1" * 32, done=True)
     last_s = shard.saver.figures.last_done_s
     assert last_s >= created_s

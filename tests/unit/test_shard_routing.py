@@ -64,7 +64,7 @@ def test_a_table_without_rows_is_still_in_a_message() -> None:
 
 
 class OneShard:
-    """A shard that takes what it is sent, and notes until when its answer is awaited."""
+    """A shard that takes every message, and notes until when its answer is awaited."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, float]] = []

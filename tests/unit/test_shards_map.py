@@ -1,4 +1,4 @@
-"""The one copy of the cluster map in a Redis Cluster: the highest version counts, and whoever knows it puts it back."""
+"""The one copy of the cluster map in a Redis Cluster: the highest version counts, and a shard that knows it puts it back."""
 
 from dataclasses import replace
 from typing import cast

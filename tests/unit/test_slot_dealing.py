@@ -1,4 +1,4 @@
-"""Slots dealt anew: everybody has his share afterwards, as nearly as groups of slots allow, and nobody both gives and takes."""
+"""Slots dealt again: each owner has its share afterwards, as nearly as groups of slots allow, and none both gives and takes."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Rows made anew from snapshot and journal are, bit for bit, what the engine wrote."""
+"""Rows reconstructed from snapshot and journal have, bit for bit, the values that the engine wrote."""
 
 from collections.abc import Callable, Iterator
 from itertools import count

@@ -81,7 +81,7 @@ def test_noise_is_no_run(noise: bytes) -> None:
 
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=7, max_size=21))
 def test_a_footer_whose_checksum_is_right_may_still_be_wrong(numbers: list[int]) -> None:
-    """Whoever can write the file can write checksums; what is allocated stays bounded by the file's size."""
+    """A program that can write the file can write checksums; allocated memory stays bounded by the file's size."""
     footer = u64(numbers[: len(numbers) // 7 * 7]).tobytes()
     place = struct.pack("<QQ", 16, len(footer) // 56)
     data = DATA[:16] + footer + place

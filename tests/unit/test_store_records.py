@@ -59,7 +59,7 @@ def test_the_highest_epoch_of_all_copies_counts() -> None:
 def test_what_is_no_record_is_a_protocol_error(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="owner record of shard 3"):
         newest_owner([data], 3)
-    assert decode_members(data) == frozenset()  # nobody is known to be whole: every primary is compared
+    assert decode_members(data) == frozenset()  # no node is known to be whole: every primary is compared
 
 
 def test_damaged_copies_are_passed_over_and_named_as_long_as_one_is_good(caplog: pytest.LogCaptureFixture) -> None:
@@ -145,7 +145,7 @@ def test_a_link_that_was_idle_while_another_was_given_up_is_not_lent_again(far_e
 
 
 class Clock:
-    """Time that passes when somebody sleeps."""
+    """Time that passes in calls of sleep."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0

@@ -1,4 +1,4 @@
-"""The sections `tls` of kvemb.yaml, and who is who by a certificate: nothing is opened here."""
+"""The sections `tls` of kvemb.yaml, and the caller that a certificate names: nothing is opened here."""
 
 import re
 from pathlib import Path

@@ -57,7 +57,7 @@ def dialects(size: int) -> list[Dialect]:
 
 
 def parse(stream: bytes, n: int, dialect: Dialect) -> tuple[list[tuple[object, ...]], bytes]:
-    """Read n rows one after another, the way nobody would for speed; return them and the rest of the stream."""
+    """Read n rows one after another, the slow and simple way; return them and the rest of the stream."""
     rows: list[tuple[object, ...]] = []
     for _ in range(n):
         assert stream.startswith(dialect.prefix)

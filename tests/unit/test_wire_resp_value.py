@@ -1,4 +1,4 @@
-"""The reader of any RESP2 reply: whole, in pieces, with what comes behind it, and what it refuses as soon as it is announced."""
+"""The reader of any RESP2 reply: whole, in pieces, with bytes behind it, and lengths that are refused as soon as they are announced."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The write counter: what has changed rows is counted when it begins and when it is over, without servers."""
+"""The write counter: a write is counted when it begins and when it is over, without servers."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from kvemb.net.deadline import Deadline
 
 
 class Ack:
-    """A push that the test releases, and that is in storage when somebody waits for it."""
+    """A push that the test releases, and that is in storage when a caller waits for it."""
 
     released = settled = False
 
