@@ -1,4 +1,4 @@
-"""TLS between trainers and shards, against real shards: which callers get in, and for which verbs; and certificates and tokens that change."""
+"""TLS between trainers and shards, against real shards: which callers get in, for which verbs; certificates and tokens that change."""
 
 import os
 from collections.abc import Callable, Iterator
