@@ -69,7 +69,7 @@ def return_freed_memory() -> None:
 def _run(args: argparse.Namespace, config: Config, stop: StopFlag, lines: LogLines) -> int:
     lines.named(config.cluster)
     servers = config.servers
-    # Once shards have left, the file's order is not that of numbers; what the shard's own folder knows of the cluster comes first.
+    # Once shards have left, the file's order is not that of numbers; the address that the shard's own folder has kept comes first.
     known = kept_place(Path(servers.data_dir), args.shard, servers.shards)
     listen = args.listen or known or next(iter(servers.shards[args.shard : args.shard + 1]), "")
     if args.shard < 0 or not listen:

@@ -35,7 +35,7 @@ class ApplyFigures:
     staleness: BucketCounts = field(default_factory=lambda: BucketCounts(BATCHES))
 
     def count_staleness(self, parts: Iterable[tuple[float, int]]) -> None:
-        """Count the `staleness` of a batch's parts, of those that said what their pull saw."""
+        """Count the `staleness` of a batch's parts, of those that carry the versions of their pull."""
         for changed, elapsed in parts:
             if changed >= 0:
                 self.staleness.add(elapsed)
@@ -129,7 +129,7 @@ class Applier:
                     self.applied = batch.end
                     self._ingest.outcomes.settle(batch.work, replies)
                 busy = self._background.step(self.applied, self.pause)
-                self._ingest.state.trouble.storage_works()  # whatever was tried again is done
+                self._ingest.state.trouble.storage_works()  # no task is tried again now
             except AbandonedError:
                 return
             except Exception as error:

@@ -43,7 +43,7 @@ class ChangedRowsFinder:
         self._store, self._tables, self._timeout_s = store, tables, timeout_s
 
     def answer(self, prefetched: Sequence[CheckedRows], batch: Sequence[PreparedRows]) -> list[ChangedRowsBlock]:
-        """Say what changed.
+        """Return the rows that changed.
 
         Args:
             prefetched: ids and versions of each table.

@@ -34,7 +34,7 @@ class Committed:
 
     Args:
         version: (epoch, k), packed.
-        batch: what the engine applies.
+        batch: for the engine.
         work: the pushes or row change that it was made of.
         end: position behind its entry.
     """
@@ -88,7 +88,7 @@ class Handover:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Hand out nothing more; what waits stays in the journal."""
+        """Hand out nothing more; waiting batches stay in the journal."""
         with self._changed:
             self.closed = True
             self._changed.notify_all()
@@ -104,7 +104,7 @@ class Committer:
         handover: where committed batches go.
         sync: whether lists of pushes are steps of a sync job.
         epoch, k: of the versions: the first batch is k + 1.
-        failed: called with what ends the shard for good: everything that waits is to fail.
+        failed: called with the error that ends the shard for good: all waiting work is to fail.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Committer:
         return Batch(ERASE, ()) if isinstance(work, RefusedStep) else merge_pushes(work, sync=self._sync)
 
     def raise_step(self, state: TableState, step: int) -> None:
-        """Let a table count at least so many applies, what is on its way counted on top. Between two batches, apply thread only.
+        """Let a table count at least so many applies, with batches on their way on top. Between two batches, apply thread only.
 
         Batches that are in the journal and not applied yet say fewer there than they are applied with, which a replay puts up with.
         """

@@ -1,6 +1,6 @@
 """The engine: fetch the rows of a batch, let the optimizer change them, write them back. One thread, one batch at a time.
 
-A batch is idempotent row by row: a row that already has the batch's version was written by an earlier try and is left alone. So every
+A batch is idempotent row by row: a row that already has the batch's version was written by an earlier try and is not touched. So every
 retryable storage error is answered by the same rows again, and a batch that was written by half is completed. A large batch is stored piece
 by piece (`paramserver.engine.storage_retry`). The index learns of each piece when all of it is stored: that is not tried again. The batch
 counts, as one step of its tables, when its last piece is stored. Replay after a crash is the same code with the batches' old versions and

@@ -81,7 +81,7 @@ class Change:
 
     @property
     def ahead(self) -> AheadOfIndex:
-        """What storage may hold that the index does not know."""
+        """The versions that storage may hold and the index does not know."""
         return AheadOfIndex(self.version, self.newest, self.replay)
 
 
@@ -108,10 +108,10 @@ class PieceWriter:
         self.prepared, self._computed = [], computed
 
     def store(self, change: Change, piece: Sequence[CheckedRows], *, whole: bool) -> None:
-        """Bring the rows of a piece to storage; a row that already has this version is left alone.
+        """Bring the rows of a piece to storage; a row that already has this version is not touched.
 
         Args:
-            change: what the batch does.
+            change: of the batch.
             piece: rows of it, each table once.
             whole: whether that is all of the batch.
 

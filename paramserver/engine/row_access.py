@@ -145,7 +145,7 @@ class RowAccess:
         return results
 
     def erase_blindly(self, parts: Sequence[WritePart]) -> None:
-        """Erase rows whatever they are, on storage without compare-and-swap."""
+        """Erase rows of any version, on storage without compare-and-swap."""
         other = self._other
         self._erase_other(other, parts)
         self._calls.erase(parts, self.deadline())
@@ -239,7 +239,7 @@ class RowAccess:
         self._until_none_is_left(definition, _Unwritten(ids, records), one_round, len(ids) * records.shape[1])
 
     def erase(self, definition: TableDef, ids: Ids, may: Judge | None = None) -> None:
-        """Erase rows that are there; one that does not exist is left alone, since erasing it would make its page.
+        """Erase rows that are there; one that does not exist is not touched, since erasing it would make its page.
 
         On storage with compare-and-swap a late erase cannot delete a newer row: a row that changed since the look is looked at again.
 

@@ -121,9 +121,9 @@ def until_stored(
 
 
 MOST_BYTES = 128 << 20
-"""Of records: about what a shard keeps memory for (`paramserver.engine.batch_records`), and more than most batches have."""
+"""Of records: about as many as a shard keeps memory for (`paramserver.engine.batch_records`), and more than most batches have."""
 LEAST_BYTES = 4 << 10
-_ROW_BYTES = 128  # that a row counts at least, for what it takes beside its record: its request, its answer, its place in the index
+_ROW_BYTES = 128  # that a row counts at least, for its request, its answer and its place in the index, beside its record
 _TOO_SLOW, _FASTER = 4, 2
 
 

@@ -128,7 +128,7 @@ class Attendance:
                 self._state.changed.notify_all()
 
     def to_save(self) -> tuple[list[tuple[str, int, int]], tuple[tuple[str, int], ...], bool]:
-        """Return what a restart needs to know of trainers: sessions, members of a sync job, whether that was complete."""
+        """Return the state of trainers for a restart: sessions, members of a sync job, whether that was complete."""
         with self._state.changed:
             if self._state.steps is None:
                 return self._sessions.to_save(), (), False

@@ -147,11 +147,11 @@ class Sessions:
         return [session for session in self._sessions.values() if session.live]
 
     def to_save(self) -> list[tuple[str, int, int]]:
-        """Return what a restart needs: (trainer, incarnation, last sequence in the journal)."""
+        """Return the state for a restart: (trainer, incarnation, last sequence in the journal)."""
         return [(s.trainer, s.incarnation, s.journaled_sequence) for s in self._sessions.values()]
 
     def restore(self, trainer: str, incarnation: int, sequence: int = 0, *, refused: bool = False) -> None:
-        """Take over what an entry of the journal says: a hello, or the last sequence of a push; older news changes nothing."""
+        """Take over an entry of the journal: a hello, or the last sequence of a push; an older one changes nothing."""
         self.next_incarnation = max(self.next_incarnation, incarnation + 1)
         session = self._sessions.get(trainer)
         if session is None or incarnation > session.incarnation:

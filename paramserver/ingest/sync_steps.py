@@ -122,7 +122,7 @@ class Place:
         heard_s: when the member was last heard of, on the clock of `Push.arrived_s`.
         waiting: its pushes, oldest first.
         leaving: whether it said goodbye; the place is free once its waiting pushes are handed out.
-        shift: what to add to its step numbers.
+        shift: number to add to its step numbers.
         n_unsettled: pushes handed out that have no outcome yet.
     """
 
@@ -225,7 +225,7 @@ class SyncSteps:
         return (trainer, incarnation) in self.awaited and trainer not in self.places
 
     def check_join(self, trainer: str) -> None:
-        """Refuse a trainer for whom there is no place.
+        """Refuse a trainer for which there is no place.
 
         Raises:
             BarrierError: naming the trainers that have the places.

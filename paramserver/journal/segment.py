@@ -174,7 +174,7 @@ def _entry_header(header: SegmentHeader, data: bytes, offset: int) -> _EntryHead
 
 
 def _headers_behind(header: SegmentHeader, read_at: ReadAt, offset: int, size: int) -> Iterator[tuple[int, _EntryHeader]]:
-    """Yield every entry header behind `offset`, at whatever byte it begins."""
+    """Yield every entry header behind `offset`, at any byte."""
     at = offset + 1
     while at < size:
         chunk = read_at(at, _CHUNK_BYTES + len(ENTRY_MAGIC) - 1)

@@ -199,7 +199,7 @@ class Journal:
                 raise ParameterServerError(f"{self._folder}: the journal cannot be read: {error.strerror}") from error
             try:
                 return past, self._begin(past[-1].header.number + 1, past[-1].end) if past else self._begin(1, 0)
-            except FencedError:  # an older process that lives on has just begun this one: it is part of what is recovered
+            except FencedError:  # an older process that lives on has just begun this one: recover it, too
                 if race == _MAX_RACES - 1:
                     raise
         raise AssertionError

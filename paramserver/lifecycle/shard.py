@@ -81,7 +81,7 @@ class Shard:
 
     Args:
         recovered: the parts that it is made of.
-        store, data, front: what it has open.
+        store, data, front: open; it closes them.
         on_fenced: called once when another process has taken the shard over; the caller then calls `stop`.
         on_load: called when the shard is told to load a checkpoint; the caller then calls `stop`, and `start` again. None: it refuses.
     """
@@ -174,7 +174,7 @@ class Shard:
         _log_serving(self._parts, self.address)
 
     def stop(self, drain_timeout_s: float) -> str:
-        """Drain, save the state, end every thread; return "" or what could not be applied (the state is not saved then)."""
+        """Drain, save the state, end every thread; return "" or a description of unapplied work (the state is not saved then)."""
         self._front.stop_serving()
         self._watch.thread.stop(_JOIN_S)
         self._follower.thread.stop(_JOIN_S)

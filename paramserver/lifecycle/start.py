@@ -80,7 +80,7 @@ def start(
         take_over: although another process may run the shard: that one is fenced.
         roll_back: although the journal lacks batches that were acknowledged: rows go back to where it ends.
         on_fenced, on_load: see `Shard`.
-        on_claimed: once the shard is this process's, handed what tells its epoch and its cluster map, whenever they are called.
+        on_claimed: once the shard is this process's, given two functions that return its epoch and its cluster map.
 
     Raises:
         ConfigError: no such shard, or a table of the file does not fit.
@@ -181,7 +181,7 @@ class _Start:
         cluster_id, registry = identity.cluster_id, Registry(self._store, shard, timeout_s, data)
 
         def check(state: ShardState) -> None:
-            """Look at what may refuse the shard; only then is this its cluster, and may anything be written to the nodes."""
+            """Check all that may refuse the shard; only then is the folder this cluster's, and may the nodes be written to."""
             self._require_reached(state)
             keep_identity(data, identity)
             registry.load()

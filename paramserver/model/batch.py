@@ -174,7 +174,7 @@ def items_of(work: Work) -> Sequence[Push | RowsWork]:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What the engine applies as one batch k: one entry per table."""
+    """The changes that the engine applies as one batch k: one entry per table."""
 
     kind: str
     tables: tuple[CheckedRows, ...]

@@ -1,7 +1,7 @@
 """The storage servers' limits for buckets: set as the tables need them where that is allowed; limits that do not fit are reported.
 
 A limit lasts until its server is started again. So limits are checked when a table is made, when shard 0 starts, and when a node
-that lost its rows is filled again. Rows are right whatever the limits are: buckets beyond them take more memory, or are slower.
+that lost its rows is filled again. Rows are right with any limits: buckets beyond them take more memory, or are slower.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """The copies of the table registry: on every node, and in the data folder of each shard. Their content is `table_registry`'s.
 
 The highest serial is the truth. So a write that was broken off counts as soon as one node has it, and shard 0 completes it before the next
-one. When all nodes have lost theirs, the shards must still know what to restore: hence the file. Not thread-safe, apart from `now`.
+one. When all nodes have lost theirs, the shards must still know the tables to restore: hence the file. Not thread-safe, apart from `now`.
 """
 
 import time

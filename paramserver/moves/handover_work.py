@@ -187,7 +187,7 @@ class HandoverWork(PhaseWork):
             assert given is not None
             self._ports.rise(given.epoch)  # the giver may have been restarted
             if self._shard not in cluster_map.writing_shards:
-                self._ports.expect(given.members)  # durable with what follows
+                self._ports.expect(given.members)  # durable with `take`, below
             self._taker.take(given.entries, given.epoch)
             if self._shard not in cluster_map.writing_shards:
                 self._ports.joins()
@@ -221,7 +221,7 @@ class HandoverWork(PhaseWork):
 
 
 def _gone(cluster_map: ClusterMap) -> set[int]:
-    """The shards that have left, or are about to when they have said that they follow this map."""
+    """The shards that have left, or will when they follow this map."""
     plan, left = cluster_map.plan, set(range(cluster_map.n_shards)) - set(cluster_map.shard_numbers)
     if plan is None or plan.kind != SHARDS:
         return left

@@ -61,7 +61,7 @@ class MoveCarrier:
         self._lock = threading.Lock()
         self._said = self._taken_back = ""
 
-    # --- what operators ask for -------------------------------------------------------------------------------------------------
+    # --- requests of operators --------------------------------------------------------------------------------------------------
 
     def begin(self, wanted: WantedMove, deadline: Deadline) -> ClusterMap:
         """Begin a plan; return the map with it.

@@ -46,11 +46,11 @@ class OtherShards:
         return ShardChannel(shard, self.address_of(shard), None, self._tls)
 
     def watermarks(self, shard: int, request: WatermarksRequest, deadline: Deadline) -> WatermarksReply:
-        """Ask a shard that leaves what it has taken of each trainer."""
+        """Ask a shard that leaves for the last part that it has taken of each trainer."""
         return self._ask(shard, "Watermarks", request, deadline)
 
     def left(self, shard: int, deadline: Deadline) -> WatermarksReply:
-        """Ask shard 0 what a shard that has left had taken of each trainer."""
+        """Ask shard 0 for the last part of each trainer that a shard which has left had taken."""
         return self._ask(0, "LeftSessions", LeftSessionsRequest(shard), deadline)
 
     def _ask(self, shard: int, method: str, request: Message, deadline: Deadline) -> WatermarksReply:

@@ -126,12 +126,12 @@ class SlotOffers:
             self._drained = version
 
     def is_final(self, version: int) -> bool:
-        """Whether that was said, and this map is in force still."""
+        """Whether `drained` was called for this map, and it is still in force."""
         with self._lock:
             return self._drained == version == self._maps.cluster_map.version
 
     def clear(self) -> None:
-        """Forget what was made for an older map."""
+        """Forget the entries made for an older map."""
         with self._lock:
             self._made = {}
 

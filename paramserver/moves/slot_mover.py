@@ -32,7 +32,7 @@ _TROUBLE_S = 3.0
 
 @dataclass
 class MoveFigures:
-    """What was moved since the shard started."""
+    """Counts of moved rows since the shard started."""
 
     copied: int = 0
     copied_bytes: int = 0
@@ -45,7 +45,7 @@ class SlotMover(PhaseWork):
     Args:
         store: open; says which map is in force.
         tables: of the shard.
-        repairer: restores rows that are not what the index says.
+        repairer: restores rows that differ from the index.
         figures: counted there.
         timeout_s: of one storage call.
     """
@@ -91,7 +91,7 @@ class SlotMover(PhaseWork):
     def _copy_rows(self, state: TableState, ids: Ids, there: RowAccess) -> int:
         """Copy those of these rows that the other node does not have at their version; return how many."""
         definition, wanted = state.definition, state.versions(ids)
-        seen = there.look(definition, ids)  # of n rows, their versions there
+        seen = there.look(definition, ids)  # of the n rows, as they are there; differ: bool [n], those to be copied or erased
         differ = (seen.versions != wanted) | seen.foreign
         tokens = None if seen.tokens is None else seen.tokens[differ]
         ids, wanted = ids[differ], wanted[differ]

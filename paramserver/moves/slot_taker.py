@@ -48,7 +48,7 @@ class SlotTaker:
         self._tables, self._runs, self._read, self._note_came, self._epoch = tables, runs, read, note_came, epoch
         self._raise_step = raise_step
         self._writers: list[RunWriter] = []
-        self._ahead: dict[str, tuple[Ids, Ids]] = {}  # by the table's key: ids, ascending, and versions of what is on disk already
+        self._ahead: dict[str, tuple[Ids, Ids]] = {}  # by the table's key: ids, ascending, and versions of rows that are on disk already
 
     def behind(self, entries: Sequence[SlotEntries]) -> list[SlotEntries]:
         """Return those of a giver's rows that are not on disk as it knows them, table by table."""
@@ -147,7 +147,7 @@ class SlotTaker:
 
 
 def _newest(ids: Ids, versions: Ids, later_ids: Ids, later_versions: Ids) -> tuple[Ids, Ids]:
-    """Put together what two runs hold, ascending by id; the later one counts where both have a row."""
+    """Join the rows of two runs, ascending by id; the later one counts where both have a row."""
     kept = ~np.isin(ids, later_ids)
     ids, versions = np.concatenate([ids[kept], later_ids]), np.concatenate([versions[kept], later_versions])
     order = np.argsort(ids)

@@ -38,7 +38,7 @@ class Again(Protocol):
     """Takes steps again."""
 
     def __call__(self, step: Callable[[], T]) -> T:
-        """Return what the step returns, in the end."""
+        """Return the result of the step, in the end."""
 
 
 def _once(step: Callable[[], T]) -> T:
@@ -98,7 +98,7 @@ def claim_shard(
         state = replace(state, journal=JOURNAL_START)
         data.write(STATE, encode_state(state))
     data.write(EPOCH, [b"%d\n" % epoch])
-    sweep(data.path)  # after it: what an older process was about to rename, having found the epoch to be its own, is gone now
+    sweep(data.path)  # after the epoch: files that an older process was about to rename are gone now
     again(lambda: _take(store, shard, Owner(epoch, n_shards), partial(require_owner, data, epoch), timeout_s))
     return replace(state, epoch=epoch)
 
@@ -155,7 +155,7 @@ class Claim:
                 self.epoch = other + 1
                 risen(self.epoch)
         if self._told != self.epoch:
-            # First what is compared with the nodes' record, then that record: between them the lower one is no reason to stop.
+            # First the epoch that is compared with the nodes' record, then that record: in between a lower record is no reason to stop.
             self._store.fence(self._shard, self.epoch, deadline, still_ours=self.require)
             self._said = self.epoch
             self._store.values.put(name, Owner(self.epoch, self._store.nodes.cluster_map.n_shards).encode(), deadline)

@@ -1,8 +1,8 @@
 """Recovery: brings tables, sessions and storage from the saved state to the end of the journal, before anything is served.
 
 Two passes over the journal behind the state's position. The first checks that no batch is missing, and learns which rows will be erased.
-The second applies batch by batch, each under its old version. A row that is stored already is left alone, and every other one gets the bits
-it would have had. Breaking off is fine: the next start does the same again.
+The second applies batch by batch, each under its old version. A stored row is not touched, and every other one gets the bits that it
+would have had. Breaking off is fine: the next start does the same again.
 """
 
 import logging

@@ -1,1 +1,1 @@
-"""Lost, foreign and old rows: noticed, and brought back to exactly what the shard's index says."""
+"""Lost, foreign and old rows: noticed, and brought back to exactly the versions of the shard's index."""

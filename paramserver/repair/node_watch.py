@@ -33,7 +33,7 @@ class NodesSeen:
     """The nodes as the watch saw them last.
 
     Args:
-        stats: what they say of themselves.
+        stats: their own counters and settings.
         lost: why a node is lost, by address.
         known: whether the last look at the markers came to an end; else `lost` says nothing.
         slots_left: how many slots still have to move for a change of nodes that a command has begun, on a cluster that places its own.
@@ -46,7 +46,7 @@ class NodesSeen:
 
 
 Lost = Callable[[str, NodeLostError], None]
-"""Told of a node, by its address, and of what it has lost."""
+"""(address of a node, its loss): takes note of it."""
 
 
 class NodeWatch:
@@ -64,7 +64,7 @@ class NodeWatch:
         still_ours: raises FencedError once another process owns the shard; asked before each look.
         fenced: told that another process has taken the shard over; the watch ends then.
         interval_s: between two looks for evictions, or more where even one look at the markers takes long. The others are made every
-            second, but no sooner than 50 times what the last one took, if all nodes answered. After 20 s at the latest. A glance every
+            second, but no sooner than 50 times the time of the last one, if all nodes answered. After 20 s at the latest. A glance every
             second tells of nodes that were started again meanwhile.
         clock: monotonic seconds.
     """

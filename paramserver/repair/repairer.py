@@ -1,4 +1,4 @@
-"""Repair: brings a node that lost its rows, or single rows, back to exactly what this shard's index says. Apply thread only.
+"""Repair: brings a node that lost its rows, or single rows, back to exactly the versions of this shard's index. Apply thread only.
 
 The index knows every row that exists and its version; the records come from the cache or are reconstructed from the local snapshot and
 the journal. Because the apply thread itself does this, nothing else writes the shard's rows meanwhile. The protocol between the shards
@@ -58,7 +58,7 @@ class RepairFigures:
 
 
 class _RowCallsInRepair:
-    """Reads and writes at one node in repair; takes away what another program has put under keys of pages, where that is in the way.
+    """Reads and writes at one node in repair; removes values that another program has put under keys of pages, where they are in the way.
 
     Args:
         store: open.

@@ -111,7 +111,7 @@ class AccessControl:
         return grpc.ssl_server_certificate_configuration(pairs, root_certificates=self._tls.read("ca"))
 
     def _renewed(self) -> Any:
-        """gRPC asks before every handshake; None: nothing has changed. Files that do not fit together leave what was there in force."""
+        """gRPC asks before every handshake; None: nothing has changed. Where files do not fit together, the old ones stay in force."""
         assert self._tls is not None
         if (stamp := self._tls.stamp()) == self._served:
             return None

@@ -4,7 +4,7 @@
     erase   every shard, again and again: accepted work is applied first, then its rows are erased by batches like any other
     end     shard 0, once no shard knows of a row: buckets are deleted with all that is in them, then the name is free, durably
 
-A shard that was killed in between knows from the registry that it must refuse, and from its journal what is erased.
+A shard that was killed in between knows from the registry that it must refuse, and from its journal which rows are erased.
 """
 
 from collections.abc import Callable, Sequence

@@ -52,7 +52,7 @@ log = logging.getLogger("paramserver")
 
 
 class Handlers:
-    """The verbs of one shard, but for checkpoints, drops, inspection. Thread-safe. Each takes its request and how long the caller waits."""
+    """The verbs of one shard, without checkpoints, drops, inspection. Thread-safe. Each takes its request and the caller's deadline."""
 
     def __init__(self, parts: ShardParts, background: BackgroundWork, moves: MoveHandlers) -> None:
         self._parts, self._background, self.moves = parts, background, moves
@@ -87,7 +87,7 @@ class Handlers:
         return Empty()
 
     def describe(self, request: Empty, deadline: Deadline) -> DescribeReply:
-        """Say what a client must know."""
+        """Return the facts that a client needs."""
         parts, servers = self._parts, self._parts.config.servers
         tables = [table.to_dict() for table in parts.registry.tables]
         return DescribeReply(

@@ -55,7 +55,7 @@ class InspectionHandlers:
         self._parts = parts
 
     def show_row(self, request: ShowRowRequest, deadline: Deadline) -> ShowRowReply:
-        """Say what index and cache have of a row, between two batches; and whose batch wrote it last, as far as the journal has it.
+        """Return a row's state in index and cache, between two batches; and the trainers whose batch wrote it last, if the journal has it.
 
         Raises:
             InvalidInputError: no such id.
@@ -91,7 +91,7 @@ class InspectionHandlers:
         return IdsReply(state.some(request.limit, random.random()).astype("<u8").tobytes())
 
     def examine(self, request: Empty, deadline: Deadline) -> ExamineReply:
-        """Say what an operator wants to know of the process and its disk."""
+        """Return facts of the process and its disk, for operators."""
         servers, folder = self._parts.config.servers, Path(self._parts.config.servers.data_dir)
         disk = os.statvfs(folder)
         return ExamineReply(

@@ -40,7 +40,7 @@ class MoveHandlers:
         parts: of the shard.
         store: open.
         carrier: of plans; None on every shard but the first.
-        offers: what this shard hands over to others.
+        offers: the entries that this shard hands over to others.
         look: has the shard look at map and reports at once.
     """
 
@@ -105,22 +105,22 @@ class MoveHandlers:
         return SlotSizesReply(rows.astype("<u8").tobytes(), size.astype("<u8").tobytes())
 
     def slot_entries(self, request: SlotEntriesRequest, deadline: Deadline) -> SlotEntriesReply:
-        """Tell another shard what this one knows of the rows that it hands over to it."""
+        """Give another shard the index entries of rows that are handed over to it."""
         return self._offers.page(request)
 
     def watermarks(self, request: WatermarksRequest, deadline: Deadline) -> WatermarksReply:
-        """Tell shard 0 what this shard, which leaves, has taken of each trainer."""
+        """Tell shard 0 the last part of each trainer that this shard, which leaves, has taken."""
         if not self._offers.is_final(request.version):
             return WatermarksReply(False, b"")
         sessions, _, _ = self._parts.ingest.attendance.to_save()
         return WatermarksReply(True, pack_sessions(sessions))
 
     def left_sessions(self, request: LeftSessionsRequest, deadline: Deadline) -> WatermarksReply:
-        """Tell the next owner of a shard's number what the one that has left had taken of each trainer."""
+        """Tell the next owner of a shard's number the last part of each trainer that the one which has left had taken."""
         return WatermarksReply(True, self._on_shard_0().left.all_of(request.shard))
 
     def left_session(self, request: LeftSessionRequest, deadline: Deadline) -> HelloReply:
-        """Tell a trainer what a shard that has left had taken of it."""
+        """Tell a trainer its last part that a shard which has left had taken."""
         last = self._on_shard_0().left.find(request.shard, request.trainer, request.incarnation)
         return HelloReply(request.incarnation, last, self._parts.config.servers.mode)
 
@@ -137,7 +137,7 @@ class MoveHandlers:
 
 
 def _owners(what: str, runs: bytes, n_owners: int) -> NDArray[np.uint16] | None:
-    """The owner of each slot; None where nothing is said of them."""
+    """The owner of each slot; None where the request names none."""
     if not runs:
         return None
     try:

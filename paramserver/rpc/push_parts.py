@@ -240,7 +240,7 @@ class PushReceiver:
         ingest: of the shard.
         check: validates a decoded part.
         requests: encoded parts; iterating ends or raises when the stream does.
-        in_hand: what all streams together have received and not yet passed on.
+        in_hand: bytes that all streams together have received and not yet passed on.
         require_seat: raises unless the stream's caller may push as a trainer of that name.
     """
 

@@ -56,7 +56,7 @@ from .push_parts import MAX_STREAMS, PushReceiver, Streams, connection_options
 
 MAX_WAITING_CALLS = 48
 LIVE = "live"
-"""The name under which gRPC's health service says that the process is there, whatever it can do."""
+"""The name under which gRPC's health service says that the process is there, also while it takes no pushes."""
 _LONGEST_WAIT_S = 3600.0  # of a call whose caller gave no deadline
 _SPARE_THREADS = 16  # answer hello, status and health while every stream and every waiting call is taken
 _OPTIONS = (
@@ -133,7 +133,7 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no types
         self._threads.shutdown(wait=True)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
-        """Return what answers a call; gRPC asks for each. None: there is no such method."""
+        """Return the handler of a call; gRPC asks for each. None: there is no such method."""
         service, _, name = handler_call_details.method.removeprefix("/").partition("/")
         if service != SERVICE:
             return None

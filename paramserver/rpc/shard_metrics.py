@@ -1,6 +1,6 @@
 """One shard's figures, for prometheus-client's registries. Reads the counts of other parts; sends no request, changes nothing.
 
-Every figure carries the labels `cluster` and `shard`. Names follow Prometheus's conventions: base units, `_total` for what only grows.
+Every figure carries the labels `cluster` and `shard`. Names follow Prometheus's conventions: base units, `_total` for counters.
 """
 
 import os
@@ -31,7 +31,7 @@ MARKER_STATES = ("whole", *get_args(Why), "unknown")
 
 
 def add_nodes(to: MetricFamilies, seen: NodesSeen) -> None:
-    """Add what is known of the nodes; of one that does not answer only that."""
+    """Add the figures of the nodes; of one that does not answer only that."""
     nodes = [({"node": node.address}, node) for node in seen.stats]
     answered = [(labels, node) for labels, node in nodes if not node.error]
     limited = [(labels, node) for labels, node in answered if node.limit_bytes]

@@ -1,1 +1,1 @@
-"""What a shard has of its own as a process: its data folder, its threads, its log."""
+"""A shard as a process of its own: its data folder, its threads, its log."""

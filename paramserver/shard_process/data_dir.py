@@ -1,6 +1,6 @@
-"""A shard's folder on disk: one owner at a time, and files that are whole or not there. Knows nothing of what the files mean.
+"""A shard's folder on disk: one owner at a time, and files that are whole or not there. The files' meaning is not known here.
 
-Only the shard's own user may read them, whatever the umask: they hold the rows and gradients of users. A process that was shut out
+Only the shard's own user may read them, with any umask: they hold the rows and gradients of users. A process that was shut out
 may still be writing. So every new file has a name of its own, which no other process opens; and a process that has made itself the owner
 sweeps those names: an older one that was asked "still ours?" before that finds nothing to rename any more.
 """
@@ -33,7 +33,7 @@ _MENDS = {
 
 
 def mend(error: OSError) -> str:
-    """Return what to do about an error of the file system.
+    """Return the advice for an error of the file system.
 
     Example:
         >>> mend(OSError(errno.ENOSPC, "No space left on device"))
@@ -44,10 +44,10 @@ def mend(error: OSError) -> str:
 
 @contextmanager
 def named(what: str, folder: Path) -> Iterator[None]:
-    """Translate what the file system says while a shard's folder is used.
+    """Translate errors of the file system while a shard's folder is used.
 
     Args:
-        what: is being done, for the message.
+        what: the task under way, for the message.
         folder: of the shard.
 
     Raises:

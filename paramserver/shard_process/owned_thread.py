@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 
 
 class OwnedThread:
-    """A named thread. `start` and `stop` are for the owner, `wait` for what runs on it.
+    """A named thread. `start` and `stop` are for the owner, `wait` for the code that runs on it.
 
     Args:
-        run: what it does; it returns soon after it was told to end.
+        run: its work; it returns soon after it was told to end.
         name: of the thread.
-        wakes: called when it is told to end: they end what else `run` may be waiting for.
+        wakes: called when it is told to end: they end any other wait of `run`.
 
     Example:
         >>> thread = OwnedThread(lambda: thread.wait(60.0), name="example")
