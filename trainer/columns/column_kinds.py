@@ -1,4 +1,4 @@
-"""Feature columns under TensorFlow's names: what a feature's values mean, and which of a table's rows they are.
+"""Feature columns under TensorFlow's names: the meaning of a feature's values, and the rows of a table that they stand for.
 
 A column is a frozen description; `buckets` is a pure function of values. Names, arguments, defaults and the order of results follow
 tf.feature_column, so that models move over; nothing else of it is here. What must not live here: rows, tables, frameworks (a bridge's
@@ -35,7 +35,7 @@ class NumericColumn:
 
     @property
     def name(self) -> str:
-        """What it is sorted by."""
+        """The name by which columns are sorted."""
         return self.key
 
     @property
@@ -111,7 +111,7 @@ class VocabularyColumn:
 
     @property
     def num_buckets(self) -> int:
-        """Words and buckets for what is no word."""
+        """The number of words, and of buckets for other values."""
         return len(self.vocabulary) + self.num_oov_buckets
 
     def buckets(self, values: NDArray[Any]) -> NDArray[np.int64]:
@@ -225,7 +225,7 @@ class EmbeddingColumn:
 
     @property
     def name(self) -> str:
-        """What it is sorted by, and what options by column are given for."""
+        """The name by which columns are sorted, and by which options are given."""
         return f"{self.source.name}_{'shared_embedding' if self.shared else 'embedding'}"
 
 
@@ -261,7 +261,7 @@ def check_unique(where: str, values: Sequence[Any]) -> None:
 
 @contextmanager
 def _naming(key: str) -> Iterator[None]:
-    """Say of which feature a value is that is refused."""
+    """Name the feature in the error of a refused value."""
     try:
         yield
     except InvalidInputError as error:
@@ -282,7 +282,7 @@ def checked_dense_columns(columns: Iterable[DenseColumn]) -> list[DenseColumn]:
     """Return the columns of a dense input, in their order.
 
     Raises:
-        InvalidInputError: one is none that gives numbers, or two have one name, or there is none.
+        InvalidInputError: a column gives no numbers, two columns have one name, or there is none.
     """
     listed = list(columns)
     for column in listed:

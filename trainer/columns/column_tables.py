@@ -34,7 +34,7 @@ class ColumnOptions:
 
 @dataclass(frozen=True)
 class ColumnTable:
-    """One table, its columns in the order of their names, and what they agree on."""
+    """One table, its columns in the order of their names, and their common options."""
 
     name: str
     columns: tuple[EmbeddingColumn, ...]
@@ -109,7 +109,7 @@ def _check_names(option: str, value: Any, known: set[str]) -> None:
 
 
 def _agreed(option: str, value: Any, default: Any, columns: Sequence[EmbeddingColumn]) -> Any:
-    """What an option says of a table."""
+    """Return a table's value of an option."""
     given = [value.get(column.name, default) if isinstance(value, Mapping) else default if value is None else value for column in columns]
     if any(one != given[0] for one in given):
         raise InvalidInputError(f"{option} must say the same of columns that share a table: {', '.join(c.name for c in columns)}")

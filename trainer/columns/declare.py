@@ -1,8 +1,8 @@
 """The functions that make feature columns, under TensorFlow's names, with TensorFlow's arguments and defaults.
 
-Everything that can be wrong with an argument is found here. Left out, since nothing here could honour them: of `numeric_column`
-default_value and dtype (they belong to parsing; results are float32). Of embedding columns ckpt_to_load_from, tensor_name_in_ckpt, max_norm
-and trainable. What must not live here: what a column does (`column_kinds`).
+Every wrong argument is found here. Left out, since nothing here could honour them: of `numeric_column` default_value and dtype (they belong
+to parsing; results are float32). Of embedding columns ckpt_to_load_from, tensor_name_in_ckpt, max_norm and trainable. What must not live
+here: the work of a column (`column_kinds`).
 
 Source: tf.feature_column of TensorFlow 2.
 """
@@ -67,7 +67,7 @@ def categorical_column_with_identity(key: str, num_buckets: int, default_value: 
     Args:
         key: the feature's name.
         num_buckets: how many.
-        default_value: what stands for values out of range; without one they are refused.
+        default_value: takes the place of values out of range; without one they are refused.
 
     Example:
         >>> import numpy as np
@@ -89,7 +89,7 @@ def categorical_column_with_hash_bucket(key: str, hash_bucket_size: int, dtype: 
     Args:
         key: the feature's name.
         hash_bucket_size: how many rows.
-        dtype: what the values are, "string" or "int64". The other kind is refused: 7 and "7" have different buckets here.
+        dtype: of the values, "string" or "int64". The other kind is refused: 7 and "7" have different buckets here.
 
     Example:
         >>> import numpy as np
@@ -109,7 +109,7 @@ def categorical_column_with_vocabulary_list(
     Args:
         key: the feature's name.
         vocabulary_list: text (str, or its UTF-8 bytes), or integers; unique.
-        dtype: "string" or "int64"; what the list holds unless given.
+        dtype: "string" or "int64"; the list's own unless given.
         default_value: the row of values that are not listed; -1: they are left out.
         num_oov_buckets: rows behind the vocabulary to which values that are not listed are hashed; not with default_value.
 
@@ -250,7 +250,7 @@ def _check_one_of(where: str, value: object, known: Sequence[str]) -> None:
 
 
 def _vocabulary(key: str, given: Sequence[Any] | NDArray[Any]) -> tuple[tuple[Any, ...], str]:
-    """Return the words and what they are, "string" or "int64"."""
+    """Return the words and their type, "string" or "int64"."""
     if isinstance(given, str | bytes):
         raise InvalidInputError(f"column {key!r}: vocabulary_list must be a list of words, got one {type(given).__name__}")
     words = tuple(given.tolist() if isinstance(given, np.ndarray) else given)

@@ -1,16 +1,14 @@
-"""What a feature holds, whichever way it came: bags of values, one after another.
+"""The values of a feature, from any kind of input: bags of values, one after another; and the buckets of values.
 
 Dense arrays and lists have missing values (-1 for integers, "" for text, as in TensorFlow), which are left out here. In jagged input
-nothing is missing. No loop over values; lists of Python objects are walked once, at the edge. What must not live here: what a value means
-(`column_kinds`), and any framework's tensors (its bridge hands over arrays).
+nothing is missing. No loop over values; lists of Python objects are walked once, at the edge. What must not live here: the meaning of a
+value (`column_kinds`), and any framework's tensors (its bridge hands over arrays).
 
-Values to buckets, the same on every machine and in every process: XXH64 (seed 0) of a value's bytes, modulo the buckets.
-
-The bytes of text are its UTF-8 form, those of an integer its 8 bytes in little-endian order, so any XXH64 library computes the same
-buckets. Integers are hashed by vector operations. Text cannot be (NumPy has no hash of strings): a Python loop over the unique strings of a
-call, at the edge where text comes in. CPU time, 100,000 values in one call: 24 ns per integer (their decimal text, in a loop: 254). Per
-string 0.10 µs with 100 unique ones among them, 0.15 with 19,000 (Zipf 1.05), 0.71 where all are unique. Stateless, hence thread- and fork-
-safe.
+A value's bucket is XXH64 (seed 0) of its bytes, modulo the buckets: the same on every machine and in every process. The bytes of text are
+its UTF-8 form, those of an integer its 8 bytes in little-endian order, so any XXH64 library computes the same buckets. Integers are hashed
+by vector operations. Text cannot be (NumPy has no hash of strings): a Python loop over the unique strings of a call, at the edge where text
+comes in. CPU time, 100,000 values in one call: 24 ns per integer (their decimal text, in a loop: 254). Per string 0.10 µs with 100 unique
+ones among them, 0.15 with 19,000 (Zipf 1.05), 0.71 where all are unique. Stateless, hence thread- and fork- safe.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """The Keras bridge: layers whose rows live in a kvemb table, on TensorFlow, JAX and torch.
 
-Import it as `kvemb.keras`. `distribute` takes a model to a cluster; it is trained and used as before. In the rooms below, `layers` has how
-rows enter a step and their gradient leaves it, `steps` what stands around a model's steps, `distributing` what `distribute` does. What must
-not live here: storage, wire formats, update rules.
+Import it as `kvemb.keras`. `distribute` takes a model to a cluster; it is trained and used as before. Packages: `layers` (rows enter a
+step, and their gradient leaves it), `steps` (pull and push around a model's steps), `distributing` (`distribute` itself). What must not
+live here: storage, wire formats, update rules.
 """
 
 from ..bridge.saved_rows import MixedStepsWarning

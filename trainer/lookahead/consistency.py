@@ -2,15 +2,15 @@
 
 What must not live here: threads, pipelines, and when a step happens; those call `pull`, `use`, `hold` and `released`.
 
-* `Stale`: as pulled. The pull of a batch begins at the earliest when the batch `capacity` before it is handed out. It may lack what is
-  pushed for those `capacity` batches, pushes that are still on their way then, and what others do meanwhile.
-* `Bounded`: a pull notes beforehand how far each shard has come in storage (all of that is in its rows). When the batch is used, the shards
-  are asked again. If one has applied more than k batches since, the rows are pulled anew.
-* `Exact`, in sync jobs: rows change by steps, and by assign and erase. The connection counts what it does of that itself, for whatever
-  model: rows are exact if their pull began after the last of it. Those pulled before are registered with the step's push, ids and versions.
-  With the release come back those that the step changed, and take the place of what was prefetched. Whatever of earlier changes a pull has
-  seen, this mends it: versions are compared row by row. What other processes assign or erase is seen a step later. So a release need not
-  wait until storage has the step, and comes before. Rows whose pull began meanwhile are exact only once they were registered.
+* `Stale`: as pulled. The pull of a batch begins at the earliest when the batch `capacity` before it is handed out. It may lack the pushes
+  of those `capacity` batches, pushes that are still on their way then, and changes by other processes meanwhile.
+* `Bounded`: a pull notes beforehand how far each shard has come in storage (its rows have all of that). When the batch is used, the shards
+  are asked again. If one has applied more than k batches since, the rows are pulled again.
+* `Exact`, in sync jobs: rows change by steps, and by assign and erase. The connection counts its own changes, for any model: rows are exact
+  if their pull began after the last one. Rows pulled before are registered with the step's push, by ids and versions. The release brings
+  those that the step changed, and they replace the prefetched ones. Versions are compared row by row, so this corrects a row whichever
+  earlier changes its pull has seen. Rows that other processes assign or erase are corrected a step later. So a release need not wait until
+  storage has the step, and comes earlier. Rows whose pull began meanwhile are exact only once they have been registered.
 
 `pull` is called in any thread, the others in the one that trains.
 """
@@ -32,18 +32,18 @@ Registered = Mapping[str, tuple[NDArray[Any], NDArray[np.uint64]]]
 
 
 class Consistency(Protocol):
-    """What may be used, and what is done about the rest."""
+    """The rule by which prefetched rows may be used, and by which the others are corrected."""
 
     def pull(self, rows: RowsAhead) -> None:
         """Look a batch's rows up."""
         ...
 
     def use(self, rows: RowsAhead) -> None:
-        """Make rows fit for use, when their batch comes: by another pull, if need be."""
+        """Make rows fit for use when their batch comes: by another pull, if necessary."""
         ...
 
     def fit(self, rows: RowsAhead) -> bool:
-        """Whether rows that were made fit for use still are, when they are looked up."""
+        """Whether rows that were made fit for use are still fit when they are looked up."""
         ...
 
     def hold(self, coming: Sequence[RowsAhead]) -> Registered | None:
@@ -51,7 +51,7 @@ class Consistency(Protocol):
         ...
 
     def released(self, changed: Changed | None) -> None:
-        """Take over what the step's release brought back; None if the shards could not say."""
+        """Take over the changed rows that the step's release brought; None if the shards could not tell."""
         ...
 
 
@@ -69,7 +69,7 @@ class Stale:
         """Do nothing."""
 
     def fit(self, rows: RowsAhead) -> bool:
-        """They are."""
+        """Return True: any age is fit."""
         return True
 
     def hold(self, coming: Sequence[RowsAhead]) -> Registered | None:
@@ -87,7 +87,7 @@ class Bounded(Stale):
     """At most k batches of any shard behind, when the batch is used.
 
     Args:
-        cluster: pulls, and tells how far its shards have come.
+        cluster: pulls, and tells the progress of its shards.
         k: batches, >= 0.
     """
 
@@ -98,12 +98,12 @@ class Bounded(Stale):
         self._n_used = self._n_again = 0
 
     def pull(self, rows: RowsAhead) -> None:
-        """Look a batch's rows up, and note what is in them at least."""
+        """Look a batch's rows up, and note the shards' progress that is at least in them."""
         rows.as_of = self._progress()
         rows.pull(self._cluster)
 
     def use(self, rows: RowsAhead) -> None:
-        """Pull again what is too old. The new rows have in them all that was in storage when the shards were asked."""
+        """Pull rows that are too old again. The new ones have all changes that were in storage when the shards were asked."""
         now = self._progress()
         self._n_used += 1
         if behind(rows.as_of, now) > self._k:
@@ -121,7 +121,7 @@ class Exact(Stale):
     Args:
         cluster: pulls.
         state: of the steps: even between two of them, odd from before a push until its release.
-        changes: what this connection has done to rows, counted: a push is two, one when it begins and one when it is released.
+        changes: the number of this connection's changes of rows: a push counts as two, one when it begins and one when it is released.
         all_stored: whether storage has everything that was released to this connection.
     """
 
@@ -133,9 +133,9 @@ class Exact(Stale):
         self._n_used = self._n_again = self._n_prefetched = self._n_changed = 0
 
     def pull(self, rows: RowsAhead) -> None:
-        """Look a batch's rows up, and note when that began, if storage had then all that had changed.
+        """Look a batch's rows up, and note when that began, if storage had all changes then.
 
-        Storage that does not answer is told when the batch comes, by a pull that waits for it as the step before would have.
+        If storage does not answer, the error comes with the batch: by a pull that waits for it as the step before would have.
         """
         now = self._now()
         as_of = now if self._all_stored() else None
@@ -146,7 +146,7 @@ class Exact(Stale):
         rows.as_of = as_of
 
     def use(self, rows: RowsAhead) -> None:
-        """Pull again what was neither pulled nor brought up to date since rows changed last; that pull waits for storage to have all."""
+        """Pull rows again that were neither pulled nor brought up to date since the last change; that pull waits until storage has all."""
         self._n_used += 1
         if not self.fit(rows):
             self._n_again += 1
@@ -187,7 +187,7 @@ class Exact(Stale):
 
 
 def behind(then: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> float:
-    """Return by how many batches the shard that went on most has gone on; infinity where one began another epoch.
+    """Return the most batches by which a shard has advanced; infinity if one began another epoch.
 
     Args:
         then, now: (epoch, k) of each shard.
@@ -201,7 +201,7 @@ def behind(then: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> f
 
 
 def check_consistency(consistency: object, k: object, cluster: Any) -> None:
-    """Refuse a mode that there is not, or that this cluster cannot keep.
+    """Refuse an unknown mode, or one that this cluster cannot keep.
 
     Args:
         consistency: one of `MODES`.

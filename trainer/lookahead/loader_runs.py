@@ -1,6 +1,6 @@
-"""What runs over a loader look like from outside: their iterator, the loader's, and what stands in the loader's place.
+"""Runs over a loader as seen from outside: their iterator, the loader's, and the object in the loader's place.
 
-What must not live here: what happens in a run (`pipeline`).
+What must not live here: the work of a run (`pipeline`).
 """
 
 import weakref
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 
 class Run(Generic[T]):
-    """The iterator of a run, which ends with it. One that was ended because another one began says so, instead of looking exhausted.
+    """The iterator of a run, which ends with it. If it was ended because another one began, it says so, instead of looking exhausted.
 
     Args:
-        batches: what happens in the run; nobody else may refer to it.
+        batches: the run's generator; no other reference to it may exist.
     """
 
     def __init__(self, batches: Generator[T, None, None]) -> None:
@@ -33,7 +33,7 @@ class Run(Generic[T]):
         """Return the next batch.
 
         Raises:
-            InvalidInputError: the loader was iterated anew, or another thread waits for a batch.
+            InvalidInputError: another iteration of the loader has begun, or another thread waits for a batch.
         """
         self._check_idle()
         if self._replaced:
@@ -67,7 +67,7 @@ class Run(Generic[T]):
 
 
 class _Lent(Generic[T]):
-    """An iterator that is the caller's own: it is not closed here, and may be gone on with."""
+    """An iterator of the caller's own: it is not closed here, and the caller may go on with it."""
 
     def __init__(self, batches: Iterator[T]) -> None:
         self._batches = batches
@@ -83,7 +83,7 @@ def iterator_of(loader: Iterable[T]) -> Iterator[T]:
     """Begin to iterate a loader.
 
     Returns:
-        An iterator that ends with the run; where the loader is one itself, it outlives it.
+        An iterator that ends with the run; if the loader is one itself, it outlives the run.
     """
     made: Iterator[T] = iter(loader)
     return _Lent(made) if made is loader else made
@@ -99,7 +99,7 @@ class LoaderRuns(Generic[T]):
 
     def __init__(self, loader: Iterable[Any], sizes: Sizes) -> None:
         self._loader, self._sizes = loader, sizes
-        self._run: weakref.ref[Run[T]] | None = None  # weak: a loop that is left ends its run
+        self._run: weakref.ref[Run[T]] | None = None  # weak: the end of a loop, by break too, ends its run
 
     def __iter__(self) -> Iterator[T]:
         if (before := None if self._run is None else self._run()) is not None:
@@ -110,14 +110,14 @@ class LoaderRuns(Generic[T]):
         return run
 
     def _batches(self, batches: Iterator[Any]) -> Generator[T, None, None]:
-        """Say what happens in a run; must not refer to `batches` any longer than it needs them."""
+        """Yield the batches of a run; must not refer to `batches` any longer than it needs them."""
         raise NotImplementedError
 
     def __len__(self) -> int:
         return len(cast(Sized, self._loader))
 
     def close(self) -> None:
-        """End the present run: no thread of it is left. Idempotent; iterating again is fine."""
+        """End the present run: no thread of it remains. Idempotent; iterating again is fine."""
         run = None if self._run is None else self._run()
         if run is not None:
             run.close()

@@ -1,8 +1,8 @@
-"""One run over the batches of a loader: what a batch needs is fetched by threads while the batches before it are used.
+"""One run over the batches of a loader: threads fetch the data of a batch while the batches before it are used.
 
-What must not live here: what is fetched (`work`), and how many threads and batches (`pool_sizes`).
+What must not live here: the fetch itself (`work`), and the numbers of threads and batches (`pool_sizes`).
 
-Who does what:
+The work of each thread:
 
 * The caller's thread reads the loader, a batch for each batch that it asks for (two while the pipeline fills). A reader thread of ours
   would save time only where the loader computes in Python, and that is where it hurts. It takes the interpreter's lock from the thread that
@@ -10,7 +10,7 @@ Who does what:
   processes are forked while no thread of ours is in the middle of something. Its signals and exceptions come up where they always did. A
   loader and a model that draw from one global generator draw in another order than without reading ahead, and in one that depends on the
   capacity: docs/async-lookup.md says how to be repeatable.
-* Threads, ours or the caller's executor, do the work of a batch each, several at a time.
+* Threads, our own or the caller's executor, do the work of a batch each, several at a time.
 * Batches are handed out in order. At most `capacity` of them, done or being done, lie ahead of the one in use.
 
 Errors of the loader or of the work come up from `next` at the batch concerned, after those before it; then the run is over. `close` ends it
@@ -36,7 +36,7 @@ from .pull_threads import Executor, PullThreads
 B = TypeVar("B")
 R = TypeVar("R")
 _BRIEF_S = 0.5
-"""How long the end waits for what is being done, once nobody wants to wait any more."""
+"""How long the end waits for work under way in a hurry (`hurry`, an interrupt, a timeout)."""
 
 
 @dataclass(eq=False)
@@ -50,7 +50,7 @@ class Entry(Generic[B, R]):
 
 @dataclass
 class Waited:
-    """What the caller's thread spent in `next`, summed over all runs: seconds of waiting for work, and batches."""
+    """Sums over all runs of the caller's thread in `next`: seconds of waiting for work, and batches."""
 
     working_s: float = 0.0
     n_batches: int = 0
@@ -87,7 +87,7 @@ class Pipeline(Generic[B, R]):
         batches: the loader's iterator, made in this thread; owned from here on.
         work: makes of a batch its result and that one's size in bytes (the batch included); called in other threads.
         sizes: threads and capacity.
-        waited: adds up where time went.
+        waited: adds up the times.
         executor: instead of threads of our own; stays open.
         timeout_s: of the wait for one batch's work. The work has deadlines of its own: this ends the wait for an executor that never gets
             to it.
@@ -105,12 +105,12 @@ class Pipeline(Generic[B, R]):
     ) -> None:
         self._batches: Iterator[B] | None = batches
         self._work, self._sizes, self._waited, self._timeout_s = work, sizes, waited, timeout_s
-        self._close_timeout_s = timeout_s  # of the end, with what is being done
+        self._close_timeout_s = timeout_s  # of the end, for work under way
         self._pid = os.getpid()
         self._own = PullThreads(sizes.threads_num) if executor is None else None
         self._executor: Executor = executor or self._own  # type: ignore[assignment]
         self.ahead: deque[Entry[B, R]] = deque()
-        """Batches that were not handed out yet, oldest first."""
+        """Batches not yet handed out, oldest first."""
         self._error: Exception | None = None  # of the loader; comes up after the batches that were read before
         self._handed_out: tuple[float, float, float, int] | None = None  # when; and read_s, pull_s, size_bytes of that batch
 
@@ -146,7 +146,7 @@ class Pipeline(Generic[B, R]):
     def coming(self, n: int) -> list[R]:
         """Return the results of the batches that will be handed out next, n at most; waits for them.
 
-        One whose work has failed ends the list: its error comes up when its turn comes.
+        A batch whose work has failed ends the list: its error comes up when its turn comes.
         """
         results: list[R] = []
         for entry in list(self.ahead)[:n]:
@@ -157,11 +157,11 @@ class Pipeline(Generic[B, R]):
         return results
 
     def hurry(self) -> None:
-        """Let the end wait for what is being done briefly only: somebody wants to be gone."""
+        """Let the end wait only briefly for work under way: the program wants to stop."""
         self._close_timeout_s = _BRIEF_S
 
     def close(self) -> None:
-        """End the run: nothing more is begun, and what is being done is waited for. Briefly only after `hurry`, and if `next` was
+        """End the run: no work is begun any more, and work under way is waited for. The wait is brief after `hurry`, and if `next` was
         interrupted or out of time. Idempotent.
         """
         batches, self._batches = self._batches, None
@@ -175,7 +175,7 @@ class Pipeline(Generic[B, R]):
             for entry in entries:  # of a foreign executor: its threads must not be at it any more when this returns
                 if not entry.done.cancelled():
                     _settle(entry.done, deadline)
-        close = getattr(batches, "close", None)  # of a generator; a DataLoader's iterator ends when nobody refers to it
+        close = getattr(batches, "close", None)  # of a generator; a DataLoader's iterator ends with its last reference
         if close is not None:
             close()
 
@@ -233,7 +233,7 @@ class Pipeline(Generic[B, R]):
             )
 
     def _note_step(self) -> None:
-        """Take in how long the batch that was handed out last was used."""
+        """Add the time for which the batch handed out last was used."""
         if self._handed_out is None:
             return
         since_s, read_s, pull_s, size_bytes = self._handed_out

@@ -1,9 +1,9 @@
-"""How many threads pull, and how many batches ahead: as told, or measured and chosen ("auto").
+"""How many threads pull, and how many batches ahead: as given, or measured and chosen ("auto").
 
-What must not live here: threads and clocks; seconds come in, two numbers come out. Pure but for what it remembers.
+What must not live here: threads and clocks; seconds come in, two numbers come out. Pure but for its averages.
 
 Strategy of "auto": a step takes as long as computing and reading take. Rows are never waited for if enough pulls are under way at a time:
-threads = ceil(pull / step). One more batch may lie ready, to take up what varies. Every batch ahead makes rows older, so no more than
+threads = ceil(pull / step). One more batch may lie ready, to even out variations. Every batch ahead makes rows older, so no more than
 that. Durations are averages that forget slowly; the first choice is made after a few batches, and looked at again every few dozen.
 """
 
@@ -46,7 +46,7 @@ class Averages:
 
 
 class Sizes:
-    """How many threads pull and how many batches lie ahead, as told or as measured.
+    """How many threads pull and how many batches lie ahead, as given or as measured.
 
     Args:
         threads_num: 1 to 8 threads, or "auto".
@@ -73,7 +73,7 @@ class Sizes:
         self.averages = Averages()
 
     def add(self, *, read_s: float, pull_s: float, step_s: float, size_bytes: int) -> None:
-        """Take in what a batch took, and choose anew now and then.
+        """Add the times of a batch, and choose again now and then.
 
         Args:
             read_s: of the loader.

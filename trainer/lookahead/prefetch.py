@@ -1,6 +1,6 @@
-"""`prefetch`: any iterable of batches, each with what was fetched for it before it came.
+"""`prefetch`: any iterable of batches, each with the data that was fetched for it before it came.
 
-What must not live here: what a framework makes of it (`trainer.torch.loaders.prepared_loader` finds by itself what a model needs).
+What must not live here: a framework's use of it (`trainer.torch.loaders.prepared_loader` finds by itself which rows a model needs).
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ _LONG = 256  # elements of a list
 
 
 class Prefetch(LoaderRuns[tuple[B, R]], Generic[B, R]):
-    """Batches with what was fetched for them; see `prefetch`. Each `iter` is a new run over the loader; close() ends the present one."""
+    """Batches with the data fetched for them; see `prefetch`. Each `iter` is a new run over the loader; close() ends the present one."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Prefetch(LoaderRuns[tuple[B, R]], Generic[B, R]):
 
     @property
     def report(self) -> str:
-        """What was chosen and measured, in one line."""
+        """The sizes chosen and the times measured, in one line."""
         waited = self.waited
         per_batch_ms = 1e3 * waited.working_s / max(1, waited.n_batches)
         return f"{self._sizes}; {waited.n_batches} batches, waited {per_batch_ms:.3g} ms for each"
@@ -71,26 +71,26 @@ def prefetch(
     executor: Executor | None = None,
     timeout_s: float = 600.0,
 ) -> Prefetch[B, R]:
-    """Fetch what batches need before they are used, in other threads, while the batches before them are.
+    """Fetch the data of batches before they are used, in other threads, while earlier batches are used.
 
-    Rows are as old as `capacity` batches: what is pushed for the batches in between is not in them.
+    Rows are as old as `capacity` batches: the pushes of the batches in between are not in them.
 
     Args:
-        batches: any iterable, a DataLoader for one. Read in the thread that iterates the result; each `iter` reads it anew.
-        need: what a batch needs, e.g. `lambda batch: {"user": batch["user_id"]}`; called in a thread that pulls.
-        pull: fetches it, e.g. `cluster.pull_versions`; called there, too. Its own timeout bounds the wait for it.
+        batches: any iterable, a DataLoader for one. Read in the thread that iterates the result; each `iter` reads it again.
+        need: returns the needs of a batch, e.g. `lambda batch: {"user": batch["user_id"]}`; called in a thread that pulls.
+        pull: fetches them, e.g. `cluster.pull_versions`; called there, too. Its own timeout bounds the wait for it.
         threads_num: pulls at a time, 1 to 8; "auto" measures and chooses, `Prefetch.report` says what.
         capacity: batches that may lie ready or be pulled beyond the one in use, 1 to 1024; "auto" chooses, within 256 MB of batches and
             rows.
-        executor: runs the pulls instead of threads of our own, e.g. a ThreadPoolExecutor; its number of threads is its own affair.
+        executor: runs the pulls instead of threads of our own, e.g. a ThreadPoolExecutor, with its own number of threads.
         timeout_s: of the wait for one batch in `next`; see `pull`.
 
     Returns:
-        An iterable of (batch, what was pulled), in order; a context manager, with the length of `batches` if that has one.
+        An iterable of (batch, result of `pull`), in order; a context manager, with the length of `batches` if that has one.
 
     Raises:
-        InvalidInputError: a number out of range, or `threads_num` with `executor`. While iterating: whatever `batches`, `need` and `pull`
-            raise, at the batch concerned; the iteration is over then.
+        InvalidInputError: a number out of range, or `threads_num` with `executor`. While iterating: any error of `batches`, `need` and
+            `pull`, at the batch concerned; the iteration is over then.
 
     Example:
         >>> import numpy as np
@@ -111,10 +111,10 @@ def prefetch(
 
 
 def check_executor(executor: object, threads_num: object) -> None:
-    """Refuse what is no executor, or a number of threads beside one.
+    """Refuse an object that is no executor, or a number of threads beside one.
 
     Raises:
-        InvalidInputError: saying so.
+        InvalidInputError: in either case.
     """
     if executor is None:
         return
@@ -125,8 +125,8 @@ def check_executor(executor: object, threads_num: object) -> None:
 
 
 def size_of(value: Any) -> int:
-    """Bytes of the arrays and tensors in a batch: itself, or in mappings, sequences and objects with attributes. Of a long list some are
-    looked at.
+    """Return the bytes of the arrays and tensors in a batch: itself, or in mappings, sequences and objects with attributes. Of a long list
+    only some elements are examined.
 
     Example:
         >>> import numpy as np

@@ -1,10 +1,10 @@
 """Threads that pull: a pool of a few named threads that can be resized, and that never outlives its owner.
 
-What must not live here: what a task does. Why not `concurrent.futures.ThreadPoolExecutor`: its number of threads is fixed, and "auto"
+What must not live here: the tasks themselves. Why not `concurrent.futures.ThreadPoolExecutor`: its number of threads is fixed, and "auto"
 changes it while training runs.
 
-The threads know the queue of tasks and nothing else. So a pool that nobody refers to any more is collected, and its threads end. At the
-interpreter's exit they are ended before it is taken down. Thread-safe; a fork's child has no threads and must not use it.
+The threads know the queue of tasks and nothing else. So a pool without references is collected, and its threads end. At the interpreter's
+exit they are ended before it is taken down. Thread-safe; a fork's child has no threads and must not use it.
 """
 
 import threading
@@ -22,7 +22,7 @@ _AT_EXIT_S = 10.0
 
 
 class Executor(Protocol):
-    """What is needed of a pool: `concurrent.futures.ThreadPoolExecutor` is one."""
+    """The methods of a pool that are needed; `concurrent.futures.ThreadPoolExecutor` has them."""
 
     def submit(self, task: Callable[..., Any], /, *args: Any) -> "Future[Any]":
         """Run `task(*args)` in some thread."""
@@ -74,7 +74,7 @@ class PullThreads:
                 self._n_staying -= 1
 
     def close(self, deadline: Deadline) -> None:
-        """End the threads once they have done what they are at and what is queued; cancel what shall not be done first. Idempotent.
+        """End the threads once they have done their present and queued tasks; first cancel tasks that shall not run. Idempotent.
 
         Args:
             deadline: of the wait for all of them; a thread that takes longer ends by itself later.

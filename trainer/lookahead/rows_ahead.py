@@ -1,9 +1,9 @@
 """The rows of one batch, looked up before it is used. NumPy only.
 
-What must not live here: threads, and what a framework makes of rows.
+What must not live here: threads, and a framework's tensors of rows.
 
-Strategy: of all that a batch asks a table for, the unique ids are pulled once, all tables in one pull. Then each lookup gets the rows of
-its own unique ids. A table that is asked once, which is the usual case, gets what was pulled itself. Lookups of the same ids (many
+Strategy: the unique ids of all that a batch asks a table for are pulled once, all tables in one pull. Then each lookup gets the rows of
+its own unique ids. A table that is asked once, which is the usual case, gets the pulled rows themselves. Lookups of the same ids (many
 models feed one tensor to several tables) have the same unique ones, which are found once.
 """
 
@@ -29,7 +29,7 @@ _FEW = 8
 
 
 class AskedTable(Protocol):
-    """What a lookup needs of a table: its name and its definition."""
+    """The part of a table that a lookup needs: its name and its definition."""
 
     @property
     def name(self) -> str:
@@ -43,7 +43,7 @@ class AskedTable(Protocol):
 
 
 class Puller(Protocol):
-    """What pulling ahead needs of a cluster: rows of several tables with their versions."""
+    """The part of a cluster that pulling ahead needs: rows of several tables with their versions."""
 
     def pull_versions(self, ids: Mapping[str, NDArray[Any]], *, stored: bool = True) -> Mapping[str, Pulled]:
         """Fetch rows and versions of several tables at once; see `Cluster.pull_versions`."""
@@ -52,7 +52,7 @@ class Puller(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class LookupResult:
-    """What a lookup of m ids found.
+    """The result of a lookup of m ids.
 
     Args:
         ids: uint64 [n], unique and ascending; not to be changed.
@@ -69,7 +69,7 @@ class LookupResult:
 
 @dataclass(frozen=True, eq=False)
 class EarlyLookup:
-    """A lookup made before its batch is used: `asked` uint64 [m], not to be changed, and what was found."""
+    """A lookup made before its batch is used: `asked` uint64 [m], not to be changed, and its result."""
 
     asked: Ids
     found: LookupResult
@@ -82,13 +82,13 @@ def unique_of(ids: Ids) -> Unique:
 
 
 def found_of(wanted: Unique, pulled: Pulled) -> LookupResult:
-    """Put together what was asked and what came back."""
+    """Put the ids asked for and the rows pulled together."""
     inverse = np.arange(len(wanted.ids)) if wanted.inverse is None else wanted.inverse
     return LookupResult(wanted.ids, inverse, *pulled)
 
 
 class RowsAhead:
-    """The rows of one batch, pulled before it is used: what each of its lookups gets.
+    """The rows of one batch, pulled before it is used, for each of its lookups.
 
     Args:
         asked: tables and the ids uint64 [m] that each lookup asks them for; they are copied, since the training loop may change its batch.
@@ -103,10 +103,10 @@ class RowsAhead:
         known: dict[int, Unique] = {}
         self._wanted = {name: _unique_of_all(lookups, known) for name, lookups in self._asked.items()}
         self.by_table: dict[str, list[EarlyLookup]] = {}
-        """What `pull` found, by table."""
+        """The results of `pull`, by table."""
         self._whole: dict[str, LookupResult] = {}
         self.as_of: Any = None
-        """When that was, in the words of whoever had it pulled."""
+        """When the rows were pulled: a value of the `Consistency` that pulls."""
 
     def pull(self, cluster: Puller, *, stored: bool = True) -> None:
         """Look everything up, in one pull; again if it was pulled before.
@@ -116,7 +116,7 @@ class RowsAhead:
             stored: wait first until storage has all that was released to this connection.
 
         Raises:
-            StorageError: as `Cluster.pull`; what was found before stays.
+            StorageError: as `Cluster.pull`; earlier results stay.
         """
         if self._wanted:
             ids = {name: to_caller(wanted.ids, self._id_dtype[name]) for name, wanted in self._wanted.items()}
@@ -129,7 +129,7 @@ class RowsAhead:
         return {name: (to_caller(found.ids, self._id_dtype[name]), found.versions) for name, found in self._whole.items()}
 
     def change(self, changed: Changed) -> None:
-        """Take over rows, of those that are prefetched here."""
+        """Take over changed rows, as far as they are prefetched here."""
         for name in self._whole.keys() & changed.keys():
             parts = {id(ahead.found): ahead.found for ahead in self.by_table[name]}
             for found in {id(self._whole[name]): self._whole[name], **parts}.values():
@@ -147,14 +147,14 @@ class RowsAhead:
 
     @property
     def nbytes(self) -> int:
-        """Memory of what was found."""
+        """Memory of the results."""
         found = {id(ahead.found): ahead.found for lookups in self.by_table.values() for ahead in lookups}
         found |= {id(whole): whole for whole in self._whole.values()}
         return sum(one.ids.nbytes + one.inverse.nbytes + one.rows.nbytes + one.versions.nbytes for one in found.values())
 
 
 def _unique_of_all(lookups: Sequence[Ids], known: dict[int, Unique]) -> Unique:
-    """The unique ids of all lookups of a table; `known` has those of this batch's other tables, by id() of what they were asked for."""
+    """Return the unique ids of all lookups of a table; `known` has those of this batch's other tables, by id() of the ids asked for."""
     if len(lookups) > 1:
         return unique_ascending(np.concatenate(lookups))
     (ids,) = lookups
@@ -164,8 +164,8 @@ def _unique_of_all(lookups: Sequence[Ids], known: dict[int, Unique]) -> Unique:
 
 
 def _copy_once(ids: Ids, copies: dict[tuple[int, bytes, bytes], Ids]) -> Ids:
-    """Return a copy of ids, the same one for lookups of the same: bridges hand them over in memory of one or of several arrays."""
-    some = len(ids), ids[:_FEW].tobytes(), ids[-_FEW:].tobytes()  # which hardly others have: comparing each with each would take long
+    """Return a copy of ids, the same one for lookups of the same ids: bridges hand them over in memory of one or of several arrays."""
+    some = len(ids), ids[:_FEW].tobytes(), ids[-_FEW:].tobytes()  # rarely equal for other ids: comparing each with each would take long
     copy = copies.get(some)
     if copy is None or not np.array_equal(copy, ids):
         copy = copies[some] = ids.copy()
@@ -175,7 +175,7 @@ def _copy_once(ids: Ids, copies: dict[tuple[int, bytes, bytes], Ids]) -> Ids:
 def prefetched_of_all(batches: Sequence[RowsAhead]) -> dict[str, tuple[NDArray[Any], Ids]]:
     """Return ids and versions of the rows of several batches, each id once.
 
-    A row that two batches hold in different versions gets one that no row has: whatever it is now, it is another.
+    A row that two batches hold in different versions gets a version that no row has: it differs from any present one.
     """
     if len(batches) == 1:
         return batches[0].prefetched()
@@ -212,7 +212,7 @@ def _share_out(lookups: Sequence[Ids], whole: LookupResult) -> list[EarlyLookup]
 
 
 def _part_of(whole: LookupResult, at: NDArray[np.intp]) -> LookupResult:
-    """What one of several lookups of a table found: `at` intp [m], where its ids stand in `whole`."""
+    """Return the result of one of several lookups of a table: `at` intp [m], where its ids stand in `whole`."""
     used = np.zeros(len(whole.ids), np.bool_)
     used[at] = True
     kept = np.flatnonzero(used)

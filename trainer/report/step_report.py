@@ -1,9 +1,8 @@
-"""Where did the step go? The report of a training run: times per step, what to turn, scalars for TensorBoard, a progress line.
+"""Where did the step go? The report of a training run: times per step, the setting to change, scalars for TensorBoard, a progress line.
 
-What must not live here: any framework (a writer is whatever has add_scalar, a loss whatever float() takes). Nor the measuring, which those
-do that make the training thread wait (`trainer.report.step_times`). One thread: the one that trains.
-
-How stale the rows of the pushed batches were, as the acks of their pushes say: the newest that is known, and means.
+What must not live here: any framework (a writer is any object with add_scalar, a loss anything that float() takes). Nor the measuring: code
+that makes the training thread wait does it (`trainer.report.step_times`). One thread: the one that trains. The staleness of the pushed
+batches' rows comes from the acks of their pushes: the newest known, and means.
 """
 
 import sys
@@ -21,11 +20,11 @@ from kvemb.process import ProgressLine
 from .step_times import StepTimes, count_in, milliseconds
 
 _KEPT = 64
-"""Pushes whose acks may be outstanding; what is pushed beyond that before they settle is not measured."""
+"""Pushes whose acks may be outstanding; further pushes before they settle are not measured."""
 
 
 class StalenessAck(Protocol):
-    """What measuring staleness needs of a push's ack."""
+    """The part of a push's ack that measuring staleness needs."""
 
     @property
     def staleness(self) -> Any:
@@ -38,7 +37,7 @@ class MeanStaleness:
     """Means of staleness over all pushes that were measured.
 
     Args:
-        changed_fraction: mean fraction of a push's rows that somebody changed between their pull and their apply.
+        changed_fraction: mean fraction of a push's rows that changed between their pull and their apply.
         batches_elapsed: mean of the batches of the worst shard in that time.
         most_elapsed: the largest number of batches.
         n: pushes.
@@ -64,7 +63,7 @@ class MeanStaleness:
 
 
 class StalenessLog:
-    """Acks on their way, and what the settled ones said. Use it from one thread."""
+    """Acks on their way, and the staleness from the settled ones. Use it from one thread."""
 
     def __init__(self) -> None:
         self._outstanding: deque[StalenessAck] = deque(maxlen=_KEPT)
@@ -89,7 +88,7 @@ class StalenessLog:
         return self._mean
 
     def _settle(self) -> None:
-        """A push without rows never tells; it is dropped when many others have come after it."""
+        """Read settled acks. A push without rows has no staleness; it is dropped when many others have come after it."""
         for _ in range(len(self._outstanding)):
             ack = self._outstanding.popleft()
             said = ack.staleness
@@ -114,12 +113,12 @@ class Writer(Protocol):
 class StepReport:
     """Measures the steps of a training loop while it is in force: inside `with`, or while a loader that was prepared with it is iterated.
 
-    Every optimizer step ends a step: `trainer.torch.SparseOptimizer` tells by itself, other loops call `step`. At the end one line is
-    written to `stream`: what the steps consisted of, and what to turn.
+    Every optimizer step ends a step: `trainer.torch.SparseOptimizer` reports it by itself, other loops call `step`. At the end one line is
+    written to `stream`: the parts of the steps, and the setting to change.
 
     Args:
         writer: gets loss, staleness, batches_elapsed, stall_ms (per step) and rows_per_s: the last loss and staleness, the others over
-            the steps since it got them before. None: nobody does.
+            the steps since it got them before. None: there is no writer.
         every: steps between them; 50 unless given.
         progress: whether to show a progress line while `stream` is a terminal; where it is none there is no line in any case.
         prefix: of the scalars' tags.
@@ -127,7 +126,7 @@ class StepReport:
         clock_s: a monotonic clock.
 
     Raises:
-        InvalidInputError: on any of these not being so, or `every` without a writer.
+        InvalidInputError: an argument of the wrong kind, or `every` without a writer.
 
     Example:
         >>> import sys
@@ -165,7 +164,7 @@ class StepReport:
         """Sums over all steps; the one under way is in all but `n_steps` and `total_s`."""
 
     def begin(self) -> None:
-        """Put it in force in this thread; the first step begins now. The one that was in force before is again behind `end`."""
+        """Put the report in force in this thread; the first step begins now. After `end` the report before it is in force again."""
         self._since_s = self._clock_s()
         if (outer := _current.get()) is not self:
             self._outer = outer
@@ -173,10 +172,10 @@ class StepReport:
         count_in(self.total)
 
     def end(self) -> None:
-        """Take it out of force, and write what is left to write and the summary. Idempotent; `begin` goes on with the same sums."""
+        """Take the report out of force, and write the remaining scalars and the summary. Idempotent; `begin` goes on with the same sums."""
         if self._since_s is None:
             return
-        self._since_s, self.total = None, self._seen.copy()  # what came behind the last step belongs to none
+        self._since_s, self.total = None, self._seen.copy()  # times behind the last step belong to none
         outer, self._outer = self._outer, None
         if _current.get() is self:
             outer = outer if outer is not None and outer.in_force else None
@@ -197,7 +196,7 @@ class StepReport:
         self.end()
 
     def loss(self, value: Any) -> None:
-        """Say what the loss of this step is: a number, or a tensor of one element, which is looked at when it is shown or written."""
+        """Give the loss of this step: a number, or a tensor of one element, which is read when it is shown or written."""
         detach = getattr(value, "detach", None)  # the graph behind it must not be kept
         self._loss = value if detach is None else detach()
 
@@ -247,7 +246,7 @@ class StepReport:
         return self._staleness.mean
 
     def summary(self) -> str:
-        """Say in one line what the steps consisted of, and what to turn."""
+        """Return one line with the parts of the steps and the setting to change."""
         if not self.total.n_steps:
             return "no step yet"
         stale = f"staleness: {self._staleness.mean}; " if self._staleness.mean.n else ""

@@ -1,6 +1,6 @@
-"""Where the time of training steps went, in seconds, and what that says about what to turn. Pure but for one context variable.
+"""Where the time of training steps went, in seconds, and which setting to change. Pure but for one context variable.
 
-What must not live here: clocks, terminals, files. Whoever makes the training thread wait adds its seconds to the times that `counted`
+What must not live here: clocks, terminals, files. Code that makes the training thread wait adds the seconds to the times that `counted`
 returns, if there are any: those of the report in force (`trainer.report.step_report`). A few additions per step, nothing per row.
 """
 
@@ -62,11 +62,11 @@ class StepTimes:
 
     @property
     def compute_s(self) -> float:
-        """What the training loop took itself."""
+        """The training loop's own time."""
         return max(0.0, self.total_s - self.stalled_s - self.push_s)
 
     def since(self, before: "StepTimes") -> "StepTimes":
-        """Return what came on top of an earlier state of these sums."""
+        """Return the difference to an earlier state of these sums."""
         return StepTimes(*map(sub, vars(self).values(), vars(before).values()))
 
     def copy(self) -> "StepTimes":
@@ -87,7 +87,7 @@ class StepTimes:
         return dict(sorted(((name, s / total_s) for name, s in seconds.items()), key=lambda item: -item[1]))
 
     def advice(self) -> str:
-        """Say what to turn.
+        """Say which setting to change.
 
         Example:
             >>> StepTimes(n_steps=10, total_s=1.0, ahead_s=0.31).advice()

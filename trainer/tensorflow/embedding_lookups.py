@@ -110,7 +110,7 @@ def safe_embedding_lookup_sparse(
         sparse_ids: ids of rank 2 or more; the last axis is combined.
         sparse_weights: their weights.
         combiner: "sum", "mean" or "sqrtn".
-        default_id: what stands for no id; None: zeros, and nothing is looked up.
+        default_id: looked up for an example without ids; None: such an example gets zeros.
         max_norm: see `embedding_lookup`.
         name: of the operation.
     """

@@ -1,7 +1,7 @@
 """TensorFlow's input layers under their names: from features by name, through feature columns, to one tensor.
 
-What must not live here: what columns mean (`trainer.columns`), lookups (`embedding_lookups`). Strategy: each embedding column's feature is
-made sparse ids, as TensorFlow does. All columns of a call are one pull.
+What must not live here: the meaning of columns (`trainer.columns`), lookups (`embedding_lookups`). Strategy: each embedding column's
+feature becomes sparse ids, as in TensorFlow. All columns of a call are one pull.
 
 Source: tf.compat.v1.feature_column.input_layer, and tf.contrib's functions of these names (interfaces only).
 """
@@ -139,7 +139,7 @@ def sequence_input_layer(features: Features, feature_columns: Iterable[DenseColu
 def sequence_input_from_feature_columns(
     columns_to_tensors: Features, feature_columns: Iterable[DenseColumn], tables: Mapping[str, TablePort]
 ) -> Any:
-    """tf.contrib.layers.sequence_input_from_feature_columns: what `sequence_input_layer` returns, without lengths."""
+    """tf.contrib.layers.sequence_input_from_feature_columns: the result of `sequence_input_layer`, without lengths."""
     return sequence_input_layer(columns_to_tensors, feature_columns, tables)[0]
 
 
@@ -203,7 +203,7 @@ def _buckets(source: CategoricalColumn, values: Any) -> Any:
 
 
 def _sparse(key: str, features: Features) -> Any:
-    """A feature as a SparseTensor; of a dense one what is missing is left out."""
+    """Return a feature as a SparseTensor, without the missing values of a dense one."""
     value = _feature(key, features)
     if isinstance(value, tf.SparseTensor):
         return value
@@ -248,7 +248,7 @@ def _alone(values: Any) -> Any:
 
 
 def _lengths(values: Any) -> Any:
-    """How long each sequence is, int64 [b]: up to the last value that is there."""
+    """Return the length of each sequence, int64 [b]: up to its last value that is not missing."""
     n = tf.cast(values.dense_shape[0], tf.int64)
     last = tf.math.unsorted_segment_max(values.indices[:, 1] + 1, values.indices[:, 0], n)
     return tf.maximum(last, tf.zeros([], tf.int64))

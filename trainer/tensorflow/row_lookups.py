@@ -5,7 +5,7 @@ tf.numpy_function. While a step function is traced (`step_function`) they are it
 function with a gradient of its own (tf.custom_gradient), of one variable that is always 0: the anchor. Backward hands that function the
 rows' gradient, wherever it runs: in this graph, one inside of it, or eagerly. A tape watches the anchor as any variable that is read.
 
-RowsOptimizer: what lookups under a tape left of gradients is pushed to the parameter servers, one push for all tables.
+RowsOptimizer: the gradients of lookups under a tape are pushed to the parameter servers, one push for all tables.
 
 One thread; it does not survive fork().
 """
@@ -32,12 +32,12 @@ LookedUp = tuple[Any, Any]
 AskedTensor = tuple[TablePort, Any]
 """A table and a tensor of ids [m]."""
 Take = Callable[[Any], Any]
-"""What takes a gradient float32 [n, dim]; returns a number that is 0, to be computed with it."""
+"""Takes a gradient float32 [n, dim]; returns a number that is 0, to be computed with it."""
 
 
 @dataclass(eq=False)
 class ClusterLookups:
-    """The lookups in one cluster's tables: who makes them, and by table who takes their gradients.
+    """The lookups in one cluster's tables, and by table the optimizer that takes their gradients.
 
     Args:
         shared: of all tables.
@@ -68,7 +68,7 @@ class Slots:
     """Optimizers whose step stands in the function."""
 
     def next(self, table: TablePort, ids: Any) -> tuple[LookedUp, Take]:
-        """Return the next lookup's rows, and what takes their gradient."""
+        """Return the next lookup's rows, and the function that takes their gradient."""
         at = len(self.asked)
         self.asked.append((table, tf.identity(ids)))  # ids may be an eager tensor, of no graph
         if self.given is not None:
@@ -106,7 +106,7 @@ def anchor() -> Any:
 
 
 def lookups_of(cluster: Any) -> ClusterLookups:
-    """Return the lookups in a cluster's tables, the same for all who ask."""
+    """Return the lookups in a cluster's tables, the same object at every call."""
     if cluster not in _clusters:
         _clusters[cluster] = ClusterLookups(SharedLookups({}, cluster))
     return _clusters[cluster]
@@ -119,7 +119,7 @@ def look_up(asked: Sequence[AskedTensor]) -> list[LookedUp]:
         asked: tables, each with a tensor of integer ids [m].
 
     Raises:
-        InvalidInputError: what is no table, ids it does not take, a graph of TensorFlow 1, or a replica of a tf.distribute strategy.
+        InvalidInputError: an object that is no table, ids it does not take, a graph of TensorFlow 1, or a tf.distribute replica.
     """
     for table, _ in asked:
         check_table(table)
@@ -152,15 +152,15 @@ def pull(asked: Sequence[Asked]) -> list[LookupResult]:
 
 
 def rows_of(table: TablePort, found: LookupResult) -> NDArray[np.float32]:
-    """Return what was found, or one row of zeros where nothing was asked for: positions that fill up gaps need one."""
+    """Return the rows found, or one row of zeros if no id was asked for: positions that fill gaps need one."""
     return found.rows if len(found.rows) else np.zeros((1, table.dim), np.float32)
 
 
 def take(table: TablePort, found: LookupResult, gradient: NDArray[np.float32]) -> None:
-    """Hand a gradient of `rows_of` to whoever pushes the table's.
+    """Hand a gradient of `rows_of` to the optimizer that pushes the table's.
 
     Raises:
-        InvalidInputError: nobody does.
+        InvalidInputError: there is none.
     """
     taker = lookups_of(table.cluster).takers.get(table.name)
     if taker is None:
@@ -232,8 +232,8 @@ def _refuse_replicas() -> None:
 class RowsOptimizer:
     """Train the rows of tables by the optimizers that these were created with. A newer one over a table takes it over.
 
-    Every tape.gradient() through a lookup leaves its rows' gradients here, whatever it is asked for; they add up until step(). Under a tape
-    inside of another one (gradient penalties) look up before the inner one begins, unless its gradients are meant, too.
+    Every tape.gradient() through a lookup leaves its rows' gradients here, for any sources; they add up until step(). With one tape inside
+    of another (gradient penalties), look up before the inner one begins, unless its gradients are meant, too.
 
     Args:
         tables: of one cluster.
@@ -274,7 +274,7 @@ class RowsOptimizer:
 
     @property
     def hyper(self) -> dict[str, dict[str, float]]:
-        """The run-time values of the tables' optimizers, by table: what the next push carries. Schedules change them."""
+        """The run-time values of the tables' optimizers, by table, as the next push carries them. Schedules change them."""
         return self._tables.hyper
 
     @property
@@ -291,7 +291,7 @@ class RowsOptimizer:
         self._waiting.clear()
 
     def step(self, loss: Any = None) -> None:
-        """Push the gradients of all lookups since the last step. In a tf.function it is done where it stands.
+        """Push the gradients of all lookups since the last step; in a tf.function, at the place of the call.
 
         Args:
             loss: for the report; a number or an eager tensor.

@@ -1,10 +1,11 @@
 """function: a tf.function whose rows are arguments; prepare: batches whose rows are pulled before they are used.
 
-What must not live here: what a lookup is (`row_lookups`), how batches get their rows (`trainer.bridge.batches_ahead`).
+What must not live here: lookups (`row_lookups`), how batches get their rows (`trainer.bridge.batches_ahead`).
 
-Strategy: the step is traced once with placeholders for rows. What that trace asks tables for is cut out of it: a function from a batch to
-ids that does nothing else, so it may run in any thread. A second trace takes the rows as arguments [None, dim], and returns their gradients
-beside its own results. So a batch's lookups are one pull, ahead or when the step is called, and no call of Python stands in the graph.
+Strategy: the step is traced once with placeholders for rows. The part of the trace that makes the ids is cut out of it: a function from a
+batch to ids that does nothing else, so it may run in any thread. A second trace takes the rows as arguments [None, dim], and returns their
+gradients beside its own results. So a batch's lookups are one pull, ahead or when the step is called, and no call of Python stands in the
+graph.
 """
 
 import inspect
@@ -30,7 +31,7 @@ _WHY = "its lookups are found by tracing it, so it must be what tf.function take
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """What a step does with batches of one structure.
+    """The traces of a step for batches of one structure.
 
     Args:
         tables: by lookup.
@@ -78,7 +79,7 @@ class StepFunction:
         return result
 
     def asked(self, batch: Any) -> list[Asked]:
-        """Return what the step will look up with a batch of a dataset."""
+        """Return the lookups that the step will make with a batch of a dataset."""
         given = batch if isinstance(batch, tuple) and self._n_arguments() != 1 else (batch,)
         tensors, key = _tensors(given)
         return _asked(self._plan_of(key, given), tensors)
@@ -127,18 +128,18 @@ def prepare(
     dataset: Iterable[Any],
     **options: Unpack[AheadOptions],
 ) -> BatchesAhead:
-    """Pull the rows of a dataset's batches before they are used. What the step looks up is found by tracing it; the loop stays as it is.
+    """Pull the rows of a dataset's batches before they are used. The step's lookups are found by tracing it; the loop stays as it is.
 
     Args:
-        step: what is called with each batch: made by `function`, a tf.function, or plain Python that could be one.
-        dataset: any iterable of batches, a tf.data.Dataset for one. Its first element is looked at.
+        step: called with each batch: made by `function`, a tf.function, or plain Python that could be one.
+        dataset: any iterable of batches, a tf.data.Dataset for one. Its first element is examined.
         options: `AheadOptions`: consistency, k, threads_num, capacity, executor, report.
 
     Returns:
-        What to iterate instead of the dataset; a context manager.
+        An iterable to use instead of the dataset; a context manager.
 
     Raises:
-        InvalidInputError: the step cannot be traced, looks nothing up, looks up in tables of several clusters, or an option cannot be.
+        InvalidInputError: the step cannot be traced, looks nothing up, looks up in tables of several clusters, or an option is wrong.
 
     Example:
         for batch in prepare(step, dataset, threads_num=4, capacity=8):
@@ -164,7 +165,7 @@ def _first(dataset: Iterable[Any]) -> Any:
 
 
 def _traced(python_function: Callable[..., Any], specs: Any) -> _Plan:
-    """Trace with placeholders for rows, and cut out what makes the ids."""
+    """Trace with placeholders for rows, and cut out the part that makes the ids."""
     made: list[Slots] = []
 
     def trace(*batch: Any) -> None:
@@ -187,7 +188,7 @@ def _traced(python_function: Callable[..., Any], specs: Any) -> _Plan:
         raise InvalidInputError(
             f"{_name(python_function)}: its ids cannot be known before it runs; are they made of other rows? TensorFlow says: {error}"
         ) from error
-    # Called as a function it would look for a signature first, which it has not, and write all ids down for a message that nobody reads.
+    # Called as a function it would look for a signature first, which it lacks, and format all ids for a message that is not shown.
     flat = partial(_flat, ids.inference_fn.call_flat, ids.captured_inputs)
     return _Plan([table for table, _ in slots.asked], flat, concrete, None, [], [])
 
@@ -224,7 +225,7 @@ def _asked(plan: _Plan, tensors: list[Any]) -> list[Asked]:
 
 
 def _tensors(batch: tuple[Any, ...]) -> tuple[list[Any], Any]:
-    """A batch's tensors, and what batches have in common that one trace serves."""
+    """Return a batch's tensors, and the structure shared by all batches that one trace serves."""
     specs = tf.nest.map_structure(_spec, batch)
     flat_specs = tf.nest.flatten(specs, expand_composites=True)
     flat = tf.nest.flatten(batch, expand_composites=True)

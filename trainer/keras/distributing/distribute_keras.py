@@ -1,8 +1,8 @@
 """distribute: a Keras model's large embeddings become tables, in place, in one line; fit, evaluate and predict stay as they are.
 
-What must not live here: which embeddings (`keras_sites`), whose first rows (`trainer.bridge.filled_tables`), what a step does
+What must not live here: the choice of embeddings (`keras_sites`), first rows (`trainer.bridge.filled_tables`), the work of a step
 (`steps.step_seam`), update rules (`keras_rules`). Strategy: everything is checked before anything changes. Then tables are made and filled.
-Then each layer becomes one over its table, the same object: whatever refers to it goes on.
+Then each layer becomes one over its table. It stays the same object, so that references to it remain valid.
 
 materialize: a plain Keras copy of a model over tables, to save, export or look at.
 
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class DistributedKeras:
-    """What `distribute` did; its text says it.
+    """The result of `distribute`; its text is the report.
 
     Args:
         tables: of the model's layers.
-        steps: what pushes: `last_ack` is of the newest push.
+        steps: push the gradients: `last_ack` is of the newest push.
         lines: of the text.
     """
 
@@ -92,10 +92,10 @@ def distribute(
         leave: names of layers that stay.
         features: what feeds a layer, by its name: a key of x, or a function of x; a list of them, where a step calls it several times.
             Only for models and steps whose code cannot be followed.
-        initializer: draw the rows by this one, whatever the weights are.
+        initializer: draws the rows, in place of the weights.
         dtype, seed, reduce: of the tables; see `kvemb.schema.table_def.TableDef`.
         max_unapplied: in an async job, how many of its pushes may not be applied yet when a step is over.
-        quiet: do not write what was done to stderr.
+        quiet: do not write the report to stderr.
 
     Raises:
         InvalidInputError: an embedding or an optimizer that has no counterpart, or arguments that do not go together. Nothing was changed.
@@ -170,7 +170,7 @@ def _check(model: Any, cluster: Any, optimizer: object) -> None:
 
 
 def _hands(model: Any, optimizer: Any) -> Callable[[], Any]:
-    """What is called for the optimizer that hands the gradients of rows over."""
+    """Return a function that returns the optimizer that hands the gradients of rows over."""
     if isinstance(optimizer, keras.optimizers.Optimizer):
         return lambda: optimizer
     return lambda: getattr(model, "optimizer", None)
@@ -289,7 +289,7 @@ def _lines(tables: Sequence[SiteTable[KerasSite]], left: Sequence[tuple[str, str
 
 
 def _ahead_line(mode: str) -> str:
-    """Say what a model does not do unless it is asked to, or nobody would know."""
+    """Return a line on pulling ahead, which a model does only on request: without this line users would not know of it."""
     how = ', consistency="exact") pulls them while the steps before run, with the same losses'
     return "fit pulls the rows of a batch when it comes to it; kvemb.keras.prepare(model" + (
         how if mode == "sync" else ") pulls them while the steps before run: rows are older then, see consistency="

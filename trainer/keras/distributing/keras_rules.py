@@ -1,7 +1,7 @@
 """keras.optimizers' rules in a table's words: which update rule an optimizer asks for, and its run-time values at a step.
 
-What must not live here: models, tables, steps. Strategy: by exact class. Keras and the parameter servers write the same rules down
-otherwise in places, and what differs is put into the run-time values and the gradient:
+What must not live here: models, tables, steps. Strategy: by exact class. Keras and the parameter servers write some rules down in
+different forms, and the differences are put into the run-time values and the gradient:
 
 * Adagrad has epsilon under the root: here it is a part of the accumulator's first value.
 * AdamW and AMSGrad have epsilon before the bias correction: it is divided by the correction of the step that comes.
@@ -69,7 +69,7 @@ _RULES: Mapping[type, tuple[str, Values, Callable[[Any], dict[str, Any]]]] = {
 
 
 class MappedRule:
-    """What a Keras optimizer is for tables.
+    """The rule and values of a Keras optimizer, for tables.
 
     Args:
         optimizer: of `model.compile`.
@@ -93,7 +93,7 @@ class MappedRule:
         self.spec = OptimizerSpec.from_dict({"kind": kind, **fixed(rule), **self._values(rule, _rate_now(rule), 1).hyper})
 
     def at(self, optimizer: Any, now: ModelState, n_steps: int) -> StepValues:
-        """Return what holds for the step that comes, after `n_steps` of the model.
+        """Return the values for the coming step, after `n_steps` of the model.
 
         Raises:
             InvalidInputError: the model is compiled with another rule by now.

@@ -1,9 +1,8 @@
 """Which embeddings of a Keras model become tables, which stay, and which cannot be either: decided before anything changes.
 
 What must not live here: clusters, optimizers, the change itself. Strategy, as for torch: an embedding of enough rows is replaced, or
-refused with all reasons at once. It is left only where that is said: too few rows, frozen, or asked for.
-
-The tables that a model's DistributedEmbedding layers declare: checked, then made or opened, each with a rule of its own.
+refused with all reasons at once. It stays only for a stated reason: too few rows, frozen, or asked for. The tables that a model's
+DistributedEmbedding layers declare are checked, then made or opened, each with a rule of its own.
 """
 
 import math
@@ -75,10 +74,10 @@ class KerasSite:
 
 
 def find_sites(model: Any, min_rows: int, names: Names | None, leave: Collection[str]) -> tuple[list[KerasSite], list[tuple[str, str]]]:
-    """Decide what becomes of each keras.layers.Embedding.
+    """Decide for each keras.layers.Embedding whether it becomes a table.
 
     Returns:
-        Those that become tables; (name, why) of those that stay.
+        The embeddings that become tables; (name, why) of those that stay.
 
     Raises:
         InvalidInputError: an embedding cannot be replaced (all reasons), a name is taken twice or is none, or `leave` or `names` name none.
@@ -172,7 +171,7 @@ def _name(layer: str, names: Names | None) -> str:
 
 @dataclass(frozen=True, eq=False)
 class DeclaredTable:
-    """One table, and what its TableConfig says in a cluster's words."""
+    """One table, with its TableConfig in a cluster's words."""
 
     config: TableConfig
     optimizer: Any
@@ -181,7 +180,7 @@ class DeclaredTable:
 
 
 def declared_tables(model: Any, initializer: Initializer | None) -> list[DeclaredTable]:
-    """Return what a model's layers declare; `initializer` takes the place of theirs.
+    """Return the tables that a model's layers declare; `initializer` takes the place of theirs.
 
     Raises:
         InvalidInputError: an optimizer or initializer without a counterpart, or several tables of one name.

@@ -29,8 +29,7 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[misc]
     `kvemb.keras.distribute(model, cluster)` makes the tables, or opens them, and connects the layer.
 
     Args:
-        feature_configs: a `FeatureConfig`, or dicts, lists and tuples of them, nested at will: the structure of inputs and of what is
-            returned.
+        feature_configs: a `FeatureConfig`, or dicts, lists and tuples of them, nested at will: the structure of inputs and of results.
         table_stacking: "auto" or None: tables of a cluster need no stacking.
         update_stats: False: there are no buffers to be sized.
         kwargs: of keras.layers.Layer: name, dtype, trainable.
@@ -76,7 +75,7 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[misc]
         self.built = True
 
     def preprocess(self, inputs: Any, weights: Any = None, training: bool = False) -> Any:
-        """Make features ready for the layer: ragged ids become dense, and what was padded counts for nothing.
+        """Make features ready for the layer: ragged ids become dense, and padding counts for nothing.
 
         Needed for ragged and sparse ids only. It pulls nothing, and may be called in a generator, or in the `map` of a tf.data.Dataset.
 
@@ -87,7 +86,7 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[misc]
             training: has no effect, in keras-rs it counts for buffers.
 
         Returns:
-            What the layer is called with.
+            The inputs of the layer's call.
 
         Raises:
             InvalidInputError: another structure, or ids of another shape.
@@ -108,7 +107,7 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[misc]
         """Look features up.
 
         Args:
-            inputs: ids of each feature, in the structure of `feature_configs`; or what `preprocess` has made of them.
+            inputs: ids of each feature, in the structure of `feature_configs`; or the result of `preprocess`.
             weights: as `inputs`: factors of the rows.
 
         Returns:
@@ -140,7 +139,7 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[misc]
         return [np.asarray(one, object if _uneven(one) else None) if isinstance(one, list | tuple) else one for one in flat]
 
     def get_config(self) -> dict[str, Any]:
-        """Return what makes the layer anew; a table that features share stands there once."""
+        """Return the arguments that make an equal layer; a table that features share stands there once."""
         places = {id(table): place for place, table in enumerate(self.tables)}
         features = keras.tree.map_structure(lambda of: {**of.get_config(), "table": places[id(of.table)]}, self._feature_configs)
         return {**super().get_config(), "feature_configs": features, "tables": [table.get_config() for table in self.tables]}
@@ -169,7 +168,7 @@ def _check(features: list[Any]) -> None:
 
 
 def _flat(configs: Any, given: Any) -> list[Any]:
-    """What is given for each feature, in the order of `configs`; keras.tree has another one on each backend."""
+    """Return the value given for each feature, in the order of `configs`; keras.tree has another order on each backend."""
     if isinstance(configs, Mapping):
         fits = isinstance(given, Mapping) and given.keys() == configs.keys()
         return [one for key in configs for one in (_flat(configs[key], given[key]) if fits else [_MISSING])]

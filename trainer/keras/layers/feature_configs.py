@@ -1,10 +1,9 @@
 """TableConfig and FeatureConfig: keras-rs's words for a table and for a feature that is looked up in one. Values only.
 
-What must not live here: layers (`distributed_embedding`), and what becomes of a table's optimizer (`distributing.keras_rules`).
+What must not live here: layers (`distributed_embedding`), the rules for a table's optimizer (`distributing.keras_rules`).
 
-Ragged and sparse bags of ids made dense, with weights that leave out what was padded. NumPy, and methods of tf.RaggedTensor.
-
-A tf.RaggedTensor within a tf.data.Dataset has no values yet: it is asked by its own methods.
+Ragged and sparse bags of ids are made dense, with weights that leave out padding. NumPy, and methods of tf.RaggedTensor: within a
+tf.data.Dataset it has no values yet, so its own methods are called.
 """
 
 from collections.abc import Sequence
@@ -36,7 +35,7 @@ class TableConfig:
         vocabulary_size: rows: ids are 0 to vocabulary_size - 1.
         embedding_dim: weights per row.
         initializer: of keras.initializers, or its name; normally distributed by the rows' length unless given, as in keras-rs.
-        optimizer: of keras.optimizers, or its name: the table's own, whatever the model is compiled with.
+        optimizer: of keras.optimizers, or its name: the table's own, independent of the model's.
         combiner: how the rows of a bag become one: "mean", "sum", "sqrtn".
         placement: "auto": rows are in the cluster.
         max_ids_per_partition, max_unique_ids_per_partition: refused; they size the buffers of a SparseCore.
@@ -75,7 +74,7 @@ class TableConfig:
                 )
 
     def get_config(self) -> dict[str, Any]:
-        """Return what makes it anew."""
+        """Return the arguments that make an equal table."""
         return {
             "name": self.name,
             "vocabulary_size": self.vocabulary_size,
@@ -88,7 +87,7 @@ class TableConfig:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """Make one of what `get_config` has given."""
+        """Make a table from the result of `get_config`."""
         objects = {key: keras.saving.deserialize_keras_object(config[key]) for key in ("initializer", "optimizer")}
         return cls(**{**config, **objects})
 
@@ -101,8 +100,8 @@ class FeatureConfig:
         name: of the feature; a layer has each once.
         table: its table.
         input_shape: of its ids: (batch,) for one id an example, (batch, n) for bags, of which ragged ones are cut at n. The batch's size is
-            not held to: the last one of an epoch is smaller.
-        output_shape: of what is returned: (batch, embedding_dim).
+            not enforced: the last one of an epoch is smaller.
+        output_shape: of the result: (batch, embedding_dim).
 
     Raises:
         InvalidInputError: shapes that do not go together.
@@ -140,7 +139,7 @@ class FeatureConfig:
         return ids[:, 0] if ids is not None and len(self.input_shape) == 1 and len(ids.shape) == 2 else ids
 
     def get_config(self) -> dict[str, Any]:
-        """Return what makes it anew, its table's included."""
+        """Return the arguments that make an equal feature, its table's included."""
         return {
             "name": self.name,
             "table": self.table.get_config(),

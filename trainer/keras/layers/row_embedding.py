@@ -27,7 +27,7 @@ _ROWS_AT = "rows_at"  # in files of weights
 class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
     """Look up rows by id, as keras.layers.Embedding. One class, for Keras asks one layer for all of it.
 
-    It trains in a model that `distribute` has connected. Elsewhere it looks up what it is called with, and refuses to train.
+    It trains in a model that `distribute` has connected. Elsewhere it looks up the ids of its call, and refuses to train.
 
     Args:
         table: a kvemb table. Or a table's name, with `output_dim`, for a model that `distribute` connects later.
@@ -66,7 +66,7 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
             self.connect(table)
 
     def become_rows(self, table_name: str, combiner: str | None, *, follows: bool = False) -> None:
-        """Set what this class has beyond its base: of a layer that is made, or converted.
+        """Set the attributes that this class adds to its base, in a layer that is made, or converted.
 
         Args:
             table_name, combiner: see the class.
@@ -148,7 +148,7 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         rows = self._rows(inputs)
         if self.combiner is not None:
             alone = len(inputs.shape) == 1
-            # The weight of a row that is alone says nothing but in a sum.
+            # For a bag of one row the weight matters in a sum only.
             factors = self._factors(inputs, None if alone and self.combiner != "sum" else weights)
             if alone:
                 rows, factors = keras.ops.expand_dims(rows, -2), keras.ops.expand_dims(factors, -1)
@@ -212,7 +212,7 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         return factors * keras.ops.cast(keras.ops.not_equal(inputs, 0), "float32") if self.mask_zero else factors
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
-        """As keras.layers.Embedding; what a combiner has made has no mask."""
+        """As keras.layers.Embedding; the result of a combiner has no mask."""
         return None if self.combiner is not None else super().compute_mask(inputs, mask)
 
     def compute_output_shape(self, input_shape: Sequence[int | None]) -> tuple[int | None, ...]:
@@ -225,7 +225,7 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         return keras.KerasTensor(self.compute_output_shape(inputs.shape), dtype=self.compute_dtype)
 
     def save_own_variables(self, store: Any) -> None:
-        """Save at which step the rows are; these are saved with the cluster."""
+        """Save the step at which the rows are; the rows themselves are saved with the cluster."""
         if self.connected and (said := self.mark.state()):
             store[_ROWS_AT] = np.array([said["epoch"], said["step"]], np.int64)
 
@@ -253,7 +253,7 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         return refusal
 
     def get_config(self) -> dict[str, Any]:
-        """Return what makes the layer anew, by its table's name."""
+        """Return the arguments that make an equal layer, with its table's name."""
         base = keras.layers.Layer.get_config(self)
         num_ids = None if self.input_dim == _ANY else self.input_dim
         own = {"table": self.table_name, "combiner": self.combiner, "mask_zero": self.mask_zero}

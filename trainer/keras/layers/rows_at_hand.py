@@ -20,7 +20,7 @@ from keras.src.utils.jax_utils import is_in_jax_tracing_scope
 from kvemb.errors import InvalidInputError
 
 Fed = Mapping[str, Any]
-"""What travels beside a batch: "rows" by table, a tensor [capacity, dim], and "at" by layer, its positions of each call."""
+"""The tensors beside a batch: "rows" by table, [capacity, dim], and "at" by layer, its positions of each call."""
 
 
 class RowsAtHand:
@@ -40,7 +40,7 @@ class RowsAtHand:
 
     @contextmanager
     def of_step(self, fed: Fed, training: bool) -> Iterator[None]:
-        """Have rows at hand, until the step is traced or run."""
+        """Have rows at hand until the step has been traced or run."""
         self._fed, self._training = fed, training
         self._n_calls = {}
         try:
@@ -56,7 +56,7 @@ class RowsAtHand:
             shape: of the ids that the layer was called with.
 
         Raises:
-            InvalidInputError: the layer is called otherwise than it was foreseen.
+            InvalidInputError: the layer is called in another way than was foreseen.
         """
         assert self._fed is not None, "called within a step"
         calls: Sequence[Any] = self._fed["at"].get(layer, ())
@@ -72,7 +72,7 @@ class RowsAtHand:
         return self._leaf(table), calls[n]
 
     def _leaf(self, table: str) -> Any:
-        """Rows with their shadow: for each call anew, which may stand under another tape, or under none."""
+        """Return rows with their shadow, new for each call, which may stand under another tape, or under none."""
         assert self._fed is not None
         leaf = self._fed["rows"][table]
         if self._training and table in self.shadows:
@@ -82,7 +82,7 @@ class RowsAtHand:
 
 
 def not_differentiated(rows: Any, why: str) -> Any:
-    """Return rows whose gradient nobody would push: whoever asks for it is told.
+    """Return rows whose gradient would not be pushed: asking for it is an error.
 
     Raises:
         InvalidInputError: `why`; on JAX here, elsewhere when gradients are asked for.
@@ -102,12 +102,12 @@ def not_differentiated(rows: Any, why: str) -> Any:
 
 @cache
 def _witness() -> Any:
-    """A variable that is trained, so that a tape follows what is computed from it."""
+    """Return a variable that is trained, so that a tape follows values computed from it."""
     return keras.Variable(0.0, name="witness")
 
 
 def _refuse_traced_weights(why: str) -> None:
-    """JAX differentiates a model's weights by giving it others, which are traced."""
+    """Refuse traced weights: JAX differentiates a model's weights by giving it others, which are traced."""
     scope = get_stateless_scope() if in_stateless_scope() else None
     if scope is not None and any(is_in_jax_tracing_scope(value) for value in scope.state_mapping.values()):
         raise InvalidInputError(why)
