@@ -1,1 +1,1 @@
-"""What the bridge of every framework needs: ports to the cluster, shared lookups, steps that push, batches with their rows. NumPy only."""
+"""The common parts of every framework's bridge: ports to the cluster, shared lookups, steps that push, batches with rows. NumPy only."""

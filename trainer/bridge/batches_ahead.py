@@ -2,7 +2,7 @@
 
 What must not live here: which ids a batch will ask for (the bridge's `asked`), threads (`trainer.lookahead`), steps (`pushed_steps`).
 
-Strategy: threads work out what is asked for with a batch, and pull the rows of all tables at once. When the batch is handed out, the rows
+Strategy: threads work out the lookups of a batch, and pull the rows of all tables at once. When the batch is handed out, the rows
 go to the `SharedLookups`, which serve lookups of exactly these ids. A lookup that was not foreseen is pulled when it is made: a wrong
 forecast costs time and never gives wrong rows.
 """
@@ -38,12 +38,12 @@ class Mode:
     k: int | None
 
     def of(self, cluster: Any, state: Callable[[], int], pulls: Any = None) -> Consistency:
-        """Make what keeps it.
+        """Make the object that keeps it.
 
         Args:
             cluster: of the tables.
             state: of the steps, see `SharedLookups.state`.
-            pulls: what pulls for it; the cluster itself unless given.
+            pulls: pulls for it; the cluster itself unless given.
         """
         pulls = cluster if pulls is None else pulls
         if self.consistency == "exact":
@@ -52,17 +52,17 @@ class Mode:
 
 
 class AheadOptions(TypedDict, total=False):
-    """How rows are pulled ahead: what `prepare` of every bridge takes by these names.
+    """How rows are pulled ahead: the options of every bridge's `prepare`.
 
     Args:
-        consistency: what rows may lack when their batch is used. "stale", the default: what is pushed for the `capacity` batches before it,
-            and what else happens since. "bounded": k batches of any shard. "exact": nothing of what steps and this connection do; for
-            clusters in sync mode. Given the same draws, training is then what it is without `prepare`, bit for bit.
+        consistency: the changes that rows may lack when their batch is used. "stale", the default: the pushes of the `capacity` batches
+            before it, and all other changes since. "bounded": k batches of any shard. "exact": no change by steps or this connection; for
+            clusters in sync mode. Given the same draws, training is then the same as without `prepare`, bit for bit.
         k: batches, with "bounded"; every pull and every batch then cost one more small call to each shard.
         threads_num: pulls at a time, 1 to 8; "auto", the default, measures and chooses.
         capacity: batches that may lie ready or be pulled beyond the one in use; "auto", the default, chooses, within 256 MB.
         executor: runs the pulls instead of threads of our own.
-        report: measures the steps while the result is iterated, and says at the end of each run what to turn.
+        report: measures the steps while the result is iterated, and names the setting to change at the end of each run.
     """
 
     consistency: str
@@ -96,7 +96,7 @@ def checked_ahead(
     """Check the options of a `prepare`, all of them before anything is begun.
 
     Raises:
-        InvalidInputError: saying which cannot be.
+        InvalidInputError: naming the wrong one.
     """
     check_consistency(consistency, k, cluster)
     check_executor(executor, threads_num)
@@ -110,8 +110,8 @@ class BatchesAhead(LoaderRuns[Any]):
 
     Args:
         loader: any iterable of batches.
-        asked: what a batch asks for; must not refer to this object, which would then never be collected.
-        sharing: who looks rows up now.
+        asked: returns the lookups of a batch; must not refer to this object, which would then never be collected.
+        sharing: returns the lookups that share rows now.
         consistency: how old rows may be.
         ahead: threads, capacity, executor and report.
     """
@@ -136,17 +136,17 @@ class BatchesAhead(LoaderRuns[Any]):
 
     @property
     def staleness(self) -> Any:
-        """How stale the rows of the newest batch were whose push was applied: changed_fraction, batches_elapsed. None before."""
+        """Staleness of the rows of the newest batch with an applied push: changed_fraction, batches_elapsed. None before the first."""
         return self._log.last
 
     @property
     def mean_staleness(self) -> MeanStaleness:
-        """The same over all pushes that were applied."""
+        """The mean staleness over all applied pushes."""
         return self._log.mean
 
     @property
     def report(self) -> str:
-        """What was chosen and measured."""
+        """The sizes chosen and the times measured."""
         per_batch_ms = 1e3 * self.waited.working_s / max(1, self.waited.n_batches)
         lines = [
             f"{self._sizes}",
@@ -157,7 +157,7 @@ class BatchesAhead(LoaderRuns[Any]):
         return "\n".join([*lines, *self._misses()])
 
     def _plan_lines(self) -> list[str]:
-        """Say what is known of the batches' lookups."""
+        """Return lines on the known lookups of batches."""
         return []
 
     def _where(self, table: str) -> str:
@@ -173,14 +173,14 @@ class BatchesAhead(LoaderRuns[Any]):
         return self._installed is None or self._consistency.fit(self._installed)
 
     def prefetched(self) -> Prefetched | None:
-        """Return what a step is to register of the batches to come: of as many as there were since the last step. See `LookaheadPort`."""
+        """Return the rows of coming batches that a step is to register: of as many as came since the last step. See `LookaheadPort`."""
         n, self._n_since_step = max(1, self._n_since_step), 0
         if not isinstance(self._consistency, Exact) or self._pipeline is None:
             return None
         return self._consistency.hold(self._pipeline.coming(n))
 
     def released(self, changed: Changed | None) -> None:
-        """Take over what a step changed. See `LookaheadPort`."""
+        """Take over the rows that a step changed. See `LookaheadPort`."""
         self._consistency.released(changed)
 
     def pushed(self, ack: AckPort) -> None:
@@ -254,7 +254,7 @@ def _reported(run: Generator[Any, None, None], steps: StepReport) -> Generator[A
 
 
 def _work(asked: AskedOf, consistency: Consistency) -> Callable[[Any], tuple[RowsAhead, int]]:
-    """What a thread does with a batch. It must not know the loader or its run, which would then never be collected."""
+    """Return the work of a thread on a batch. It must not know the loader or its run, which would then never be collected."""
 
     def work(batch: Any) -> tuple[RowsAhead, int]:
         rows = RowsAhead(asked(batch))

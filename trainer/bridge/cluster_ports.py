@@ -1,4 +1,4 @@
-"""What this bridge needs of a table, a cluster and an ack: `kvemb` has them; tests may bring their own. No code here."""
+"""The parts of a table, a cluster and an ack that a bridge needs: `kvemb` has them; tests may bring their own. No code here."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol
@@ -17,7 +17,7 @@ Pushes = Mapping[str, tuple[NDArray[Any], NDArray[np.float32]]]
 
 
 class AckPort(Protocol):
-    """What became of a push. `staleness` is known once the push was released."""
+    """The fate of a push. `staleness` is known once the push was released."""
 
     def wait_applied(self, timeout_s: float | None = None) -> None:
         """Wait until the push was applied."""
@@ -29,7 +29,7 @@ class AckPort(Protocol):
 
     @property
     def failure_seen(self) -> bool:
-        """Whether the push failed and somebody has been told."""
+        """Whether the push failed and its error has been raised."""
         ...
 
     @property
@@ -44,7 +44,7 @@ class AckPort(Protocol):
 
 
 class LookaheadPort(Protocol):
-    """Whoever pulls rows before their batch is used, as the optimizer sees it."""
+    """A loader that pulls rows before their batch is used, as the optimizer sees it."""
 
     def looked_up(self, table: str, foreseen: bool) -> None:
         """Take note of a lookup, and whether its rows had been pulled ahead."""
@@ -68,7 +68,7 @@ class LookaheadPort(Protocol):
 
 
 class ClusterPort(Protocol):
-    """What a bridge needs of a cluster: pulls and pushes of several tables at once."""
+    """The part of a cluster that a bridge needs: pulls and pushes of several tables at once."""
 
     @property
     def mode(self) -> str:
@@ -104,7 +104,7 @@ class ClusterPort(Protocol):
 
 
 class TablePort(Protocol):
-    """The pull of rows, and what the table is."""
+    """The pull of rows, and the table's properties."""
 
     @property
     def name(self) -> str:

@@ -1,14 +1,12 @@
 """The tables of a model's weights: made or opened, and filled.
 
-What must not live here: any framework, optimizers. A table says by its initializer that its
-rows are assigned: CARRIED, zeros under a name that nobody gives. So another trainer knows that it has to wait for them, as it need not for
-rows that are drawn.
+What must not live here: any framework, optimizers. If a table's rows are assigned, its initializer says so: CARRIED, zeros under a name
+that users do not give. So another trainer knows that it has to wait for the rows, which is not needed for rows that are drawn.
 
-The first rows of tables that were a model's weights: exactly one trainer of a job assigns them, the others wait until it has.
-
-Strategy: who made the table assigns its rows, in ascending order, in chunks. Another trainer that finds the table sees by the last chunk
-that this is done. That one comes into being last, though not in all shards at once. So no trainer trains before the rows are there, and
-rows that were trained are not overwritten by a trainer that joins or starts again.
+Exactly one trainer of a job assigns the first rows of tables that were a model's weights. The trainer that made the table assigns its rows,
+in ascending order, in chunks. Another trainer that finds the table sees by the last chunk that this is done. That chunk is created last,
+though not in all shards at once. So no trainer trains before the rows are there, and rows that were trained are not overwritten by a
+trainer that joins or starts again.
 """
 
 import time
@@ -59,9 +57,9 @@ class Weights(Protocol):
 
 
 def assign_padding(table: "Table", site: Weights) -> None:
-    """Set the rows that pad, and do not exist yet, to what the module has there: zeros, which no initializer gives.
+    """Set the padding rows that do not exist yet to the module's own: zeros, which no initializer gives.
 
-    Every trainer does; all have the same, and no push of a module that pads changes them.
+    Every trainer does so; all have the same rows, and no push of a module with padding changes them.
     """
     ids = np.array(site.padding, np.int64)
     if len(ids):
@@ -78,7 +76,7 @@ def assign_weights(table: "Table", site: Weights, ids: NDArray[np.int64]) -> Non
 
 
 def wait_assigned(table: "Table", site: Weights) -> None:
-    """Return when all rows are there, whoever assigns them.
+    """Return when all rows are there, assigned by any trainer.
 
     Raises:
         DeadlineExceededError: no row came for STALL_S seconds.
@@ -130,7 +128,7 @@ class First:
     Args:
         carried: its rows are assigned: the module's weights.
         initializer: its own; None: the table exists, and has one.
-        origin: who decided: the user gave the initializer, it was read off the weights, or none is needed.
+        origin: of the decision: the user gave the initializer, it was read off the weights, or none is needed.
     """
 
     carried: bool
@@ -140,7 +138,7 @@ class First:
 
 @dataclass(frozen=True)
 class TableOptions:
-    """What is the same for all tables; see `kvemb.schema.table_def.TableDef`."""
+    """The options shared by all tables; see `kvemb.schema.table_def.TableDef`."""
 
     dtype: str
     seed: int
@@ -154,7 +152,7 @@ class SiteTable(Generic[SiteT]):
     Args:
         site, table: both.
         made: by this trainer.
-        first: how its rows begin; of a table that exists, `carried` says whether whoever made it assigns them.
+        first: how its rows begin; of a table that exists, `carried` says whether the trainer that made it assigns them.
     """
 
     site: SiteT
@@ -222,7 +220,7 @@ def make_table(cluster: "Cluster", site: SiteT, rule: OptimizerSpec, options: Ta
 
 
 def fill(tables: Sequence[SiteTable[SiteT]], carry: Carry) -> None:
-    """Assign the first rows of tables made here; then wait for those that other trainers made, who may wait for ours."""
+    """Assign the first rows of tables made here; then wait for those of other trainers, which may be waiting for ours."""
     for one in tables:
         if not one.first.carried:
             assign_padding(one.table, one.site)

@@ -1,11 +1,9 @@
-"""A step of training, for every framework: what is pulled ahead, the push of all tables' gradients, the waits, the report.
+"""A step of training, for every framework: the rows pulled ahead, the push of all tables' gradients, the waits, the report.
 
 What must not live here: gradients of a framework (its bridge sums them into parts), update rules (the parameter servers').
 
-How many pushes of an async trainer may be on their way: those that are not applied yet, the oldest first.
-
-Shards that fall behind would otherwise let rows grow old without bound. The wait comes before the next push is handed over. So a push that
-failed is told while the gradients at hand can still be kept.
+The number of an async trainer's unapplied pushes is limited: if shards fell behind, rows would otherwise grow old without bound. The wait
+comes before the next push is handed over. So a failed push is reported while the gradients at hand can still be kept.
 """
 
 import time
@@ -33,7 +31,7 @@ class Unapplied:
     """The acks of pushes that may not be applied yet.
 
     Args:
-        limit: how many may be left when a step is over.
+        limit: how many may remain when a step is over.
     """
 
     def __init__(self, limit: int) -> None:
@@ -41,11 +39,11 @@ class Unapplied:
         self._acks: deque[AckPort] = deque()
 
     def wait_room(self, timeout_s: float | None) -> None:
-        """Wait until one more push keeps within the limit (with a limit of 0 none does, and none is left).
+        """Wait until one more push keeps within the limit (with a limit of 0, until none is unapplied).
 
         Raises:
             ShardUnavailableError: not within the time; that push still counts.
-            KvembError: a push failed that nobody was told of.
+            KvembError: a push failed, and its error has not been raised yet.
         """
         self._wait(max(0, self.limit - 1), timeout_s)
 
@@ -69,10 +67,10 @@ class Unapplied:
 
 
 def check_max_unapplied(max_unapplied: object) -> None:
-    """Refuse what is no number of pushes.
+    """Refuse a value that is no number of pushes.
 
     Raises:
-        InvalidInputError: saying what is one.
+        InvalidInputError: naming the valid ones.
     """
     if isinstance(max_unapplied, bool) or not isinstance(max_unapplied, int) or max_unapplied < 0:
         raise InvalidInputError(f"max_unapplied is {max_unapplied!r}; give a whole number of pushes, 0 or more")
@@ -124,8 +122,8 @@ class PushedSteps:
         """Take a step.
 
         Args:
-            sharing: all who look rows of these tables up.
-            parts: what is pushed, by table: every table, even without a gradient; none at all where gradients overflowed.
+            sharing: all lookups that share rows of these tables.
+            parts: to be pushed, by table: every table, even without a gradient; none at all where gradients overflowed.
             hyper: the optimizers' run-time values, by table.
             use_up: called once gradients were handed over.
             loss: for the report.
@@ -194,7 +192,7 @@ def _begin_step(sharing: Sequence[SharedLookups]) -> tuple[Prefetched | None, li
     """Begin a step of all of them.
 
     Returns:
-        What to register, and for whom: of those that hold rows of one table the first; the others pull again.
+        The rows to register, and the lookups they are for: of those that hold rows of one table the first; the others pull again.
     """
     prefetched: dict[str, Any] = {}
     holding = []
@@ -207,7 +205,7 @@ def _begin_step(sharing: Sequence[SharedLookups]) -> tuple[Prefetched | None, li
 
 
 def _tell(sharing: Sequence[SharedLookups], ack: AckPort | None) -> None:
-    """Tell each of those that pull ahead of a push, once."""
+    """Report a push to each loader that pulls ahead, once."""
     ahead = {id(shared.lookahead): shared.lookahead for shared in sharing}
     for lookahead in ahead.values():
         if lookahead is not None and ack is not None:

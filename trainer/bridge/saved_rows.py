@@ -1,10 +1,8 @@
 """Rows saved beside dense weights, and brought back to the step of those that were loaded: for every framework.
 
-At which step of training rows and dense weights are: a state says how far its rows were, and who loads one hears of a difference.
-
-Strategy: a table counts its steps, in checkpoints, too (`Table.steps`). The state of a module or layer over it holds that number. Where a
-state is loaded the two are compared, and once more at the first lookup. So dense weights and rows may be loaded in any order; what still
-differs then is told.
+Strategy: a table counts its steps, in checkpoints, too (`Table.steps`). The state of a module or layer over it holds that number. When a
+state is loaded the two are compared, and once more at the first lookup. So dense weights and rows may be loaded in any order; a difference
+that remains at the lookup is reported.
 """
 
 import logging
@@ -18,7 +16,7 @@ from kvemb.errors import InvalidInputError, KvembError
 from .cluster_ports import TablePort
 
 log = logging.getLogger("kvemb")
-_saving: "WeakSet[Any]" = WeakSet()  # clusters whose rows are saved beside states, or whose user was told that states have none
+_saving: "WeakSet[Any]" = WeakSet()  # clusters whose rows are saved beside states, or whose user was warned that states have none
 _mixed: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()  # by cluster, its `changes` when a difference was told: once for all tables
 
 
@@ -45,7 +43,7 @@ class StepMark:
         self._unlike = False
 
     def state(self) -> dict[str, int]:
-        """Return what a state says of the rows as they are now; nothing where the shards cannot be asked."""
+        """Return the rows' present step, for a state; nothing if the shards cannot be asked."""
         cluster = self.table.cluster
         if cluster not in _saving:
             _saving.add(cluster)
@@ -61,7 +59,7 @@ class StepMark:
             return {}
 
     def load(self, given: Mapping[str, Any]) -> None:
-        """Take note of what a state says of its rows."""
+        """Take note of the step of the rows in a state."""
         self.loaded = (given["epoch"], given["step"]) if "step" in given and not self.table.cluster.read_only else None
         try:
             self._unlike = self.loaded is not None and self.loaded[1] != self._now()
@@ -93,13 +91,13 @@ class StepMark:
             )
 
     def _now(self) -> int:
-        """The step of the rows, once what this process pushed is applied."""
+        """Return the step of the rows, once this process's pushes are applied."""
         self.table.cluster.flush()
         return self.table.steps()
 
 
 class SavedRows:
-    """Save the rows of a model's cluster beside its dense weights, under the step that these tell, and bring them back.
+    """Save the rows of a model's cluster beside its dense weights, under their step, and bring them back.
 
     Args:
         marks: by table, those of the model's layers over it; of one cluster, which must not be read-only. All its tables are saved and
@@ -149,8 +147,8 @@ class SavedRows:
             Whether rows were loaded.
 
         Raises:
-            CheckpointError: in every process; the rows of that step were not saved here, or cannot be loaded. If nothing else is said, the
-                cluster is as it was.
+            CheckpointError: in every process; the rows of that step were not saved here, or cannot be loaded. Unless the message says
+                otherwise, the cluster is as it was.
         """
         # Of a table the first that has one: they were loaded together.
         wanted = {name: mark.loaded for name, marks in self._marks.items() for mark in marks[::-1] if mark.loaded is not None}

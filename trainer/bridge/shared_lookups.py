@@ -1,15 +1,15 @@
-"""The lookups of a model's modules: one pull for as many of them as is known when it is made.
+"""The lookups of a model's modules: one pull for all of them that are known when it is made.
 
 What must not live here: modules (`table_module`), pushing (`sparse_optimizer`), and threads that pull ahead. Strategy, in this order:
 
 * Rows that were pulled for this batch before it was used are handed in (`install`) and serve lookups of the same ids, compared one by one.
-  They do until the next batch's are handed in or the next step.
+  They serve until the next batch's rows are handed in or until the next step.
 * Lookups made in one call are one pull.
 * Many models feed one tensor of ids to several tables (a weight and a vector per feature). Which tables are asked for the same ids one
   after another is seen in one step and used in the next: the first of them pulls rows for the others, too. Such rows serve until the
   next step; a table that did not ask for them is not pulled ahead again.
 
-Several threads may look up: those that train take turns, for they share what is remembered. Steps come one after another.
+Several threads may look up: those that train take turns, for they share this state. Steps come one after another.
 """
 
 import time
@@ -46,9 +46,9 @@ class SharedLookups:
         self.waited_s = 0.0
         """Seconds that lookups waited for storage."""
         self.lookahead: LookaheadPort | None = None
-        """Whoever installed rows last."""
+        """The loader that installed rows last."""
         self.state = 0
-        """Even between two steps, odd from before a step's push until its release; a step that failed leaves it odd. It only rises."""
+        """Even between two steps, odd from before a step's push until its release; after a failed step it stays odd. It only rises."""
         self._installed: Mapping[str, Sequence[EarlyLookup]] = {}
         self._followers: dict[str, list[str]] = {}  # by the table that is asked first: those that are asked for the same ids
         self._first = ""
@@ -92,7 +92,7 @@ class SharedLookups:
             times.rows_ahead += sum(len(one.found.ids) for lookups in ahead.values() for one in lookups)
 
     def begin_step(self) -> Prefetched | None:
-        """Drop rows that nobody asked for, which are too old after this step; return those that its push is to register, if any."""
+        """Drop rows without a lookup, which are too old after this step; return the rows that its push is to register, if any."""
         with self._lock:
             self._installed = {}
             self._drop_ahead()
@@ -100,13 +100,13 @@ class SharedLookups:
         return None if self.lookahead is None else self.lookahead.prefetched()
 
     def end_step(self, changed: Changed | None) -> None:
-        """Take note that the step's push was handed over, in a sync job released; `changed` is what came back with that."""
+        """Take note that the step's push was handed over, in a sync job released; `changed` are the rows that came back with it."""
         self.state += 1
         if self.lookahead is not None:
             self.lookahead.released(changed)
 
     def _note(self, waited_s: float, pulled: Sequence[LookupResult]) -> None:
-        """Add up what a pull took, for the report in force, too."""
+        """Add the time and rows of a pull, to the report in force, too."""
         self.waited_s += waited_s
         if (times := counted()) is not None:
             times.lookup_s += waited_s
@@ -161,7 +161,7 @@ class SharedLookups:
         return wanted, pulled
 
     def _follow(self, table: TablePort) -> None:
-        """Pull this table ahead in the next step, if what the first one may be asked for, this one may be, too."""
+        """Pull this table ahead in the next step, if all ids of the first one may be asked of this one, too."""
         first, definition = self.tables[self._first].definition, table.definition
         if table.name != self._first and (first.id_dtype, first.num_ids) == (definition.id_dtype, definition.num_ids):
             followers = self._followers.setdefault(self._first, [])

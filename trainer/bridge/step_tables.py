@@ -1,9 +1,7 @@
-"""The tables behind a step function: what its features ask for, the rows found, and the push of their gradients.
+"""The tables behind a step function: the lookups of its features, the rows found, and the push of their gradients.
 
 For frameworks whose steps are functions of arrays: rows go in, their gradients come out. What must not live here: any framework's arrays.
-One thread per step function; it does not survive fork().
-
-The process that a step was made in. In a fork of it TensorFlow and JAX have no threads: a step there would wait for them for ever.
+One thread per step function. It does not survive fork(): in a fork TensorFlow and JAX have no threads, and a step would wait for ever.
 """
 
 import os
@@ -21,16 +19,16 @@ from .pushed_steps import GradientPart, PushedSteps, merge_parts
 from .shared_lookups import Asked, LookupResult, SharedLookups
 
 Gradient = tuple[str, LookupResult, NDArray[np.float32]]
-"""A table's name, what a lookup found, and the gradient [n, dim] of its rows."""
+"""A table's name, the result of a lookup, and the gradient [n, dim] of its rows."""
 
 
 class StepTables:
-    """Tables of one cluster, and who looks rows up in them and pushes.
+    """Tables of one cluster, with their lookups and pushes.
 
     Args:
         tables: of one cluster; one may stand there several times.
         timeout_s, max_unapplied: see `PushedSteps`.
-        shared: who looks rows up in them; its own unless given.
+        shared: the lookups in them; its own unless given.
 
     Raises:
         InvalidInputError: no tables, tables of several clusters, or an option out of range.
@@ -50,7 +48,7 @@ class StepTables:
         id_dtypes = {name: table.definition.id_dtype for name, table in self.by_name.items()}
         self._steps = PushedSteps(self.cluster, id_dtypes, timeout_s=timeout_s, max_unapplied=max_unapplied)
         self.hyper: dict[str, dict[str, float]] = {name: dict(table.hyper) for name, table in self.by_name.items()}
-        """The optimizers' run-time values by table: what the next push carries. Schedules change them."""
+        """The optimizers' run-time values by table, as the next push carries them. Schedules change them."""
 
     def look_up(self, asked: Sequence[Asked]) -> list[LookupResult]:
         """Look several up: from rows pulled ahead, the others in one pull."""
@@ -86,13 +84,13 @@ class StepTables:
 
 
 def check_table(table: object) -> None:
-    """Refuse what is no table of kvemb."""
+    """Refuse an object that is no table of kvemb."""
     if not all(hasattr(table, name) for name in ("pull", "dim", "definition", "cluster")):
         raise InvalidInputError(f"tables must be kvemb tables (cluster.table(…)), got {type(table).__name__}")
 
 
 def asked_of(table: TablePort, ids: NDArray[Any]) -> Asked:
-    """Return what a lookup of these ids asks for.
+    """Return the table and the checked ids of a lookup.
 
     Raises:
         InvalidInputError: ids that the table does not take.
@@ -105,7 +103,7 @@ class OwnProcess:
     """The process that makes this object.
 
     Args:
-        framework: whose threads belong to it.
+        framework: its threads belong to the process.
     """
 
     def __init__(self, framework: str) -> None:

@@ -8,7 +8,7 @@ A value's bucket is XXH64 (seed 0) of its bytes, modulo the buckets: the same on
 its UTF-8 form, those of an integer its 8 bytes in little-endian order, so any XXH64 library computes the same buckets. Integers are hashed
 by vector operations. Text cannot be (NumPy has no hash of strings): a Python loop over the unique strings of a call, at the edge where text
 comes in. CPU time, 100,000 values in one call: 24 ns per integer (their decimal text, in a loop: 254). Per string 0.10 µs with 100 unique
-ones among them, 0.15 with 19,000 (Zipf 1.05), 0.71 where all are unique. Stateless, hence thread- and fork- safe.
+ones among them, 0.15 with 19,000 (Zipf 1.05), 0.71 where all are unique. Stateless, hence thread- and fork-safe.
 """
 
 from collections.abc import Sequence

@@ -5,10 +5,8 @@ gather, whose gradient is XLA's. The loss is differentiated by parameters and ro
 rows' gradients were handed over: a push that failed has changed nothing. There is no callback inside of jit: it would hang where the
 runtime has one thread, and costs more than a pull.
 
-Rows as jit wants them: a few shapes, whatever a batch's number of unique ids is.
-
-Strategy: rows are put into an array of a capacity that only grows, by about a half at a time. So a step is compiled a few times and then
-never again. The last row is always zeros: it stands for padding.
+Rows have a few shapes for jit, with any number of unique ids in a batch: they are put into an array of a capacity that only grows, by about
+a half at a time. So a step is compiled a few times and then never again. The last row is always zeros: it stands for padding.
 """
 
 import warnings
@@ -139,12 +137,12 @@ class EmbeddedStep:
 
     @property
     def hyper(self) -> dict[str, dict[str, float]]:
-        """The run-time values of the tables' optimizers, by table's name: what the next push carries. Schedules change them."""
+        """The run-time values of the tables' optimizers, by table's name, as the next push carries them. Schedules change them."""
         return self._tables.hyper
 
     @property
     def cluster(self) -> ClusterPort:
-        """Whose tables they are."""
+        """The cluster of the tables."""
         return self._tables.cluster
 
     @property
@@ -178,7 +176,7 @@ class EmbeddedStep:
         return (*self._update(grads, state[0], params), loss)
 
     def _say_rates_stay(self) -> None:
-        """Warn, once, where the parameters' rate changes and after a few steps nobody has changed that of rows."""
+        """Warn, once, if the parameters' rate changes and that of rows is unchanged after a few steps."""
         self._rates_to_follow -= 1
         if self._rates_to_follow == 0 and self._tables.hyper == self._first_hyper:
             warnings.warn(
@@ -193,12 +191,12 @@ class EmbeddedStep:
         return self._value(params, rows, at, batch)
 
     def rows(self, batch: Any) -> dict[str, jax.Array]:
-        """Return what the loss gets: by feature float32 [..., dim], a row for each id, zeros for padding. Nothing is pushed."""
+        """Return the loss's rows: by feature float32 [..., dim], a row for each id, zeros for padding. Nothing is pushed."""
         _, rows, at = self._look_up(batch, batch)
         return {feature: rows[feature][at[feature]] for feature in rows}
 
     def asked(self, batch: Any) -> list[Asked]:
-        """Return what a batch will be asked for; in any thread, nothing is sent."""
+        """Return the lookups of a batch; in any thread, nothing is sent."""
         return [wanted.asked for wanted in self._wanted(batch).values()]
 
     def ahead(self, loader: Iterable[Any], ahead: Ahead) -> BatchesAhead:
@@ -215,7 +213,7 @@ class EmbeddedStep:
         return rest
 
     def _look_up(self, given: Any, batch: Any) -> tuple[dict[str, LookupResult], dict[str, Any], dict[str, Any]]:
-        """Look a batch's rows up: what was found, rows [capacity, dim] and positions, by feature."""
+        """Look a batch's rows up; return the results, the rows [capacity, dim] and the positions, each by feature."""
         self._process.check()
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(given)):
             raise InvalidInputError(
@@ -253,7 +251,7 @@ class EmbeddedStep:
 
 
 def _check_array(feature: str, table: TablePort, ids: jax.Array) -> None:
-    """Refuse an array of JAX's that does not lie here, or whose ids may have lost bits when it was made."""
+    """Refuse a JAX array on devices of other processes, or one whose ids may have lost bits when it was made."""
     if not ids.is_fully_addressable:
         raise InvalidInputError(
             f"feature {feature!r}: its ids lie on devices of other processes too, and this process can only look up what it has. Give "
@@ -291,15 +289,15 @@ def embed(
         padding_id: an id that stands for none: its row is zeros, and nothing is pulled or trained.
         optimizer: an optax transformation for the parameters. Rows have the optimizer that their table was created with.
         has_aux: whether the loss returns (loss, aux).
-        row_grads: `row_grads(grads, row_grads)` returns both as they are used: what clips or changes the gradients of the whole model, rows
-            among them. Pure, compiled with the loss. Rows' gradients come by feature [capacity, dim], summed by id within a feature, zeros
+        row_grads: `row_grads(grads, row_grads)` returns both as they are used: it may clip or change the gradients of the whole model, rows
+            included. Pure, compiled with the loss. Rows' gradients come by feature [capacity, dim], summed by id within a feature, zeros
             beyond the batch's rows. A transformation for the parameters alone that does so is refused without.
         timeout_s: how long a step waits for the other trainers' parts in a sync job, for pushes to be applied in an async one;
             as long as a shard may be away (`parameter_servers.away_timeout_s`) unless given.
         max_unapplied: in an async job, how many pushes may not be applied yet when a step is over.
 
     Raises:
-        InvalidInputError: no tables, tables of several clusters, or an option that cannot be.
+        InvalidInputError: no tables, tables of several clusters, or a wrong option.
 
     Example: clip rows and parameters by one norm.
         def clipped(grads, row_grads):
@@ -347,10 +345,10 @@ def prepare(
         options: `AheadOptions`: consistency, k, threads_num, capacity, executor, report.
 
     Returns:
-        What to iterate instead of the loader; a context manager, with the length of the loader if that has one.
+        An iterable to use instead of the loader; a context manager, with the length of the loader if that has one.
 
     Raises:
-        InvalidInputError: an option that cannot be. While iterating: what the loader or a pull raises, at the batch concerned.
+        InvalidInputError: a wrong option. While iterating: any error of the loader or a pull, at the batch concerned.
 
     Example:
         for batch in prepare(step, loader):

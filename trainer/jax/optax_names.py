@@ -1,10 +1,10 @@
 """optax's optimizers under their names and with their arguments, as a table's update rule.
 
-An optax transformation is a pair of closures, which cannot be asked what it is: so it is said once more, by these. What a parameter server
-cannot do is refused by name. Rows that are in no batch stay as they are, which optax with dense gradients moves (momentum, decay).
+An optax transformation is a pair of closures, which do not tell their rule: so these functions name it once more. A rule that a parameter
+server cannot apply is refused by name. Rows that are in no batch stay as they are; optax with dense gradients moves them (momentum, decay).
 
-A transformation for the dense parameters is looked into nevertheless: what would have to see the gradients of rows, too, is told by the
-names of the functions in its closures.
+A transformation for the dense parameters is examined nevertheless: the names of the functions in its closures tell whether it would have
+to see the gradients of rows, too.
 
 What must not live here: optax itself, tables, steps. Pure.
 """
@@ -84,7 +84,7 @@ def _rate(learning_rate: object) -> float:
 
 
 def of_all_gradients(optimizer: Any) -> list[str]:
-    """Return what a transformation holds that acts on a model's gradients as a whole, or on several steps' of them."""
+    """Return the parts of a transformation that act on a model's gradients as a whole, or on those of several steps."""
     return sorted(_OF_ALL_GRADIENTS & set(_names(optimizer, set())))
 
 

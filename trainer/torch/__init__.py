@@ -1,8 +1,8 @@
 """The PyTorch bridge: embedding modules whose rows live in a kvemb table, and the optimizer that pushes their gradients.
 
-Import it as `kvemb.torch`. `distribute` takes a model that is there to a cluster, `prepare` pulls rows before their batch is used, and
-`materialize` makes a plain torch copy. In the rooms below, `lookup` has how a forward pass becomes a gradient to push, `modules` the
-modules, `optimizer` the step. What must not live here: storage, wire formats, update rules.
+Import it as `kvemb.torch`. `distribute` takes an existing model to a cluster, `prepare` pulls rows before their batch is used, and
+`materialize` makes a plain torch copy. Packages: `lookup` (from a forward pass to a gradient to push), `modules`, `optimizer` (the step).
+What must not live here: storage, wire formats, update rules.
 """
 
 from ..bridge.saved_rows import MixedStepsWarning

@@ -1,15 +1,13 @@
 """A batch with its rows: what a step of a model over tables takes instead of the batch alone.
 
-What must not live here: which ids (`ids_plan`), what a step does with its gradients (`step_seam`). Strategy: of all that a batch asks a
-table for there is one lookup, and one leaf in the step. Rows are padded to one of few capacities, so that what a backend has compiled for
-one batch serves the next.
+What must not live here: which ids (`ids_plan`), a step's gradients (`step_seam`). Strategy: all ids that a batch asks a table for are one
+lookup, and one leaf in the step. Rows are padded to one of few capacities, so that a backend's compiled step for one batch serves the next.
 
-Rows of the batches that `fit` comes to next, pulled while a step runs.
-
-Strategy: on every backend `fit` makes an epoch iterator, has the model built with it, and asks it for each epoch's batches. At that moment
-something that reads ahead takes the place of where it gets them from. So batches come to the step through `fit`'s own path, in its order,
-and whatever else takes a step (`train_on_batch`, `evaluate` in a callback) has batches of its own. A batch's rows are handed to the lookups
-with the batch; the step compares ids, so that a step of another batch in between pulls for itself.
+`FitAhead` pulls the rows of the batches that `fit` comes to next while a step runs. On every backend `fit` makes an epoch iterator, has the
+model built with it, and asks it for each epoch's batches. At that moment a source that reads ahead takes the place of the iterator's own.
+So batches come to the step through `fit`'s own path, in its order, and any other step (`train_on_batch`, `evaluate` in a callback) has
+batches of its own. A batch's rows are handed to the lookups with the batch; the step compares ids, so that a step of another batch in
+between pulls for itself.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +31,7 @@ _LEAST = 64  # rows
 
 @dataclass(frozen=True)
 class AskedByLayers:
-    """What a batch asks for.
+    """The ids that a batch asks for.
 
     Args:
         asked: for each table, once, all ids that its layers' calls ask for, one after another.
@@ -45,7 +43,7 @@ class AskedByLayers:
 
 
 def wanted_of(ids: Sequence[tuple[RowEmbedding, NDArray[Any]]]) -> AskedByLayers:
-    """Put together what the calls of a step ask for; raises as `RowEmbedding.ids_of`."""
+    """Put together the ids that the calls of a step ask for; raises as `RowEmbedding.ids_of`."""
     parts: dict[str, list[NDArray[np.uint64]]] = {}
     tables: dict[str, TablePort] = {}
     calls, starts = [], dict[str, int]()
@@ -60,13 +58,13 @@ def wanted_of(ids: Sequence[tuple[RowEmbedding, NDArray[Any]]]) -> AskedByLayers
 
 
 def look_up(wanted: AskedByLayers, shared: SharedLookups, training: bool) -> dict[str, LookupResult]:
-    """Return what is found, by table."""
+    """Return the results, by table."""
     found = shared.look_up(wanted.asked, recording=training)
     return {table.name: one for (table, _), one in zip(wanted.asked, found, strict=True)}
 
 
 def capacity_of(n_rows: int, before: int = 0) -> int:
-    """Return for how many rows a step is made: never fewer than before, with room for an eighth more where it grows.
+    """Return the number of rows that a step is made for: never fewer than before, with room for an eighth more when it grows.
 
     Example:
         >>> capacity_of(1000), capacity_of(900, 1152), capacity_of(1153, 1152)
@@ -80,7 +78,7 @@ def capacity_of(n_rows: int, before: int = 0) -> int:
 
 
 def fed_of(wanted: AskedByLayers, found: Mapping[str, LookupResult], capacities: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-    """Return what travels beside the batch, as the backend's tensors: see `layers.rows_at_hand`."""
+    """Return the tensors that travel beside the batch, of the backend's own kind: see `layers.rows_at_hand`."""
     rows = {name: keras.ops.convert_to_tensor(_padded(one.rows, capacities[name])) for name, one in found.items()}
     at: dict[str, list[Any]] = {}
     for layer, table, shape, start in wanted.calls:
@@ -99,15 +97,15 @@ def _padded(rows: NDArray[np.float32], capacity: int) -> NDArray[np.float32]:
 
 
 Plan = Callable[[Any], IdsPlan]
-"""Finds out of a batch, before it is looked at in other threads, how its ids are computed."""
+"""Finds from a batch how its ids are computed, before other threads see the batch."""
 
 
 class FitAhead:
-    """Stands where a model's `fit` gets its batches from.
+    """Stands in the place of the source of a model's `fit`.
 
     Args:
         plan: called with each batch, in the thread that trains.
-        plans: what it found, by whether a batch has a y.
+        plans: its results, by whether a batch has a y.
         shared: the lookups.
     """
 
@@ -117,7 +115,7 @@ class FitAhead:
         self._beginning = False
 
     def install(self, model: Any) -> None:
-        """Stand there from now on; until `prepare` nothing changes."""
+        """Take that place from now on; until `prepare` nothing changes."""
         build = "_maybe_symbolic_build" if keras.backend.backend() == "tensorflow" else "_symbolic_build"
         object.__setattr__(model, "fit", self._around_fit(model.fit))
         object.__setattr__(model, build, self._with_epochs(getattr(model, build)))
@@ -145,7 +143,7 @@ class FitAhead:
         return around
 
     def _with_epochs(self, build: Callable[..., Any]) -> Callable[..., Any]:
-        """`fit` builds the model first of all that it does with its epochs: they are known from then on."""
+        """Learn of `fit`'s epochs: building the model is the first thing that it does with them."""
 
         def with_epochs(*args: Any, **kwargs: Any) -> Any:
             epochs: Any = kwargs.get("iterator")
@@ -179,7 +177,7 @@ def _planned(batches: Iterator[Any], plan: Plan) -> Iterator[Any]:
 
 
 def _kept(value: Any) -> Any:
-    """An array as it is now: a generator may fill the same one for its next batch, which is read before this one is used."""
+    """Copy an array: a generator may fill the same one for its next batch, which is read before this one is used."""
     copy = getattr(value, "clone", None) or getattr(value, "copy", None)
     return value if copy is None else copy()
 

@@ -21,11 +21,11 @@ from ..layers.feature_configs import is_ragged
 from ..layers.row_embedding import RowEmbedding
 
 Values = dict[int, Any]
-"""Of one batch: what was computed, by symbol."""
+"""Of one batch: the values computed, by symbol."""
 Compute = Callable[[Sequence[Any], Values], Any]
 """From a batch's inputs, flat, to a value."""
 Feature = str | int | Callable[[Any], Any]
-"""What feeds a layer: a key or index of x, or a function of x."""
+"""The source of a layer's ids: a key or index of x, or a function of x."""
 DRAW_BEFORE = "Ids that are drawn, as negatives are, come with the batch: draw them in the input pipeline, as an input of the model"
 
 
@@ -135,7 +135,7 @@ def _walked(named: set[str], model: Any, x: Any, y: Any) -> "_SymbolWalk":
 
 
 def _refuse_drawn(constants: "list[tuple[str, Any]]", again: "list[tuple[str, Any]]") -> None:
-    """Refuse ids that do not come from the batch and are others at each call: the step would draw others than were pulled."""
+    """Refuse ids that do not come from the batch and differ at each call: the step would draw other ids than were pulled."""
     for (layer, one), (_, other) in zip(constants, again, strict=False):
         if not np.array_equal(host(one), host(other)):
             raise InvalidInputError(
@@ -170,7 +170,7 @@ class _SymbolWalk:
             self._loss(model, symbols, keras.tree.map_structure(_symbol_like, y), predicted, n)
 
     def _loss(self, model: Any, x: Any, y: Any, predicted: Any, n: int) -> None:
-        """Call a model's own loss with symbols. Where it takes none, what it looks up is not foreseen, and refused in the step by name."""
+        """Call a model's own loss with symbols. If it takes none, its lookups are not foreseen, and refused in the step by name."""
         for at, symbol in enumerate(keras.tree.flatten(y)):
             self._know(symbol, _input(n + at))
         try:
@@ -234,7 +234,7 @@ class _SymbolWalk:
             ) from error
 
     def _of(self, symbol: Any) -> Compute:
-        """How a symbol's value is computed."""
+        """Return how a symbol's value is computed."""
         if not isinstance(symbol, keras.KerasTensor):
             return lambda flat, values: symbol
         known = self._symbols.get(id(symbol))
@@ -295,9 +295,9 @@ _patching = threading.Lock()
 
 @contextmanager
 def _meeting(meet: Callable[[Any, Any, Any], None]) -> Iterator[None]:
-    """Be told of every call of a layer in this thread. Keras has no hook for calls within a model's own code.
+    """Call `meet` at every call of a layer in this thread. Keras has no hook for calls within a model's own code.
 
-    Not of what a layer calls while Keras asks it for its result's shape: `meet` looks into layers by itself, and has been there.
+    Calls that a layer makes while Keras asks it for its result's shape do not count: `meet` looks into layers by itself, and has seen them.
     """
     original, mine, within = keras.Layer.__call__, threading.get_ident(), threading.Lock()
 

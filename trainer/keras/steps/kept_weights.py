@@ -1,14 +1,13 @@
-"""A connected model's weights as Keras hands them out and takes them back: dense ones, which say at which step their rows were.
+"""A connected model's dense weights as Keras hands them out and takes them back, with the step of their rows; and shadow variables.
 
-What must not live here: saving and loading rows (`trainer.bridge.saved_rows`). Strategy:
-callbacks (EarlyStopping, ModelCheckpoint, BackupAndRestore) keep weights with a few methods of a model. These are wrapped. With
-`RowCheckpoints` they keep the rows, too; without, whoever uses dense weights of one step with rows of another is warned.
+What must not live here: saving and loading rows (`trainer.bridge.saved_rows`). Callbacks (EarlyStopping, ModelCheckpoint, BackupAndRestore)
+keep weights with a few methods of a model. These are wrapped. With `RowCheckpoints` they keep the rows, too; without, a warning follows
+when dense weights of one step are used with rows of another.
 
-Shadows: the variables that take the gradients of tables' rows out of a step, and who put them there.
-
-Strategy: a Keras optimizer overwrites a shadow with its gradient, by `assign` in a name scope that names the optimizer. That is noted while
-the step is traced or run. A compiled step runs without notes, so the value says whether it happened this time: a shadow is blank before
-each step, zeros and a last row of ones. No position of a batch refers to the last row, so a gradient is zero there.
+Shadows are the variables that take the gradients of tables' rows out of a step. A Keras optimizer overwrites a shadow with its gradient, by
+`assign` in a name scope that names the optimizer. That is noted while the step is traced or run. A compiled step runs without notes, so the
+value tells whether it happened this time: a shadow is blank before each step, zeros and a last row of ones. No position of a batch refers
+to the last row, so a gradient is zero there.
 """
 
 import warnings
@@ -51,7 +50,7 @@ def shadow_of(layer: Any, dim: int) -> Any:
     )
     if locked:
         layer._tracker.lock()
-    if keras.backend.backend() == "tensorflow":  # of any number of rows, so that nothing is traced anew where it changes
+    if keras.backend.backend() == "tensorflow":  # of any number of rows, so that a change of it causes no new trace
         kind = type(shadow._value)
         shadow._value = kind(np.zeros((1, dim), np.float32), trainable=True, shape=(None, dim), name=_NAME)
     _note_who_assigns(shadow)
@@ -96,7 +95,7 @@ class Handing:
         self._left_out: dict[str, int] = {}
 
     def forget(self) -> None:
-        """Begin anew: the function that trains is made again."""
+        """Drop all notes: the function that trains is made again."""
         self._by, self._left_out = {}, {}
 
     @contextmanager
@@ -128,7 +127,7 @@ class Handing:
             n: rows of the batch.
 
         Raises:
-            InvalidInputError: it comes from somebody else, or from nobody for some steps.
+            InvalidInputError: it comes from another optimizer, or has been missing for some steps.
         """
         expected, by = rule_of(self._optimizer()), self._by.get(table, [])
         if value[-1].any() and (value[-1] == 1.0).all() and not value[:-1].any():
@@ -189,12 +188,12 @@ _KEPT = "_weights_kept"
 
 
 def not_connected(model: Any) -> InvalidInputError:
-    """What is said where a model's steps have no rows yet."""
+    """Return the error for a model whose steps have no rows yet."""
     return InvalidInputError(f"{type(model).__name__} is no model over tables yet: call kvemb.keras.distribute(model, cluster) first")
 
 
 class WeightsList(list[Any]):
-    """What `get_weights` returns: arrays, and by layer's name what its mark says of the rows then."""
+    """The result of `get_weights`: arrays, and by layer's name the mark's state of the rows at that time."""
 
     def __init__(self, arrays: Iterable[Any], said: dict[str, dict[str, int]]) -> None:
         super().__init__(arrays)
@@ -202,7 +201,7 @@ class WeightsList(list[Any]):
 
 
 class KeptWeights:
-    """Stands around the methods that hand a model's weights out and take them back.
+    """Wraps the methods that hand a model's weights out and take them back.
 
     Args:
         model: whose.
@@ -212,17 +211,17 @@ class KeptWeights:
         self._model = model
         self._originals = {name: getattr(model, name) for name in ("save", "save_weights", "load_weights")}
         self.rows: SavedRows | None = None
-        """Keeps the rows beside the weights; None: nobody does."""
+        """Keeps the rows beside the weights; None: they are not kept."""
 
     def install(self) -> None:
-        """Stand there from now on."""
+        """Wrap them from now on."""
         own = {"get_weights": self._get, "set_weights": self._set, "load_weights": self._load, "export": self._refuse_export}
         for name, method in {**own, "save": self._saving("save"), "save_weights": self._saving("save_weights")}.items():
             object.__setattr__(self._model, name, method)
         object.__setattr__(self._model, _KEPT, self)
 
     def _dense(self) -> list[Any]:
-        """Weights as EarlyStopping and others keep them: a shadow is none, and changes its shape."""
+        """Return weights for EarlyStopping and others: without shadows, which are no weights and change their shape."""
         return [variable for variable in self._model.weights if not is_shadow(variable)]
 
     def _get(self) -> WeightsList:

@@ -1,14 +1,11 @@
 """The values of a model's variables around one step, wherever the backend keeps them: in the variables, or in what JAX's functions take.
 
-What must not live here: what is done with them. On JAX `fit` takes the values out of the variables, hands them from step to step, and gives
+What must not live here: the use of the values. On JAX `fit` takes the values out of the variables, hands them from step to step, and gives
 their memory away to each step. So they are read before it or after it, and never kept.
 
-What holds for one step of a table: types only.
-
-What Keras's optimizers do to gradients before their rule, done for rows: scales taken off, norms and values clipped.
-
-Keras leaves variables that are overwritten with their gradient out of all of it. The norm of a table's gradient is that of the dense weight
-it stands for: rows that are not in a batch have none.
+Gradients of rows are also treated here as Keras's optimizers treat others before their rule: scales are taken off, norms and values
+clipped. Keras leaves variables that are overwritten with their gradient out of all that. The norm of a table's gradient is that of the
+dense weight it stands for: rows that are not in a batch have none.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,7 +34,7 @@ class ModelState:
         self._model, self._given = model, [list(map(list, one)) for one in given]
 
     def given(self) -> "tuple[Any, ...]":
-        """Return what the function takes before its batches."""
+        """Return the state that the function takes before its batches."""
         return tuple(tuple(one) for one in self._given)
 
     def value(self, variable: Any) -> NDArray[Any]:
@@ -50,7 +47,7 @@ class ModelState:
         return any(variable is one for one in self._model.trainable_variables)
 
     def put(self, variable: Any, value: Any) -> None:
-        """Give a variable a value, of another shape than before where it likes."""
+        """Give a variable a value, also of another shape."""
         variable._shape = tuple(value.shape)
         held = self._held(variable)
         if held is not None:
@@ -100,7 +97,7 @@ def leave_with(model: Any, state: "list[Any]") -> None:
 
 
 def _give_back(model: Any, state: "list[Any]") -> "list[tuple[Any, Any]]":
-    """Put values into the variables that have none; return these, and what each had."""
+    """Put values into the variables that have none; return these, and each one's earlier content."""
     if not state:
         return []
     values = list(state[0])
@@ -120,7 +117,7 @@ def _give_back(model: Any, state: "list[Any]") -> "list[tuple[Any, Any]]":
 
 @dataclass(frozen=True)
 class StepValues:
-    """A table's run-time values, and what is done to gradients before they are pushed: clipped, then multiplied by a factor."""
+    """A table's run-time values, and the treatment of gradients before they are pushed: clipping, then a factor."""
 
     hyper: dict[str, float]
     factor: float = 1.0
@@ -134,7 +131,7 @@ def rule_of(optimizer: Any) -> Any:
 
 
 class GradientScale:
-    """Of the optimizer that tables follow, as it is when a step begins.
+    """The gradient scale of the optimizer that tables follow, at the beginning of a step.
 
     Args:
         optimizer: called for it.
@@ -144,10 +141,10 @@ class GradientScale:
         self._optimizer, self._scale = optimizer, 1.0
 
     def begin(self, now: ModelState) -> None:
-        """Take note of what the step's gradients will be scaled by.
+        """Take note of the scale of the step's gradients.
 
         Raises:
-            InvalidInputError: the optimizer does what rows cannot follow.
+            InvalidInputError: the optimizer has an option that rows cannot follow.
         """
         optimizer = self._optimizer()
         if optimizer is None:
@@ -179,7 +176,7 @@ def refuse_unfit(optimizer: Any) -> None:
     """Refuse options of an optimizer that rows cannot follow.
 
     Raises:
-        InvalidInputError: naming the option, and what to do.
+        InvalidInputError: naming the option, and the remedy.
     """
     rule, who = rule_of(optimizer), type(rule_of(optimizer)).__name__
     if rule.gradient_accumulation_steps:

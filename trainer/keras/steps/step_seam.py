@@ -4,7 +4,7 @@ What must not live here: which ids (`ids_plan`), update rules (`distributing.ker
 
 Strategy: `fit`, `train_on_batch`, `evaluate`, `predict` of every backend call `model.train_function` (test, predict) with a source of
 batches, a step at a time. A `StepSeam` takes its place: it takes the batch out of the source, looks its rows up, hands both to the
-function, and pushes what the shadows hold then. So a step's rows are pulled after the push of the one before, however far Keras reads
+function, and then pushes the shadows' gradients. So a step's rows are pulled after the push of the step before, however far Keras reads
 ahead, unless `fed_batches` has them. Inside, `train_step` (test, predict), the model's own where it has one, is called with the batch
 alone, while the rows are at hand.
 
@@ -30,7 +30,7 @@ from .kept_weights import Handing, KeptWeights, blank, not_connected, shadow_of
 from .model_state import GradientScale, ModelState, StepValues, in_place, leave_with
 
 StepHyper = Callable[[ModelState], Mapping[str, StepValues]]
-"""What holds for the step that comes, by table."""
+"""The values for the coming step, by table."""
 STEPS = ("train", "test", "predict")
 _CONNECTED = "_rows_connected"
 
@@ -44,7 +44,7 @@ class ConnectedModel:
         steps: pushes.
         shared: the lookups.
         values: asked before each step.
-        optimizer: called for the one that hands gradients over.
+        optimizer: returns the optimizer that hands gradients over.
         features: see `IdsPlan`.
     """
 
@@ -105,7 +105,7 @@ class ConnectedModel:
         return made
 
     def plan(self, batch: Any) -> IdsPlan:
-        """How a batch's ids are computed; found out of the first one, by calling the model, which may look at its variables."""
+        """Return how a batch's ids are computed; found from the first one, by calling the model, which may read its variables."""
         x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
         if (y is not None) not in self._plans:
             with in_place(self.model, self._state):
@@ -113,7 +113,7 @@ class ConnectedModel:
         return self._plans[y is not None]
 
     def wanted(self, batch: Any) -> AskedByLayers:
-        """What a batch asks for."""
+        """Return the ids that a batch asks for."""
         x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
         plan = self.plan(batch)
         with in_place(self.model, self._state) if plan.weighs else nullcontext():
@@ -121,7 +121,7 @@ class ConnectedModel:
 
     @contextmanager
     def of_call(self, state: list[Any]) -> Iterator[None]:
-        """Know what a function was called with. Where it fails, the model has what its last step made of that."""
+        """Keep the state that a function was called with. If the function fails, the model gets the state of its last step."""
         self._state = state
         try:
             yield
@@ -132,7 +132,7 @@ class ConnectedModel:
             self._state = []
 
     def fed(self, batch: Any, training: bool) -> tuple[Any, dict[str, LookupResult]]:
-        """Return a batch with its rows, and what was found."""
+        """Return a batch with its rows, and the results of its lookups."""
         for layer in layers_over_tables(self.model):
             layer.mark.before_lookup(training)
         wanted = self.wanted(batch)
@@ -180,10 +180,10 @@ def is_connected(model: Any) -> bool:
 
 
 def connected_of(model: Any) -> ConnectedModel:
-    """Return what stands around a model's steps.
+    """Return the object that stands around a model's steps.
 
     Raises:
-        InvalidInputError: nothing does.
+        InvalidInputError: the model has none.
     """
     connected = vars(model).get(_CONNECTED) if isinstance(model, keras.Model) else None
     if not isinstance(connected, ConnectedModel):
@@ -195,7 +195,7 @@ class StepSeam:
     """Stands in the place of a model's compiled function: every batch comes with its rows.
 
     Args:
-        connected: whose.
+        connected: the model.
         inner: Keras's function.
         training: whether its steps train.
     """
@@ -232,7 +232,7 @@ class StepSeam:
 
 
 def _nothing() -> None:
-    """Gradients need no using up: each step overwrites them."""
+    """Do nothing: gradients need not be used up, since each step overwrites them."""
 
 
 def prepare(
@@ -249,10 +249,10 @@ def prepare(
         options: `AheadOptions`: consistency, k, threads_num, capacity, executor, report.
 
     Returns:
-        What pulls: its `report` says what was chosen and measured, its `staleness` how old rows were.
+        The object that pulls: its `report` has the sizes chosen and the times measured, its `staleness` how old rows were.
 
     Raises:
-        InvalidInputError: the model is not connected, or an option cannot be. In `fit`: whatever the data or a pull raises, at the batch
+        InvalidInputError: the model is not connected, or an option is wrong. In `fit`: any error of the data or a pull, at the batch
             concerned.
 
     Example:

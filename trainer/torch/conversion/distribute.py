@@ -1,6 +1,6 @@
 """distribute: a torch model's large embeddings become tables, in place, in one line; its training loop stays as it is.
 
-What must not live here: which embeddings (`distribute_plan`), whose first rows (`filled_tables`), what a step does
+What must not live here: the choice of embeddings (`distribute_plan`), first rows (`trainer.bridge.filled_tables`), the work of a step
 (`joined_step`), update rules (`optimizer_map`). Strategy: everything is checked before anything changes. Then tables are made and filled.
 The model and the optimizer are changed last, by assignments that are undone if one fails.
 """
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Distributed:
-    """What `distribute` did; its text says it.
+    """The result of `distribute`; its text is the report.
 
     Args:
         tables: made or opened, in the model's order.
-        optimizer: what pushes at the optimizer's step: `last_ack`, `staleness`; None unless a torch optimizer was given.
+        optimizer: pushes at the optimizer's step: `last_ack`, `staleness`; None unless a torch optimizer was given.
         lines: of the text.
     """
 
@@ -85,19 +85,19 @@ def distribute(
         model: whose embeddings are replaced; modules that share a weight share the table.
         cluster: of `kvemb.connect`.
         min_rows: embeddings of fewer rows stay, and so do frozen ones.
-        optimizer: a torch optimizer made of the model's parameters. It goes on with what stays, and its step() pushes, too. Each table
-            gets its rule and follows its group's run-time values (docs/conversion.md lists what is mapped). Or a `kvemb.optim` rule for
+        optimizer: a torch optimizer made of the model's parameters. It keeps the others, and its step() pushes, too. Each table
+            gets its rule and follows its group's run-time values (docs/conversion.md lists the mapped options). Or a `kvemb.optim` rule for
             all tables, to train with SparseOptimizer(model). None: open tables that exist, as for serving.
         carry_weights: True: assign the weights, however many. False: read their initializer off them. "overwrite": assign them also where
             the table exists; for one trainer alone.
         names: of the tables, by module path, or a function from path to name; the path unless given. A model that is not to share rows
             with another one of the cluster needs other names.
         leave: paths of embeddings that stay.
-        initializer: draw the rows by this one, whatever the weights are.
+        initializer: draws the rows, in place of the weights.
         dtype, seed, reduce: of the tables; see `kvemb.schema.table_def.TableDef`. With averaged dense gradients (DistributedDataParallel):
             reduce="mean".
         max_unapplied: of its pushes in an async job, see SparseOptimizer; goes with a torch optimizer.
-        quiet: do not write what was done to stderr.
+        quiet: do not write the report to stderr.
 
     Raises:
         InvalidInputError: an embedding or an optimizer option that has no counterpart, named with its table, or arguments that do not
@@ -197,7 +197,7 @@ def _made_and_filled(
 
 
 def _follow(site: Site, optimizer: torch.optim.Optimizer) -> Follows:
-    """Find the group that holds the site's weight, and what it means."""
+    """Find the group that holds the site's weight, and its meaning for a table."""
     for at, group in enumerate(optimizer.param_groups):
         if any(param is site.weight for param in group["params"]):
             return Follows(at, MappedGroup(optimizer, group, str(site)))
@@ -279,7 +279,7 @@ def _module(old: TorchEmbedding, one: SiteTable[Site]) -> Embedding | EmbeddingB
 
 
 def _take_out(optimizer: torch.optim.Optimizer, weights: Sequence[torch.Tensor], undo: list[Callable[[], object]]) -> None:
-    """Let the optimizer forget these parameters; what stays keeps its group, its place and its state."""
+    """Let the optimizer forget these parameters; the others keep their group, place and state."""
     gone = {id(weight) for weight in weights}
     for group in optimizer.param_groups:
         stays = [id(param) not in gone for param in group["params"]]

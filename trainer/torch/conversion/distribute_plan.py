@@ -1,8 +1,8 @@
 """Which embeddings of a model become tables, which stay as they are, and which cannot be either: decided before anything changes.
 
 What must not live here: clusters, optimizers, the change itself. Strategy: an embedding of enough rows is replaced, or refused with all
-reasons at once. It is left behind only where that is said: too few rows, frozen, or asked for. A weight is one table, however many modules
-hold it, and whoever holds it must be an embedding that is replaced, too.
+reasons at once. It stays only for a stated reason: too few rows, frozen, or asked for. A weight is one table, however many modules hold it,
+and every holder must be an embedding that is replaced, too.
 """
 
 import gc
@@ -88,7 +88,7 @@ class DistributePlan:
 
 
 def make_plan(model: nn.Module, min_rows: int, names: Names | None = None, leave: Collection[str] = ()) -> DistributePlan:
-    """Decide what becomes of each nn.Embedding and nn.EmbeddingBag.
+    """Decide for each nn.Embedding and nn.EmbeddingBag whether it becomes a table.
 
     Args:
         model: not changed.
@@ -98,7 +98,7 @@ def make_plan(model: nn.Module, min_rows: int, names: Names | None = None, leave
 
     Raises:
         InvalidInputError: the model is wrapped or has tables already, or an embedding cannot be replaced (all reasons, with paths). Also
-            where a name is taken twice or is none, `leave` or `names` name no embedding, or no embedding is left to replace.
+            where a name is taken twice or is none, `leave` or `names` name no embedding, or no embedding remains to be replaced.
     """
     _check_model(model)
     paths = _paths(model)
@@ -184,7 +184,7 @@ def _reason_to_stay(module: TorchEmbedding, min_rows: int) -> str:
 
 
 def _problems(model: nn.Module, beside: Iterable[OutsideReference], holders: list[tuple[str, TorchEmbedding]]) -> Iterator[str]:
-    """What keeps the modules that hold one weight from being replaced."""
+    """Yield the reasons why the modules that hold one weight cannot be replaced."""
     for path, module in holders:
         for problem in _problems_of(module):
             yield f"{path!r}: {problem}"
@@ -204,7 +204,7 @@ def _problems(model: nn.Module, beside: Iterable[OutsideReference], holders: lis
 
 
 def _may_read(other: nn.Module, tensor: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a module that has the weight for its own may go on with the table's rows, whole: a head that is tied to the embedding."""
+    """Whether a module that has the weight as its own may go on with all of the table's rows: a head that is tied to the embedding."""
     return tensor is weight and isinstance(tensor, nn.Parameter) and not isinstance(other, _KINDS) and is_readable(*weight.shape)
 
 
@@ -217,7 +217,7 @@ def _tied(model: nn.Module, site: Site) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def _held_beside(beside: Iterable[OutsideReference], holders: list[tuple[str, TorchEmbedding]]) -> Iterator[str]:
-    """Attributes that lead to the memory of a weight that is replaced, as another tensor: nothing could tell that one."""
+    """Yield attributes that lead to the memory of a replaced weight by another tensor, which could not be changed with it."""
     modules, weight = {id(module) for _, module in holders}, holders[0][1].weight
     for one in beside:
         views = [path for path, held in one.held if isinstance(held, torch.Tensor) and held is not weight and _same_memory(held, weight)]

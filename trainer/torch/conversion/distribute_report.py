@@ -1,4 +1,4 @@
-"""What `distribute` tells. No decisions here."""
+"""The report of `distribute`. No decisions here."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -16,7 +16,7 @@ _SHOWN = 8
 def lines(
     plan: DistributePlan, tables: Sequence[SiteTable[Site]], carry: Carry, follows: Mapping[str, Follows], trained: Sequence[Site]
 ) -> Iterator[str]:
-    """Say what became of each embedding, and what will be different from now on.
+    """Return lines on each embedding's fate, and on the differences from now on.
 
     Args:
         plan, tables, carry: of the call.
@@ -66,7 +66,7 @@ def lines(
 
 
 def _who_else(sites: Sequence[Site]) -> Iterator[str]:
-    """Name those that hold what was replaced, or are tied to it: they are led to the tables."""
+    """Name the attributes and modules that hold a replaced weight, or are tied to it: they now lead to the tables."""
     for readable in (True, False):
         held = [path for site in sites if is_readable(site.n_rows, site.dim) is readable for path in _holders(site)]
         if not held:

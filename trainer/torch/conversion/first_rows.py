@@ -1,10 +1,9 @@
 """Where the first rows of a table come from: the module's weights, or an initializer. Decided before anything changes.
 
-What must not live here: assigning (`filled_tables`), tables. Strategy: unless the user says otherwise, a table begins with the module's
-own weights. They are assigned, where all of a model's can be in a minute or so. Of those that are too many, the initializer is read off
-(`recognized_embeddings`). Where that is not plain either, the user is asked. A table that exists is not decided about: it keeps its rows.
-
-Weights that no row can be, found before a table is made.
+What must not live here: assigning (`filled_tables`), tables. Strategy: unless the user says otherwise, a table begins with the module's own
+weights. They are assigned, if all of a model's can be assigned in a minute or so. If they are too many, the initializer is read off them
+(`recognized_embeddings`). If that is not clear either, the user is asked. A table that exists needs no decision: it keeps its rows. Weights
+that a row cannot hold are refused before a table is made.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -19,7 +18,7 @@ from .distribute_plan import Site
 from .recognized_embeddings import read_off
 
 CARRY_ROWS, CARRY_BYTES = 10_000_000, 1 << 30
-"""How much of a model is assigned without being asked for: about a minute's work for two shards on a machine of 2 cores."""
+"""How much of a model is assigned without a request: about a minute's work for two shards on a machine of 2 cores."""
 
 
 def first_rows(
@@ -30,7 +29,7 @@ def first_rows(
     Args:
         sites: of the model.
         carry, given: the user's carry_weights and initializer.
-        trained: tables whose weights are known to have been trained: no initializer draws those.
+        trained: tables whose weights are known to have been trained: no initializer draws such weights.
         exists: whether a site's table does; asked only where nothing else decides.
 
     Raises:
@@ -108,7 +107,7 @@ _NARROW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def check_range(site: Site, dtype: str) -> None:
-    """Refuse weights that no row can be, before a table is made.
+    """Refuse weights that a row cannot hold, before a table is made.
 
     Raises:
         InvalidInputError: NaN, infinity, or a value beyond the dtype's range.

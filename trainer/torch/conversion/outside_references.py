@@ -1,9 +1,9 @@
-"""What holds modules and tensors of a model beside its tree of modules: whoever has an embedding there would go on with its old rows.
+"""References to modules and tensors of a model beside its tree of modules: an embedding held there would go on with its old rows.
 
-What must not live here: what becomes of it (`distribute_plan`). Strategy: one walk over the attributes of all modules, into containers,
+What must not live here: their treatment (`distribute_plan`). Strategy: one walk over the attributes of all modules, into containers,
 objects, bound and partial functions, closures, and modules that are no part of the model. Not into the model's own modules, which are
 walked themselves, nor into optimizers, which give up the weights that are replaced. It ends after so many objects: an attribute may refer
-to half the program. What it does not see is dealt with all the same: modules and weights that are replaced know it (`distribute`).
+to half the program. A reference that it does not see still works: modules and weights that are replaced know it (`distribute`).
 """
 
 from collections import deque
@@ -35,7 +35,7 @@ class OutsideReference:
         owner: the model's module whose attribute it is.
         attribute: its path in the model.
         kind: the type of its value.
-        held: what it leads to, and by which way: the whole path.
+        held: the objects that it leads to, each with the whole path.
     """
 
     owner: nn.Module
@@ -64,7 +64,7 @@ def outside_references(model: nn.Module) -> list[OutsideReference]:
 
 
 class _Walk:
-    """A walk over what attributes refer to; what was walked once is left out, but for tensors and the model's modules."""
+    """A walk over the objects behind attributes; each is walked once, but for tensors and the model's modules."""
 
     def __init__(self, model: nn.Module) -> None:
         self._own = {id(module) for module in model.modules()}
@@ -83,7 +83,7 @@ class _Walk:
 
 
 def _parts(value: Any) -> Iterable[tuple[str, object]]:
-    """What a value refers to, and how that is written, without running code of its own."""
+    """Return the objects that a value refers to, each with its notation, without running code of the value's."""
     if isinstance(value, dict) and {"params", "lr"} <= value.keys():
         return ()  # a group of an optimizer's, which wrappers of one share: it gives the weight up
     if isinstance(value, dict | MappingProxyType):

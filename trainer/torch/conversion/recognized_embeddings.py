@@ -1,6 +1,6 @@
 """Which initializer a weight was drawn by: read off its values, where they are plainly those of one, else None.
 
-What must not live here: what follows from that (`first_rows`). Strategy: the mean, spread and bounds of all values name one candidate (a
+What must not live here: the decision that follows (`first_rows`). Strategy: the mean, spread and bounds of all values name one candidate (a
 constant, uniform, normal). Then every part of the weight must look like draws of it, and all parts together:
 
 * all values fall into bins of equal probability, compared as Kolmogorov and Smirnov do;
@@ -8,8 +8,8 @@ constant, uniform, normal). Then every part of the weight must look like draws o
   popular ids and in whole columns long before the histogram of all values shows them;
 * nothing lies farther out than a draw would.
 
-A weight that was drawn is turned down about once in 10,000 times; then the user is asked. Rows that were trained a little and are few
-cannot be told from draws by anybody: a weight known to have been trained is not given here.
+A weight that was drawn is turned down about once in 10,000 times; then the user is asked. A few rows that were trained a little cannot be
+told from draws at all: a weight known to have been trained is not given here.
 
 Embeddings whose forward multiplies by a number of theirs: Hugging Face's BartScaledWordEmbedding, Gemma's, and two dozen like them.
 
@@ -161,7 +161,7 @@ class _ByBuffer(nn.Embedding):
 
 
 def _code(forward: Any) -> Any:
-    """What a function does: its instructions, and the names and constants they refer to by number, but for a docstring."""
+    """Return a function's instructions, and the names and constants they refer to by number, but for a docstring."""
     if not isinstance(forward, FunctionType):
         return None
     code = forward.__code__

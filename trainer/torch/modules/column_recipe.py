@@ -1,6 +1,6 @@
-"""What DenseFeatures computes of features by name: the ids of every table, and one block per column.
+"""The computation of DenseFeatures on features by name: the ids of every table, and one block per column.
 
-Features as a batch holds them: tensors, arrays, lists or jagged features, read into bags or numbers.
+Features are tensors, arrays, lists or jagged features, read into bags or numbers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from .pooling import LookedUp, LookUp, exporting, pool
 
 
 class Jagged(Protocol):
-    """What a jagged feature offers, our JaggedTensor or TorchRec's: values and lengths."""
+    """A jagged feature, our JaggedTensor or TorchRec's: values and lengths."""
 
     def values(self) -> Tensor:
         """All values, bag after bag: [m]."""
@@ -40,7 +40,7 @@ def read_bags(column: CategoricalColumn, features: Mapping[str, Feature]) -> Bag
     """Read the values of a column, with their weights if it has any; missing ones are left out.
 
     Raises:
-        InvalidInputError: the feature is not there or cannot be read, naming it.
+        InvalidInputError: the feature is missing or cannot be read, naming it.
     """
     if isinstance(column, BucketizedColumn):
         values = numbers(column.source, features)
@@ -62,7 +62,7 @@ def numbers(column: NumericColumn, features: Mapping[str, Feature]) -> Tensor:
     """Read the numbers of a column, normalized: float32 [b, width].
 
     Raises:
-        InvalidInputError: the feature is not there, holds no numbers, or has another shape; naming it.
+        InvalidInputError: the feature is missing, holds no numbers, or has another shape; naming it.
     """
     value = _feature(column.key, features)
     if isinstance(value, np.ndarray) and value.dtype.kind in "iufb":
@@ -97,7 +97,7 @@ def _normalized(column: NumericColumn, given: Tensor) -> Tensor:
 
 
 def _refuse_gradient(key: str, weights: Feature) -> None:
-    """Weights are read as plain numbers; whoever wants to train them must not find out by their standing still."""
+    """Refuse weights that require a gradient: they are read as plain numbers, so they would silently stay untrained."""
     values = weights.values() if _is_jagged(weights) else weights
     if isinstance(values, Tensor) and values.requires_grad and torch.is_grad_enabled():
         raise InvalidInputError(
@@ -130,7 +130,7 @@ def _read(key: str, value: Feature) -> Bags:
 
 
 def _is_jagged(value: object) -> TypeGuard[Jagged]:
-    """Told by its methods, since it may be TorchRec's; sparse tensors have `values`, too."""
+    """Whether it has a jagged feature's methods, since it may be TorchRec's; sparse tensors have `values`, too."""
     return not isinstance(value, Tensor | np.ndarray) and hasattr(value, "lengths") and hasattr(value, "values")
 
 
@@ -160,7 +160,7 @@ class ColumnRecipe:
 
     Args:
         columns: in the order of their blocks.
-        specs: the tables of those that are embedded.
+        specs: the tables of the embedding columns.
     """
 
     def __init__(self, columns: Sequence[DenseColumn], specs: Sequence[ColumnTable]) -> None:
@@ -220,7 +220,7 @@ def _ids(source: CategoricalColumn, features: Mapping[str, Feature], known: dict
 
 
 def _weighed(column: EmbeddingColumn, bags: Bags) -> Bags:
-    """Leave out what has no place in a weighted mean, as TensorFlow does."""
+    """Leave out values that have no place in a weighted mean, as TensorFlow does."""
     return bags if bags.weights is None or column.combiner == "sum" else bags.keep(bags.weights > 0)
 
 

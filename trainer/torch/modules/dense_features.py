@@ -1,8 +1,8 @@
 """DenseFeatures: from features by name, through columns, to one tensor, as tf.keras.layers.DenseFeatures and HybridBackend's.
 
-Rows of embedding columns live in kvemb tables; all of them are one pull, or as many as `emb_num_groups` allows. What must not live
-here: what columns mean (`trainer.columns`), what is made of features and rows (`column_recipe`), pulling (`table_collection`), options
-by column (`column_tables`).
+Rows of embedding columns live in kvemb tables; all of them are one pull, or as many as `emb_num_groups` allows. What must not live here:
+the meaning of columns (`trainer.columns`), the computation on features and rows (`column_recipe`), pulling (`table_collection`), options by
+column (`trainer.columns.column_tables`).
 
 HybridBackend's `batch_size` is not offered: nothing is laid out by it here, memory follows the batches that come.
 
@@ -33,7 +33,7 @@ class DenseFeatures(TableCollection[ColumnRecipe]):
     Args:
         feature_columns: numeric and embedding columns (`trainer.columns`), of unique names.
         cluster: where the tables of embedding columns are created, or opened if they exist with the same identity. A table of up to
-            2**30 buckets is dense (`create_table`'s num_ids); beyond that its rows lie wherever their ids put them.
+            2**30 buckets is dense (`create_table`'s num_ids); the rows of a larger one are placed by a hash of their ids.
         optimizer: of the tables, or a mapping from column name to it; rowwise_adagrad() unless given.
         reduce: of the tables: how gradients of different trainers combine, "sum" or "mean".
         emb_num_groups: pull the tables in at most so many pulls, ahead (`prepare`) as well; more than 1 bounds the size of each.

@@ -1,8 +1,6 @@
-"""Combining the rows that were looked up for one table, feature after feature.
+"""Combines the rows of bags: torch.nn.functional.embedding_bag with a faster backward for many ids; and the recipes of modules.
 
 What must not live here: features, and where rows come from.
-
-Combining the rows of bags: torch.nn.functional.embedding_bag with a faster way back for many ids.
 
 Torch's backward sorts all ids to bring duplicates together. Here gradients are added up where they belong as they come. That took 0.1 to
 0.7 of the time in the same run (82,000 ids of 2,000 rows, dim 1 to 128). Where most ids are unique it can take longer, so it is done from
@@ -14,10 +12,8 @@ two ids per row on. How equal the gradients are:
   two. They take this way from `WORTH_FROM` ids on.
 * Maxima, and weights that require a gradient, are torch's own.
 
-Recipe: what a module over several tables computes, whoever has the rows.
-
-A recipe turns features into ids by table, and rows by table into the module's result. `TableCollection` runs it on rows of a cluster,
-`PlainTables` on rows that it has itself.
+A recipe is the computation of a module over several tables, independent of the rows' place: it turns features into ids by table, and rows
+by table into the module's result. `TableCollection` runs it on rows of a cluster, `PlainTables` on rows of its own.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +26,7 @@ from torch import Tensor
 STABLE_FROM = 32_768
 """At so many ids torch's sort is stable (at::internal::GRAIN_SIZE)."""
 WORTH_FROM = 4096
-_BLOCK = 1 << 18  # values gathered at a time: what fits into a core's cache, however long the input
+_BLOCK = 1 << 18  # values gathered at a time: so many fit into a core's cache, however long the input
 
 
 def embedding_bag(
@@ -121,7 +117,7 @@ class Recipe(Protocol):
     """A forward pass without its rows. It holds no rows and no connection, is never changed, and can be pickled if its parts can."""
 
     def ids(self, features: Any) -> dict[str, Tensor]:
-        """Return what `run` would look up: ids [m] of every table."""
+        """Return the lookups of `run`: ids [m] of every table."""
         ...
 
     def run(self, features: Any, look_up: LookUp) -> Any:
@@ -141,7 +137,7 @@ RecipeT = TypeVar("RecipeT", bound=Recipe)
 
 
 def exporting() -> bool:
-    """Return whether torch.export records: what is done must then not depend on values, and sizes are symbols."""
+    """Return whether torch.export records: then no operation may depend on values, and sizes are symbols."""
     return bool(torch.compiler.is_compiling())  # a collection is never compiled, see `eager`; is_exporting is not in every torch
 
 
@@ -172,13 +168,13 @@ def pool(rows: LookedUp, lengths: Tensor, combiner: str, weights: Tensor | None 
 
 
 def _bags(at: Tensor, rows: Tensor, offsets: Tensor, mode: str, weights: Tensor | None) -> Tensor:
-    if exporting():  # what `bags` adds is a faster way back, chosen by sizes
+    if exporting():  # `embedding_bag` here only adds a faster backward, chosen by sizes
         return F.embedding_bag(at, rows, offsets, mode=mode, per_sample_weights=weights, include_last_offset=True)
     return embedding_bag(at, rows, offsets, mode=mode, per_sample_weights=weights, include_last_offset=True)
 
 
 def _norms(weights: Tensor, lengths: Tensor, combiner: str) -> Tensor:
-    """What each value's weight is divided by: [m]."""
+    """Return the divisor of each value's weight: [m]."""
     bag = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     sums = weights.new_zeros(len(lengths)).index_add(0, bag, weights if combiner == "mean" else weights.square())
     return (sums if combiner == "mean" else sums.sqrt())[bag]

@@ -1,7 +1,7 @@
-"""Several tables looked up in one call: what collections and DenseFeatures have in common.
+"""Several tables looked up in one call: the common part of collections and DenseFeatures.
 
-All features of a table are one lookup, and all tables of a forward pass one pull (or as many as told). What must not live here: what
-features are (`jagged_tensors`, `dense_features`), and what results look like.
+All features of a table are one lookup, and all tables of a forward pass one pull (or as many as given). What must not live here: kinds of
+features (`jagged_tensors`, `dense_features`) and of results.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,11 @@ from .pooling import LookedUp, RecipeT
 
 
 class TableCollection(LookupModule, Generic[RecipeT]):
-    """A module over several tables. The modules in `tables` hold what waits for a step; they are never called themselves.
+    """A module over several tables. The modules in `tables` hold the lookups that wait for a step; they are never called themselves.
 
     Args:
         tables: kvemb tables of one cluster, unique.
-        recipe: what is computed of their rows.
+        recipe: the computation on their rows.
         n_groups: pull them in at most so many pulls.
     """
 
@@ -46,11 +46,11 @@ class TableCollection(LookupModule, Generic[RecipeT]):
         return self._asked(self.recipe.ids(features))
 
     def extra_repr(self) -> str:
-        """Describe what is computed of which table."""
+        """Describe the computation on each table."""
         return str(self.recipe)
 
     def _asked(self, ids: Mapping[str, Tensor]) -> list[Asked]:
-        """Return what a lookup of these ids, for every table, asks for."""
+        """Return each table with the ids that a lookup asks it for."""
         return [(self._by_name[name].table, self._by_name[name].asked_of(of)) for name, of in ids.items()]
 
     def _look_up(self, ids: Mapping[str, Tensor]) -> dict[str, LookedUp]:

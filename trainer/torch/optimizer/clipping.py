@@ -27,13 +27,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
     Call it where torch.nn.utils.clip_grad_norm_ stands: after backward, before the step, with GradScaler after unscale_. In a job of
     several ranks (torch.distributed) call it on every rank: all scale by one norm, so dense weights that are equal stay so. The norm is
     that of the dense gradients at hand, which DistributedDataParallel has averaged, and of all ranks' rows. Rows are averaged where their
-    table's `reduce` is "mean". A row that several ranks have counts as several, for nobody has their sum before the push.
+    table's `reduce` is "mean". A row that several ranks have counts as several, for their sum does not exist before the push.
 
     Args:
         model: with kvemb modules, or without any.
         max_norm: above 0.
         norm_type: of the norm; math.inf for the largest absolute value.
-        error_if_nonfinite: whether to refuse gradients with NaN or infinity, instead of scaling by what comes out.
+        error_if_nonfinite: whether to refuse gradients with NaN or infinity, instead of scaling by the resulting norm.
 
     Returns:
         The norm before, float32 scalar.
@@ -93,7 +93,7 @@ def _values(grad: Tensor) -> Tensor:
 
 
 def _waiting(model: nn.Module) -> dict[str, list[PendingLookups]]:
-    """What waits for a step, by table: once there is a SparseOptimizer the modules over a table have one `PendingLookups`."""
+    """Return the lookups that wait for a step, by table: with a SparseOptimizer the modules over a table have one `PendingLookups`."""
     found: dict[str, dict[int, PendingLookups]] = {}
     for module in model.modules():
         if isinstance(module, TableModule):

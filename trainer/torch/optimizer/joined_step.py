@@ -1,7 +1,7 @@
 """A torch optimizer whose step pushes the tables' gradients, too.
 
-What must not live here: what a push is (`sparse_optimizer`), which rule a table has (`optimizer_map`). Strategy: hooks on the user's own
-optimizer, so that whatever calls its step finds the push there: a scheduler's patch, GradScaler, a wrapper of another library.
+What must not live here: the push itself (`sparse_optimizer`), a table's rule (`optimizer_map`). Strategy: hooks on the user's own
+optimizer, so that every caller of its step reaches the push: a scheduler's patch, GradScaler, a wrapper of another library.
 
 * The push comes before the dense step. If it fails, step() raises and nothing has changed: neither dense weights nor gradients.
 * Leaves with a gradient wait in the group that their weight was in: GradScaler unscales them and sees their overflows, zero_grad
@@ -28,7 +28,7 @@ from .sparse_optimizer import HELD_BY_A_MODEL, SparseOptimizer, are_left_out
 
 @dataclass(frozen=True, eq=False)
 class Follows:
-    """Which group of the user's optimizer a table follows: its position, for load_state_dict makes new groups, and what it means."""
+    """The group of the user's optimizer that a table follows: its position, for load_state_dict makes new groups, and its meaning."""
 
     group: int
     mapped: MappedGroup
@@ -41,7 +41,7 @@ class JoinedStep:
         optimizer: the user's; the tables' weights have left it.
         sparse: of the model, with these tables.
         follows: by table.
-        pending: what waits for a step, by table: the optimizer `sparse` takes it from there.
+        pending: the lookups that wait for a step, by table: the optimizer `sparse` takes them from there.
     """
 
     def __init__(

@@ -2,16 +2,16 @@
 
 What must not live here: models, tables, steps. Pure; nothing of a group is changed.
 
-Strategy: one table of rules, by exact class (a subclass may compute anything). What the parameter servers cannot do is refused by name,
-never left out. torch.optim.Adam and AdamW differ from SparseAdam in where eps stands: both are kvemb's "adamw", Adam with a decay of 0. The
-weight_decay of Adam itself, of RMSprop and of Adagrad is part of the gradient: the transform "l2".
+Strategy: one table of rules, by exact class (a subclass may compute anything). An option that parameter servers cannot apply is refused by
+name, never left out. torch.optim.Adam and AdamW differ from SparseAdam in where eps stands: both are kvemb's "adamw", Adam with a decay of
+0. The weight_decay of Adam itself, of RMSprop and of Adagrad is part of the gradient: the transform "l2".
 
 Optimizers that step where the one that pushes does not: found out at their second step.
 
 Strategy: libraries make an optimizer of their own of model.parameters(), and the one that was given to distribute is never called again.
-Rows then stand still without a word. Torch tells of every optimizer's step. One that has weights of the joined optimizer, while gradients
-of rows wait, is remembered. If it steps again after another backward, and the joined one has not stepped in between, nobody pushes. Once is
-no proof: wrappers step before the optimizer inside of them does, and two optimizers may share weights.
+Rows then silently stay untrained. Torch reports every optimizer's step. One that has weights of the joined optimizer, while gradients of
+rows wait, is remembered. If it steps again after another backward, and the joined one has not stepped in between, no step pushes. One such
+step is no proof: wrappers step before the optimizer inside of them does, and two optimizers may share weights.
 
 The hook runs in every thread that steps an optimizer, and the model may be trained in another one: lists and counts are looked at, and no
 tensor's gradient, which backward replaces without Python's lock.
@@ -40,13 +40,13 @@ _INSTEAD = {"lr_decay": "; follow a rate that falls with a scheduler instead, e.
 
 @dataclass(frozen=True)
 class Rule:
-    """How one class of torch's optimizers is said for a table.
+    """One class of torch's optimizers in a table's terms.
 
     Args:
         kind: of kvemb.optim.
         values: run-time values of the same name on both sides.
         fixed: options of the same name on both sides, which shape the slots.
-        decay: what weight_decay is: "own" (a run-time value of the kind), "l2" (part of the gradient), "" (there is none).
+        decay: the meaning of weight_decay: "own" (a run-time value of the kind), "l2" (part of the gradient), "" (there is none).
         betas: whether there are two, which the kind calls beta1 and beta2.
     """
 
@@ -69,7 +69,7 @@ _RULES: Mapping[type[torch.optim.Optimizer], Rule] = {
 
 
 class MappedGroup:
-    """What one parameter group of a torch optimizer is for a table.
+    """The rule and values of one parameter group of a torch optimizer, for a table.
 
     Args:
         optimizer: of which the group is one.
@@ -176,11 +176,11 @@ _registered: list[Any] = []  # torch's handle of the one hook
 
 
 class OtherOptimizers:
-    """Who else steps the weights of a joined optimizer. `watch` makes it; what waits for that optimizer keeps it.
+    """Watches other optimizers that step the weights of a joined one. `watch` makes it; the joined one's pending lookups keep it.
 
     Args:
         joined: its step pushes.
-        pendings: what waits for that.
+        pendings: the lookups that wait for that.
         stand_ins: which a model without other parameters gives an optimizer; see `table_module.TableModule.stand_in`.
     """
 
@@ -193,7 +193,7 @@ class OtherOptimizers:
         """Refuse a second step in a row of one that does not push.
 
         Raises:
-            InvalidInputError: saying what to do. This step has changed nothing, and gradients still wait.
+            InvalidInputError: naming the remedy. This step has changed nothing, and gradients still wait.
         """
         if optimizer is self._joined or not any(pending.leaves for pending in self._pendings) or not self._shares(optimizer):
             return

@@ -5,12 +5,10 @@ values of the table's optimizer under their own names (lr, beta1, …), so that 
 that wait for a step, so that GradScaler sees their gradients. Backward passes may run in several threads; a step and they wait for one
 another. It does not survive fork().
 
-What a step pushes of a table: the gradients of all its lookups, summed by id.
+A step pushes for each table the gradients of all its lookups, summed by id.
 
-What a plain copy of a model leaves out: optimizers that push, wherever the model holds them. In any other copy they refuse.
-
-Strategy: `copy` hands one memo to all that is copied. A mark in it reaches optimizers in lists, on schedulers and on other objects; nothing
-needs to be searched.
+A plain copy of a model has no optimizers that push, wherever the model holds them. In any other copy they refuse. `copy` hands one memo to
+all objects that are copied. A mark in it reaches optimizers in lists, on schedulers and on other objects; no search is needed.
 """
 
 from collections.abc import Callable
@@ -33,7 +31,7 @@ from ..lookup.table_module import modules_by_table, share_lookups
 
 
 def unscale_factor(optimizer: torch.optim.Optimizer) -> float:
-    """What GradScaler asks the step to multiply gradients by: 1, unless it left them scaled."""
+    """Return the factor that GradScaler asks the step to multiply gradients by: 1, unless they are still scaled."""
     scale = getattr(optimizer, "grad_scale", None)
     return 1.0 if scale is None else 1.0 / float(scale)
 
@@ -59,7 +57,7 @@ HELD_BY_A_MODEL = (
     "If a model that is copied holds it (model.optimizer), or a scheduler of it, take that off before (model.optimizer = None) and put it "
     "back; kvemb.torch.materialize(model) leaves it out by itself"
 )
-"""What to do when an optimizer refuses that somebody did not mean to copy."""
+"""The advice for a refused copy of an optimizer, which may have been copied by accident."""
 
 
 def leave_out(memo: dict[Any, Any]) -> None:
@@ -190,11 +188,11 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     @property
     def shared(self) -> SharedLookups:
-        """The lookups of the model's modules, as they are shared now; of the first, where parts of the model share them apart."""
+        """The present shared lookups of the model's modules; the first ones, if parts of the model have several."""
         return self._sharing()[0]
 
     def _sharing(self) -> list[SharedLookups]:
-        """Asked anew for each step: whoever prepares a loader for a part of the model, or for more, gives its modules others."""
+        """Return the present shared lookups, for each step: a loader prepared for a part of the model, or for more, replaces them."""
         return list({id(module.shared): module.shared for modules in self._modules_of.values() for module in modules}.values())
 
     @property
