@@ -1,11 +1,8 @@
-"""Rows saved beside the checkpoints of torch models and of other trainers.
+"""Rows saved beside the checkpoints of torch models, and beside those of Lightning and Hugging Face.
 
-RowCheckpoints: rows saved beside the dense weights of a state_dict, and brought back to the step of the one that was loaded.
-
-Callbacks that keep rows beside the checkpoints of other trainers: Lightning's and Hugging Face's.
-
-Strategy: their base classes are imported when a callback is asked for, and every hook is one call; both trainers call these hooks on every
-rank.
+RowCheckpoints saves rows beside the dense weights of a state_dict, and brings them back to the step of a loaded one. The callbacks do so
+for Lightning's and Hugging Face's trainers. Their base classes are imported when a callback is asked for, and every hook is one call; both
+trainers call these hooks on every rank.
 """
 
 import importlib
@@ -23,7 +20,7 @@ from .lookup.table_module import modules_by_table
 
 
 class RowCheckpoints(SavedRows):
-    """Save the rows of a model's cluster beside its dense weights, under the step that its state_dict tells, and bring them back.
+    """Save the rows of a model's cluster beside its dense weights, under the step in its state_dict, and bring them back.
 
     In a job of several ranks (torch.distributed) every rank calls `save` and `follow`; rank 0 does the work, and the others wait for it.
 
@@ -55,7 +52,7 @@ class RowCheckpoints(SavedRows):
 
 
 def _on_rank_0(action: Callable[[], bool]) -> bool:
-    """Run it in one process of the job, once all have come here; return what it says, or raise what it raised, in all of them."""
+    """Run the action in one process of the job, once all have come here; return its result, or raise its error, in all of them."""
     if n_ranks() == 1:
         return action()
     distributed.barrier()

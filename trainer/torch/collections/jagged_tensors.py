@@ -1,14 +1,11 @@
 """Jagged features: bags of different lengths as flat tensors.
 
 JaggedTensor is one feature, KeyedJaggedTensor several with the same number of bags. Names and methods are TorchRec's, as far as a trainer
-needs them, so that either library's objects go into our collections. Both are pytree nodes: what walks a batch finds their tensors. They
-can be pickled, so a DataLoader's workers may make them. What must not live here: lookups. Immutable by convention.
+needs them, so that either library's objects go into our collections. Both are pytree nodes: a walk over a batch finds their tensors. They
+can be pickled, so a DataLoader's workers may make them. KeyedTensor is the result of a pooled collection: one row per example, a block of
+columns per key. What must not live here: lookups. Immutable by convention.
 
-Source: torchrec.sparse.jagged_tensor (interface only).
-
-KeyedTensor: what a pooled collection returns, one row per example, a block of columns per key.
-
-Names and methods are TorchRec's. Source: torchrec.sparse.jagged_tensor.KeyedTensor (interface only).
+Source: torchrec.sparse.jagged_tensor, KeyedTensor included (interface only).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +20,7 @@ from kvemb.errors import InvalidInputError
 
 
 class _JaggedValues:
-    """What both have: values of bags, one bag after another, how many each bag has, and perhaps a weight for each value."""
+    """The common part of both: values of bags, one bag after another, how many each bag has, and perhaps a weight for each value."""
 
     def __init__(self, values: Tensor, lengths: Tensor | None, weights: Tensor | None, offsets: Tensor | None) -> None:
         self._values, self._weights = values, weights
@@ -112,7 +109,7 @@ class JaggedTensor(_JaggedValues):
 
         Args:
             desired_length: l; the longest bag's unless given.
-            padding_value: what fills up.
+            padding_value: fills up shorter bags.
 
         Example:
             >>> JaggedTensor.from_lists([[1, 2], [], [3]]).to_padded_dense(2).tolist()
@@ -239,7 +236,7 @@ def _map(features: Jagged, change: Callable[[Tensor], Tensor]) -> Jagged:
 
 
 def _tensor(bag: Sequence[Any], dtype: torch.dtype) -> Tensor:
-    """Read a list; never by cutting floats off, for weights are floats."""
+    """Read a list; floats are never cut off to integers, for weights are floats."""
     if dtype.is_floating_point:
         return torch.as_tensor(bag, dtype=dtype)
     given = torch.as_tensor(bag)
@@ -265,7 +262,7 @@ def _shape(tensor: Tensor) -> str:
     return " x ".join(map(str, tensor.shape))
 
 
-# Nodes for pytrees: whoever walks them may put anything where the tensors were, so nothing is checked on the way back.
+# Nodes for pytrees: a walk may put anything in the place of the tensors, so nothing is checked on the way back.
 
 
 def _parts(features: JaggedTensor | KeyedJaggedTensor) -> tuple[list[Tensor | None], list[str] | None]:

@@ -1,12 +1,11 @@
-"""What collections compute of a KeyedJaggedTensor: the ids of every table, and what becomes of their rows.
+"""The computation of collections on a KeyedJaggedTensor: the ids of every table, and the results from their rows.
 
 What must not live here: rows and where they come from (`embedding_collections`, `plain_tables`), jagged tensors (`jagged_tensors`). Sizes
 are read as `shape[0]`: torch.export keeps that as a symbol, where `len` would fix it.
 
-The configs of a collection's tables: TorchRec's words, and how a table is trained.
-
-Not offered: init_fn (rows have an `initializer`, a pure function of their ids), data_type (here `dtype`, under kvemb's names),
-need_indices. Nor what TorchRec needs for placing tables on devices. Source: torchrec.modules.embedding_configs (interface only).
+The configs of a collection's tables have TorchRec's names, and say how a table is trained. Not offered: init_fn (rows have an
+`initializer`, a pure function of their ids), data_type (here `dtype`, under kvemb's names), need_indices, and options for placing tables on
+devices. Source: torchrec.modules.embedding_configs (interface only).
 """
 
 import math
@@ -101,7 +100,7 @@ class EmbeddingBagConfig(EmbeddingConfig):
 
 
 class KeyedJagged(Protocol):
-    """What a KeyedJaggedTensor offers, ours or TorchRec's: values and lengths by feature."""
+    """A KeyedJaggedTensor, ours or TorchRec's: values and lengths by feature."""
 
     def keys(self) -> Sequence[str]:
         """The features' names."""
@@ -130,7 +129,7 @@ class Feature:
 
 
 class KeyedRecipe:
-    """What both collections have in common: features by table, and the names of results.
+    """The common part of both collections: features by table, and the names of results.
 
     Args:
         configs: one per table, of unique names.
@@ -185,7 +184,7 @@ class KeyedRecipe:
 
 
 class BagRecipe(KeyedRecipe):
-    """Pools the rows of each bag to one vector: what an EmbeddingBagCollection computes.
+    """Pools the rows of each bag to one vector, for an EmbeddingBagCollection.
 
     Args:
         configs: one per table.
@@ -221,7 +220,7 @@ class BagRecipe(KeyedRecipe):
 
 
 class SequenceRecipe(KeyedRecipe):
-    """Gives every value its own row: what an EmbeddingCollection computes."""
+    """Gives every value its own row, for an EmbeddingCollection."""
 
     def run(self, features: KeyedJagged, look_up: LookUp) -> dict[str, JaggedTensor]:
         """Return per feature float32 [m, embedding_dim] in its own bags, with its weights if it has any."""

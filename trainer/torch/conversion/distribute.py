@@ -254,12 +254,12 @@ def _replace(model: nn.Module, tables: Sequence[SiteTable[Site]], undo: list[Cal
 
 
 def _read_from_table(site: Site, module: Embedding | EmbeddingBag, undo: list[Callable[[], object]]) -> None:
-    """Let everybody who holds the weight read the table's rows: no parameter any more, of nobody's."""
+    """Let every holder of the weight read the table's rows: it is no module's parameter any more."""
     kind, parameter = type(site.weight), cast(nn.Parameter, site.weight)
     become(site.weight, module)
     undo.append(partial(turn_back, site.weight, kind))
     for _, tied, name in site.tied:
-        tied.__dict__[name] = site.weight  # found before parameters; the parameter's place stays, for whom materialize puts there
+        tied.__dict__[name] = site.weight  # found before parameters; the parameter's place stays, for `materialize`
         tied._parameters[name] = None
         undo.append(partial(tied._parameters.__setitem__, name, parameter))
         undo.append(partial(tied.__dict__.pop, name))

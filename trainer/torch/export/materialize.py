@@ -42,7 +42,7 @@ _Rows = tuple[int, str, bytes]
 def materialize(model: nn.Module, ids: Mapping[str, ArrayLike] | None = None, *, max_bytes: int = 2 << 30) -> nn.Module:
     """Copy a model with its rows in plain torch modules. The model is not changed.
 
-    What this process pushed is applied first. In an asynchronous job other trainers may go on. The rows of a copy are of about one time,
+    This process's pushes are applied first. In an asynchronous job other trainers may go on. The rows of a copy are of about one time,
     and those of a checkpoint of one cut (docs/checkpoints.md).
 
     Args:

@@ -1,11 +1,10 @@
-"""What `materialize` makes of collections and DenseFeatures: the same results, of rows that are parameters of the module.
+"""Plain copies of collections and DenseFeatures, made by `materialize`: the same results, from rows that are the module's parameters.
 
-They take the features that the originals take, know no cluster, and are trained by any torch optimizer. What must not live here: what is
-computed (`keyed_recipes`, `column_recipe`), and where the rows come from (`materialize`).
+They take the same features as the originals, know no cluster, and are trained by any torch optimizer. What must not live here: the
+computation (`keyed_recipes`, `column_recipe`), and where the rows come from (`materialize`).
 
-KnownRows and KnownRowsBag: the rows of some ids of a table in plain torch. And what of `ScaledEmbedding` a copy has.
-
-Strategy: an id is found among those that are known by binary search, in operations that torch.export and torch.jit.trace record.
+KnownRows and KnownRowsBag have the rows of some ids of a table in plain torch; ScaledRows and ScaledKnownRows are the copies of
+`ScaledEmbedding`. A known id is found by binary search, in operations that torch.export and torch.jit.trace record.
 """
 
 from collections.abc import Mapping
@@ -59,7 +58,7 @@ class KnownRows(nn.Module):
         return torch.where(self.ids[at] == wanted, at, self.ids.shape[0])
 
     def _n_below(self, wanted: Tensor) -> Tensor:
-        """How many ids are below each: what searchsorted returns, which ONNX does not have. Bit by bit, the highest first."""
+        """Return how many ids are below each, as searchsorted, which ONNX does not have. Bit by bit, the highest first."""
         n_below = torch.zeros_like(wanted)
         for bit in reversed(range(self._n_ids.bit_length())):
             more = n_below + (1 << bit)
@@ -139,7 +138,7 @@ class PlainTables(nn.Module, Generic[RecipeT]):
     """A module that computes a recipe's result from rows that are its own parameters.
 
     Args:
-        recipe: what is computed.
+        recipe: the computation.
         tables: by name, modules from ids [m] to rows [m, dim]: torch.nn.Embedding or `KnownRows`, whose weights are read where they are,
             or any other.
 
@@ -171,7 +170,7 @@ class PlainTables(nn.Module, Generic[RecipeT]):
         return self.recipe.run(features, self._look_up)
 
     def extra_repr(self) -> str:
-        """Describe what is computed of which table."""
+        """Describe the computation on each table."""
         return str(self.recipe)
 
     def _look_up(self, ids: Mapping[str, Tensor]) -> dict[str, LookedUp]:
@@ -215,4 +214,4 @@ def _looked_up(name: str, module: nn.Module, ids: Tensor) -> LookedUp:
         return module.weight, module.places(wide)
     if isinstance(module, nn.Embedding):
         return module.weight, wide
-    return module(wide), torch.arange(len(wide), device=wide.device)  # what somebody put in its place: `distribute` may have
+    return module(wide), torch.arange(len(wide), device=wide.device)  # another module in its place, which `distribute` may have put there

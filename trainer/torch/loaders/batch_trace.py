@@ -1,14 +1,14 @@
 """Find out which parts of a batch feed which module, by watching one batch being used.
 
-What must not live here: evaluating what was found (`feeds`).
+What must not live here: evaluating the arguments found (`feeds`).
 
 Strategy: while the first batch is used, a TorchFunctionMode sees every torch function that is called, with plain tensors. Nothing is
 wrapped, so the step computes what it always does. It remembers, by weak reference, which tensors were made from the batch, and how. When a
 lookup module is called, its arguments are looked up among those. A module whose ids come from elsewhere is named with the reason. So is one
 whose ids come in a way that another batch would not repeat: random numbers, changes in place, a detour through Python numbers.
 
-What is found may be wrong all the same, e.g. where a loop branches on the data. Rows that are pulled ahead serve lookups of exactly their
-ids, so that costs time and nothing else.
+The forecast may still be wrong, e.g. if a loop branches on the data. Rows that are pulled ahead serve lookups of exactly their ids, so a
+wrong forecast costs only time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ _READ_OUT = {"numpy", "tolist", "item", "__array__", "__int__", "__index__", "__
 
 _UNFILLED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize"}
 _PURE_OPS = ("aten", "prims")
-"""Namespaces of torch.ops; others hold collectives, which every rank must call equally often, and what others have registered."""
+"""Namespaces of torch.ops; others hold collectives, which every rank must call equally often, and operators of other libraries."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Foreseen:
 
 
 class TracedPlan:
-    """What a batch will be asked for, as far as that was found out.
+    """A forecast of a batch's lookups, as far as one was found.
 
     Args:
         foreseen: the calls.
@@ -65,7 +65,7 @@ class TracedPlan:
         self._dropped: set[str] = set()
 
     def asked(self, batch: Any) -> list[Asked]:
-        """Return the lookups of a batch; those that this batch does not allow to work out will be made when they come."""
+        """Return the lookups of a batch; those that cannot be worked out from this batch will be made when they come."""
         values, asked = Values(batch), []
         for call in self.foreseen:
             with suppress(Exception):  # the forward pass says what is wrong with the batch, if anything is
@@ -74,7 +74,7 @@ class TracedPlan:
         return asked
 
     def drop(self, table: str) -> None:
-        """Foresee the calls of modules no more that look up in no other table than this and those that were dropped before."""
+        """Foresee no more calls of modules that look up only in this table and in tables dropped before."""
         self._dropped.add(table)
         kept: list[Foreseen] = []
         left_out: list[Foreseen] = []
@@ -115,7 +115,7 @@ class Trace(TorchFunctionMode):
         return bool(self._calls or self._reasons)
 
     def plan(self) -> TracedPlan:
-        """Return what was found."""
+        """Return the forecast found."""
         seen = {call.path for call in self._calls} | set(self._reasons)
         some = {call.path for call in self._calls}
         reasons = {path: f"only in some calls: {why}" if path in some else why for path, why in self._reasons.items()}
@@ -130,7 +130,7 @@ class Trace(TorchFunctionMode):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Take this mode from the stack, wherever it is there: modes of the loop's may have come and not gone yet."""
+        """Take this mode from any place in the stack: the loop may have put modes above it that are still there."""
         self._active = False
         for hook in self._hooks:
             hook.remove()
@@ -163,7 +163,7 @@ class Trace(TorchFunctionMode):
     # --- tensors
 
     def _origin(self, value: Any) -> Node | Unknown | None:
-        """How a value was made from the batch, or why that cannot be told; None for what has nothing to do with it."""
+        """Return how a value was made from the batch, or why that is unknown; None for a value independent of the batch."""
         if isinstance(value, Tensor):
             known: Node | Unknown | None = self._known.get(value)
             if known is not None:

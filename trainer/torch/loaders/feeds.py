@@ -1,13 +1,10 @@
-"""Which parts of a batch feed which module: as the caller names them.
+"""Which parts of a batch feed which module, as the caller names them; and a module's arguments as expressions over the parts of a batch.
 
-What must not live here: finding it out (`batch_trace`), and pulling (`prepare`).
+What must not live here: finding them by watching (`batch_trace`), and pulling (`prepared_loader`).
 
-Arguments of a module as expressions over the parts of a batch, to be worked out again from other batches.
-
-Pure: evaluating changes nothing, and may happen in any thread.
-
-A node is a part of the batch (`Leaf`), what a torch function made of nodes and constants (`Call`), or one of that call's results (`Pick`).
-What is moved to a device is not moved here: ids are needed where the pull happens.
+Expressions are worked out again from other batches. Pure: evaluating changes nothing, and may happen in any thread. A node is a part of the
+batch (`Leaf`), a torch function's result on nodes and constants (`Call`), or one of several results of a call (`Pick`). Moves to a device
+are left out: ids are needed where the pull happens.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,11 +25,11 @@ from ..lookup.table_module import LookupModule
 Part = str | int | Sequence[str | int]
 """A key, attribute or index of a batch, or several of them, one inside the other."""
 Features = Mapping[str, Part | Callable[[Any], Any] | None]
-"""What feeds each module, by its path in the model; see `named_plan`."""
+"""The parts of the batch that feed each module, by its path in the model; see `named_plan`."""
 
 
 class FeedPlan(Protocol):
-    """What a batch will be asked for."""
+    """A forecast of a batch's lookups."""
 
     def asked(self, batch: Any) -> list[Asked]:
         """Return the lookups of a batch; called in any thread."""
@@ -41,7 +38,7 @@ class FeedPlan(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Feed:
-    """What a module is called with: `arguments(batch)`."""
+    """The arguments of a module's call: `arguments(batch)`."""
 
     path: str
     module: LookupModule
@@ -49,7 +46,7 @@ class Feed:
 
 
 class NamedPlan:
-    """What a batch will be asked for, as the caller has said."""
+    """A forecast of a batch's lookups, by the caller's `features`."""
 
     def __init__(self, feeds: Sequence[Feed]) -> None:
         self._feeds = feeds
@@ -58,7 +55,7 @@ class NamedPlan:
         """Return the lookups of a batch.
 
         Raises:
-            InvalidInputError: it lacks a part that was named, or has other ids there than the table takes.
+            InvalidInputError: it lacks a named part, or has ids there that the table does not take.
         """
         return [asked for feed in self._feeds for asked in feed.module.asked(*feed.arguments(batch))]
 
@@ -72,7 +69,7 @@ def lookup_modules(model: nn.Module) -> dict[str, LookupModule]:
 
 
 def named_plan(model: nn.Module, features: Features) -> NamedPlan:
-    """Make a plan of what the caller says.
+    """Make a plan of the caller's `features`.
 
     Args:
         model: the model.
@@ -96,7 +93,7 @@ def named_plan(model: nn.Module, features: Features) -> NamedPlan:
 
 
 def callable_modules(model: nn.Module) -> dict[str, LookupModule]:
-    """The modules that a model calls to look rows up: not those inside another one, whose lookups that one makes."""
+    """Return the modules that a model calls to look rows up: not modules inside another one, which makes their lookups."""
     modules = lookup_modules(model)
     inner = {id(child) for module in modules.values() for child in module.modules() if child is not module}
     found: dict[str, LookupModule] = {}
@@ -110,7 +107,7 @@ def part_of(batch: Any, path: Sequence[str | int]) -> Any:
     """Follow keys, attributes and indices into a batch.
 
     Raises:
-        InvalidInputError: there is no such part; what there is, is named.
+        InvalidInputError: there is no such part; the existing ones are named.
     """
     value = batch
     for i, step in enumerate(path):
@@ -168,7 +165,7 @@ class Leaf:
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """Nested arguments, nodes in the place of what they will be replaced by."""
+    """Nested arguments, with nodes in the place of values."""
 
     leaves: Sequence[Any]
     spec: Any
@@ -181,7 +178,7 @@ class Template:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """An expression: what a torch function returns for arguments that are expressions."""
+    """An expression: the result of a torch function on arguments that are expressions."""
 
     function: Callable[..., Any]
     arguments: Template
@@ -207,7 +204,7 @@ NODES = (Leaf, Call, Pick)
 
 
 class Values:
-    """What nodes are for one batch; each is worked out once."""
+    """The values of nodes for one batch; each is worked out once."""
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch
@@ -237,8 +234,8 @@ def template_of(args: Sequence[Any], kwargs: Mapping[str, Any], node_of: Callabl
     """Take arguments apart.
 
     Args:
-        args, kwargs: of a call; namedtuples and whatever else is registered with torch's pytree are taken apart, too.
-        node_of: returns what takes the place of a value, or None for a value that stays or is taken apart further.
+        args, kwargs: of a call; namedtuples and all other types registered with torch's pytree are taken apart, too.
+        node_of: returns the node for a value, or None for a value that stays or is taken apart further.
     """
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)), is_leaf=lambda value: node_of(value) is not None)
     nodes = [node_of(leaf) for leaf in leaves]
@@ -248,10 +245,10 @@ def template_of(args: Sequence[Any], kwargs: Mapping[str, Any], node_of: Callabl
 def without_move(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Leave out of a call what moves a tensor to a device.
+    """Leave a tensor's move to a device out of a call.
 
     Returns:
-        The arguments that are left; None for a call that does nothing else.
+        The remaining arguments; None for a call that does nothing else.
 
     Example:
         >>> ids = torch.tensor([1])
@@ -302,7 +299,7 @@ def _inside(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """How a torch function is called in messages."""
+    """Return a torch function's name for messages."""
     name = getattr(function, "__name__", str(function))
     if name == "__get__":  # of a property: its name is that of the descriptor
         return getattr(getattr(function, "__self__", None), "__name__", name)

@@ -1,16 +1,11 @@
 """A prepared loader: batches whose rows are already pulled when they come.
 
-Strategy: unless it is told, the first batches are watched while they are used. From the first that called a lookup module on, what a batch
-will ask for is worked out ahead. A table that no forecast was right for, batch after batch, is left out.
+Strategy: unless `features` are given, the first batches are watched while they are used. From the first that called a lookup module on, the
+lookups of a batch are worked out ahead. A table without a right forecast, batch after batch, is left out. All arguments of `prepare` are
+checked before anything is begun.
 
-Pulls of a prepared loader, split where modules ask for their tables in groups (`emb_num_groups`).
-
-Strategy: a batch's rows are one pull. Only the tables of modules with groups are pulled apart: each group is a pull of its own, one after
-another. No pull is larger than the module's would be, and none is made in vain.
-
-prepare: have the rows of a loader's batches pulled before they are used.
-
-Arguments are checked here, all of them before anything is begun.
+A batch's rows are one pull. Only the tables of modules with groups (`emb_num_groups`) are pulled apart: each group is a pull of its own,
+one after another. No pull is larger than the module's would be, and none is made in vain.
 """
 
 import logging
@@ -61,12 +56,12 @@ class GroupedPulls:
         return pulled
 
     def progress(self) -> Any:
-        """Tell how far the shards have come."""
+        """Return the progress of the shards."""
         return self._cluster.progress()
 
 
 def grouped(model: nn.Module, cluster: Any) -> Any:
-    """Return what pulls for a model: the cluster itself, unless a module of it wants its tables in several groups."""
+    """Return the object that pulls for a model: the cluster itself, unless a module of it has its tables in several groups."""
     collections = [module for module in model.modules() if isinstance(module, TableCollection) and len(module.groups) > 1]
     groups = [group for collection in collections for group in collection.groups]
     return GroupedPulls(cluster, groups) if groups else cluster
@@ -148,7 +143,7 @@ class Prepared(BatchesAhead):
 
 
 def _sharing(modules: Sequence[TableModule]) -> list[SharedLookups]:
-    """The lookups that the modules share now: an optimizer that was made since may have given them others."""
+    """Return the modules' present shared lookups: an optimizer that was made since may have replaced them."""
     return list({id(module.shared): module.shared for module in modules}.values())
 
 
@@ -163,7 +158,7 @@ def _nothing_asked(batch: Any) -> list[Asked]:
 
 
 def _asked_of(plan: FeedPlan) -> Callable[[Any], list[Asked]]:
-    """What a thread asks the plan; it must not know the loader or its run, which would then never be collected."""
+    """Return the plan's question for a thread; it must not know the loader or its run, which would then never be collected."""
 
     def asked(batch: Any) -> list[Asked]:
         with torch.no_grad():
@@ -184,18 +179,18 @@ def prepare(
     Args:
         model: with at least one module over a kvemb table.
         loader: any iterable of batches, a DataLoader for one, with or without worker processes.
-        features: what feeds each module, by its path in the model. A key, attribute or index of the batch, or a sequence of them. Or a
+        features: each module's source of ids, by its path in the model. A key, attribute or index of the batch, or a sequence of them. Or a
             function of the batch that returns the module's argument, or a tuple of its arguments. None for a module whose rows are
-            pulled when it is called. Without `features`, the first batch is watched while it is used. `Prepared.report` says what was
-            found, and why where nothing was.
+            pulled when it is called. Without `features`, the first batch is watched while it is used. `Prepared.report` has the sources
+            found, and the reason where none was.
         options: `AheadOptions`: consistency, k, threads_num, capacity, executor, report.
 
     Returns:
-        What to iterate instead of the loader; a context manager, with the length of the loader if that has one.
+        An iterable to use instead of the loader; a context manager, with the length of the loader if that has one.
 
     Raises:
-        InvalidInputError: on any of these not being so. While iterating: what the loader, `features` or a pull raises, at the batch
-            concerned; the iteration is over then.
+        InvalidInputError: a wrong argument. While iterating: any error of the loader, `features` or a pull, at the batch concerned; the
+            iteration is over then.
 
     Example:
         >>> import kvemb, torch

@@ -1,17 +1,13 @@
-"""What goes over the parameters of a model or an optimizer, and whether it meets the leaves of rows that wait for a step. And who saves a
-model without its rows.
+"""Walks over the parameters of a model or an optimizer: which of them meet the leaves of rows that wait for a step.
 
-What must not live here: what waits, and how (`pending_lookups`). Strategy: in one process everybody meets them. In a job of several ranks
-(torch.distributed) a leaf is this rank's alone. Dense gradients are equal on all ranks, and a norm that only this rank has would scale them
-differently on each. So only GradScaler and zero_grad meet the leaves there. Torch says nothing of who asks for parameters; where that
-matters the call stack tells.
+What must not live here: the waiting lookups (`pending_lookups`). Strategy: in one process every walk meets the leaves. In a job of several
+ranks (torch.distributed) a leaf is this rank's alone. Dense gradients are equal on all ranks, and a norm that only this rank has would
+scale them differently on each. So only GradScaler and zero_grad meet the leaves there. Torch does not tell the caller of a walk; where that
+matters the call stack does. By it a user who saves a model without its rows is warned, too.
 
-Lookups stay outside of what torch.compile compiles.
-
-They fetch rows over the network and count in unsigned 64-bit integers, which compilers of tensor programs cannot do. A compiled model runs
-them as they are, and is compiled before and behind them.
-
-What an object has as attributes of its own, found without running code of its class: no properties, no `__getattr__`.
+Lookups stay outside of torch.compile (`eager`): they fetch rows over the network and count in unsigned 64-bit integers, which compilers of
+tensor programs cannot do. A compiled model runs them as they are, and is compiled before and behind them. `attributes_of` finds an object's
+own attributes without running code of its class: no properties, no `__getattr__`.
 """
 
 import functools
@@ -37,14 +33,14 @@ _NAME = "waiting_rows"
 STAND_IN = "rows_in_cluster"
 """The name of `table_module.TableModule.stand_in` among the parameters."""
 _bare: "WeakKeyDictionary[nn.Module, bool]" = WeakKeyDictionary()  # asked by every module over a table, for one answer
-_saved: "WeakSet[nn.Module]" = WeakSet()  # whose save_pretrained was told about
+_saved: "WeakSet[nn.Module]" = WeakSet()  # models with a warning about save_pretrained
 _MEETS_LEAVES = {"_unscale_grads_", "zero_grad"}  # of torch.amp.GradScaler, those made of it, and torch.optim.Optimizer
 _IN_BACKWARD = {"_apply_optimizer_in_backward", "apply_optimizer_in_backward"}  # torch's, and TorchRec's
 _DEPTH = 16  # calls from torch's functions to here, through generators of modules inside of modules
 
 
 class HasLeaves(Protocol):
-    """What waits for a step of one table's rows: `pending_lookups.PendingLookups`."""
+    """The lookups of one table's rows that wait for a step: `pending_lookups.PendingLookups`."""
 
     leaves: list[Tensor]
 
@@ -55,12 +51,12 @@ class HasLeaves(Protocol):
 
 
 def n_ranks() -> int:
-    """How many processes of torch.distributed train together."""
+    """Return how many processes of torch.distributed train together."""
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 class ParametersWithLeaves(dict[str, Any]):
-    """The parameters of a module over a table: its own, and to whoever goes over the parameters of a model what waits for a step.
+    """The parameters of a module over a table: its own, and for walks over a model's parameters also the leaves that wait for a step.
 
     Args:
         own: registered in the module.
@@ -69,7 +65,7 @@ class ParametersWithLeaves(dict[str, Any]):
     """
 
     told = False
-    """Whether it was told that torch's clipping leaves rows out: once in a process."""
+    """Whether a warning said that torch's clipping leaves rows out: once in a process."""
 
     def __init__(self, own: Mapping[str, Any], pending: HasLeaves, stand_in: nn.Parameter | None = None) -> None:
         super().__init__({name: own[name] for name in own})
@@ -77,7 +73,7 @@ class ParametersWithLeaves(dict[str, Any]):
         self._stand_in = stand_in
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        """Return names and parameters: what torch.nn.Module.named_parameters asks each module for."""
+        """Return names and parameters: torch.nn.Module.named_parameters asks each module for them."""
         if self._only_own:
             return super().items()
         if not torch.compiler.is_compiling():
@@ -97,7 +93,7 @@ class ParametersWithLeaves(dict[str, Any]):
 
     @contextmanager
     def own(self) -> Iterator[None]:
-        """Hide what waits: it is neither saved, nor loaded, nor moved."""
+        """Hide the waiting leaves: they are neither saved, nor loaded, nor moved."""
         before, self._only_own = self._only_own, True
         try:
             yield
@@ -106,7 +102,7 @@ class ParametersWithLeaves(dict[str, Any]):
 
 
 class RankParams(list[Tensor]):
-    """`group["params"]` in a job of several ranks: GradScaler and zero_grad find what waits for a step there, nobody else does.
+    """`group["params"]` in a job of several ranks: only GradScaler and zero_grad find the leaves that wait for a step there.
 
     Args:
         own: the parameters, as they are.
@@ -126,12 +122,12 @@ class RankParams(list[Tensor]):
         return super().__iter__()
 
     def __reduce__(self) -> Any:
-        """Copy the parameters: what waits stays with the optimizer."""
+        """Copy the parameters: waiting leaves stay with the optimizer."""
         return list, (list(self),)
 
 
 def _callers() -> Iterator[FrameType]:
-    """Who asks, from the nearest on."""
+    """Yield the frames of the callers, from the nearest on."""
     frame: FrameType | None = sys._getframe(2)
     for _ in range(_DEPTH):
         if frame is None:
@@ -141,7 +137,7 @@ def _callers() -> Iterator[FrameType]:
 
 
 def _asked() -> nn.Module | None:
-    """Whose parameters are asked for, those of all modules inside of it; None for a module's own, which are asked for one by one."""
+    """Return the module whose parameters are asked for, with those inside of it; None for a module's own, asked for one by one."""
     if torch.compiler.is_compiling():
         return None
     for frame in _callers():
@@ -166,7 +162,7 @@ def _has_none(root: nn.Module) -> bool:
 
 
 def _tell_clipping(table: str) -> None:
-    """Warn who clips gradients with torch's function, which cannot see those of rows here; nothing else tells that it is called."""
+    """Warn when torch's function clips gradients: it cannot see those of rows here, and only the call stack tells of it."""
     if ParametersWithLeaves.told:
         return
     for frame in _callers():
@@ -181,7 +177,7 @@ def _tell_clipping(table: str) -> None:
 
 
 def tell_saving(table: str) -> None:
-    """Warn who saves a model by Hugging Face's save_pretrained, once for each model: from_pretrained would draw the rows anew."""
+    """Warn when Hugging Face's save_pretrained saves a model, once for each model: from_pretrained would draw new rows."""
     for frame in _callers():
         root = frame.f_locals.get("self") if frame.f_code.co_name == "save_pretrained" else None
         if isinstance(root, nn.Module):
@@ -196,7 +192,7 @@ def tell_saving(table: str) -> None:
 
 
 def _refuse_in_backward(table: str) -> None:
-    """Refuse to give an optimizer to each parameter of a module that has none: it would go over nothing, without a word."""
+    """Refuse to give an optimizer to each parameter of a module that has none: it would silently go over nothing."""
     root: Any = None
     for frame in _callers():
         if frame.f_code.co_name in _IN_BACKWARD:

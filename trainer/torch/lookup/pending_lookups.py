@@ -1,13 +1,13 @@
 """Lookups of a table that have a gradient and wait for a step, as torch's own functions find them.
 
-What must not live here: forward passes (`table_module`), what a step pushes (`sparse_optimizer`), who meets the leaves (`parameter_walks`).
+What must not live here: forward passes (`table_module`), the push (`sparse_optimizer`), the walks that meet the leaves (`parameter_walks`).
 Strategy: between backward and step a table is one leaf tensor with a gradient, as the dense weight of an Embedding would be. Gradients of
-one row, from several lookups, are summed at the end of each backward pass. That leaf is where torch looks for gradients. Among the
-parameters of the model, for torch.nn.utils.clip_grad_norm_ and what calls it. In a group of the optimizer, for GradScaler and for trainers
-that clip what their optimizer has.
+one row, from several lookups, are summed at the end of each backward pass. That leaf is where torch looks for gradients. It is among the
+parameters of the model, for torch.nn.utils.clip_grad_norm_ and its callers. It is in a group of the optimizer, for GradScaler and for
+trainers that clip their optimizer's gradients.
 
 Backward passes may run in several threads (on GPUs torch runs them in its own). A lock keeps their gradients apart, and apart from a step
-that takes what there is.
+that takes them.
 """
 
 import logging
@@ -33,7 +33,7 @@ MAX_PENDING = 1000
 bounded.
 """
 _MANY_PENDING = 100
-"""Lookups of one module that wait, after which a log line asks whether anybody takes steps."""
+"""Lookups of one module that wait, after which a log line asks whether an optimizer takes steps."""
 _MANY_DROPPED = 30
 """Times in a row that gradients of a table were dropped, after which a log line asks the same. It is more often than GradScaler leaves
 steps out until its scale fits, and than LBFGS evaluates a closure by default.
@@ -65,7 +65,7 @@ class PendingLookups:
     place only.
 
     Args:
-        table: whose.
+        table: of the lookups.
         n_modules: over the table.
         trains: False for a copy of a module, until an optimizer is made for it.
         lock: of all tables of one optimizer, whose step holds it; one of its own unless given.
@@ -87,7 +87,7 @@ class PendingLookups:
         self.group: Callable[[], dict[str, Any]] | None = None
         """Where another optimizer, whose step pushes too, and its GradScaler look for gradients: leaves wait there as well."""
         self.watching: object = None
-        """Kept alive: who looks whether that optimizer steps (`optimizer_map`)."""
+        """Kept alive: the watch over that optimizer's steps (`optimizer_map`)."""
 
     def add(self, leaf: Tensor, lookup: Lookup) -> None:
         """Take a lookup whose leaf has just got a gradient, in its backward pass; a second one through the same graph adds to that."""
@@ -125,7 +125,7 @@ class PendingLookups:
             self.clear()
 
     def clear(self) -> None:
-        """Forget gradients and lookups; those whose backward is still to come are not concerned."""
+        """Forget gradients and lookups; lookups before their backward are not affected."""
         with self._lock:
             for leaf in self.leaves:
                 leaf.grad = None
@@ -166,7 +166,7 @@ class PendingLookups:
         self.put_back()
 
     def _merge(self) -> None:
-        """Make one leaf of all, with a row for each unique id, and the sum of its gradients."""
+        """Make one leaf of all leaves, with a row for each unique id, and the sum of its gradients."""
         with self._lock:
             live = [leaf.grad is not None for leaf in self.leaves]
             if sum(live) >= 2:
@@ -191,10 +191,10 @@ class PendingLookups:
         self._append(leaf, Lookup(groups.ids, groups.minimum(versions), None), n_lookups)
 
     def check_room(self) -> None:
-        """Refuse to go on when nobody collects the gradients.
+        """Refuse to go on when no optimizer collects the gradients.
 
         Raises:
-            InvalidInputError: saying what to do.
+            InvalidInputError: naming the remedy.
         """
         if not self._trains:
             raise InvalidInputError(
@@ -217,7 +217,7 @@ class PendingLookups:
             )
 
     def _tell_unused(self) -> None:
-        """Say that steps find no gradients of rows that were looked up to be trained."""
+        """Log that steps find no gradients of rows that were looked up to be trained."""
         if self._told_unused:
             return
         self._told_unused = True
@@ -229,7 +229,7 @@ class PendingLookups:
         )
 
     def _tell_dropped(self) -> None:
-        """Ask whether anybody takes steps, where gradients are dropped and dropped."""
+        """Ask in the log whether an optimizer takes steps, when gradients are dropped again and again."""
         self._n_dropped += 1
         if self._n_dropped < _MANY_DROPPED or self._told_dropped:
             return

@@ -1,6 +1,6 @@
 """One lookup: the unique ids of one forward pass, their rows as a leaf tensor, and the gradient that backward leaves there.
 
-What must not live here: how rows are combined (`embedding`), what waits for a step (`pending_lookups`), when it is pushed
+What must not live here: how rows are combined (`embedding`), the lookups that wait for a step (`pending_lookups`), their push
 (`sparse_optimizer`).
 
 Strategy: the rows pulled become a leaf [n, dim] that requires a gradient. torch's own functions index into it, so forward and backward are
@@ -82,7 +82,7 @@ class LookupModule(nn.Module):
 
 
 class TableModule(LookupModule):
-    """What Embedding and EmbeddingBag share: a table, a padding id, and lookups."""
+    """The common part of Embedding and EmbeddingBag: a table, a padding id, and lookups."""
 
     def __init__(self, table: TablePort, padding_idx: int | None) -> None:
         super().__init__()
@@ -97,12 +97,12 @@ class TableModule(LookupModule):
         self._trained = True
         self.mark = StepMark(table)
         self.dtype = torch.float32
-        """Of results; rows, and what is computed of them before, are float32, and so are the gradients that are pushed."""
+        """Of results; rows, intermediate values and pushed gradients are float32."""
         self.shared = SharedLookups({table.name: table}, table.cluster)
 
     @property
     def pending(self) -> PendingLookups:
-        """Where lookups go that have a gradient. The optimizer that trains the table brings its own."""
+        """The place of lookups that have a gradient. The optimizer that trains the table brings its own."""
         return self._pending
 
     @pending.setter
@@ -113,8 +113,8 @@ class TableModule(LookupModule):
 
     @property
     def stand_in(self) -> nn.Parameter | None:
-        """A parameter float32 [0, dim] of a module that `distribute` made. Who asks a model, or a part of one, for its parameters finds it
-        where there is no other: to learn a device, or to make an optimizer. It is in no state (adr/0034).
+        """A parameter float32 [0, dim] of a module that `distribute` made. It is found among the parameters of a model, or a part of one,
+        that has no other: code asks for them to learn a device, or to make an optimizer. It is in no state (adr/0034).
         """
         stand_in: nn.Parameter | None = self.__dict__.get(STAND_IN)
         return stand_in
@@ -122,7 +122,7 @@ class TableModule(LookupModule):
     def make_stand_in(self, device: torch.device) -> nn.Parameter:
         """Give this module a `stand_in`."""
         made = nn.Parameter(torch.empty(0, self.table.dim, device=device))
-        self.__dict__[STAND_IN] = made  # found by its name, but not registered: nobody saves or loads it
+        self.__dict__[STAND_IN] = made  # found by its name, but not registered: it is never saved or loaded
         self.pending = self._pending
         return made
 
@@ -158,7 +158,7 @@ class TableModule(LookupModule):
             super()._load_from_state_dict(state_dict, *args)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Take part in `model.bfloat16()` and the like: results are of that type then, of rows that stay what they are."""
+        """Take part in `model.bfloat16()` and the like: results are of that type then, and rows stay float32."""
         with self._parameters.own():
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.stand_in is not None and (moved := fn(self.stand_in.data)).device.type != "meta":
@@ -167,7 +167,7 @@ class TableModule(LookupModule):
         return self
 
     def get_extra_state(self) -> Tensor:
-        """Return what state_dict keeps of this module: which table it is over, and at which step its rows are, which the cluster keeps.
+        """Return this module's part of state_dict: its table, and the step of its rows, which the cluster keeps.
 
         Returns:
             uint8 [n]: JSON text with "table", "dim" and "cluster", the name of the table's cluster; "epoch" and "step" unless the cluster
@@ -176,8 +176,8 @@ class TableModule(LookupModule):
         return torch.frombuffer(bytearray(json.dumps(_reference(self.table) | self.mark.state()).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Check that a state belongs to this table; its cluster may be another one, which loaded a checkpoint of the first. Rows at
-        another step than the state's are told at the next lookup.
+        """Check that a state belongs to this table; its cluster may be another one, which loaded a checkpoint of the first. If the rows
+        are at another step than the state's, the next lookup warns.
 
         Raises:
             InvalidInputError: it is another table's; both are named. Modules before this one may have been loaded.
@@ -190,7 +190,7 @@ class TableModule(LookupModule):
         self.mark.load(given)
 
     def asked_of(self, input: Tensor) -> NDArray[np.uint64]:
-        """Return what a lookup of `input` asks the table for: its ids uint64 [m], flat, then the padding id if there is one.
+        """Return the ids that a lookup of `input` asks the table for: uint64 [m], flat, then the padding id if there is one.
 
         Torch needs a position for the padding id, even if no input has it, to add up as always.
 
@@ -203,7 +203,7 @@ class TableModule(LookupModule):
         return flat if self._padding_id is None else np.append(flat, self._padding_id)
 
     def take(self, found: LookupResult, input: Tensor) -> tuple[Tensor, Tensor, int | None]:
-        """Turn what was found for `asked_of(input)` into tensors.
+        """Turn the result for `asked_of(input)` into tensors.
 
         Returns:
             leaf float32 [n, dim]; int64 positions in it, of the shape of `input`; position of the padding id in it, or
@@ -217,7 +217,7 @@ class TableModule(LookupModule):
         return leaf, at, None if self._padding_id is None else int(found.inverse[-1])
 
     def _look_up(self, input: Tensor) -> tuple[Tensor, Tensor, int | None]:
-        """Look the ids of `input` up; returns and raises as `take` and `asked_of`. Refused while nobody collects gradients."""
+        """Look the ids of `input` up; returns and raises as `take` and `asked_of`. Refused while no optimizer collects gradients."""
         self.mark.before_lookup(self.recording)
         if self.recording:
             self.pending.check_room()
@@ -236,8 +236,8 @@ class TableModule(LookupModule):
         leaf.register_post_accumulate_grad_hook(after_backward)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has of this module: all but what connects it with this one's lookups and steps. Pickled, the table refuses
-        whatever is no new process.
+        """Return the state of a copy: all but the connections with this module's lookups and steps. A pickled table can be opened in a new
+        process only.
         """
         state = {name: value for name, value in self.__dict__.items() if name not in ("_pending", "shared", "mark")}
         return state | {"_parameters": {name: self._parameters[name] for name in self._parameters}}

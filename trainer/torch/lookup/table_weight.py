@@ -1,12 +1,10 @@
 """A table as the tensor that its module's `weight` was: read whole, where code scores all rows, sums a penalty or ties a head to it.
 
-What must not live here: lookups by id (`embedding`), who still holds a weight that was replaced (`outside_references`). Strategy: the
-tensor itself holds nothing but its shape; whatever is computed with it pulls all rows at that moment, in id order, as a leaf. Its gradient
-waits for the step as that of any lookup, and is pushed; so a step moves every row, as torch's would. Rows that pad are no exception, as
-in torch.
+What must not live here: lookups by id (`embedding`), other holders of a replaced weight (`outside_references`). Strategy: the tensor itself
+holds nothing but its shape; any computation with it pulls all rows at that moment, in id order, as a leaf. Its gradient waits for the step
+as that of any lookup, and is pushed; so a step moves every row, as torch's would. Padding rows are no exception, as in torch.
 
-It is read-only: what would write into it is refused, and so is reading a table beyond WEIGHT_BYTES, at every step, without being asked
-for.
+It is read-only: writing into it is refused, and so is reading a table beyond WEIGHT_BYTES, which would be done unasked at every step.
 """
 
 import copy
@@ -60,7 +58,7 @@ class TableWeight(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a torch function on the rows, pulled now, or refuse it; what needs no rows is answered without."""
+        """Run a torch function on the rows, pulled now, or refuse it; a function that needs no rows pulls none."""
         given = {} if kwargs is None else kwargs
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -109,7 +107,7 @@ def weight_over(module: "TableModule") -> TableWeight:
 
 
 def become(weight: Tensor, module: "TableModule") -> TableWeight:
-    """Turn a tensor into the weight of a module, for everybody who holds it. Its own values are still there: see `let_go`."""
+    """Turn a tensor into the weight of a module, for every holder. Its own values are still there: see `let_go`."""
     weight.__class__ = TableWeight
     assert isinstance(weight, TableWeight)
     weight._module = module
@@ -124,7 +122,7 @@ def turn_back(weight: Tensor, kind: type[Tensor]) -> None:
 
 
 def let_go(weight: Tensor) -> None:
-    """Free the values that it had: what got at them past torch's functions would go on with them."""
+    """Free the values that it had: code that reached them past torch's functions would go on with them."""
     with torch._C.DisableTorchFunctionSubclass():
         weight.data = _nothing(weight.shape[0], weight.shape[1], weight.device)
         weight.grad = None
@@ -136,7 +134,7 @@ def is_readable(n_rows: int | None, dim: int) -> bool:
 
 
 def _nothing(n_rows: int, dim: int, device: torch.device | str = "cpu") -> Tensor:
-    """One NaN that looks like a weight: whoever got past `__torch_function__` would notice."""
+    """Return one NaN that looks like a weight: code that got past `__torch_function__` would notice."""
     return torch.full((1, 1), float("nan"), device=device).expand(n_rows, dim)
 
 
@@ -184,7 +182,7 @@ def _pull(module: "TableModule", device: torch.device) -> Tensor:
 
 
 def too_large(module: "TableModule") -> str:
-    """Say why a table is not read whole, and what to do."""
+    """Return the reason why a table is not read whole, and the remedy."""
     definition = module.table.definition
     size = "has no num_ids" if definition.num_ids is None else f"is {4 * definition.num_ids * definition.dim >> 20} MiB"
     return (
