@@ -175,7 +175,7 @@ def values_of(cluster: LocalCluster, load: Load) -> NDArray[np.uint8]:
 
 
 def require_loaded(got: NDArray[np.uint8], expected: NDArray[np.uint8]) -> None:
-    """Refuse rows that are not, bit for bit, what was saved.
+    """Refuse rows that differ in any bit from the saved ones.
 
     Raises:
         WrongApplyError: with how many differ.

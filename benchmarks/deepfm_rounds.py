@@ -86,7 +86,7 @@ def lines_of(
         rounds: of each contender.
         n_local: how many are torch's own.
         peers: for contenders that have one, the number of the classic parameter server of their mode.
-        ahead: those that pull rows ahead, from whom more is wanted.
+        ahead: those that pull rows ahead, which have a stricter target.
     """
     best_s = [min(one.step_s for one in at) for at in zip(*rounds[:n_local], strict=True)]
     lines = []

@@ -34,11 +34,11 @@ class Trainer:
 
     Args:
         name: for the table.
-        batches: what `step` takes, for these numbers of the shared order; may pull rows ahead.
+        batches: returns the inputs of `step` for these numbers of the shared order; may pull rows ahead.
         step: train on one; return the loss.
         settle: wait until everything is applied.
         spent: kept up to date by `batches` and `step`.
-        pids: processes that work beside this one, by what they are.
+        pids: processes that work beside this one, by role.
         exact: whether losses must be those of rows in this process, bit for bit.
     """
 
@@ -72,7 +72,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Turn:
-    """Seconds per step by what they were spent on ("step" is all of them), seconds to settle, losses."""
+    """Seconds per step by activity ("step" is all of them), seconds to settle, losses."""
 
     spent_s: Mapping[str, float]
     settle_s: float

@@ -1,4 +1,4 @@
-"""What `elastic` keeps a cluster busy with, and what it takes of it: steps of trainers, their times, and the proof that none is lost."""
+"""The load of `elastic`: steps of trainers, their times, and the proof that none is lost."""
 
 import threading
 import time

@@ -59,7 +59,7 @@ class Change:
 
     Args:
         before, meanwhile: windows of the same length at least, the second from the command until the move is done.
-        move: what it was.
+        move: its name.
         rows_ratio: rows that it moved / the part of all rows that one node or shard more is to have.
     """
 
@@ -70,12 +70,12 @@ class Change:
 
     @property
     def wait_ms(self) -> float:
-        """Of the longest step while slots moved, what is above the median before."""
+        """The longest step while slots moved, minus the median before."""
         return (self.meanwhile.longest_s - self.before.step_s) * 1e3
 
     @property
     def quiet_ms(self) -> float:
-        """The same of the longest step before: what the machine does to a step by itself."""
+        """The same of the longest step before: the machine's own effect on a step."""
         return (self.before.longest_s - self.before.step_s) * 1e3
 
     @property

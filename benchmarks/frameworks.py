@@ -62,7 +62,7 @@ class FrameworkTurn:
 
 @dataclass(eq=False)
 class Framework:
-    """A framework at work: what each of its contenders did, by round."""
+    """A framework at work: the results of each of its contenders, by round."""
 
     name: str
     worker: WorkerProcess

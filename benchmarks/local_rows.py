@@ -1,4 +1,4 @@
-"""Rows in this process's memory behind the interface of a cluster: what a step would cost if nothing had to be fetched.
+"""Rows in this process's memory behind the interface of a cluster: the cost of a step if no row had to be fetched.
 
 What must not live here: sockets, threads. A row is at its id in one array per table; a push updates it at once with the parameter servers'
 own rules. It counts the seconds that pulls and pushes take.
@@ -40,7 +40,7 @@ class LocalTable:
 
     Args:
         cluster: it belongs to.
-        definition: with num_ids. Rows are zeros until they are assigned; what is never touched takes no memory.
+        definition: with num_ids. Rows are zeros until they are assigned; rows that are never touched take no memory.
     """
 
     def __init__(self, cluster: "LocalRows", definition: TableDef) -> None:

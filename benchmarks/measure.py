@@ -1,6 +1,6 @@
 """Rounds of several contenders on one server: wall time, and the CPU time of each process. Nothing about what they do.
 
-Contenders take turns within every round, so that whatever else happens on the machine happens to all of them; a ratio is
+Contenders take turns within every round, so that other load on the machine affects all of them; a ratio is
 taken within a round, then its median over the rounds. Every figure keeps its spread.
 """
 

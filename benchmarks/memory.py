@@ -100,7 +100,7 @@ def line_of(
 
     Args:
         dim, optimizer, record_bytes, n_rows: of the table.
-        before, after: what the server held.
+        before, after: bytes that the server held.
         n_keys: of rows, buckets or pages.
         layout: if they lie in pages.
 
@@ -201,7 +201,7 @@ def _n_keys(definition: TableDef, n_rows: int, writer: Store) -> int:
 
 
 def _at_rest(server: StorageServer) -> Held:
-    """What it holds once that has not changed for a while."""
+    """The bytes that it holds, once they have not changed for a while."""
     held, since = _held(server), time.monotonic()
     deadline = Deadline.after(_LONGEST_CALM_S)
     while time.monotonic() - since < _CALM_S and not deadline.expired:

@@ -108,7 +108,7 @@ class Pipe:
         self._n_queued += n
 
     def write(self, now_s: float) -> None:
-        """Hand over what has arrived."""
+        """Hand over bytes that have arrived."""
         self.blocked = False
         while self.queue and (n := self.queue[0].due(now_s)) > 0:
             chunk = self.queue[0]

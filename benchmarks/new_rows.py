@@ -141,7 +141,7 @@ def _tfra(
 
 
 def _check_first_steps(ours: Ours, other: Tfra | None) -> None:
-    """Train the first batches, and compare rows with what they began with and Adam in NumPy."""
+    """Train the first batches, and compare rows with their first values and Adam in NumPy."""
     for index in range(_CHECKED_STEPS):
         ours.wait_applied(ours.step(index)[1])
         if other is not None:
@@ -154,7 +154,7 @@ def _check_first_steps(ours: Ours, other: Tfra | None) -> None:
 
 
 def require_drawn(name: str, rows: NDArray[np.float32], added: NDArray[np.float64], std: float) -> None:
-    """Refuse rows that are not normal draws and what was added to them, by mean and deviation.
+    """Refuse rows that are not normal draws plus the values added to them, by mean and deviation.
 
     Raises:
         WrongTrainingError: with both.

@@ -31,7 +31,7 @@ class PeerAbsentError(KvembError):
 
 
 class PeerError(KvembError):
-    """A peer failed, or did not read what it should have."""
+    """A peer failed, or did not read the right rows."""
 
 
 def redis_benchmark(port: int, *, value_bytes: int, n_keys: int, missing: float) -> Contender:
@@ -89,7 +89,7 @@ def _benchmark_command(port: int, n: int, value_bytes: int, n_keys: int, missing
 
 
 def require_hits(hits: int, misses: int, n_requests: int, missing: float) -> None:
-    """Refuse a run that did not read what it was to read.
+    """Refuse a run that did not read the right rows.
 
     Raises:
         PeerError: with what the server counted.

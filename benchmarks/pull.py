@@ -37,7 +37,7 @@ _SEED = 1
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured together: a store, how ids are drawn, what a record holds, and how rows are stored."""
+    """The settings of one measurement: a store, how ids are drawn, the form of a record, and how rows are stored."""
 
     store: str
     ids: str = "uniform"
@@ -57,7 +57,7 @@ DEFAULT_CASES = (
 
 
 class WrongRowError(AssertionError):
-    """A pull returned something else than what was written."""
+    """A pull returned other values than those written."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +110,7 @@ def pull(options: argparse.Namespace) -> Report:
 
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
-    """Return what is to be measured.
+    """Return the settings to be measured.
 
     Raises:
         KvembError: pages on storage that has none.
@@ -149,7 +149,7 @@ def make_batches(target: Filled, kind: str, missing: float, n: int = _N_BATCHES,
 
 
 def verify(batch: Batch, rows: NDArray[np.float32]) -> tuple[int, int]:
-    """Compare a pull with what was written, bit for bit; return how many ids were asked for, and how many distinct ones.
+    """Compare a pull with the written rows, bit for bit; return how many ids were asked for, and how many distinct ones.
 
     Raises:
         WrongRowError: naming the first id whose row differs.

@@ -69,7 +69,7 @@ def lines_of(ours: Mapping[str, Sequence[Restored]], passes: Sequence[Pass], set
 
     Args:
         ours: of each round, by name.
-        passes: what the shard applied in each round.
+        passes: the shard's applies in each round.
         sets: SETs per second of each round, or nothing.
     """
     lines = [Line("push + flush", {"k rows/s": Spread.of([one.rows_per_s / 1e3 for one in passes])})]

@@ -160,7 +160,7 @@ def rows_of(load: Load) -> tuple[NDArray[np.float32], NDArray[np.uint64]]:
 
 
 def require_same(got: tuple[NDArray[np.float32], NDArray[np.uint64]], expected: tuple[NDArray[np.float32], NDArray[np.uint64]]) -> None:
-    """Refuse rows that are not, bit for bit and version for version, what they were.
+    """Refuse rows that differ from the former ones in any bit or version.
 
     Raises:
         WrongRestoreError: with how many differ.
@@ -185,7 +185,7 @@ def records(target: Target) -> NDArray[np.uint8]:
 
 
 def put_back(target: Target, old: NDArray[np.uint8]) -> None:
-    """Write records that were read before, whatever stands there now.
+    """Write records that were read before, over any value there now.
 
     Raises:
         WrongRestoreError: some were not written.

@@ -33,12 +33,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Section:
-    """What was measured together, under the same settings.
+    """Figures measured together, under the same settings.
 
     Args:
-        settings: what was measured, e.g. {"store": "redis", "dim": 16}.
+        settings: of the measurement, e.g. {"store": "redis", "dim": 16}.
         measured: contenders that took turns on the same server, ours first; none where `lines` has everything.
-        notes: what a reader must know, such as peers that were skipped.
+        notes: for the reader, such as peers that were skipped.
         lines: a table with columns of its own.
     """
 
@@ -115,7 +115,7 @@ def machine() -> dict[str, object]:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of what is installed here of ours and the peers'."""
+    """Versions of our own and the peers' software installed here."""
     found = {}
     for package in _PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""Real servers with a table full of real records: what every benchmark starts from."""
+"""Real servers with a table full of real records: the start of every benchmark."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -93,7 +93,7 @@ def filled(store: str, *, nodes: int, dim: int, n_rows: int, optimizer: str = "s
 
 
 def written_weights(dim: int, n_rows: int) -> NDArray[np.float32]:
-    """Return what `filled` writes, float32 [n, dim]: other processes compare what they pull with it."""
+    """Return the rows that `filled` writes, float32 [n, dim]: other processes compare pulled rows with them."""
     return np.random.default_rng(dim).standard_normal((n_rows, dim), dtype=np.float32)
 
 

@@ -13,7 +13,7 @@ def redis_benchmark_set(port: int, *, value_bytes: int, n_keys: int, n_requests:
 
     Args:
         port: of a server that `benchmarks.peers.redis_benchmark` has filled.
-        value_bytes: size of what is written.
+        value_bytes: size of each value.
         n_keys: how many keys exist.
         n_requests: of one turn, whatever its length in seconds.
     """
@@ -33,7 +33,7 @@ def redis_benchmark_set(port: int, *, value_bytes: int, n_keys: int, n_requests:
 
 
 def require_overwritten(before: tuple[int, int], after: tuple[int, int], n_requests: int) -> None:
-    """Refuse a run that did not write what it was to write.
+    """Refuse a run that did not write the right values.
 
     Args:
         before: SETs that the server has counted, and its keys.

@@ -1,4 +1,4 @@
-"""A TLS port on storage servers that run already, and the same table read through it: what encryption costs, in one run."""
+"""A TLS port on storage servers that run already, and the same table read through it: the cost of encryption, in one run."""
 
 import tempfile
 from contextlib import ExitStack
@@ -17,7 +17,7 @@ def table_over_tls(stack: ExitStack, target: Filled) -> Table:
     """Let Redis servers listen on one more port each, and open the table there, with a client's certificate.
 
     Args:
-        stack: closes what is opened.
+        stack: closes all that is opened.
         target: the servers, and the table.
 
     Raises:

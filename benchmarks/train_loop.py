@@ -31,7 +31,7 @@ class WrongTrainingError(AssertionError):
 
 @dataclass(frozen=True)
 class Stretch:
-    """One turn, and what it cost everybody.
+    """One turn, and its cost for each process.
 
     Args:
         turn: distinct rows of each step, summed; time until all of it was applied; the trainer's CPU time.

@@ -1,4 +1,4 @@
-"""A table under load while nodes come and go: one connection pushes and counts, another pulls and compares with what was confirmed."""
+"""A table under load while nodes come and go: one connection pushes and counts, another pulls and compares with the confirmed values."""
 
 import threading
 from collections.abc import Callable, Iterator

@@ -133,7 +133,7 @@ def room(module: str) -> tuple[int, str]:
     """The height and the name of a module's room; -1 and "" where it has none."""
     heights = {name: height for height, names in enumerate(ROOMS[module.split(".")[0]]) for name in names}
     inside = [name for name in heights if is_in(module, (name,))]
-    # The package itself is a room of one file: what is new beside it gets a room of its own.
+    # The package itself is a room of one file: a new file beside it gets a room of its own.
     name = max((name for name in inside if "." in name or name == module), key=len, default="")
     return heights.get(name, -1), name
 

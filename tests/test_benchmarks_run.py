@@ -1,4 +1,4 @@
-"""Every benchmark runs to its end with tiny sizes. What it measures then means nothing, and is not looked at."""
+"""Every benchmark runs to its end with tiny sizes. The figures then mean nothing, and are not looked at."""
 
 from collections.abc import Sequence
 

@@ -8,7 +8,7 @@ PYTEST = "printf 'FAILED tests/a.py::test_it[x] - KeyError: 1\\n1 failed\\n'; ex
 
 
 def run(folder: Path, script: str) -> tuple[int, list[str], list[str]]:
-    """Its exit code, what it wrote before the summary, and the summary's lines."""
+    """Its exit code, its output before the summary, and the summary's lines."""
     words = ["bash", "-uo", "pipefail", "-c", f". '{ROOT}/.ci/steps.sh'\n{script}"]
     done = subprocess.run(words, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, check=False)
     before, _, summary = done.stdout.partition("\n== summary")

@@ -1,4 +1,4 @@
-"""No option without an effect: for each that users may give, the test that shows what it does. Reads sources; starts nothing.
+"""No option without an effect: for each that users may give, the test that shows its effect. Reads sources; starts nothing.
 
 A new option fails here until a test shows its effect and is named. The names are checked: a renamed test must be renamed here, too.
 """

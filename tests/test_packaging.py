@@ -1,4 +1,4 @@
-"""What is around the code: pyproject.toml, the Makefile's scripts, docker-compose.yml, the files of a distribution.
+"""The files around the code: pyproject.toml, the Makefile's scripts, docker-compose.yml, the files of a distribution.
 
 Scripts are run on copies in a temporary folder with a stand-in for the interpreter: no environment is built and nothing
 is installed.
@@ -66,7 +66,7 @@ def test_the_readme_names_the_commands_that_the_makefile_has() -> None:
 
 # --- scripts/setup.sh -------------------------------------------------------------------------------------------------
 
-# Plays the interpreter: a venv is a folder with a copy of it, pip writes down what it was asked for.
+# Plays the interpreter: a venv is a folder with a copy of it, pip writes down its arguments.
 FAKE_PYTHON = """#!/bin/sh
 case "$*" in
     *"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;

@@ -66,7 +66,7 @@ class Walk:
         return self.seen
 
     def of_all(self, act: Callable[[], object]) -> set[CodeType]:
-        """What each of a few equal acts executes, after one that fills what is filled once."""
+        """The functions that each of a few equal acts executes, after a first one that fills caches."""
         self.of(act)
         self.frames_to_socket = 0
         return set.intersection(*(self.of(act) for _ in range(N_WALKS)))

@@ -1,4 +1,4 @@
-"""What all frameworks are given: batches, first rows, first dense weights; and what they offer to be measured. NumPy only."""
+"""The problem that all frameworks get: batches, first rows, first dense weights; and the interface to measure them. NumPy only."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -17,7 +17,7 @@ class Problem:
 
     Args:
         ids: int64 [n, b, f], of any 64 bits.
-        positions: int32 [n, b, f], of these ids among `known_ids`: what a framework's own embedding takes.
+        positions: int32 [n, b, f], of these ids among `known_ids`: the input of a framework's own embedding.
         values: float32 [n, b, f], by which vectors are multiplied.
         labels: float32 [n, b], 0 or 1.
         known_ids: int64 [k], every id there is, distinct.
@@ -82,8 +82,8 @@ class Loop:
     """A contender that is a loop over batches.
 
     Args:
-        load: what to iterate for these batches.
-        step: train on what was loaded; return its loss.
+        load: returns the iterable over these batches.
+        step: train on one loaded batch; return its loss.
         settle: wait until everything is applied.
     """
 

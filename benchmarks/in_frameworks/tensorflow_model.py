@@ -1,4 +1,4 @@
-"""DeepFM in TensorFlow operations, whatever gives the rows. Python 3.9 and TensorFlow 2.15 must take it: TFRA's run there."""
+"""DeepFM in TensorFlow operations, with rows from any source. Python 3.9 and TensorFlow 2.15 must take it: TFRA's run there."""
 
 from typing import Any
 

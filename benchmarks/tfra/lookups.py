@@ -17,7 +17,7 @@ _CALLS = {"lookup": "TFRA Variable.lookup (C++)", "lookup_unique": "TFRA tf.uniq
 
 
 class Asked(Protocol):
-    """What is used of a batch of `pull`: positions int64 [m] and ids uint64 [m]."""
+    """The arrays used of a batch of `pull`: positions int64 [m] and ids uint64 [m]."""
 
     @property
     def positions(self) -> NDArray[np.int64]: ...
@@ -37,7 +37,7 @@ def tfra_lookups(stack: ExitStack, target: Filled, batches: Sequence[Asked], ver
 
     Raises:
         PeerAbsentError: TFRA is not installed.
-        PeerError: it did not read what was written.
+        PeerError: it did not read the written rows.
     """
     other = stack.enter_context(started())
     other.open(target.ports[0], target.weights.shape[1])
@@ -50,7 +50,7 @@ def tfra_lookups(stack: ExitStack, target: Filled, batches: Sequence[Asked], ver
 
 
 def require_rows(other: Tfra, call: str, batch: Asked, weights: NDArray[np.float32]) -> None:
-    """Compare one batch of TFRA's with what was written; rows that do not exist must be zeros.
+    """Compare one batch of TFRA's with the written rows; rows that do not exist must be zeros.
 
     Raises:
         PeerError: how many differ.

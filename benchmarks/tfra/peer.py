@@ -1,4 +1,4 @@
-"""Drives TFRA's worker: starts it in its environment, hands it arrays in files, and offers what it does as contenders.
+"""Drives TFRA's worker: starts it in its environment, hands it arrays in files, and offers its calls as contenders.
 
 What must not live here: TensorFlow (worker.py). TFRA keeps its rows in a database of its own on the server that ours is measured on.
 """

@@ -28,7 +28,7 @@ class Worker:
     """One TFRA table on one Redis server, and batches of ids."""
 
     def open(self, config, dim, lr, std):
-        """Connect; `config` is the path of TFRA's redis_config.json. Rows begin as zeros, as what is missing reads, or as normal draws."""
+        """Connect; `config` is the path of TFRA's redis_config.json. Rows begin as zeros, as missing rows read, or as normal draws."""
         creator = de.RedisTableCreator(de.RedisTableConfig(redis_config_abs_dir=config))
         first = tf.keras.initializers.RandomNormal(0.0, std) if std else tf.keras.initializers.Zeros()
         self.table = de.get_variable("bench", key_dtype=tf.int64, value_dtype=tf.float32, dim=dim, initializer=first, kv_creator=creator)

@@ -63,7 +63,7 @@ class Fault:
         kinds: the storage kinds on which it makes sense.
         network: whether it may happen beside a fault of a process.
         alone: whether none of the network may happen beside it: it has something to say to all that must be heard.
-        needs: what the product must be able to do: "journal", "takeover", "repair".
+        needs: abilities of the product: "journal", "takeover", "repair".
     """
 
     name: str
@@ -146,7 +146,7 @@ def shard_killed(scene: Scene) -> None:
 
 
 def shard_replaced(scene: Scene) -> None:
-    """A shard hangs in the middle of whatever it does, another process takes over, the first goes on."""
+    """A shard hangs at any point of its work, another process takes over, the first goes on."""
     cluster, shard = scene.run.cluster, scene.shard()
     old = cluster.shards[shard]
     processes.pause(old)

@@ -1,4 +1,4 @@
-"""A local cluster with a proxy in front of every storage node and every shard, and with whatever else of kvemb.yaml a test wants.
+"""A local cluster with a proxy in front of every storage node and every shard, and with any other settings of kvemb.yaml that a test wants.
 
 What must not live here: the faults themselves (proxy, processes, storage).
 """
@@ -32,7 +32,7 @@ class FaultyCluster(LocalCluster):
         store, nodes, shards, mode, trainers, memory_mb: see `LocalCluster`.
         storage: further keys of the storage section, e.g. {"timeout_s": 1}.
         servers: further keys of the parameter_servers section.
-        shard_program: what runs instead of `kvemb shard`, with the same options behind it.
+        shard_program: runs instead of `kvemb shard`, with the same options behind it.
         shard_flow: how bytes travel to and from shards while nothing is wrong.
     """
 

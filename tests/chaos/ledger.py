@@ -1,4 +1,4 @@
-"""The ledger: pushes that say how often they were applied, a file of what was sent and acknowledged, and the verifier.
+"""The ledger: pushes that say how often they were applied, a file of pushes sent and acknowledged, and the verifier.
 
 SGD with lr 1 on rows of zeros: every push adds to a digit of its own, so that the final rows are counters. Push n of a trainer belongs to
 generation n // pushes_per_generation; it touches about half of that generation's rows, which all trainers share, so that pushes are merged,

@@ -82,7 +82,7 @@ class Operator:
         self._tidy(self.state())
 
     def abort(self) -> None:
-        """Take back what is under way, if it can be."""
+        """Take back the move under way, if it can be."""
         self._ask(SlotMoves, lambda moves: moves.abort("chaos"))
 
     def state(self) -> MoveState:
@@ -97,7 +97,7 @@ class Operator:
                     raise
 
     def wait(self, timeout_s: float) -> str:
-        """Wait until nothing moves; return "", or what is stuck."""
+        """Wait until nothing moves; return "", or the move that is stuck."""
         deadline = Deadline.after(timeout_s)
         while (state := self.state()).map.plan is not None:
             if deadline.expired:

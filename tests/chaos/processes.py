@@ -8,7 +8,7 @@ from kvemb.local_cluster.processes import LocalProcess
 
 
 def pause(process: LocalProcess) -> None:
-    """Stop it in the middle of whatever it does (SIGSTOP)."""
+    """Stop it at any point of its work (SIGSTOP)."""
     process.signal(signal.SIGSTOP)
 
 

@@ -164,7 +164,7 @@ class FaultProxy:
         return self._do(lambda: sum(connection.pipes[direction].queued_bytes for connection in self._connections))
 
     def close(self) -> None:
-        """Reset what is open and end the thread; idempotent."""
+        """Reset open connections and end the thread; idempotent."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stopping.cancel)
             self._thread.join(_CALL_TIMEOUT_S)
@@ -190,7 +190,7 @@ class FaultProxy:
         self._changed = asyncio.Event()
 
     def _do(self, action: Callable[[], T]) -> T:
-        """Run an action on the loop and return what it returns."""
+        """Run an action on the loop and return its result."""
         done: Future[T] = Future()
 
         def run() -> None:
@@ -320,7 +320,7 @@ class _Pipe:
                     self._room.clear()
                     await self._room.wait()
         except OSError:
-            pass  # its sender is gone: what it had sent still lands
+            pass  # its sender is gone: its bytes still land
         self._over = True
         self._something.set()
 

@@ -62,7 +62,7 @@ class LedgerTrainer:
         """Set by a handler: push nothing for `REST_S`."""
 
     def run(self, grace_s: float) -> None:
-        """Push until `stop` is set, then wait so long for what is on its way."""
+        """Push until `stop` is set, then wait so long for pushes on their way."""
         threading.Thread(target=self._give_up_late, args=(grace_s,), name="ledger-grace", daemon=True).start()
         while not (self.stop.is_set() and not self._waiting) and not self._late.is_set():
             try:
@@ -143,7 +143,7 @@ class LedgerTrainer:
             print(f"bad read of push {n}: {counts.tolist()} torn {torn(rows).sum()}", file=sys.stderr, flush=True)
 
     def _settle_failed(self) -> None:
-        """The session is over: keep what was acknowledged before."""
+        """The session is over: keep the pushes acknowledged before."""
         for n, ack in self._waiting:
             self._file.note(ACKED if ack.accepted else FAILED, n)
         self._waiting.clear()

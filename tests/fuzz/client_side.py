@@ -28,7 +28,7 @@ _TIMEOUT_S = 0.4
 
 
 class _StorageAnswers(Target):
-    """What is asked of storage, by a shard and by trainers, where one answer is not the true one."""
+    """Requests to storage, by a shard and by trainers, where one answer is not the true one."""
 
     def start(self) -> None:
         """See `Target`."""

@@ -16,7 +16,7 @@ class Honest:
     """A trainer on a thread of its own; a context manager.
 
     Args:
-        source: what `kvemb.connect` takes.
+        source: for `kvemb.connect`.
         begun: the pushes of the one that it is the restart of.
     """
 
@@ -34,7 +34,7 @@ class Honest:
         self.stop()
 
     def stop(self) -> None:
-        """Let it end what it does, and no more; idempotent."""
+        """Let it end its present round, and no more; idempotent."""
         self._ended.set()
         self._thread.join(_END_S)
 

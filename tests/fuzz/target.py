@@ -1,4 +1,4 @@
-"""What is attacked: a target takes one input after the other, and says what is wrong by an AssertionError."""
+"""Targets of attacks: each takes one input after the other, and raises an AssertionError where something is wrong."""
 
 import random
 from abc import ABC, abstractmethod
@@ -55,7 +55,7 @@ class Target(ABC):
         """Give it an input.
 
         Raises:
-            AssertionError: it did what it must not.
+            AssertionError: its behaviour was wrong.
         """
 
     def beside(self, source: Any) -> None:

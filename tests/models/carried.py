@@ -22,7 +22,7 @@ OVER = (DONE, ABORTED)
 
 
 class Plan(NamedTuple):
-    """What is moved: "nodes" or "shards", how many of them there are, and whether in a sync job."""
+    """A kind of move: "nodes" or "shards", how many of them there are, and whether in a sync job."""
 
     kind: str
     n_owners: int
@@ -30,7 +30,7 @@ class Plan(NamedTuple):
 
 
 class Following(NamedTuple):
-    """The phase that follows, what is to be done before it, and the last step of the old map."""
+    """The phase that follows, the tasks before it, and the last step of the old map."""
 
     phase: str
     first: tuple[str, ...]

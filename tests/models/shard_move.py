@@ -40,14 +40,14 @@ class Part(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """One shard. A new start keeps what is durable, which is all but `advance`.
+    """One shard. A new start keeps its durable fields, which are all but `advance`.
 
     Args:
         saw: the phase of the newest map that it has seen, which its folder holds.
         journal: parts that it accepted.
         n_applied: how many of them storage has.
         index: of each row that it knows, the pushes that it has; A before B.
-        advance: what the taker has read of row A ahead of time.
+        advance: the taker's copy of row A, read ahead of time.
         crashes: how often it may still die.
     """
 

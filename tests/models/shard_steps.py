@@ -57,7 +57,7 @@ class Known:
 
     @cached_property
     def next(self) -> tuple[int, "Known | None"]:
-        """The step that it hands out by now, and what it knows then; (0, None) for none. Outcomes are nothing that steps go by."""
+        """The step that it hands out by now, and its knowledge then; (0, None) for none. Steps do not depend on outcomes."""
         after, step = self.steps.next_step()
         for one in step:
             after = after.settled(one, 0.0)
@@ -74,12 +74,12 @@ def _known(steps: SyncSteps, places: tuple[object, ...]) -> Known:
 
 
 class Shard(NamedTuple):
-    """One shard. A new start keeps what it saw and what it journaled.
+    """One shard. A new start keeps the map that it saw and the steps that it journaled.
 
     Args:
         saw: the phase of the newest map that it has seen, which its folder holds.
         got: of each trainer, its last step that came in.
-        known: what this process knows of steps.
+        known: this process's knowledge of steps.
         journaled: the last one in its journal.
         crashes: how often it may still die.
         nodes: how many moves of nodes it has seen.
@@ -102,7 +102,7 @@ class Shard(NamedTuple):
         return max(self.steps.released, self.journaled)
 
     def started_anew(self, last: int) -> "Shard":
-        """After a crash, when all trainers have said hello again; they send what is in no journal."""
+        """After a crash, when all trainers have said hello again; they send the pushes that are in no journal."""
         n = len(self.got)
         steps = by_map(SyncSteps.first(n, TIMEOUT_S, Membership(n, members(n), complete=True)), self.saw, last)
         return self._replace(got=(self.journaled,) * n, known=known(joined(steps, n)), crashes=max(0, self.crashes - 1))
@@ -279,7 +279,7 @@ def _follow(state: State, number: int) -> Iterator[tuple[str, State]]:
 
 
 def answered_by_nodes(state: State, number: int, to: int) -> bool:
-    """Whether a shard has accepted or refused all that went there by older nodes: what waits for the others of its step has no answer."""
+    """Whether a shard has accepted or refused all that went there by older nodes: a push that waits for its step has no answer."""
     trainer, shard = state.trainers[number], state.shards[to]
     return shard.journaled >= shard.got[number] and (shard.journaled >= trainer.pushed or shard.nodes > trainer.nodes)
 

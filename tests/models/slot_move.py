@@ -31,7 +31,7 @@ class Shard(NamedTuple):
         copied: whether it has copied its row since it began to write to both.
         restored: nodes in repair whose row it has rewritten.
         reported: the phase that its report names, "" after a new start: a report names the owner's epoch.
-        seen: the phase of the map that it follows: what it writes into a marker, at a repair, is of that map.
+        seen: the phase of the map that it follows: its writes into a marker, at a repair, are of that map.
         crashes: how often it may still die.
     """
 
@@ -93,7 +93,7 @@ def home_of(phase: str) -> int:
 
 
 class WrongReadError(AssertionError):
-    """A read was accepted that is older than what was confirmed before it began."""
+    """A read was accepted that is older than a version confirmed before it began."""
 
 
 def steps(state: State) -> Iterator[tuple[str, State]]:

@@ -71,7 +71,7 @@ def without_hold(state: State) -> Iterator[tuple[str, State]]:
 
 
 def flip_on_promise(state: State) -> Iterator[tuple[str, State]]:
-    """The flip comes when the giver has drained, whatever the taker has."""
+    """The flip comes when the giver has drained, even if the taker lacks rows."""
     yield from steps(state)
     if state.phase == DRAINING and (GIVER, DRAINING) in state.reports:
         yield "flip too early", replace(state, phase=FLIPPED)

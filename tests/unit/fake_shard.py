@@ -1,4 +1,4 @@
-"""A scripted shard for tests of the client: real gRPC on loopback, and a test decides what it answers."""
+"""A scripted shard for tests of the client: real gRPC on loopback, and a test decides its answers."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor

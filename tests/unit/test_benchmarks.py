@@ -1,4 +1,4 @@
-"""The benchmarks' own arithmetic: what they draw, count, refuse and print. No server, and no time is asserted."""
+"""The benchmarks' own arithmetic: their draws, counts, checks and output. No server, and no time is asserted."""
 
 import argparse
 import json

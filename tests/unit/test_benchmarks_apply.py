@@ -22,7 +22,7 @@ from kvemb.schema.table_def import TableDef
 
 
 class Rows:
-    """A table that remembers what was pushed to it, and may lose it."""
+    """A table that remembers pushes to it, and may lose them."""
 
     dim = 2
     definition = TableDef("t", 2, kvemb.optim.sgd(lr=1.0), kvemb.init.zeros(), id_dtype="uint64")

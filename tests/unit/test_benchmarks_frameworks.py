@@ -1,4 +1,4 @@
-"""What `frameworks` computes: ratios within a round, losses that differ, what is absent. No server, no framework, no time."""
+"""The arithmetic of `frameworks`: ratios within a round, losses that differ, absent frameworks. No server, no framework, no time."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""What tables in buckets want of a server's limits, and what is said where they do not fit."""
+"""The server limits that tables in buckets need, and the messages where they do not fit."""
 
 import logging
 
@@ -28,7 +28,7 @@ class LimitedStore:
 
     Args:
         limits: of its nodes; None where it has no buckets.
-        refused: what its nodes answer when asked to change them.
+        refused: its nodes' answer when asked to change them.
     """
 
     addresses = ("one:1", "two:2")

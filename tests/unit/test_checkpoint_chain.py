@@ -240,7 +240,7 @@ def test_prune_keeps_the_newest_and_what_they_are_built_on(tmp_path: Path, memor
     assert contents(root + "/4")[1] == 3.0
     assert prune(root, keep=1) == ["4", "3", "1"]
     assert [one.name for one in list_checkpoints(root) if one.manifest is not None] == ["5"]
-    assert CheckpointStorage(root + "/4").names() == ["notes.txt"]  # what is not ours stays
+    assert CheckpointStorage(root + "/4").names() == ["notes.txt"]  # another program's file stays
     assert prune(root, keep=1) == []
 
 

@@ -1,4 +1,4 @@
-"""The manifest: what goes in comes out, and nothing crooked comes in."""
+"""The manifest: a round trip keeps every field, and a damaged manifest is refused."""
 
 import json
 from contextlib import suppress

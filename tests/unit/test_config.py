@@ -1,4 +1,4 @@
-"""kvemb.yaml: what is accepted, and that every wrong key is named with its path."""
+"""kvemb.yaml: accepted values, and every wrong key is named with its path."""
 
 import copy
 import os

@@ -1,4 +1,4 @@
-"""The demo's text: which files, which words, which ids, and what is held out."""
+"""The demo's text: which files, which words, which ids, and the held-out part."""
 
 from pathlib import Path
 

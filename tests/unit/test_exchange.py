@@ -283,7 +283,7 @@ def test_an_idle_link_is_stale_once_something_arrives_or_it_ends(link_to: Callab
 
 
 class Endless:
-    """A reply that takes whatever comes and is never whole."""
+    """A reply that takes any bytes and is never whole."""
 
     done = False
     fewest_bytes = 0

@@ -1,4 +1,4 @@
-"""The journal: what was committed comes back whole and in order, whatever fails in between, and nothing else is ever shown."""
+"""The journal: committed entries come back whole and in order after any failure, and no other entry is ever shown."""
 
 from pathlib import Path
 

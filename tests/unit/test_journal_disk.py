@@ -90,7 +90,7 @@ def test_after_a_failed_sync_the_entries_are_written_again_to_a_new_segment(tmp_
     assert last_file(tmp_path) != before
     assert unpack_header(last_file(tmp_path).read_bytes(), "f").previous_end < before.stat().st_size  # its tail is given up
     journal.close()
-    # Whatever the disk kept of the tail that was not synced:
+    # For any part that the disk kept of the tail that was not synced:
     whole = before.read_bytes()
     for tail in (whole, whole[:-2], whole[: HEADER_SIZE + 43], whole[: HEADER_SIZE + 43] + bytes(100)):
         before.write_bytes(tail)

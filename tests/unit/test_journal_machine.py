@@ -17,7 +17,7 @@ from tests.unit.journal_disk import FaultyOs
 
 
 class JournalMachine(RuleBasedStateMachine):
-    """Appends, commits, faults, crashes that keep any part of what was not committed, reopenings and discards."""
+    """Appends, commits, faults, crashes that keep any part of the uncommitted entries, reopenings and discards."""
 
     @initialize(durability=st.sampled_from(["fsync", "os"]))
     def begin(self, durability: str) -> None:

@@ -1,4 +1,4 @@
-"""A load ends with the checkpoint's rows and no others, or with the rows that were there; whatever step a crash comes at."""
+"""A load ends with the checkpoint's rows and no others, or with the rows that were there, with a crash at any step."""
 
 import importlib
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""trainer.prefetch: batches in order with what was fetched for them, errors at the batch concerned, nothing left behind."""
+"""trainer.prefetch: batches in order with the rows fetched for them, errors at the batch concerned, no thread or row remains."""
 
 import gc
 import multiprocessing

@@ -36,7 +36,7 @@ def test_equal_ids_of_several_tables_are_made_unique_once_wherever_they_lie() ->
 
 
 class Storage:
-    """Row i is [i, i], at version `version`; says what it was asked for."""
+    """Row i is [i, i], at version `version`; tells the ids that it was asked for."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []

@@ -335,7 +335,7 @@ def test_decoded_arrays_are_views_nobody_can_write_through() -> None:
 
 @pytest.mark.parametrize("n_rows", [-1, 2**63, 2**64 - 1])
 def test_a_number_of_rows_that_cannot_be_is_refused(n_rows: int) -> None:
-    """len(table) would raise what is no error of ours."""
+    """len(table) would raise an error that is not ours."""
     packed = msgpack.unpackb(m.CountReply(3).encode())
     with pytest.raises(MessageError, match="n_rows"):
         m.CountReply.decode(msgpack.packb([*packed[:-1], n_rows]))

@@ -1,4 +1,4 @@
-"""Optimizer and transform specifications: sizes, identity, YAML round trip, and what is refused.
+"""Optimizer and transform specifications: sizes, identity, YAML round trip, and refusals.
 
 No maths: see tests/parity.
 """

@@ -13,7 +13,7 @@ from paramserver.model.batch import PartTicket, Push, ReceivedPart
 
 
 class Barrier:
-    """The state of the steps, as event after event leaves it, and what is read from it."""
+    """The state of the steps, after event upon event, and the facts read from it."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.now = SyncSteps.first(*args, **options)

@@ -55,7 +55,7 @@ def holds(ids: list[int], k: list[int], table: object = ADAM) -> CheckedRows:
 
 
 def check(shard: Shard, prefetched: CheckedRows, changed: ChangedRowsBlock, at: list[int], k: list[int]) -> None:
-    """Compare an answer with what is expected, and its rows with storage."""
+    """Compare an answer with the expected one, and its rows with storage."""
     assert changed.at.tolist() == at
     assert changed.versions.tolist() == [make_version(1, number) if number else 0 for number in k]
     definition = prefetched.definition

@@ -1,4 +1,4 @@
-"""The engine against storage in memory: what it writes, what it refuses, and that every half-written batch can be completed."""
+"""The engine against storage in memory: its writes, its refusals, and every half-written batch can be completed."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Recovery: whatever was stored when a shard died, and from wherever its saved state goes on, the rows end up with the same bits.
+"""Recovery: with any rows stored when a shard died, and from any saved state, the rows end up with the same bits.
 
 A shard is killed after any number of row writes of any batch, and again in the middle of its recovery; the journal is in memory here.
 """

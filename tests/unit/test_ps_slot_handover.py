@@ -56,7 +56,7 @@ class Shard:
         self.start()
 
     def start(self, above: int = 0) -> None:
-        """A new process: saved state, journal and snapshot are what it has. Tests note before, so that nothing is to be replayed."""
+        """A new process: it has saved state, journal and snapshot. Tests note before, so that nothing is to be replayed."""
         self.close()
         self.data = DataDir(self.folder, self.number)
         self.epoch = max(self.epoch, above) + 1

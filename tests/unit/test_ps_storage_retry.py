@@ -23,7 +23,7 @@ AWAY, FULL, LOST, ROW = NodeUnavailableError("x: away"), NodeFullError("x: full"
 
 
 class Journey(NoRepair):
-    """Storage that answers with these errors, one a try, and what is done about each."""
+    """Storage that answers with these errors, one a try, and the reaction to each."""
 
     def __init__(self, *errors: KvembError, mending: KvembError | None = None, n_repaired: int = 1) -> None:
         self.errors, self.mending, self.n_repaired = list(errors), mending, n_repaired

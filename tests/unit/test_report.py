@@ -1,4 +1,4 @@
-"""The step report: where time went by an injected clock, what is written to whom, and what it advises."""
+"""The step report: where time went by an injected clock, its output for each reader, and its advice."""
 
 import io
 import threading

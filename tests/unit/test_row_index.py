@@ -1,4 +1,4 @@
-"""The row index behaves as a dict of id to version, whatever the order of puts, erases and rebuilds."""
+"""The row index behaves as a dict of id to version, with any order of puts, erases and rebuilds."""
 
 import tracemalloc
 

@@ -1,4 +1,4 @@
-"""A save is an exact cut: whatever happens to rows while they are streamed, the checkpoint holds them as they were."""
+"""A save is an exact cut: rows may change while they are streamed, the checkpoint holds them as they were."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ class Watched(MemoryStore):
 
     def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
         if self.before is not None and threading.current_thread().name == "kvemb-save":
-            before, self.before = self.before, None  # what it applies reads too
+            before, self.before = self.before, None  # its batches read, too
             try:
                 before()
             finally:

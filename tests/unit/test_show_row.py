@@ -1,4 +1,4 @@
-"""What `kvemb show` says of a record: weights, and the state of whatever optimizer."""
+"""The output of `kvemb show` for a record: weights, and the state of any optimizer."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The slot map as a node tells it, and what is refused of it; a scripted node on loopback."""
+"""The slot map as a node tells it, and the replies that are refused; a scripted node on loopback."""
 
 import socket
 import threading

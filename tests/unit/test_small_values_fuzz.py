@@ -1,4 +1,4 @@
-"""Small values on nodes, and a shard's own files: whatever bytes stand there, one typed error or a value, little memory, nothing else."""
+"""Small values on nodes, and a shard's own files: any bytes give one typed error or a value, take little memory, and do nothing else."""
 
 import struct
 import tracemalloc

@@ -1,4 +1,4 @@
-"""Gradients in 16 bits on their way to a shard: what is rounded, what is refused, and what the shard makes of it."""
+"""Gradients in 16 bits on their way to a shard: their rounding, the refusals, and the values at the shard."""
 
 import numpy as np
 import pytest

@@ -17,7 +17,7 @@ TRAILING = b"+OK\r\n$-1\r\nEN\r\nHD\r\nVA 4 c1\r\nabcd\r\n"
 
 
 def feed(reply: ReplyReader, pieces: Iterable[bytes]) -> bytes:
-    """Feed pieces as a link does; return what is left over."""
+    """Feed pieces as a link does; return the bytes that remain."""
     left = b""
     for piece in pieces:
         left += piece
