@@ -58,7 +58,7 @@ def exit_in_order() -> None:
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
-    # Handlers run inside the `finally` and `__exit__` that they interrupt, and see what is being handled there.
+    # Handlers run inside the `finally` and `__exit__` that they interrupt, and see the exception that is being handled there.
     if not isinstance(sys.exc_info()[1], (SystemExit, KeyboardInterrupt)):
         raise SystemExit(128 + number)
 

@@ -54,7 +54,7 @@ class ClosedError(KvembError):
 
 
 class StorageError(KvembError):
-    """A storage node could not do what was asked."""
+    """A storage node could not carry out a request."""
 
 
 class NodeUnavailableError(StorageError, ConnectionError):
@@ -124,7 +124,7 @@ class LostRowError(StorageError):
 
 
 class ParameterServerError(KvembError):
-    """A parameter-server shard could not do what was asked."""
+    """A parameter-server shard could not carry out a request."""
 
 
 class ShardUnavailableError(ParameterServerError, ConnectionError):
@@ -171,7 +171,7 @@ class JournalFullError(ParameterServerError):
 
 
 class JournalDamagedError(ParameterServerError):
-    """A journal or snapshot file does not hold what was written to it. The message names file and offset; nothing behind it was used."""
+    """A journal or snapshot file has other bytes than were written. The message names file and offset; nothing behind it was used."""
 
 
 class JournalBehindError(JournalDamagedError):

@@ -114,8 +114,8 @@ def columns(*parts: tuple[int, Initializer]) -> Initializer:
     Args:
         parts: (width, initializer) pairs, from the first column to the last; the widths' sum is the table's dim.
 
-    A column has the bits that its part's initializer gives to that column of a whole row, whatever the parts beside it
-    are. So parts of one kind never repeat each other, and changing one part leaves the others alone while widths stay.
+    A column has the bits that its part's initializer gives to that column of a whole row, whichever parts are beside it.
+    So parts of one kind never repeat each other, and changing one part leaves the others alone while widths stay.
     Only the fans of Xavier's initializers default to the part's width, which is its layer's.
 
     Example:

@@ -2,7 +2,7 @@
 
 Values are counted by size, for a histogram: one bisection per value, no lock. Figures are families of samples under common labels, as
 prometheus-client takes them. The port is its own HTTP server, over a registry of this process's collectors alone. prometheus-client is
-imported at the first scrape, not before.
+imported when it is first needed, not before.
 """
 
 import os

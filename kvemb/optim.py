@@ -190,7 +190,7 @@ class OptimizerSpec:
 
     @classmethod
     def from_dict(cls, data: object) -> "OptimizerSpec":
-        """Read what `to_dict` wrote or a person put into YAML; what is left out has its default.
+        """Read the result of `to_dict`, or a person's YAML; values that are left out have their defaults.
 
         Raises:
             InvalidInputError: unknown names (the known ones are listed), wrong types, values out of range.

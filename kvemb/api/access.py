@@ -47,7 +47,7 @@ class PullTimes:
                 self._tables.setdefault(request.definition.name, BucketCounts(SECONDS)).add(took_s)
 
     def tables(self) -> list[tuple[str, BucketCounts]]:
-        """Return what was counted of each table, by name."""
+        """Return the counts of each table, by name."""
         with self._lock:
             return sorted(self._tables.items())
 
@@ -125,7 +125,7 @@ class Access:
         return pulled
 
     def wait_stored(self) -> None:
-        """Wait until storage has what was released to this connection; raises as `WriteCounter.wait_stored`."""
+        """Wait until storage has every push released to this connection; raises as `WriteCounter.wait_stored`."""
         if self.shards is not None:
             self.changes.wait_stored(Deadline.after(self.shards.timeout_s))
 

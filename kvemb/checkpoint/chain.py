@@ -1,9 +1,8 @@
 """A full checkpoint and the incremental ones built on it, read as one: newest wins, erased rows stay away.
 
 All files of one table and saved shard are sorted by id, so the levels are merged as streams. One block of every stream is in memory, and
-each turn takes all ids up to the smallest of the blocks' last ids. Memory is one block per stream, whatever the sizes.
-
-Reads one checkpoint: its manifest, and its data files one behind the other while the next one is being fetched.
+each turn takes all ids up to the smallest of the blocks' last ids. Memory is one block per stream, for any sizes. The data files of one
+checkpoint are read one after another, and the next one is fetched meanwhile.
 """
 
 from collections.abc import Iterator, Sequence

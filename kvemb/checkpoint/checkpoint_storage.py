@@ -202,7 +202,7 @@ class CheckpointStorage:
         for pause_s in (*_PAUSES_S, None):
             try:
                 return self._in_time(what, path, call, until)
-            except Exception as error:  # whatever a file system's library raises
+            except Exception as error:  # a file system's library may raise any
                 if isinstance(error, CheckpointError):
                     raise
                 if pause_s is None or isinstance(error, _FINAL) or time.monotonic() > until:

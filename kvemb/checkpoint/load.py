@@ -122,7 +122,7 @@ def _read(data: bytes, magic: str, kind: type) -> list[Any]:
 _POLL_S, _CALL_S = 0.25, 60.0
 
 LoadProgress = Callable[[str, int, int], None]
-"""Called now and then with (what is being done, how much is done, how much there is): "verifying" in bytes, "loading" in rows."""
+"""Called now and then with (name of the phase, amount done, amount in all): "verifying" in bytes, "loading" in rows."""
 
 
 @dataclass(frozen=True)

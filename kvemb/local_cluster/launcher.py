@@ -44,7 +44,7 @@ class LocalCluster:
 
     Raises:
         ConfigError: an argument is out of range, or a server program is missing.
-        LocalProcessError: a process did not start. Nothing is left running then.
+        LocalProcessError: a process did not start. All others have been ended then.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class Local:
         """Start it and return the URL that `kvemb.connect` takes. It runs until `stop`, at the longest until the program ends.
 
         Raises:
-            LocalProcessError: see `LocalCluster`; nothing is left running.
+            LocalProcessError: see `LocalCluster`; no process goes on running.
         """
         if self._started:
             raise ConfigError("this local cluster was started already; stop() ends it, and kvemb.local(...) makes another one")

@@ -101,4 +101,4 @@ def _judge_fault(seen: SeenCertificate, where: str, at: str, purpose: str) -> It
         case "files":
             what, mend = f"{at}: cannot be used: {seen.why}", f"See that {at}.ca, cert and key can be read, and the last two are a pair."
             yield error(UNUSABLE, where, what, mend)
-        # "nobody": reported where a probe asks the server for more
+        # "nobody" (no connection): the checks that ask the server for more report it

@@ -1,7 +1,7 @@
 """The status of a cluster: every shard and node, or why one of them did not answer, and the tables that `kvemb status` prints.
 
 HEADROOM counts what a node says it stores. memcached counts stored bytes, not the slab pages it has set aside. So it may be out of room for
-rows of one size while some headroom is left.
+rows of one size while some headroom remains.
 """
 
 import time
@@ -133,7 +133,7 @@ def nodes_of_another(store: Store, config: Config, deadline: Deadline, served: C
 def _change(store: Store, timeout_s: float) -> UnfinishedChange | None:
     try:
         return store.nodes.unfinished_change(Deadline.after(timeout_s))
-    except KvembError:  # what is the matter with a node stands beside it
+    except KvembError:  # the fault stands beside the node
         return None
 
 
@@ -143,7 +143,7 @@ def _held(store: Store, timeout_s: float) -> tuple[tuple[str, tuple[HeldRows | N
         registry = newest_registry(store.values.get(META_NAME, Deadline.after(timeout_s)), store.values.copies_on(META_NAME))
         tables = [table for _, table in sorted(registry.tables.items())]
         nodes = [store.rows.held_on(address, tables, Deadline.after(timeout_s)) for address in store.nodes.addresses]
-    except KvembError:  # what is the matter with a node stands beside it at the next look
+    except KvembError:  # the fault stands beside the node at the next look
         return ()
     return tuple((table.name, tuple(of)) for table, of in zip(tables, zip(*nodes, strict=True), strict=True))
 

@@ -3,7 +3,7 @@
 One dealer, and one kind of plan, for nodes under a cluster map, for a Redis Cluster's nodes, and for shards.
 
 Slots move in aligned groups of neighbours. The rows of a table of few buckets lie in every 64th slot or so: groups of that width have one
-such slot each, whatever the table. Groups are taken from all over the range, so that no table loses more than its share. A shard with too
+such slot each, for any table. Groups are taken from all over the range, so that no table loses more than its share. A shard with too
 much only gives, one with too little only takes: no shard can do both in one move (docs/adr/0062).
 """
 

@@ -60,7 +60,7 @@ class StepTables:
         Args:
             gradients: of lookups.
             loss: for the report.
-            use_up: called once they were handed over, whatever happens afterwards.
+            use_up: called once they were handed over, also if a later wait fails.
 
         Raises:
             InvalidInputError: gradients that are not finite, or run-time values out of range; nothing was sent.

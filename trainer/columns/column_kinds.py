@@ -54,7 +54,7 @@ class IdentityColumn:
 
     @property
     def name(self) -> str:
-        """What embedding columns of it are named after."""
+        """The name from which its embedding columns get theirs."""
         return self.key
 
     def buckets(self, values: NDArray[Any]) -> NDArray[np.int64]:
@@ -84,7 +84,7 @@ class HashedColumn:
 
     @property
     def name(self) -> str:
-        """What embedding columns of it are named after."""
+        """The name from which its embedding columns get theirs."""
         return self.key
 
     def buckets(self, values: NDArray[Any]) -> NDArray[np.int64]:
@@ -106,7 +106,7 @@ class VocabularyColumn:
 
     @property
     def name(self) -> str:
-        """What embedding columns of it are named after."""
+        """The name from which its embedding columns get theirs."""
         return self.key
 
     @property
@@ -163,7 +163,7 @@ class BucketizedColumn:
 
     @property
     def name(self) -> str:
-        """What embedding columns of it are named after."""
+        """The name from which its embedding columns get theirs."""
         return f"{self.source.name}_bucketized"
 
     @property
@@ -172,7 +172,7 @@ class BucketizedColumn:
         return (len(self.boundaries) + 1) * self.source.width
 
     def buckets(self, values: NDArray[Any]) -> NDArray[np.int64]:
-        """Return the bucket of each of float32 [b * width] values; those of an example's j-th value come after those of the others.
+        """Return the bucket of each of float32 [b * width] values; each of an example's `width` values has a range of buckets of its own.
 
         A bucket holds its lower boundary and not its upper one; NaN is in the last.
         """
@@ -196,7 +196,7 @@ class WeightedColumn:
 
     @property
     def name(self) -> str:
-        """What embedding columns of it are named after."""
+        """The name from which its embedding columns get theirs."""
         return f"{self.source.name}_weighted_by_{self.weight_key}"
 
     @property

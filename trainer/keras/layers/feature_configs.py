@@ -55,7 +55,7 @@ class TableConfig:
     max_unique_ids_per_partition: int | None = None
 
     def __post_init__(self) -> None:
-        """Check what was given."""
+        """Check the arguments."""
         check_table_name(self.name)
         for what, value in (("vocabulary_size", self.vocabulary_size), ("embedding_dim", self.embedding_dim)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -113,7 +113,7 @@ class FeatureConfig:
     output_shape: Shape
 
     def __post_init__(self) -> None:
-        """Check what was given."""
+        """Check the arguments."""
         if not isinstance(self.table, TableConfig):
             raise InvalidInputError(f"feature {self.name!r}: table is a {type(self.table).__name__}; give a TableConfig")
         self.input_shape, self.output_shape = tuple(self.input_shape), tuple(self.output_shape)

@@ -51,7 +51,7 @@ class Lookup:
         self.ids, self.versions, self.padding_id = ids, versions, padding_id
 
     def pushed(self, *rows: NDArray[np.float32]) -> tuple[NDArray[Any], ...]:
-        """Return ids, gradients (or whatever is given of each row) and versions without the padding id, whose row never changes."""
+        """Return ids, gradients (or the values given of each row) and versions without the padding id, whose row never changes."""
         if self.padding_id is None:
             return self.ids, *rows, self.versions
         keep = self.ids != self.padding_id

@@ -33,7 +33,7 @@ from kvemb.optim import OptimizerSpec
 from ..lookup.pending_lookups import KEEP, PendingLookups
 from .sparse_optimizer import SparseOptimizer
 
-# True or a number in one of these changes what is computed into something that no parameter server does. foreach and fused do not.
+# True or a number in one of these changes the rule into one that no parameter server has. foreach and fused do not.
 _NEVER = ("maximize", "differentiable", "capturable", "dampening", "lr_decay")
 _INSTEAD = {"lr_decay": "; follow a rate that falls with a scheduler instead, e.g. torch.optim.lr_scheduler.LambdaLR"}
 
