@@ -35,7 +35,7 @@ def _ours(frame: FrameType) -> bool:
 
 
 class Walk:
-    """Records our code executed while it is on, by any thread that was started after it."""
+    """Records which of our functions run while it is on, in any thread that was started after it."""
 
     def __init__(self) -> None:
         self.on = False

@@ -188,7 +188,7 @@ class SyncSteps:
         names = frozenset(name for name, _ in awaited)
         return SyncSteps(n_trainers, timeout_s, on_lost, before, awaited, names, hold=StepHold(before.complete))
 
-    # --- what may be asked -----------------------------------------------------------------------------------------------------
+    # --- questions -------------------------------------------------------------------------------------------------------------
 
     @property
     def members(self) -> list[str]:
