@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -302,9 +303,10 @@ def test_a_demo_that_is_told_to_end_leaves_no_process_and_no_folder(number: sign
 
 def descendants(pid: int) -> set[int]:
     found: set[int] = set()
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found |= {int(child)} | descendants(int(child))
+    with suppress(FileNotFoundError, ProcessLookupError):  # it ends while it is looked at
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found |= {int(child)} | descendants(int(child))
     return found
 
 
