@@ -24,7 +24,6 @@ from kvemb.net.link import Link
 from kvemb.wire.replies import RepliesInOrder, ReplyReader, Step
 
 WINDOW_STEPS = 6
-JOINED_BYTES = 32 << 10
 LOW_WATER_BYTES = 128 << 10
 LEAST_WATER_BYTES = 16 << 10  # smaller pieces are not worth the wait
 QUIET_S = 0.002
@@ -76,7 +75,7 @@ class Conversation:
         self._sent += 1
         while self._sent < len(self._steps) and self._sent - self._answered < WINDOW_STEPS:
             source = self._steps[self._sent].source
-            if not isinstance(source, memoryview) or len(request) + len(source) > JOINED_BYTES:
+            if not isinstance(source, memoryview) or len(request) + len(source) > self.link.JOINED_BYTES:
                 break
             request = memoryview(b"".join((request, source)))
             self._sent += 1

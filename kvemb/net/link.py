@@ -37,6 +37,8 @@ class Link:
 
     HIDDEN_BYTES = 0
     """How many bytes the connection may have taken from the socket that are not in sight yet."""
+    JOINED_BYTES = 32 << 10
+    """Requests that follow each other are sent by one call up to this size: the server is woken once."""
 
     def __init__(self, sock: socket.socket, address: str, connection_id: str = "", run_id: str = "") -> None:
         sock.setblocking(False)

@@ -24,6 +24,9 @@ class TlsLink(Link):
 
     HIDDEN_BYTES = (16 << 10) + 512
     """A record of which the end has not come."""
+    JOINED_BYTES = 0
+    """A request has records of its own. memcached reads a value out of a record and then waits for the socket, though the record may hold
+    further commands; it goes on when the next record comes."""
     sock: ssl.SSLSocket
 
     def __init__(self, sock: ssl.SSLSocket, address: str) -> None:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from kvemb.errors import CheckpointError, ParameterServerError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import Empty, LoadRequest, SaveReply, SaveRequest, SaveStatusRequest
-from kvemb.protocol.shard_routing import MapSource
 from kvemb.schema.move_plan import SHARDS
+from kvemb.stores.store_nodes import StoreNodes
 
 from ..checkpoint.loader import check
 from ..checkpoint.save_job import SaveOrder
@@ -20,12 +20,12 @@ class CheckpointHandlers:
     Args:
         saver: of the shard.
         registry: of the shard.
-        maps: says which map is in force.
+        nodes: of the store; they say which map is in force.
         on_load: called once when the shard is to start again, to load; None where no caller would start it.
     """
 
-    def __init__(self, saver: Saver, registry: Registry, maps: MapSource, on_load: Callable[[], None] | None) -> None:
-        self._saver, self._registry, self._maps, self._on_load = saver, registry, maps, on_load
+    def __init__(self, saver: Saver, registry: Registry, nodes: StoreNodes, on_load: Callable[[], None] | None) -> None:
+        self._saver, self._registry, self._nodes, self._on_load = saver, registry, nodes, on_load
 
     def save(self, request: SaveRequest, deadline: Deadline) -> SaveReply:
         """Cut the shard and begin to save it; answered once it is cut."""
@@ -43,7 +43,9 @@ class CheckpointHandlers:
         """Check whether this shard could load a checkpoint, or begin; it stops serving then and starts again."""
         if self._on_load is None:
             raise ParameterServerError("this shard is not run by `kvemb shard`: stop and start it to load")
-        plan = self._maps.cluster_map.plan
+        if self._nodes.cluster_map.plan is not None:
+            self._nodes.refresh_map(deadline)  # a move that has just ended is not said to go on
+        plan = self._nodes.cluster_map.plan
         if plan is not None and plan.kind == SHARDS:
             raise CheckpointError(
                 f"slots are moving between shards (phase {plan.phase}), and nothing was changed. `kvemb moves` shows how far that is; load "

@@ -29,6 +29,9 @@ class CountingStore:
     def nodes(self) -> "CountingStore":
         return self
 
+    def unfinished_change(self, deadline: object) -> None:
+        """No node is on its way."""
+
     def stats(self, deadline: object) -> list[NodeStats]:
         return [
             NodeStats(f"node-{i}:1", "memory", 0, 0, 0, evicted, moved=self.moved, unsafe=self.unsafe)
