@@ -6,7 +6,7 @@ gRPC tells neither. Nothing here is on a data path.
 import socket
 import ssl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,7 @@ def look_at(address: str, config: TlsConfig, deadline: Deadline) -> SeenCertific
 NOBODY, SILENT, HANGS_UP, SPEAKS_TLS, GREETS, FOREIGN = "nobody", "silent", "hangs up", "tls", "greets", "foreign"
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # and settings, none of them
 _SETTINGS, _ALERT = 4, 21  # the types of HTTP/2's frame and of TLS's record
+_TLS_ANSWERS = (bytes([_ALERT]), bytes([22]))  # a refusal, or the next word of the handshake
 
 
 def look_at_port(address: str, deadline: Deadline) -> str:
@@ -113,16 +114,13 @@ def _answers_tls(address: str, deadline: Deadline) -> bool:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
+    greeting = ssl.MemoryBIO()
+    with suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), greeting).do_handshake()
     try:
-        with (
-            socket.create_connection(host_and_port(address, deadline), timeout=connect_timeout_s(deadline)) as plain,
-            context.wrap_socket(plain),
-        ):
-            return True
-    except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
-        return False
-    except ssl.SSLError:  # it has answered, by a refusal
-        return True
+        with socket.create_connection(host_and_port(address, deadline), timeout=connect_timeout_s(deadline)) as plain:
+            plain.sendall(greeting.read())
+            return plain.recv(1) in _TLS_ANSWERS
     except (OSError, NodeUnavailableError):
         return False
 
@@ -182,9 +180,14 @@ def _connection(address: str, config: TlsConfig, deadline: Deadline) -> Iterator
     endpoint = host_and_port(address, deadline)
     with (
         socket.create_connection(endpoint, timeout=connect_timeout_s(deadline)) as plain,
-        context.wrap_socket(plain, server_hostname=endpoint[0]) as sock,
+        _wrapped(plain, context, endpoint[0]) as sock,
     ):
         yield sock
+
+
+def _wrapped(plain: socket.socket, context: ssl.SSLContext, host: str) -> ssl.SSLSocket:
+    plain.getpeername()  # fails where the server has reset it by now; so does wrap_socket, which then leaves it open
+    return context.wrap_socket(plain, server_hostname=host)
 
 
 def _shown_to_itself(config: TlsConfig, *, server: bool) -> dict[str, Any]:
