@@ -1,4 +1,4 @@
-"""The `kvemb` command. The command line and the environment are read here, and in `paramserver.__main__`, and nowhere else.
+"""The `kvemb` command. Its line is read here, that of `kvemb shard` in `paramserver.__main__`; `kvemb.commands` does the verbs.
 
 Little is imported above `main`: Ctrl-C before it is Python's own to report, and prints a traceback.
 """
@@ -7,10 +7,11 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from types import FrameType
 
-from kvemb.commands.verb_options import AddressesThenFile, takes_config, takes_words
+from kvemb.commands.verb_options import AddressesThenFile, add_bench, add_plan, example_text, positive, takes_config, takes_words
 from kvemb.errors import ConfigError, KvembError
 from kvemb.stores.storage_kinds import DEFAULT_KIND, KINDS
 
@@ -77,8 +78,6 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from kvemb.commands.verb_options import add_bench, add_plan, example_text, positive
-
     parser = argparse.ArgumentParser(prog="kvemb", description="Embedding tables in key-value storage.")
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
@@ -98,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     takes_config(status)
     status.add_argument("--json", action="store_true", help="for programs: one line of JSON")
     status.add_argument("--watch", nargs="?", type=_count, const=2, metavar="S", help="look again every S seconds (2 unless given)")
-    status.set_defaults(run=_status)
+    status.set_defaults(run=_runs("status_command", "status_command"))
     _add_table_verbs(verbs)
     init = verbs.add_parser("init", help="write a kvemb.yaml with a comment on every key")
     takes_config(init, what="where to (default: ./kvemb.yaml)")
@@ -115,37 +114,37 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ADDR",
         help="host:port of each shard (default 127.0.0.1:7070)",
     )
-    init.set_defaults(run=_init)
+    init.set_defaults(run=_runs("setup_commands", "init_command"))
     doctor = verbs.add_parser("doctor", help="examine nodes, shards, disks and files, and name each fault with its mend")
     takes_config(doctor)
     doctor.add_argument("--json", action="store_true", help="for programs: one line of JSON")
-    doctor.set_defaults(run=_doctor)
+    doctor.set_defaults(run=_runs("status_command", "doctor_command"))
     certificates = verbs.add_parser(
         "certificates", help="make an authority and certificates for a trial of TLS: shards, trainers, admin, storage"
     )
     takes_config(certificates)
     certificates.add_argument("--out", default="tls", metavar="FOLDER", help="where to, from the cluster's file on (default tls)")
     certificates.add_argument("--days", type=positive, default=30.0, metavar="N", help="how long they are good for (default 30)")
-    certificates.set_defaults(run=_certificates)
+    certificates.set_defaults(run=_runs("setup_commands", "certificates_command"))
     acl = verbs.add_parser("acl", help="print users for Redis and Valkey nodes: trainers that only read, shards that only do what they do")
     takes_config(acl)
     acl.add_argument("--check", choices=("trainer", "shard"), help="ask every node whether kvemb.yaml's user is as this role's should be")
-    acl.set_defaults(run=_acl)
+    acl.set_defaults(run=_runs("setup_commands", "acl_command"))
     repair = verbs.add_parser("repair", help="restore rows that storage nodes have lost, from the shards' journals")
     takes_config(repair)
     repair.add_argument("--node", action="append", default=[], metavar="ADDR", help="compare this node row by row too; may be repeated")
     repair.add_argument("--all", action="store_true", help="compare every node row by row")
     repair.add_argument("--timeout", type=_count, default=3600, metavar="S", help="seconds to wait for the end (default 3600)")
-    repair.set_defaults(run=_repair)
+    repair.set_defaults(run=_runs("status_command", "repair_command"))
     drop = verbs.add_parser("drop", help="delete a table with all its rows")
     takes_config(drop)
     drop.add_argument("table", help="its name")
     drop.add_argument("--yes", action="store_true", help="do it; without, only say how many rows there are")
-    drop.set_defaults(run=_drop)
+    drop.set_defaults(run=_runs("table_commands", "drop_command"))
     _add_checkpoint_verbs(verbs)
     _add_move_verbs(verbs)
-    add_plan(verbs).set_defaults(run=_plan)
-    add_bench(verbs).set_defaults(run=_bench)
+    add_plan(verbs).set_defaults(run=_runs("plan_command", "plan_command"))
+    add_bench(verbs).set_defaults(run=_runs("bench_command", "bench_command"))
     completion = verbs.add_parser("completion", help="print a script that lets a shell complete this command's words")
     completion.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="which")
     completion.set_defaults(run=_completion)
@@ -157,17 +156,15 @@ def _parser() -> argparse.ArgumentParser:
 def _add_table_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     tables = verbs.add_parser("tables", help="list the tables: rows, steps, bytes")
     show = verbs.add_parser("show", help="show one row: values, version, where it is, and whether shard and storage agree")
-    for verb, name in ((tables, "tables_command"), (show, "show_command")):
+    for verb, command in ((tables, "tables_command"), (show, "show_command")):
         takes_config(verb)
         verb.add_argument("--json", action="store_true", help="for programs: one line of JSON")
-        verb.set_defaults(run=_table_verb, command=name)
+        verb.set_defaults(run=_runs("table_commands", command))
     show.add_argument("table", help="its table")
     show.add_argument("id", type=int, help="its id")
 
 
 def _add_move_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    from kvemb.commands.verb_options import positive
-
     nodes = verbs.add_parser("nodes", help="show the storage nodes; let some join, leave or take other shares while training goes on")
     takes_words(nodes, ("show", "add", "remove", "replace", "rebalance"), "host:port")
     nodes.add_argument("--weights", default="", metavar="ADDR=W,...", help="shares of nodes; 1 of those that are not named")
@@ -183,14 +180,8 @@ def _add_move_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]"
     takes_words(moves, ("show", "abort", "resume"))
     now = verbs.add_parser("config", help="show where nodes and shards are now, as the cluster itself knows it")
     takes_words(now, ("show",))
-    for verb in (nodes, shards, moves, now):
-        verb.set_defaults(run=_move_verb)
-
-
-def _move_verb(args: argparse.Namespace) -> int:
-    from kvemb.commands.scaling_commands import COMMANDS
-
-    return COMMANDS[args.verb](args)
+    for verb, command in ((nodes, "nodes_command"), (shards, "shards_command"), (moves, "moves_command"), (now, "config_command")):
+        verb.set_defaults(run=_runs("scaling_commands", command))
 
 
 def _add_checkpoint_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -219,21 +210,8 @@ def _checkpoint_verb(
     if config:
         takes_config(verb)
     verb.add_argument("url", help=url)
-    verb.set_defaults(run=_checkpoint)
+    verb.set_defaults(run=_runs("checkpoint_commands", f"{name}_command"))
     return verb
-
-
-def _checkpoint(args: argparse.Namespace) -> int:
-    from kvemb.commands import checkpoint_commands
-
-    run = {
-        "save": checkpoint_commands.save_command,
-        "load": checkpoint_commands.load_command,
-        "ls": checkpoint_commands.ls_command,
-        "verify": checkpoint_commands.verify_command,
-        "prune": checkpoint_commands.prune_command,
-    }
-    return run[args.verb](args)
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -254,79 +232,15 @@ def _shard(words: Sequence[str]) -> int:
     return run(words)
 
 
-def _status(args: argparse.Namespace) -> int:
-    from kvemb.commands.status_command import status_command
-
-    return status_command(args)
-
-
-def _doctor(args: argparse.Namespace) -> int:
-    from kvemb.commands.status_command import doctor_command
-
-    return doctor_command(args)
-
-
-def _init(args: argparse.Namespace) -> int:
-    from kvemb.commands.setup_commands import init_command
-
-    return init_command(args)
-
-
-def _table_verb(args: argparse.Namespace) -> int:
-    from kvemb.commands import table_commands
-
-    return int(getattr(table_commands, args.command)(args))
-
-
-def _plan(args: argparse.Namespace) -> int:
-    from kvemb.commands.plan_command import plan_command
-
-    return plan_command(args)
-
-
-def _bench(args: argparse.Namespace) -> int:
-    from kvemb.commands.bench_command import bench_command
-
-    return bench_command(args)
+def _runs(module: str, command: str) -> Callable[[argparse.Namespace], int]:
+    """Return a function that imports a verb's module when the verb is run: no other verb waits for that."""
+    return lambda args: int(getattr(import_module(f"kvemb.commands.{module}"), command)(args))
 
 
 def _completion(args: argparse.Namespace) -> int:
     from kvemb.commands.setup_commands import completion_command
 
     return completion_command(_parser(), args.shell)
-
-
-def _certificates(args: argparse.Namespace) -> int:
-    from kvemb.commands.setup_commands import certificates_command
-
-    return certificates_command(args)
-
-
-def _acl(args: argparse.Namespace) -> int:
-    from kvemb.commands.setup_commands import acl_command
-
-    return acl_command(args)
-
-
-def _repair(args: argparse.Namespace) -> int:
-    from kvemb.commands.status_command import repair
-    from kvemb.config import load
-    from kvemb.operate.cluster_status import render_repair
-
-    replies = repair(load(args.config, os.environ), args.node, all_nodes=args.all, timeout_s=args.timeout)
-    print(render_repair(replies))
-    return 0
-
-
-def _drop(args: argparse.Namespace) -> int:
-    from kvemb.api import connect
-
-    with connect(args.config) as cluster:
-        if not args.yes:
-            print(f"table {args.table!r} has {len(cluster.table(args.table)):,} rows, which are deleted for good with --yes")
-            return 1
-        print(f"table {args.table!r} was dropped: {cluster.drop_table(args.table):,} rows")
-    return 0
 
 
 def _count(text: str) -> int:

@@ -1,4 +1,4 @@
-"""The checkpoint format: the files under a checkpoint's URL, written and read through fsspec and pyarrow.
+"""Checkpoints seen from the client: saved, loaded, listed, verified and pruned; and the files under a checkpoint's URL.
 
     <url>/<table>/shard-<i>-part-<j>.parquet            rows: id, version, weights[, slots], ascending by the ids' 64 bits
     <url>/<table>/_erased/shard-<i>-part-<j>.parquet    incremental: ids erased since the base
@@ -7,6 +7,6 @@
     <url>/shard-<i>.json                                the share that one shard has finished, while a save is under way
     <url>/manifest.json                                 written last: without it there is no checkpoint
 
-What must not live here: how a running cluster is cut or filled (paramserver.checkpoint.saver, paramserver.checkpoint.loader). pyarrow and
-fsspec are imported when they are first used: clusters that never save need neither.
+What must not live here: how a shard is cut or filled (paramserver.checkpoint.saver, paramserver.checkpoint.loader). pyarrow and fsspec
+write and read the files, and are imported when they are first used: clusters that never save need neither.
 """

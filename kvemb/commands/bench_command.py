@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvemb.api import Cluster, connect
-from kvemb.commands.progress_meter import text_table
+from kvemb.commands.terminal_output import text_table
 from kvemb.errors import InvalidInputError
 from kvemb.operate import capacity as costs
 from kvemb.operate.pull_rates import Ids, PullRate, by_node, measure

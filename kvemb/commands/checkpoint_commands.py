@@ -10,7 +10,7 @@ from kvemb.checkpoint.checkpoint_storage import absolute_url
 from kvemb.checkpoint.format.checkpoint_manifest import CheckpointManifest
 from kvemb.checkpoint.listing import Listed, list_checkpoints, prune
 from kvemb.checkpoint.verify import verify_chain
-from kvemb.commands.progress_meter import ProgressMeter, text_table
+from kvemb.commands.terminal_output import ProgressMeter, text_table
 from kvemb.errors import InvalidInputError
 
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from kvemb import init, optim
-from kvemb.commands.progress_meter import text_table
+from kvemb.commands.terminal_output import text_table
 from kvemb.operate import capacity as costs
 from kvemb.operate.capacity import BUSY, FULL, Counted, ShardPlan, StoragePlan, Workload, cautions, parts_of, plan_shards, plan_storage
 from kvemb.schema.table_def import TableDef

@@ -16,7 +16,7 @@ import yaml
 
 from kvemb.client.all_shards import AllShards
 from kvemb.client.slot_moves import INDEX_BYTES, MoveState, NodeMoves, ShardScaling, SlotMoves
-from kvemb.commands.progress_meter import ProgressMeter, text_table
+from kvemb.commands.terminal_output import ProgressMeter, text_table
 from kvemb.commands.verb_options import words_of
 from kvemb.config import Config, StorageConfig, load
 from kvemb.errors import ConfigError, MoveRefusedError, ShardUnavailableError
@@ -129,15 +129,6 @@ def config_command(args: argparse.Namespace) -> int:
     storage = {"kind": config.storage.kind, "nodes": list(nodes)}
     print(yaml.safe_dump({"cluster": config.cluster, "storage": storage, "parameter_servers": {"shards": shards}}, sort_keys=False), end="")
     return 0
-
-
-Command = Callable[[argparse.Namespace], int]
-COMMANDS: Mapping[str, Command] = {
-    "nodes": nodes_command,
-    "shards": shards_command,
-    "moves": moves_command,
-    "config": config_command,
-}
 
 
 # --- what shard 0 carries -----------------------------------------------------------------------------------------------------------

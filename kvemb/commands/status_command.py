@@ -11,18 +11,20 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvemb.client.all_shards import AllShards
+from kvemb.commands.terminal_output import text_table
 from kvemb.config import Config, load
 from kvemb.errors import ShardUnavailableError
 from kvemb.net.deadline import Deadline
-from kvemb.operate.cluster_status import ClusterStatus, healthy, render, survey
+from kvemb.operate.cluster_status import ClusterStatus, ShardStatus, healthy, survey
 from kvemb.operate.examination import examine
-from kvemb.operate.findings import ERROR
+from kvemb.operate.findings import ERROR, STOPPED
 from kvemb.protocol.message_format import installed_version
 from kvemb.protocol.messages import Empty, RepairReply, RepairRequest, StatusReply
+from kvemb.stores.store_nodes import NodeStats
 
 _CLEAR = "\x1b[H\x1b[2J"
 
@@ -62,6 +64,66 @@ def as_json(cluster: str, status: ClusterStatus) -> dict[str, Any]:
     }
 
 
+_MB = 1e6
+
+
+def render(status: ClusterStatus) -> str:
+    """Return aligned plain text: nodes with keys and memory headroom, shards with their applied batches and their lag.
+
+    A key is a row, a bucket or a page. Of tables in buckets the rows on each node are counted. Above the tables: servers that are not of
+    the cluster that kvemb.yaml means. Below them, each on its own line: a shard's error, its repair, its progress in comparing cold rows.
+    HEADROOM counts what a node says it stores. memcached counts stored bytes, not the slab pages it has set aside: it may be out of room
+    for rows of one size while some headroom remains.
+    """
+    nodes = text_table([("NODE", "SERVER", "KEYS", "USED", "LIMIT", "HEADROOM", "EVICTED"), *map(_node_row, status.nodes)], right_from=2)
+    head = ("SHARD", "ADDRESS", "ROWS", "BATCHES", "ROWS APPLIED", "PENDING", "LAG", "CACHE HITS", "TRAINERS", "STATE")
+    shards = text_table([head, *map(_shard_row, status.shards)], right_from=2)
+    lines = [f"storage nodes: {status.nodes_error}" if status.nodes_error else nodes]
+    troubles = [f"shard {shard.shard}: {_trouble(shard)}" for shard in status.shards if _trouble(shard)]
+    repairs = [f"shard {s.shard} repairs: {s.reply.repair}" for s in status.shards if s.reply is not None and s.reply.repair]
+    compared = [
+        f"shard {s.shard} compares storage with its index: {s.reply.compared}" for s in status.shards if s.reply and s.reply.compared
+    ]
+    strangers = [f"not as kvemb.yaml says: {' '.join(status.strangers.split())}"] if status.strangers else []
+    unsafe = [node.unsafe for node in status.nodes if node.unsafe]
+    change = [str(status.change)] if status.change is not None else []
+    return "\n".join([*strangers, *lines, *_held_lines(status), *unsafe, *change, "", shards, *troubles, *repairs, *compared])
+
+
+def _held_lines(status: ClusterStatus) -> list[str]:
+    """Return how many rows of each table every node holds, for the tables where it can tell."""
+    told = [(name, of) for name, of in status.held if None not in of]
+    if not told:
+        return []
+    rows = [(name, *(f"{'' if one.exact else 'about '}{one.n_rows:,}" for one in of if one is not None)) for name, of in told]
+    return ["", text_table([("ROWS OF", *(node.address for node in status.nodes)), *rows], right_from=2)]
+
+
+def _node_row(node: NodeStats) -> tuple[str, ...]:
+    if node.error:
+        return (node.address, "-", "-", "-", "-", "-", node.error)
+    limit = f"{node.limit_bytes / _MB:,.0f} MB" if node.limit_bytes else "none set"
+    headroom = f"{max(0, round(100 * (1 - node.used_bytes / node.limit_bytes)))} %" if node.limit_bytes else "-"
+    used = f"{node.used_bytes / _MB:,.1f} MB"
+    return (node.address, node.server, f"{node.n_keys:,}", used, limit, headroom, f"{node.evicted:,}")
+
+
+def _shard_row(shard: ShardStatus) -> tuple[str, ...]:
+    reply = shard.reply
+    if reply is None:
+        return (str(shard.shard), shard.address, *["-"] * 7, "no answer")
+    if reply.starting:
+        return (str(shard.shard), shard.address, *["-"] * 7, "starting")
+    state = "ok" if not reply.failure else "failed" if reply.failure.startswith(STOPPED) else "retrying"
+    counts = (f"{reply.n_rows:,}", f"{reply.k:,}", f"{reply.rows_applied:,}", f"{reply.pending_parts:,}")
+    hits = f"{100 * reply.cache_hits / reply.cache_lookups:.0f} %" if reply.cache_lookups else "-"
+    return (str(shard.shard), shard.address, *counts, f"{reply.lag_s:.2f} s", hits, str(reply.n_trainers), state)
+
+
+def _trouble(shard: ShardStatus) -> str:
+    return " ".join((shard.error if shard.reply is None else shard.reply.starting or shard.reply.failure).split())
+
+
 def doctor_command(args: argparse.Namespace) -> int:
     """Examine the cluster, and print every fault found."""
     config = load(args.config, os.environ)
@@ -76,6 +138,35 @@ def doctor_command(args: argparse.Namespace) -> int:
         asked = f"{examined.n_nodes} nodes and {examined.n_shards} shards"
         print(f"{asked}: {n_errors} errors, {len(found) - n_errors} warnings" if found else f"{asked}: nothing to mend")
     return 1 if any(finding.level == ERROR for finding in found) else 0
+
+
+def repair_command(args: argparse.Namespace) -> int:
+    """Restore rows, and print each shard's report."""
+    print(render_repair(repair(load(args.config, os.environ), args.node, all_nodes=args.all, timeout_s=args.timeout)))
+    return 0
+
+
+def render_repair(replies: Mapping[int, RepairReply]) -> str:
+    """Return the results of a repair in words, shard by shard and in all.
+
+    Example:
+        >>> print(render_repair({0: RepairReply(1, 4000, 0.5), 2: RepairReply(1, 2000, 0.25)}))
+        shard 0: 4,000 rows rewritten on 1 node in 0.5 s (8,000 rows/s)
+        shard 2: 2,000 rows rewritten on 1 node in 0.2 s (8,000 rows/s)
+        in all: 6,000 rows in 0.5 s (12,000 rows/s)
+    """
+    if not any(reply.nodes for reply in replies.values()):
+        return "no node has lost its rows; give --node or --all to compare nodes row by row"
+    lines = []
+    for shard, reply in replies.items():
+        nodes = f"{reply.nodes} node{'s' if reply.nodes != 1 else ''}"
+        lines.append(f"shard {shard}: {reply.rows:,} rows rewritten on {nodes} in {_rate(reply.rows, reply.seconds)}")
+    n_rows, seconds = sum(reply.rows for reply in replies.values()), max(reply.seconds for reply in replies.values())
+    return "\n".join([*lines, f"in all: {n_rows:,} rows in {_rate(n_rows, seconds)}"])
+
+
+def _rate(n_rows: int, seconds: float) -> str:
+    return f"{seconds:.1f} s ({n_rows / max(seconds, 1e-9):,.0f} rows/s)"
 
 
 _PRESENT_S = 30.0  # a command is no trainer: its user can start a shard, and repeat the command

@@ -1,4 +1,4 @@
-"""The verbs `kvemb tables` and `kvemb show`: the tables of a cluster, and one row as storage, index and cache know it."""
+"""The verbs `kvemb tables`, `show` and `drop`: the tables of a cluster, and one row as storage, index and cache know it."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ import numpy as np
 
 from kvemb.api import Cluster, connect
 from kvemb.arrays.ids import normalize
-from kvemb.commands.progress_meter import text_table
+from kvemb.commands.terminal_output import text_table
 from kvemb.errors import StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import ShowRowReply
@@ -160,3 +160,13 @@ def _shown(version: list[int] | None) -> str:
 
 def _numbers(values: list[float]) -> str:
     return " ".join(f"{value:.6g}" for value in values[:_SHOWN]) + (f" … ({len(values)} in all)" if len(values) > _SHOWN else "")
+
+
+def drop_command(args: argparse.Namespace) -> int:
+    """Delete a table; without --yes only say how many rows it has."""
+    with connect(args.config) as cluster:
+        if not args.yes:
+            print(f"table {args.table!r} has {len(cluster.table(args.table)):,} rows, which are deleted for good with --yes")
+            return 1
+        print(f"table {args.table!r} was dropped: {cluster.drop_table(args.table):,} rows")
+    return 0

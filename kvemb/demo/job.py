@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 import kvemb
-from kvemb.demo.corpus import WORD_IN, ClusterRows, Corpus, LocalRows, Rows, load
+from kvemb.demo.corpus import Corpus, load
 from kvemb.demo.skipgram import PassText, TrainingProgress, held_out_loss, train_pass
 from kvemb.demo.trainer_process import Trainers
+from kvemb.demo.word_rows import WORD_IN, ClusterRows, LocalRows, Rows
 from kvemb.local_cluster.launcher import LocalCluster
 from kvemb.process import ProgressLine
 

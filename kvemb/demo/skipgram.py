@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.segment_sum import group_by_id
-from kvemb.demo.corpus import WORD_IN, WORD_OUT, Corpus, Rows
+from kvemb.demo.corpus import Corpus
+from kvemb.demo.word_rows import WORD_IN, WORD_OUT, Rows
 
 _PADDING = -1  # the run number of a place in a block that holds no text
 

@@ -13,8 +13,9 @@ import threading
 from collections.abc import Iterator
 
 from kvemb.api import connect
-from kvemb.demo.corpus import ClusterRows, load
+from kvemb.demo.corpus import load
 from kvemb.demo.skipgram import PassText, TrainingProgress, train_pass
+from kvemb.demo.word_rows import ClusterRows
 from kvemb.errors import KvembError
 from kvemb.local_cluster.processes import launch, python_env
 

@@ -1,4 +1,4 @@
-"""One connection to one storage node: a non-blocking socket and its receive buffer. The only place where bytes meet a socket.
+"""One connection to one storage node: a non-blocking socket and its receive buffer.
 
 Code that needs connections is given a `Connect`; `connect_link` is the plain one, over TCP. Those that encrypt are in `tls_link`.
 """

@@ -158,7 +158,8 @@ SLOW_SYNC_S = 0.02
 LEAST_FILES = 1024
 MOST_SKEW_S = 5.0
 MOST_LAG_S = 10.0
-_STOPPED = "the shard stopped applying"
+STOPPED = "the shard stopped applying"
+"""What a ShardFailedError begins with; any other trouble is tried again."""
 _SAME_FILE = "Start every shard and trainer with the same kvemb.yaml."
 
 
@@ -244,7 +245,7 @@ def _judge_work(where: str, status: StatusReply) -> Iterator[Finding]:
     if status.starting:
         mend = "Nothing, as long as it gets further: trainers wait for it. Mend the server that it waits for."
         yield warning("shard-starting", where, status.starting, mend)
-    if status.failure.startswith(_STOPPED):
+    if status.failure.startswith(STOPPED):
         yield error("shard-failed", where, status.failure, "Mend the cause, then restart the shard; its journal has what was accepted.")
     elif status.failure:
         yield error("shard-waiting", where, status.failure, "Mend the cause: the shard goes on by itself.")

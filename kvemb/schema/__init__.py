@@ -1,1 +1,1 @@
-"""A table's definition, the bytes of its records, the keys they are stored under, and pages. Pure."""
+"""A table's definition, the bytes of its records, and where these lie: slots, keys, buckets, pages, the cluster map and its moves. Pure."""

@@ -11,6 +11,7 @@ import pytest
 from matrix import one_of
 
 from kvemb.arrays.hashing import mix64
+from kvemb.commands.status_command import render
 from kvemb.config import parse
 from kvemb.errors import ConfigError
 from kvemb.local_cluster import storage_servers
@@ -18,7 +19,7 @@ from kvemb.local_cluster.processes import accepts, free_ports
 from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer
 from kvemb.metrics import MetricFamilies
 from kvemb.net.deadline import Deadline
-from kvemb.operate.cluster_status import ClusterStatus, render
+from kvemb.operate.cluster_status import ClusterStatus
 from kvemb.operate.examination import examine
 from kvemb.schema.buckets import BucketKeys
 from kvemb.schema.slots import N_SLOTS

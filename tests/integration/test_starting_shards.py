@@ -18,11 +18,12 @@ from matrix import one_of
 from scraped import ports_side_by_side, value
 
 import kvemb
+from kvemb.commands.status_command import render
 from kvemb.config import load
 from kvemb.errors import DeadlineExceededError, FencedError, NodeUnavailableError, ParameterServerError, ShardUnavailableError
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import LocalProcessError, free_ports
-from kvemb.operate.cluster_status import healthy, render, survey
+from kvemb.operate.cluster_status import healthy, survey
 from kvemb.operate.examination import examine
 from kvemb.protocol.message_format import installed_version
 from kvemb.testing.real_servers import ServerNodes

@@ -7,8 +7,8 @@ import pytest
 
 import kvemb
 from kvemb.checkpoint.format.checkpoint_manifest import part_path, table_folder
+from kvemb.commands.status_command import render
 from kvemb.local_cluster import LocalCluster
-from kvemb.operate.cluster_status import render
 from kvemb.schema.table_def import MAX_NAME_BYTES
 
 NAMES = [

@@ -13,12 +13,13 @@ import yaml
 import kvemb
 import kvemb.init
 import kvemb.optim
+from kvemb.commands.status_command import render
 from kvemb.config import load
 from kvemb.coordination.shard_notes import newest_note, note_name
 from kvemb.errors import InvalidInputError, KvembError, WrongNodeError
 from kvemb.local_cluster.launcher import LocalCluster
 from kvemb.net.deadline import Deadline
-from kvemb.operate.cluster_status import healthy, render, survey
+from kvemb.operate.cluster_status import healthy, survey
 from kvemb.operate.examination import examine
 from kvemb.protocol.message_format import installed_version
 from kvemb.stores.storage_kinds import open_store

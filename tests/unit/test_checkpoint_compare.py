@@ -13,7 +13,7 @@ from memory_store import MemoryStore
 from kvemb.checkpoint.chain import open_chain
 from kvemb.checkpoint.load import Decision, Report, newest_decision, newest_report
 from kvemb.checkpoint.verify import Comparison, compare
-from kvemb.commands.progress_meter import ProgressMeter
+from kvemb.commands.terminal_output import ProgressMeter
 from kvemb.config import StorageConfig
 from kvemb.errors import ProtocolError
 from kvemb.net.deadline import Deadline

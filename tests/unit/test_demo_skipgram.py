@@ -7,9 +7,10 @@ import pytest
 from numpy.typing import NDArray
 
 from kvemb.arrays.hashing import hash_ids
-from kvemb.demo.corpus import HELD_OUT_EVERY, HELD_OUT_STRETCH, OPTIMIZER, WORD_IN, WORD_OUT, Corpus, LocalRows, build
+from kvemb.demo.corpus import HELD_OUT_EVERY, HELD_OUT_STRETCH, Corpus, build
 from kvemb.demo.job import neighbours
 from kvemb.demo.skipgram import PassText, Settings, TrainingBatch, TrainingProgress, held_out_loss, loss_and_grads, train_pass, windows
+from kvemb.demo.word_rows import OPTIMIZER, WORD_IN, WORD_OUT, LocalRows
 
 SMALL = Settings(window=2, subsample=1.0, block=8, block_negatives=6, batch_blocks=3, least_batches=1)
 N_GROUPS = 8

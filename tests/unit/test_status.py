@@ -2,7 +2,8 @@
 
 from dataclasses import fields
 
-from kvemb.operate.cluster_status import ClusterStatus, ShardStatus, healthy, render
+from kvemb.commands.status_command import render
+from kvemb.operate.cluster_status import ClusterStatus, ShardStatus, healthy
 from kvemb.protocol.messages import StatusReply
 from kvemb.stores.row_io import HeldRows
 from kvemb.stores.store_nodes import NodeStats

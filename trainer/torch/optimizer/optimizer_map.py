@@ -1,6 +1,6 @@
 """torch.optim's optimizers in a table's words: which update rule a parameter group asks for, and its run-time values now.
 
-What must not live here: models, tables, steps. Pure; nothing of a group is changed.
+What must not live here: models, tables, steps. Nothing of a group is changed.
 
 Strategy: one table of rules, by exact class (a subclass may compute anything). An option that parameter servers cannot apply is refused by
 name, never left out. torch.optim.Adam and AdamW differ from SparseAdam in where eps stands: both are kvemb's "adamw", Adam with a decay of

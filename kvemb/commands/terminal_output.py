@@ -1,4 +1,4 @@
-"""A line on a terminal with the progress, speed and remaining time of a long piece of work; text in aligned columns."""
+"""What the verbs print: a line with the progress, speed and remaining time of a long piece of work, and tables of text."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -59,8 +59,12 @@ def describe(what: str, done: int, total: int, done_here: int, seconds: float, u
     return f"{text}, {speed}" + (f", {left} left" if done < total else "")
 
 
-def text_table(rows: Iterable[tuple[object, ...]]) -> str:
+def text_table(rows: Iterable[tuple[object, ...]], *, right_from: int = 99) -> str:
     """Return the lines, each column as wide as its widest cell.
+
+    Args:
+        rows: the heads first.
+        right_from: columns from here on are aligned to the right; the last one where its cell is a number.
 
     Example:
         >>> print(text_table([("NAME", "ROWS"), ("user", 3)]))
@@ -68,5 +72,12 @@ def text_table(rows: Iterable[tuple[object, ...]]) -> str:
         user  3
     """
     texts = [[str(cell) for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in texts) for column in range(len(texts[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in texts)
+    last = len(texts[0]) - 1
+    # The last column may hold an error of any length; it needs no room of its own beyond the heading's.
+    widths = [*(max(len(row[column]) for row in texts) for column in range(last)), len(texts[0][last])]
+
+    def aligned(column: int, cell: str) -> str:
+        right = column >= right_from and (column < last or cell[:1].isdigit())
+        return cell.rjust(widths[column]) if right else cell.ljust(widths[column])
+
+    return "\n".join("  ".join(aligned(*one) for one in enumerate(row)).rstrip() for row in texts)
