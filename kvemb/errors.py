@@ -5,7 +5,7 @@ step. A missing row or a write conflict is a result, not an exception, and does 
 `to_wire` / `from_wire`), so that a trainer sees the error the parameter server saw, with its type.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
 class KvembError(Exception):
@@ -184,6 +184,22 @@ class CheckpointError(KvembError):
 
 class MessageError(KvembError, ValueError):
     """A message is malformed, truncated, oversized or of another protocol version. Nothing of it was used."""
+
+
+def other_format(what: str, got: object, reads: Sequence[int]) -> str:
+    """Return the message that refuses a cluster's data in the format of another release, with the way on, step by step (docs/upgrade.md).
+
+    Args:
+        what: the data, and where they are.
+        got: their format.
+        reads: the formats that this release reads.
+    """
+    return (
+        f"{what} has format {got}, this release of kvemb reads {' and '.join(map(str, reads))}. Nothing was changed. Either go on with the "
+        "release that wrote it. Or move to this one: with that release run `kvemb save URL`, and stop its shards; in kvemb.yaml name "
+        "other, empty nodes (storage.nodes) and another, empty data folder (parameter_servers.data_dir); start the shards with this "
+        "release, and run `kvemb load URL` (docs/upgrade.md)."
+    )
 
 
 def _subclasses(cls: type[KvembError]) -> list[type[KvembError]]:

@@ -115,7 +115,8 @@ def _read(data: bytes, magic: str, kind: type) -> list[Any]:
         return list(items[2:])
     except (ValueError, TypeError) as error:
         raise ProtocolError(
-            f"the value under {META_NAME} is not of this release ({error}); use the same kvemb release everywhere"
+            f"the value under {META_NAME} is not of this release ({error}): start the shards with the release that began this load, until "
+            "it is done (docs/upgrade.md)"
         ) from error
 
 

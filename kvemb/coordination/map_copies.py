@@ -20,10 +20,7 @@ def decode_map(data: bytes) -> ClusterMap:
     try:
         return ClusterMap.decode(data)
     except OtherFormatError as error:
-        raise ProtocolError(
-            f"{error}: another release of kvemb has made this cluster. Nothing was changed. Use that release; or save a checkpoint with "
-            "it, and load it with this one into a cluster on other, empty nodes."
-        ) from error
+        raise ProtocolError(str(error)) from error
     except ValueError as error:
         raise DamagedCopyError(f"expected a cluster map, got {data[:40]!r} ({error})") from error
 

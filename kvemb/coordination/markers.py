@@ -16,7 +16,7 @@ from typing import Literal
 import msgpack
 
 from kvemb.cached_property import cached_property
-from kvemb.errors import MapChangedError, NodeLostError, NodeSuspectError, StorageError, WrongNodeError
+from kvemb.errors import MapChangedError, NodeLostError, NodeSuspectError, StorageError, WrongNodeError, other_format
 from kvemb.schema.cluster_map import ClusterMap
 
 Why = Literal["empty", "suspect", "repairing"]
@@ -96,11 +96,7 @@ class Marker:
             if magic != _MAGIC:
                 raise ValueError("another magic")
             if type(version) is int and version not in (_VERSION, _REPAIRED_VERSION):
-                raise WrongNodeError(
-                    f"node {node}: another release of kvemb has laid out its rows (marker of version {version}, expected {_VERSION}). "
-                    "Nothing was changed. Use that release; or save a checkpoint with it, and load it with this one into a cluster on "
-                    "other, empty nodes."
-                )
+                raise WrongNodeError(other_format(f"node {node}: its marker", version, (_VERSION, _REPAIRED_VERSION)))
             marker = Marker(*body)
             types = [bytes, int, bytes, int, int, str]
             if [type(value) for value in body] != types + [str, bool] * (version == _REPAIRED_VERSION):

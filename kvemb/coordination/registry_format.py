@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgpack
 
 from kvemb.coordination.replicated_values import DamagedCopyError, intact_copies
-from kvemb.errors import InvalidInputError, ProtocolError
+from kvemb.errors import InvalidInputError, ProtocolError, other_format
 from kvemb.schema.table_def import TableDef
 
 META_NAME = "kvemb:tables"
@@ -64,14 +64,17 @@ def decode_registry(data: bytes) -> Registered:
         raise DamagedCopyError(f"expected a table registry, got {data[:40]!r}") from error
     try:
         _, version, serial, items, *old = fields
-        if (version, len(old)) not in ((_VERSION, 0), (_WITH_DROPPED, 1)):
-            raise ValueError(f"version {version!r}")
+        if version not in (_VERSION, _WITH_DROPPED):
+            raise ProtocolError(other_format("the registry of tables", version, (_VERSION, _WITH_DROPPED)))
+        if len(old) != version - _VERSION:
+            raise ValueError(f"{len(old)} lists of dropped tables")
         tables = [TableDef.from_dict(item) for item in items]
         dropped = [Dropped(TableDef.from_dict(item), bool(gone)) for item, gone in (old[0] if old else ())]
         return Registered(int(serial), {table.name: table for table in tables}, {one.definition.key: one for one in dropped})
     except (InvalidInputError, ValueError, TypeError) as error:
         raise ProtocolError(
-            f"the value under {META_NAME} is not a table registry of this release: {error}; use the same kvemb release everywhere"
+            f"the value under {META_NAME} is not a table registry of this release: {error}; a later release has made such a table: install "
+            "it for trainers, shards and commands (docs/upgrade.md)"
         ) from error
 
 

@@ -217,7 +217,8 @@ def judge_shard(facts: ShardFacts, config: Config, our_version: str) -> Iterator
             yield warning("clock-skew", facts.where, what, mend)
         if facts.examine.version != our_version:
             what = f"runs kvemb {facts.examine.version or '(not installed)'}, this command is {our_version or '(not installed)'}"
-            yield error("shard-version", facts.where, what, "Install one version everywhere, shards and trainers alike.")
+            mend = "Expected while an upgrade goes on (docs/upgrade.md); else install one release for shards, trainers and commands."
+            yield warning("shard-version", facts.where, what, mend)
 
 
 def _mend_hanging(facts: ShardFacts) -> str:

@@ -4,11 +4,14 @@ Every message travels as [magic, version, type name, field, field, ...]; arrays 
 costs one copy. Decoding trusts nothing: small limits on every container, every field's type and every array's length checked, and anything
 off raises MessageError before a value is used. What must not live here: which messages there are (`kvemb.protocol.messages`).
 
+Two releases may speak with each other. A field that a later release adds comes last and has a default: an older release leaves it unread
+and does not send it. A change that the other side must not overlook raises the protocol version, and is refused by name.
+
 `installed_version` says which kvemb this process runs; shards and clients compare it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache, partial
 from typing import Any, ClassVar, Self
 
@@ -183,17 +186,21 @@ class Message:
         if not isinstance(items, list) or len(items) < 3 or items[0] != MAGIC:
             raise MessageError("not a kvemb message")
         if items[1] is True or items[1] != PROTOCOL_VERSION:
-            raise MessageError(f"protocol version {items[1]!r}, expected {PROTOCOL_VERSION}; use the same kvemb release everywhere")
+            raise MessageError(
+                f"protocol version {items[1]!r}, expected {PROTOCOL_VERSION}: trainers, shards or commands run releases that do not speak "
+                "with each other. Install one release for all of them (docs/upgrade.md)."
+            )
         if items[2] != cls.__name__:
             raise MessageError(f"message of type {items[2]!r}, expected {cls.__name__}")
         return cls._from_values(items[3:])
 
     @classmethod
     def _from_values(cls, values: list[Any]) -> Self:
-        wanted = _field_checks(cls)  # type: ignore[arg-type]  # mypy does not take type[Self] for hashable
-        if len(values) != len(wanted):
-            raise MessageError(f"{cls.__name__}: {len(values)} fields, expected {len(wanted)}")
-        return cls(*[check(at, value) for (at, check), value in zip(wanted, values, strict=True)])
+        wanted, n_required = _field_checks(cls)  # type: ignore[arg-type]  # mypy does not take type[Self] for hashable
+        if len(values) < n_required:
+            raise MessageError(f"{cls.__name__}: {len(values)} fields, expected at least {n_required}")
+        # Of another release there may be fewer, which have defaults, or more, which this release can do without.
+        return cls(*[check(at, value) for (at, check), value in zip(wanted, values, strict=False)])
 
 
 def _raw(array: NDArray[Any], dtype: str) -> memoryview:
@@ -228,9 +235,10 @@ Check = Callable[[str, Any], Any]
 
 
 @cache
-def _field_checks(cls: type[Message]) -> list[tuple[str, Check]]:
-    """How the fields of a message are checked, in order: found once, since two replies come for every push."""
-    return [(f"{cls.__name__}.{f.name}", _check_of(f.type)) for f in fields(cls)]
+def _field_checks(cls: type[Message]) -> tuple[list[tuple[str, Check]], int]:
+    """How the fields of a message are checked, in order, and how many must be there: found once, since two replies come for every push."""
+    n_required = sum(f.default is MISSING and f.default_factory is MISSING for f in fields(cls))
+    return [(f"{cls.__name__}.{f.name}", _check_of(f.type)) for f in fields(cls)], n_required
 
 
 def _check_of(annotation: Any) -> Check:

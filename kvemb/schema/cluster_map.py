@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvemb.arrays.hashing import digest64
 from kvemb.cached_property import cached_property
-from kvemb.errors import ConfigError
+from kvemb.errors import ConfigError, other_format
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.move_plan import NODES, SHARDS, MovePlan
 from kvemb.schema.slots import N_SLOTS, from_runs, runs_of
@@ -251,7 +251,7 @@ class OtherFormatError(ValueError):
     """A cluster map of another release of kvemb."""
 
     def __init__(self, version: int) -> None:
-        super().__init__(f"a cluster map of format {version}, expected {FORMAT_VERSION}")
+        super().__init__(other_format("the cluster map", version, tuple(_FIELDS)))
 
 
 def equal_runs(n_owners: int) -> NDArray[np.uint16]:

@@ -19,7 +19,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.errors import InvalidInputError, JournalDamagedError, ParameterServerError, UnknownTableError
+from kvemb.errors import InvalidInputError, JournalDamagedError, ParameterServerError, UnknownTableError, other_format
 from kvemb.protocol.message_format import ItemBudget
 from kvemb.schema.table_def import MAX_DIM, TableDef
 
@@ -116,7 +116,8 @@ def decode_entry(payload: bytes | memoryview, find_table: Find) -> Entry:
     _expect(size <= min(MAX_HEADER_BYTES, len(view) - _SIZE.size), f"a header of {size} bytes in an entry of {len(view)}")
     items = _unpack(view[_SIZE.size : start])
     _expect(type(items) is list and len(items) >= 2, "no list of fields")
-    _expect(items[0] is not True and items[0] == FORMAT_VERSION, f"format {items[0]!r}, expected {FORMAT_VERSION}")
+    if items[0] is True or items[0] != FORMAT_VERSION:
+        raise JournalDamagedError(other_format("an entry of the journal", items[0], (FORMAT_VERSION,)))
     if items[1] == "session":
         _expect(len(items) == 4 and start == len(view), "fields of a session")
         return SessionEntry(_text(items[2], "trainer"), _count(items[3], "incarnation"))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from kvemb.errors import JournalDamagedError
+from kvemb.errors import JournalDamagedError, ParameterServerError, other_format
 
 MAGIC = b"kvembjnl"
 ENTRY_MAGIC = b"kvembent"
@@ -68,7 +68,8 @@ def unpack_header(data: bytes, where: str) -> SegmentHeader:
     """Read a segment's header.
 
     Raises:
-        JournalDamagedError: it is not one, or of another format.
+        JournalDamagedError: it is not one.
+        ParameterServerError: it is of another format.
 
     Example:
         >>> unpack_header(SegmentHeader(3, 99, 48).pack(), "f").previous_end
@@ -80,7 +81,7 @@ def unpack_header(data: bytes, where: str) -> SegmentHeader:
     if check != xxhash.xxh3_64_intdigest(data[: HEADER_SIZE - 8]):
         raise damaged(where, 0, "the checksum of the segment's header does not match")
     if (version, size) != (FORMAT_VERSION, HEADER_SIZE):
-        raise damaged(where, 0, f"format version {version}, expected {FORMAT_VERSION}; use the kvemb release that wrote it")
+        raise ParameterServerError(other_format(f"{where}: a journal's segment", version, (FORMAT_VERSION,)))
     return SegmentHeader(number, nonce, previous_end)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvemb.errors import KvembError, ParameterServerError
+from kvemb.errors import KvembError, ParameterServerError, other_format
 from kvemb.schema.table_def import TableDef
 
 MAGIC = b"kvembsst"
@@ -106,7 +106,7 @@ def decode_state(data: bytes, where: str) -> ShardState:
         raise _damaged(where, "it is no state file, or cut off")
     _, version, header_size = _HEAD.unpack_from(data)
     if version not in _READS:
-        raise ParameterServerError(f"{where}: format version {version}, expected {FORMAT_VERSION}; use the kvemb release that wrote it")
+        raise ParameterServerError(other_format(f"{where}: the shard's saved state", version, _READS))
     if xxhash.xxh3_64_intdigest(memoryview(data)[:-8]) != struct.unpack("<Q", data[-8:])[0]:
         raise _damaged(where, "its checksum does not match")
     try:

@@ -13,7 +13,7 @@ from typing import Any
 import msgpack
 import xxhash
 
-from kvemb.errors import JournalDamagedError
+from kvemb.errors import JournalDamagedError, other_format
 from kvemb.schema.table_def import TableDef
 
 MAGIC = b"kvembsnp"
@@ -108,7 +108,7 @@ def decode_snapshot_manifest(data: bytes, where: str) -> SnapshotManifest:
         raise _damaged(where, "it is no snapshot's manifest, or cut off")
     _, version, size = _HEAD.unpack_from(data)
     if version != FORMAT_VERSION:
-        raise _damaged(where, f"format version {version}, expected {FORMAT_VERSION}; use the kvemb release that wrote it")
+        raise JournalDamagedError(other_format(f"{where}: the snapshot's manifest", version, (FORMAT_VERSION,)))
     if size > _MAX_BYTES or len(data) != _HEAD.size + size + 8:
         raise _damaged(where, f"{len(data)} bytes, expected {_HEAD.size + size + 8}")
     if xxhash.xxh3_64_intdigest(data[:-8]) != struct.unpack("<Q", data[-8:])[0]:

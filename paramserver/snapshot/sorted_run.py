@@ -18,7 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvemb.arrays.ids import as_items, as_rows
-from kvemb.errors import JournalDamagedError
+from kvemb.errors import JournalDamagedError, other_format
 
 Ids = NDArray[np.uint64]
 Bytes = NDArray[np.uint8]
@@ -111,7 +111,7 @@ class SortedRun:
             raise self._damaged(0, "it is no run of rows, or cut off")
         _, version, self.record_bytes = _HEAD.unpack(head)
         if version != FORMAT_VERSION:
-            raise self._damaged(0, f"format version {version}, expected {FORMAT_VERSION}; use the kvemb release that wrote it")
+            raise JournalDamagedError(other_format(f"{where}: offset {len(MAGIC)}: the run of rows", version, (FORMAT_VERSION,)))
         footer = self._read_footer(head)
         self._blocks = [footer[footer[:, _KIND] == kind] for kind in (ROWS, ERASED)]
         self._check_blocks(footer)

@@ -131,12 +131,17 @@ def test_a_segment_that_was_never_finished_being_created_is_removed(three: Path,
     journal.close()
 
 
-def test_another_format_version_is_refused(three: Path) -> None:
-    head = last_file(three).read_bytes()[: HEADER_SIZE - 8]
+@pytest.mark.parametrize("entries", [True, False])
+def test_a_segment_of_another_release_is_refused_and_left_alone(three: Path, entries: bool) -> None:
+    file = last_file(three)
+    head = file.read_bytes()[: HEADER_SIZE - 8]
     head = head[:8] + struct.pack("<I", 2) + head[12:]
-    spoil(last_file(three), 0, head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head)))
-    with pytest.raises(JournalDamagedError, match="format version 2, expected 1"):
+    spoil(file, 0, head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head)))
+    data = file.read_bytes() if entries else file.read_bytes()[:HEADER_SIZE]
+    file.write_bytes(data)
+    with pytest.raises(ParameterServerError, match="a journal's segment has format 2, this release of kvemb reads 1"):
         Journal(three, "fsync")
+    assert file.read_bytes() == data
 
 
 def test_a_position_behind_the_end_means_that_the_journal_was_lost(three: Path) -> None:

@@ -74,7 +74,8 @@ def decode_manifest(data: bytes, where: str) -> CheckpointManifest:
         raise fields.wrong("format", repr(FORMAT))
     version = fields.integer("format_version", 0, 1 << 31)
     if version not in (FORMAT_VERSION, _WITHOUT_SLOTS):
-        raise CheckpointError(f"{where}: format version {version}, this release reads {FORMAT_VERSION}; use the release that wrote it")
+        reads = f"{_WITHOUT_SLOTS} and {FORMAT_VERSION}"
+        raise CheckpointError(f"{where}: format version {version}, this release reads {reads}; load it with a later one (docs/upgrade.md)")
     fields.only(
         "format", "format_version", "save_id", "cluster", "cluster_id", "created_s", "weights_only", "base", "cuts", "tables", "files",
         "totals", "extra", *([] if version == _WITHOUT_SLOTS else ["slots"]),

@@ -80,7 +80,10 @@ class NodeChange:
         if magic != _MAGIC:
             raise DamagedCopyError(f"{data[:40]!r} is no change of nodes")
         if version != _VERSION:
-            raise ProtocolError(f"a change of nodes of version {version!r}, this release reads {_VERSION}: use the release that began it")
+            raise ProtocolError(
+                f"a change of nodes of version {version!r}, this release reads {_VERSION}: end it with the release that began it, by "
+                "`kvemb moves resume` or `kvemb moves abort`"
+            )
         try:
             kind, joining, leaving, names, before, after, aborting, holder = body
             return NodeChange(kind, joining, leaving, tuple(names), _owners(before), _owners(after), bool(aborting), holder)
