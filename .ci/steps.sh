@@ -1,13 +1,15 @@
 # Steps of a run, and the summary that closes its output. Sourced by .ci/run.
 #
-#   step NAME COMMAND...     run it, and show its output as it comes
-#   begin NAME COMMAND...    begin it, beside what follows
-#   end NAME...              wait for what was begun, and show its output
-#   alone NAME COMMAND...    where NAME has failed: once more, when nothing runs beside it. What passes then has passed, and is named
-#   passed NAME...           did all of them?
+#   step NAME SECONDS COMMAND...     run it for at most so long, and show its output as it comes
+#   begin NAME SECONDS COMMAND...    begin it, beside what follows
+#   end NAME...                      wait for what was begun, and show its output
+#   alone NAME SECONDS COMMAND...    where NAME has failed: once more, when nothing runs beside it. What passes then has passed, and is named
+#   is_due TURN PATH...              does an extra run with this commit, where three take turns (0, 1, 2)? Also if the commit touches a path
+#   pass_over NAME                   it does not
+#   passed NAME...                   did all of them, or were passed over?
 #
 # A step that fails keeps no other from running. When the script ends, for whatever reason, `summary` says what came of each, and sets the code.
-# COMMAND is a program, not a function, so that what ends the script can end it, too.
+# COMMAND is a program, not a function, so that what ends the script can end it, too. No step lasts beyond `whole_s` of the script's seconds.
 
 declare -A running began_s lasted_s outcome
 names=()
@@ -28,13 +30,32 @@ begin() {
     outcome[$1]='did not come to its end'
     began_s[$1]=$(date +%s)
     : >"$logs/$1"
-    "${@:2}" >"$logs/$1" 2>&1 &
+    timeout --kill-after=30 "$(within "$2")" "${@:3}" >"$logs/$1" 2>&1 &
     running[$1]=$!
+}
+
+within() { # seconds: so many, or as many as the whole run has left
+    local left=$((${whole_s:-86400} - SECONDS))
+    printf '%s' "$(($1 < left ? $1 : left > 1 ? left : 1))"
+}
+
+is_due() {
+    local n
+    [ "$(git rev-parse --is-shallow-repository 2>/dev/null)" = false ] && git rev-parse -q --verify HEAD~1 >/dev/null || return 0
+    n=$(git rev-list --count --first-parent HEAD)
+    [ $((n % 3)) = "$1" ] || ! git diff --quiet HEAD~1 HEAD -- .ci "${@:2}"
+}
+
+pass_over() {
+    names+=("$1")
+    lasted_s[$1]=0
+    outcome[$1]='passed over: it has its turn with every third commit'
 }
 
 end() {
     local name
     for name; do
+        [ -n "${running[$name]:-}" ] || continue
         ended "$name"
         title "$name"
         cat "$logs/$name"
@@ -44,7 +65,7 @@ end() {
 # A run that was stopped because it took too long has hung; that is not tried again.
 alone() {
     local name=$1
-    case ${outcome[$name]} in passed | 'did not'* | *'code 124' | *'code 137') return ;; esac
+    case ${outcome[$name]} in passed* | 'did not'* | *'code 124' | *'code 137') return ;; esac
     step "$name, alone" "${@:2}"
     unset 'names[-1]'
     if [ "${outcome["$name, alone"]}" = passed ]; then
@@ -81,7 +102,7 @@ summary() {
         printf '%6s s  %s: %s\n' "${lasted_s[$name]:-?}" "$name" "${outcome[$name]}"
         passed "$name" || code=1
         case ${outcome[$name]} in
-        passed) ;;
+        passed | 'passed over'*) ;;
         passed*) what_failed "$logs/$name" | sed 's/FAILED //' ;;
         *) what_failed "$logs/$name" ;;
         esac
