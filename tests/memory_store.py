@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kvemb.config import StorageConfig
 from kvemb.coordination.map_copies import MAP_NAME, newest_map
 from kvemb.coordination.markers import MARKER_KEY, Identity, Marker, accept, diagnose, why_lost
+from kvemb.coordination.shard_owners import OwnerFence
 from kvemb.errors import (
     ClosedError,
     ConfigError,
@@ -28,9 +29,8 @@ from kvemb.errors import (
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.keys import RowKeys
-from kvemb.stores.owner_fence import OwnerFence
 from kvemb.stores.read_retry import ReadRetry
-from kvemb.stores.redis_server.key_parsing import row_keys_in
+from kvemb.stores.redis_server.stored_rows import row_keys_in
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.standalone.node_repair import NodeRepair, mend_copy
 from kvemb.stores.store import Capabilities, Store, StoreRows, StoreValues

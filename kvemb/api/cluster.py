@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvemb import init
-from kvemb.api.access import Access, TrainerMetrics
 from kvemb.api.open_tables import OpenTables
 from kvemb.api.several_tables import prepare_all_prefetched, prepare_pulls, prepare_pushes
+from kvemb.api.shared_connection import SharedConnection, TrainerMetrics
 from kvemb.api.table import Table
 from kvemb.config import Config
 from kvemb.errors import ConfigError, InvalidInputError, KvembError
@@ -47,9 +47,9 @@ class Cluster:
     One class of many methods, because it is the one object that programs hold: each passes its arguments to the package that does the work.
     """
 
-    def __init__(self, config: Config, access: Access, again: Callable[[], Cluster] | None = None) -> None:
-        self._config, self._access, self._again = config, access, again
-        self._tables = OpenTables(config, access, self)
+    def __init__(self, config: Config, shared: SharedConnection, again: Callable[[], Cluster] | None = None) -> None:
+        self._config, self._shared, self._again = config, shared, again
+        self._tables = OpenTables(config, shared, self)
         self._lock = ForkLock()
         self._metrics: MetricsEndpoint | None = None
 
@@ -61,32 +61,32 @@ class Cluster:
     @property
     def store(self) -> Store:
         """The storage nodes."""
-        return self._access.store
+        return self._shared.store
 
     @property
     def cluster_id(self) -> bytes:
         """The cluster's id as its shards know it: 16 bytes."""
-        servers = self._access.require_shards("cluster_id").servers
+        servers = self._shared.require_shards("cluster_id").servers
         return servers.describe(self._config, Deadline.of_caller(self._config.storage.timeout_s)).cluster_id
 
     @property
     def questions(self) -> ShardQuestions:
         """Questions to the shards, for commands and tools; none of them changes anything."""
-        return self._access.require_shards("questions").questions
+        return self._shared.require_shards("questions").questions
 
     @property
     def nodes(self) -> NodeMoves:
         """The storage nodes that come and go while training goes on (memcached, Redis, Valkey)."""
         from kvemb.client.slot_moves import NodeMoves
 
-        return NodeMoves(self._access.require_shards("nodes").servers)
+        return NodeMoves(self._shared.require_shards("nodes").servers)
 
     @property
     def shards(self) -> ShardScaling:
         """The parameter-server shards that come and go while training goes on."""
         from kvemb.client.slot_moves import ShardScaling
 
-        return ShardScaling(self._access.require_shards("shards").servers)
+        return ShardScaling(self._shared.require_shards("shards").servers)
 
     @property
     def mode(self) -> str:
@@ -96,7 +96,7 @@ class Cluster:
     @property
     def read_only(self) -> bool:
         """Whether it was opened without the parameter servers."""
-        return self._access.shards is None
+        return self._shared.shards is None
 
     @property
     def changes(self) -> int:
@@ -105,12 +105,12 @@ class Cluster:
         A push is over when it is released (`Ack.wait_released`), or has failed. While the number stays the same, rows that were pulled
         change only by other processes, or by a push that is on its way.
         """
-        return self._access.changes.now()
+        return self._shared.changes.now()
 
     @property
     def all_stored(self) -> bool:
         """Whether storage has everything that was released to this connection; pulls wait for that, unless told not to."""
-        return self._access.changes.all_stored()
+        return self._shared.changes.all_stored()
 
     def create_table(
         self,
@@ -153,13 +153,13 @@ class Cluster:
             TableMismatchError: it exists with another identity; both are shown.
             ShardUnavailableError: shard 0 did not answer; the table may have been created.
         """
-        self._access.require_shards("create_table")
+        self._shared.require_shards("create_table")
         first = init.uniform() if initializer is None else initializer
         for given, kind, at in ((optimizer, OptimizerSpec, "kvemb.optim"), (first, Initializer, "kvemb.init")):
             if not isinstance(given, kind):
                 raise InvalidInputError(f"table {name!r}: got {given!r} where one of {at}'s functions is expected to be called")
         definition = TableDef(name, dim, optimizer, first, dtype, id_dtype, seed, reduce, num_ids=num_ids).laid_out(expected_rows, layout)
-        if layout is not None and not self._access.store.capabilities.pages:
+        if layout is not None and not self._shared.store.capabilities.pages:
             raise InvalidInputError(
                 f"table {name!r}: layout={layout!r} says how Redis and Valkey keep rows; this storage has a key for every row: leave it out"
             )
@@ -196,12 +196,12 @@ class Cluster:
             UnknownTableError: no table has that name; those that exist are listed.
         """
         check_table_name(name)
-        self._access.require_open()
+        self._shared.require_open()
         return self._tables.get(name)
 
     def tables(self) -> list[str]:
         """Return the names of the tables that exist, sorted."""
-        self._access.require_open()
+        self._shared.require_open()
         return sorted(self._tables.definitions())
 
     def pull(self, ids: Mapping[str, ArrayLike], *, timeout_s: float | None = None) -> dict[str, NDArray[np.float32]]:
@@ -214,7 +214,7 @@ class Cluster:
             float32 [*ids.shape, dim] by table name.
         """
         requests = prepare_pulls(self.table, ids)
-        return {name: got.rows for name, got in zip(ids, self._access.pull(requests, timeout_s, versions=False), strict=True)}
+        return {name: got.rows for name, got in zip(ids, self._shared.pull(requests, timeout_s, versions=False), strict=True)}
 
     def pull_versions(
         self,
@@ -233,7 +233,7 @@ class Cluster:
                 Otherwise rows may lack the last of them: their versions tell, and `push(prefetched=...)` brings the newer rows.
         """
         requests = prepare_pulls(self.table, ids, out)
-        pulled = self._access.pull(requests, timeout_s, versions=True, stored=stored)
+        pulled = self._shared.pull(requests, timeout_s, versions=True, stored=stored)
         return {name: (got.rows, got.versions) for name, got in zip(ids, pulled, strict=True)}
 
     def push(
@@ -256,9 +256,9 @@ class Cluster:
                 behind this step are told by the next one. The step is then released as soon as it is computed and safe in the journals; see
                 `Ack.wait_released`.
         """
-        self._access.require_shards("push")
+        self._shared.require_shards("push")
         rows = prepare_pushes(self.table, tables, versions, hyper)
-        return self._access.push(rows, timeout_s, prepare_all_prefetched(self.table, prefetched or {}, self.mode))
+        return self._shared.push(rows, timeout_s, prepare_all_prefetched(self.table, prefetched or {}, self.mode))
 
     def progress(self, timeout_s: float | None = None) -> list[tuple[int, int]]:
         """Return how far each shard has come, in order: (epoch, k), where every batch up to k of this epoch is in storage.
@@ -269,25 +269,25 @@ class Cluster:
         Raises:
             ShardUnavailableError: a shard did not answer in time (`away_timeout_s` unless given).
         """
-        return [(reply.epoch, reply.k) for reply in self._access.require_shards("progress").questions.progress(timeout_s)]
+        return [(reply.epoch, reply.k) for reply in self._shared.require_shards("progress").questions.progress(timeout_s)]
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Return when this process's pushes are applied; see `Table.flush`."""
-        self._access.require_shards("flush").flush(timeout_s)
+        self._shared.require_shards("flush").flush(timeout_s)
 
     def status(self, timeout_s: float | None = None) -> ClusterStatus:
         """Ask every shard and node for its state. One that does not answer is reported as such, not raised."""
-        self._access.require_open()
-        timeout_s = self._access.pull_timeout_s if timeout_s is None else timeout_s
-        return read_status(self._access.store, self._access.shards, timeout_s)
+        self._shared.require_open()
+        timeout_s = self._shared.pull_timeout_s if timeout_s is None else timeout_s
+        return read_status(self._shared.store, self._shared.shards, timeout_s)
 
     def metrics_collector(self) -> MetricsCollector:
         """Return this connection's figures as a collector for a registry of prometheus-client: `REGISTRY.register(...)`.
 
         The times of pulls are counted from the first call on.
         """
-        self._access.require_open()
-        return TrainerMetrics.of(self._config.cluster, self._access)
+        self._shared.require_open()
+        return TrainerMetrics.of(self._config.cluster, self._shared)
 
     def serve_metrics(self, port: int) -> None:
         """Serve this connection's figures, and the process's, to Prometheus on a port, until the cluster is closed.
@@ -332,7 +332,7 @@ class Cluster:
         """
         from kvemb.checkpoint.save import Saving, save
 
-        servers = self._access.require_shards("save").servers
+        servers = self._shared.require_shards("save").servers
         return save(
             Saving(servers, self._config.cluster, self.cluster_id.hex()),
             url,
@@ -360,9 +360,9 @@ class Cluster:
         """
         from kvemb.checkpoint.load import Loading, load
 
-        servers = self._access.require_shards("load").servers
-        loading = Loading(servers, self._access.store, self._tables.definitions(), self._config.storage.timeout_s)
-        with self._access.changes.change():
+        servers = self._shared.require_shards("load").servers
+        loading = Loading(servers, self._shared.store, self._tables.definitions(), self._config.storage.timeout_s)
+        with self._shared.changes.change():
             return load(loading, url, stall_timeout_s=stall_timeout_s, progress=progress)
 
     def close(self) -> None:
@@ -407,24 +407,24 @@ class Cluster:
         return self._again, ()
 
     def __repr__(self) -> str:
-        how = "closed" if self._access.closed else "read-only" if self.read_only else "open"
+        how = "closed" if self._shared.closed else "read-only" if self.read_only else "open"
         return f"<Cluster {self._config.cluster!r}: {self._config.storage.kind}, {how}>"
 
     def _close(self, timeout_s: float | None) -> None:
         with self._lock:
-            if self._access.closed:
+            if self._shared.closed:
                 return
-            self._access.closed = True
+            self._shared.closed = True
         if self._metrics is not None:
             self._metrics.close()
-        access = self._access
+        shared = self._shared
         try:
             if timeout_s is None:
-                access.wait_stored()
+                shared.wait_stored()
         finally:
-            access.changes.forget_pushes()
+            shared.changes.forget_pushes()
             try:
-                if access.shards is not None:
-                    access.shards.close(timeout_s=timeout_s)
+                if shared.shards is not None:
+                    shared.shards.close(timeout_s=timeout_s)
             finally:
-                access.store.close()
+                shared.store.close()

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvemb.api.access import Access
 from kvemb.api.cluster import Cluster
 from kvemb.api.plaintext import require_encrypted
+from kvemb.api.shared_connection import SharedConnection
 from kvemb.config import Config, load
 from kvemb.errors import ConfigError, InvalidInputError
 from kvemb.net.deadline import Deadline
@@ -112,13 +112,13 @@ def connect(
     try:
         if read_only:
             store.open(deadline)
-            access = Access(store, None, config.storage.timeout_s, config.cluster)
-            return _served(Cluster(config, access, partial(connect, source, read_only=True)), metrics_port)
+            shared = SharedConnection(store, None, config.storage.timeout_s, config.cluster)
+            return _served(Cluster(config, shared, partial(connect, source, read_only=True)), metrics_port)
         from kvemb.client.opening import open_shards  # imports gRPC, which a read-only process does not need
 
         shards = open_shards(config, trainer, store, deadline)
-        access = Access(store, shards, config.storage.timeout_s, config.cluster)
-        return _served(Cluster(config, access, partial(connect, source)), metrics_port)
+        shared = SharedConnection(store, shards, config.storage.timeout_s, config.cluster)
+        return _served(Cluster(config, shared, partial(connect, source)), metrics_port)
     except BaseException:
         store.close()
         raise

@@ -5,8 +5,8 @@ What must not live here: batches (kvemb.api.several_tables), the verbs of a tabl
 
 from contextlib import suppress
 
-from kvemb.api.access import Access
 from kvemb.api.open_cluster import OpenCluster
+from kvemb.api.shared_connection import SharedConnection
 from kvemb.api.table import Table
 from kvemb.config import Config
 from kvemb.coordination.registry_format import META_NAME, newest_registry
@@ -21,12 +21,12 @@ class OpenTables:
 
     Args:
         config: of the cluster.
-        access: the connection.
+        shared: the connection.
         cluster: the tables' `cluster`.
     """
 
-    def __init__(self, config: Config, access: Access, cluster: OpenCluster) -> None:
-        self._config, self._access, self._cluster = config, access, cluster
+    def __init__(self, config: Config, shared: SharedConnection, cluster: OpenCluster) -> None:
+        self._config, self._shared, self._cluster = config, shared, cluster
         self._tables: dict[str, Table] = {}
         self._lock = ForkLock()
 
@@ -35,8 +35,8 @@ class OpenTables:
         known = self._tables.get(name)
         if known is not None:
             return known
-        if self._access.shards is not None:
-            return self._remember(self._access.shards.questions.get_table(name))
+        if self._shared.shards is not None:
+            return self._remember(self._shared.shards.questions.get_table(name))
         definitions = self.definitions()
         if name not in definitions:
             listed = ", ".join(repr(other) for other in sorted(definitions)) or "none"
@@ -45,7 +45,7 @@ class OpenTables:
 
     def create(self, definition: TableDef, *, exist_ok: bool, start_over: bool) -> Table:
         """Create a table, or return the one that is there; raises as `Cluster.create_table`."""
-        shards = self._access.require_shards("create_table")
+        shards = self._shared.require_shards("create_table")
         self._check_size(definition)
         if start_over:
             if exist_ok:
@@ -62,30 +62,30 @@ class OpenTables:
 
     def drop(self, name: str, timeout_s: float | None) -> int:
         """Delete a table with all its rows; raises as `Cluster.drop_table`."""
-        shards = self._access.require_shards("drop_table")
-        with self._access.changes.change():
+        shards = self._shared.require_shards("drop_table")
+        with self._shared.changes.change():
             n_rows = shards.drop_table(name, timeout_s)
         self._forget(name)
         return n_rows
 
     def definitions(self) -> dict[str, TableDef]:
         """The tables that exist, from the registry's copy in storage: complete before shard 0 answers a creation."""
-        values = self._access.store.values
-        return newest_registry(values.get(META_NAME, Deadline.after(self._access.pull_timeout_s)), values.copies_on(META_NAME)).tables
+        values = self._shared.store.values
+        return newest_registry(values.get(META_NAME, Deadline.after(self._shared.pull_timeout_s)), values.copies_on(META_NAME)).tables
 
     def _remember(self, definition: TableDef) -> Table:
         known = self._tables.get(definition.name)
         if known is not None and known.definition.key != definition.key:  # that table has been dropped
             self._forget(definition.name)
         with self._lock:
-            return self._tables.setdefault(definition.name, Table(definition, self._access, self._cluster))
+            return self._tables.setdefault(definition.name, Table(definition, self._shared, self._cluster))
 
     def _forget(self, name: str) -> None:
         with self._lock:
             self._tables.pop(name, None)
 
     def _check_size(self, definition: TableDef) -> None:
-        limit = self._access.store.capabilities.max_record_bytes
+        limit = self._shared.store.capabilities.max_record_bytes
         if limit is not None and definition.record.size_bytes > limit:
             raise InvalidInputError(
                 f"table {definition.name!r}: a record of dim {definition.dim} with the slots of {definition.optimizer.kind} takes "

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvemb.api.access import Access
 from kvemb.api.open_cluster import OpenCluster
+from kvemb.api.shared_connection import SharedConnection
 from kvemb.arrays.ids import to_caller
 from kvemb.arrays.rounding import storage_dtype
 from kvemb.datapath.pull import prepare_pull
@@ -36,8 +36,8 @@ class Table:
     work.
     """
 
-    def __init__(self, definition: TableDef, access: Access, cluster: OpenCluster) -> None:
-        self._definition, self._access, self._cluster = definition, access, cluster
+    def __init__(self, definition: TableDef, shared: SharedConnection, cluster: OpenCluster) -> None:
+        self._definition, self._shared, self._cluster = definition, shared, cluster
         self._hyper: Mapping[str, float] = {}  # replaced as a whole, never changed
         self._wire_dtype = "float32"
         self._minus_one = False
@@ -112,7 +112,7 @@ class Table:
             ShardUnavailableError: a step was released to this connection ahead of storage, and storage does not get it.
         """
         request = prepare_pull(self._definition, ids, out, minus_one=self._minus_one)
-        (pulled,) = self._access.pull([request], timeout_s, versions=return_versions)
+        (pulled,) = self._shared.pull([request], timeout_s, versions=return_versions)
         return (pulled.rows, pulled.versions) if return_versions else pulled.rows
 
     def push(self, ids: ArrayLike, grads: ArrayLike, *, versions: ArrayLike | None = None, timeout_s: float | None = None) -> Ack:
@@ -134,10 +134,10 @@ class Table:
             ShardUnavailableError: a shard cannot be reached or has no room within the timeout; nothing was sent.
             ClosedError: this process is a fork of the one that connected.
         """
-        access = self._access
-        access.require_shards("push")
+        shared = self._shared
+        shared.require_shards("push")
         rows = prepare_push(self._definition, ids, grads, versions, self._hyper, self._wire_dtype, minus_one=self._minus_one)
-        return access.push([rows], timeout_s)
+        return shared.push([rows], timeout_s)
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Return when this process's pushes to all tables are applied, that is, visible to every client's pulls.
@@ -149,7 +149,7 @@ class Table:
             ShardUnavailableError, DeadlineExceededError: not within the time (`away_timeout_s` unless given); call it again.
             KvembError: a push failed that no call had waited for.
         """
-        self._access.require_shards("flush").flush(timeout_s)
+        self._shared.require_shards("flush").flush(timeout_s)
 
     @property
     def hyper(self) -> dict[str, float]:
@@ -216,9 +216,9 @@ class Table:
             InvalidInputError: duplicates, wrong shapes or dtypes, NaN or infinity; nothing was sent.
             ParameterServerError: some rows may have been set, or may still be; assigning again is fine.
         """
-        shards = self._access.require_shards("assign")
+        shards = self._shared.require_shards("assign")
         prepared = prepare_assign(self._definition, ids, rows)
-        with self._access.changes.change():
+        with self._shared.changes.change():
             shards.assign(prepared, timeout_s)
 
     def erase(self, ids: ArrayLike, *, timeout_s: float | None = None) -> int:
@@ -230,9 +230,9 @@ class Table:
             InvalidInputError: wrong ids; nothing was sent.
             ParameterServerError: some rows may have been erased, or may still be; erasing again is fine.
         """
-        shards = self._access.require_shards("erase")
+        shards = self._shared.require_shards("erase")
         prepared = prepare_erase(self._definition, ids)
-        with self._access.changes.change():
+        with self._shared.changes.change():
             return shards.erase(prepared, timeout_s)
 
     def export(self) -> tuple[NDArray[Any], NDArray[np.float32]]:
@@ -244,15 +244,15 @@ class Table:
         Returns:
             (ids [n] in the table's id_dtype, float32 [n, dim] rows).
         """
-        shards = self._access.require_shards("export")
-        self._access.wait_stored()
+        shards = self._shared.require_shards("export")
+        self._shared.wait_stored()
         kept_ids, kept_rows = [np.empty(0, np.uint64)], [np.empty((0, self.dim), np.float32)]
         pages = (
             page[at : at + _EXPORTED_AT_ONCE] for page in shards.questions.ids(self.name) for at in range(0, len(page), _EXPORTED_AT_ONCE)
         )
         for ids in pages:
             request = prepare_pull(self._definition, to_caller(ids, self._definition.id_dtype), minus_one=True)
-            (pulled,) = self._access.pull([request], None, versions=True)
+            (pulled,) = self._shared.pull([request], None, versions=True)
             rows, versions = pulled.rows, pulled.versions
             exists = versions != 0
             kept_ids.append(ids[exists])
@@ -268,12 +268,12 @@ class Table:
         Raises:
             ShardUnavailableError: a shard did not answer in time (`away_timeout_s` unless given).
         """
-        return self._access.require_shards("steps").questions.step(self.name, timeout_s)
+        return self._shared.require_shards("steps").questions.step(self.name, timeout_s)
 
     def __len__(self) -> int:
         """Return the number of rows that exist, over all shards."""
-        shards = self._access.require_shards("len")
-        self._access.wait_stored()
+        shards = self._shared.require_shards("len")
+        self._shared.wait_stored()
         return shards.questions.count(self.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Table:

@@ -25,7 +25,7 @@ from typing import TypeVar
 
 from kvemb.checkpoint.format.parquet_blocks import require_extra
 from kvemb.errors import CheckpointError, ConfigError
-from kvemb.net.backoff import pauses
+from kvemb.net.deadline import pauses
 from kvemb.process import replace_atomically, sync_folder
 
 _PUTS_WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "obs", "cos", "memory", "r2"}

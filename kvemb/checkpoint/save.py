@@ -21,8 +21,7 @@ from kvemb.checkpoint.format.strict_json import MAX_DOCUMENT_BYTES, Fields, deco
 from kvemb.checkpoint.writer import SaveInfo, assemble, read_fragment
 from kvemb.client.all_shards import AllShards
 from kvemb.errors import CheckpointError, InvalidInputError, ShardUnavailableError
-from kvemb.net.backoff import pauses
-from kvemb.net.deadline import Deadline
+from kvemb.net.deadline import Deadline, pauses
 from kvemb.protocol.messages import SaveReply, SaveRequest, SaveStatusRequest
 from kvemb.schema.slots import N_SLOTS
 

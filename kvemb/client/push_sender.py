@@ -25,8 +25,7 @@ from kvemb.errors import (
     SlotsMovedError,
     from_wire,
 )
-from kvemb.net.backoff import pauses
-from kvemb.net.deadline import Deadline
+from kvemb.net.deadline import Deadline, pauses
 from kvemb.protocol.message_format import ChangedRowsBlock
 from kvemb.protocol.messages import HelloReply, PushReply
 

@@ -19,8 +19,7 @@ from kvemb.client.outbox import Sent, put_together
 from kvemb.client.push_sender import PushSender, ShardLeftError
 from kvemb.datapath.prefetched_rows import PrefetchedRows, route_prefetched
 from kvemb.errors import FencedError, KvembError, PushRejectedError, ShardFailedError, ShardUnavailableError, StorageError
-from kvemb.net.backoff import pauses
-from kvemb.net.deadline import Deadline
+from kvemb.net.deadline import Deadline, pauses
 from kvemb.protocol.message_format import TableRows
 from kvemb.protocol.messages import ByeRequest, Empty, HelloReply, HelloRequest, PushPart, StatusReply, digest_tables
 from kvemb.protocol.move_messages import LeftSessionRequest

@@ -25,8 +25,7 @@ from kvemb.errors import (
     ShardUnavailableError,
     from_wire,
 )
-from kvemb.net.backoff import pauses
-from kvemb.net.deadline import Deadline
+from kvemb.net.deadline import Deadline, pauses
 from kvemb.net.tls_files import Stamp, TlsFiles
 from kvemb.net.tls_probe import FOREIGN, HANGS_UP, NOBODY, SILENT, SPEAKS_TLS, look_at_port, own_uris, why_refused
 from kvemb.protocol.message_format import MAX_MESSAGE_BYTES, Message

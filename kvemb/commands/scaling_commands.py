@@ -27,10 +27,10 @@ from kvemb.operate.pull_rates import look_twice, traffic_between
 from kvemb.schema.cluster_map import GONE, ClusterMap
 from kvemb.schema.move_plan import NODES
 from kvemb.schema.slot_dealing import SlotPlan, SlotSizes
-from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
 from kvemb.stores.redis_cluster.node_change import NodeChange
 from kvemb.stores.redis_cluster.scaling.node_scaling import NodeScaling, Progress
-from kvemb.stores.redis_server.redis_commands import RedisAccess
+from kvemb.stores.redis_cluster.slot_map import ClusterTopology
+from kvemb.stores.redis_server.redis_login import RedisAccess
 
 NODE_ACTIONS = ("show", "add", "remove", "replace", "rebalance")
 SHARD_ACTIONS = ("show", "add", "remove", "rebalance")

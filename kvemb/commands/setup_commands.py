@@ -20,7 +20,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.net.tls_link import connector_of
 from kvemb.protocol.roles import ADMIN, SCHEME, SHARD, TRAINER
 from kvemb.stores.redis_server.acl_users import ACL_USERS, check_user
-from kvemb.stores.redis_server.redis_commands import RedisAccess
+from kvemb.stores.redis_server.redis_login import RedisAccess
 
 # A key that is commented out has its default there, or shows how it is written.
 _TEMPLATE = """\

@@ -1,10 +1,12 @@
 """The record of which process owns a shard: an epoch, raised at each start of the shard's process, kept on every node. Pure.
 
 A process that was taken for dead and runs on (a zombie) would overwrite its successor's writes. So the successor puts its own, higher
-epoch on the nodes first. A store that writes as that shard reads the record first on every new connection (see `Store.fence`).
+epoch on the nodes first. A store that writes as that shard reads the record first on every new connection (`OwnerFence`);
+how copies of the record are read is the store's.
 """
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,6 +15,8 @@ import msgpack
 from kvemb.coordination.replicated_values import DamagedCopyError, intact_copies
 from kvemb.errors import FencedError
 from kvemb.schema.record import MAX_EPOCH
+
+log = logging.getLogger("kvemb")
 
 
 @dataclass(frozen=True)
@@ -84,3 +88,58 @@ def require_not_fenced(copies: Iterable[bytes | None], shard: int, epoch: int) -
             f"shard {shard}: a process with epoch {owner.epoch} has taken over from this one (epoch {epoch}), which must not write any "
             "more. Nothing that was acknowledged is lost: the newer process applies it. End this process."
         )
+
+
+class OwnerFence:
+    """The owner that a store writes as: none until `begin`, and then nothing is refused.
+
+    Attributes:
+        name: of the owner record, "" for no owner.
+        shard, epoch: the owner.
+        record: the bytes of the owner record, to be put where it was damaged, lost, or not written yet; b"" before `begin`.
+    """
+
+    def __init__(self) -> None:
+        self.name = ""
+        self.shard, self.epoch, self.record = 0, 0, b""
+        self._still_ours: Callable[[], None] | None = None
+
+    def begin(self, shard: int, epoch: int, get: Callable[[str], list[bytes | None]], still_ours: Callable[[], None] | None) -> None:
+        """Write as this owner from now on; see `Store.fence`. `get` reads the copies of the owner record by its name."""
+        self.shard, self.epoch, self.record, self._still_ours = shard, epoch, b"", still_ours
+        self.name = owner_name(shard)
+        copies = get(self.name)
+        require_not_fenced(copies, shard, epoch)
+        owner = newest_owner(copies, shard)
+        self.record = (owner if owner is not None and owner.epoch == epoch else Owner(epoch, shard + 1)).encode()
+
+    def require_not_behind(self, copies: Iterable[bytes | None]) -> None:
+        """Raise FencedError when one of these copies has a higher epoch; damaged ones count as none."""
+        require_not_fenced(copies, self.shard, self.epoch)
+
+    def require_ours(self, copy: bytes | None, where: str, elsewhere: Callable[[], Iterable[bytes | None]] = lambda: ()) -> None:
+        """Raise once another process owns the shard. Where this copy names no owner, the other copies are read.
+
+        Args:
+            copy: of the owner record.
+            where: which node holds it, for messages.
+            elsewhere: reads the other copies.
+
+        Raises:
+            FencedError: another process owns the shard.
+            DamagedCopyError: the copy is damaged, and nothing else says that the shard is ours.
+        """
+        if copy == self.record:
+            return
+        self.require_not_behind([copy])
+        try:
+            owner = newest_owner([copy], self.shard, [where])
+            if owner is not None and owner.epoch == self.epoch:
+                return
+        except DamagedCopyError as error:
+            if self._still_ours is None:
+                raise
+            log.error("%s The other nodes are asked for the owner.", error)
+        self.require_not_behind(elsewhere())
+        if self._still_ours is not None:
+            self._still_ours()

@@ -1,10 +1,17 @@
-"""One deadline for a whole batch, on the monotonic clock: every wait in this product takes its share from one of these."""
+"""One deadline for a whole batch, on the monotonic clock: every wait in this product takes its share from one of these.
+
+And how long to wait between tries. Which errors are worth another try is for every caller to say.
+"""
 
 import math
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvemb.errors import InvalidInputError
+
+T = TypeVar("T")
 
 
 def checked_timeout(timeout_s: object) -> float:
@@ -50,6 +57,11 @@ class Deadline:
         """Return this deadline, or the one so many seconds from now where that is earlier."""
         return Deadline.after(min(self.remaining_s(), max(0.0, timeout_s)))
 
+    def shared(self, items: Sequence[T]) -> Iterator[tuple[T, "Deadline"]]:
+        """Yield each of these with its share of the time that remains: one that hangs leaves time for the others."""
+        for index, item in enumerate(items):
+            yield item, Deadline.after(self.remaining_s() / (len(items) - index))
+
     def remaining_s(self) -> float:
         """Seconds that remain; never negative."""
         return max(0.0, self.at_s - time.monotonic())
@@ -58,3 +70,17 @@ class Deadline:
     def expired(self) -> bool:
         """Whether the moment has passed."""
         return time.monotonic() >= self.at_s
+
+
+def pauses(first_s: float, longest_s: float) -> Iterator[float]:
+    """Yield pauses in seconds, without an end. After a success, call it again for a new iterator.
+
+    Example:
+        >>> from itertools import islice
+        >>> list(islice(pauses(0.05, 2.0), 7))
+        [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0]
+    """
+    pause_s = first_s
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, longest_s)

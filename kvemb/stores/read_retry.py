@@ -18,8 +18,7 @@ from kvemb.errors import (
     StorageError,
     WrongNodeError,
 )
-from kvemb.net.backoff import pauses
-from kvemb.net.deadline import Deadline
+from kvemb.net.deadline import Deadline, pauses
 
 WAIT = "wait"
 ABSENT = (NodeLostError, NodeSuspectError, NodeUnavailableError, WrongNodeError)

@@ -50,7 +50,7 @@ class Capabilities:
 
 
 class OtherNodes(Protocol):
-    """Rows of moving slots at their other node (`kvemb.stores.standalone.moving_rows`, which may not be imported here).
+    """Rows of moving slots at their other node (`kvemb.stores.standalone.node_rows`, which may not be imported here).
 
     Attributes:
         written: whether rows are written there, too; otherwise they are only erased there.

@@ -136,12 +136,7 @@ class StoreNodes(ABC):
 
     def stats(self, deadline: Deadline) -> list[NodeStats]:
         """Ask every node for its size and headroom; one that does not answer leaves time for the others, and has its error there."""
-        addresses = self.addresses
-        shares = range(len(addresses), 0, -1)
-        return [
-            self._stats_or_error(address, Deadline.after(deadline.remaining_s() / left))
-            for address, left in zip(addresses, shares, strict=True)
-        ]
+        return [self._stats_or_error(address, share) for address, share in deadline.shared(self.addresses)]
 
     def _stats_or_error(self, address: str, deadline: Deadline) -> NodeStats:
         begun_s = time.monotonic()

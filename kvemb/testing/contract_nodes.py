@@ -9,7 +9,7 @@ from kvemb.config import StorageConfig
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.slots import text_slot
-from kvemb.stores.redis_server.key_parsing import row_keys_in
+from kvemb.stores.redis_server.stored_rows import row_keys_in
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
 from kvemb.testing.contract_rows import CLUSTER, GENERATION, SIZE, TAG, row_keys, within

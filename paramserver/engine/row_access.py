@@ -19,7 +19,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.record import HEADER_SIZE, stored_versions
 from kvemb.schema.table_def import TableDef
-from kvemb.stores.coalesce import read_coalesced
+from kvemb.stores.node_batch import read_coalesced
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.store import OtherNodes, Store
 

@@ -26,7 +26,7 @@ from kvemb.errors import (
     StorageError,
     WrongNodeError,
 )
-from kvemb.net.backoff import pauses
+from kvemb.net.deadline import pauses
 
 from ..model.batch import Batch, CheckedRows
 from ..model.transition import Replay

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kvemb.errors import DeadlineExceededError, FencedError, JournalFullError, ShardFailedError, ShardUnavailableError
-from kvemb.net.backoff import pauses
-from kvemb.net.deadline import Deadline
+from kvemb.net.deadline import Deadline, pauses
 
 from .step_waits import waited_s, waits_for
 from .sync_steps import SyncSteps

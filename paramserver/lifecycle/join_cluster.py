@@ -27,8 +27,7 @@ from kvemb.errors import (
     StorageError,
     WrongNodeError,
 )
-from kvemb.net.backoff import pauses
-from kvemb.net.deadline import Deadline
+from kvemb.net.deadline import Deadline, pauses
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.stores.store import Store
 

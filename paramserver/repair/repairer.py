@@ -22,8 +22,7 @@ from kvemb.errors import (
     RecordError,
     StorageError,
 )
-from kvemb.net.backoff import pauses
-from kvemb.net.deadline import Deadline
+from kvemb.net.deadline import Deadline, pauses
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.store import Store

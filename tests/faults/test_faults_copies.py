@@ -19,8 +19,8 @@ from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.storage_servers import StorageServer
 from kvemb.net.deadline import Deadline
 from kvemb.schema.slots import N_SLOTS, text_slot
-from kvemb.stores.redis_cluster.cluster_members import MEMBERS, decode_members
 from kvemb.stores.redis_cluster.slot_map import marker_keys
+from kvemb.stores.redis_cluster.whole_primaries import MEMBERS, decode_members
 from kvemb.stores.storage_kinds import open_store
 from kvemb.testing.real_servers import memcached_client, redis_client
 

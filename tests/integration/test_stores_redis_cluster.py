@@ -19,7 +19,7 @@ from kvemb.schema.pages import page_layout, paged_keys
 from kvemb.schema.slots import N_SLOTS, slot_tags, text_slot
 from kvemb.stores.redis_cluster.redis_cluster_store import RedisClusterStore
 from kvemb.stores.redis_cluster.slot_map import SlotMap, fetch_slot_map, marker_keys
-from kvemb.stores.redis_server.redis_commands import RedisAccess
+from kvemb.stores.redis_server.redis_login import RedisAccess
 from kvemb.stores.row_io import WritePart
 from kvemb.stores.store import Store
 from kvemb.testing.real_servers import ServerNodes
@@ -160,7 +160,7 @@ def test_a_batch_follows_slots_that_have_moved_without_asking_for_the_whole_map(
         asked.append(candidates)
         return fetch_slot_map(candidates, access, deadline)
 
-    monkeypatch.setattr("kvemb.stores.redis_cluster.cluster_topology.fetch_slot_map", fetch)
+    monkeypatch.setattr("kvemb.stores.redis_cluster.slot_map.fetch_slot_map", fetch)
     for to in ((source + 1) % 3, source):
         mover.move(slot, to)
         require_rows(store, keys, records_of(keys))
@@ -180,7 +180,7 @@ def test_a_node_that_has_not_heard_of_a_move_sends_nobody_in_circles(store: Stor
     def fetch(asked: Iterable[str], access: RedisAccess, deadline: Deadline) -> SlotMap:
         return replace(before, source=third) if next(iter(asked)) == third else fetch_slot_map(asked, access, deadline)
 
-    monkeypatch.setattr("kvemb.stores.redis_cluster.cluster_topology.fetch_slot_map", fetch)
+    monkeypatch.setattr("kvemb.stores.redis_cluster.slot_map.fetch_slot_map", fetch)
     store._topology._answered = (third,)
     mover.move(slot, to)
     assert store.values.get(name, within()) != [None]

@@ -9,7 +9,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from kvemb.api import Cluster
-from kvemb.api.access import Access
+from kvemb.api.shared_connection import SharedConnection
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
 from kvemb.checkpoint.save import Stalled
 from kvemb.config import parse
@@ -44,9 +44,9 @@ class NoShard:
 
 def test_shards_and_caller_have_the_same_time_for_the_cut(tmp_path: Path) -> None:
     shards = NoShard()
-    access = Access(None, SimpleNamespace(servers=shards), 5.0)  # type: ignore[arg-type]
+    shared = SharedConnection(None, SimpleNamespace(servers=shards), 5.0)  # type: ignore[arg-type]
     with pytest.raises(ShardUnavailableError):
-        Cluster(CONFIG, access).save(str(tmp_path / "a"), timeout_s=7.0)
+        Cluster(CONFIG, shared).save(str(tmp_path / "a"), timeout_s=7.0)
     assert shards.asked == [("Save", 7.0, 7.0)]
 
 

@@ -9,7 +9,7 @@ import pytest
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.move_plan import ABORTING, CLEANING, FLIPPED, MOVING, NODES, MovePlan
-from kvemb.stores.standalone.moving_rows import MovingRows
+from kvemb.stores.standalone.node_rows import MovingRows
 
 KEYS = RowKeys(b"tab", np.arange(3000, dtype=np.uint64))
 

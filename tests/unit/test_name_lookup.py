@@ -19,7 +19,7 @@ from kvemb.net.link import connect_link
 from kvemb.net.name_lookup import host_and_port
 from kvemb.stores.redis_cluster.slot_map import fetch_slot_map
 from kvemb.stores.redis_server import redis_admin
-from kvemb.stores.redis_server.redis_commands import RedisAccess
+from kvemb.stores.redis_server.redis_login import RedisAccess, RoleLinks
 from kvemb.stores.standalone.memcached_store import MemcachedStore
 
 FOREVER_S = 30.0
@@ -95,9 +95,7 @@ def silent() -> Iterator[str]:
     "connecting",
     [
         connect_link,
-        lambda address, deadline: redis_admin.open_link(
-            address, RedisAccess(StorageConfig("redis", (address,))), "trainer", set(), deadline
-        ),
+        lambda address, deadline: RoleLinks(RedisAccess(StorageConfig("redis", (address,))), "trainer").open(address, deadline),
         lambda address, deadline: redis_admin.info(address, RedisAccess(StorageConfig("redis", (address,))), deadline),
         lambda address, deadline: MemcachedStore(StorageConfig("memcached", (address,), on_lost_node="fail"), "trainer").open(deadline),
     ],
@@ -117,7 +115,7 @@ def test_an_address_that_answers_nothing_is_told_long_before_the_deadline(
     "connecting",
     [
         lambda deadline: connect_link(NAME, deadline),
-        lambda deadline: redis_admin.open_link(NAME, RedisAccess(StorageConfig("redis", (NAME,))), "trainer", set(), deadline),
+        lambda deadline: RoleLinks(RedisAccess(StorageConfig("redis", (NAME,))), "trainer").open(NAME, deadline),
         lambda deadline: redis_admin.info(NAME, RedisAccess(StorageConfig("redis", (NAME,))), deadline),
         lambda deadline: MemcachedStore(StorageConfig("memcached", (NAME,)), "trainer").open(deadline),
     ],

@@ -15,7 +15,7 @@ from kvemb.errors import (
     StorageError,
     UnsafeNodeError,
 )
-from kvemb.stores.node_batch import server_error
+from kvemb.stores.server_errors import server_error
 from paramserver.engine.storage_retry import NO_BATCH, AheadOfIndex, Pause, until_stored
 from tests.unit.lonely_engine import NoRepair
 

@@ -10,9 +10,9 @@ from kvemb.coordination.markers import Identity
 from kvemb.errors import NodeLostError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
-from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
+from kvemb.stores.redis_cluster.cluster_primaries import ShardsMap
 from kvemb.stores.redis_cluster.cluster_values import ClusterValues
-from kvemb.stores.redis_cluster.shards_map import ShardsMap
+from kvemb.stores.redis_cluster.slot_map import ClusterTopology
 
 FIRST = ClusterMap.first(0, 2)
 SECOND, THIRD = (replace(FIRST, version=version) for version in (2, 3))

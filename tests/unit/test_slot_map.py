@@ -10,7 +10,7 @@ from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.stores.redis_cluster.slot_map import fetch_slot_map
-from kvemb.stores.redis_server.redis_commands import RedisAccess
+from kvemb.stores.redis_server.redis_login import RedisAccess
 
 ENABLED = b"$30\r\n# Cluster\r\ncluster_enabled:1\r\n\r\n"
 NODE = b"*3\r\n$%d\r\n%s\r\n:%d\r\n$2\r\nid\r\n"

@@ -17,7 +17,7 @@ from kvemb.coordination.shard_owners import Owner, newest_owner
 from kvemb.errors import KvembError, ParameterServerError, ProtocolError
 from kvemb.init import uniform
 from kvemb.schema.table_def import TableDef
-from kvemb.stores.redis_cluster.cluster_members import decode_members, encode_members
+from kvemb.stores.redis_cluster.whole_primaries import decode_members, encode_members
 from paramserver.checkpoint import load_plan
 from paramserver.recovery import state_file
 from paramserver.recovery.state_file import ShardState

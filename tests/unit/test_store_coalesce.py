@@ -7,7 +7,7 @@ import pytest
 
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.pages import page_layout, paged_keys
-from kvemb.stores.coalesce import read_coalesced, write_coalesced
+from kvemb.stores.node_batch import read_coalesced, write_coalesced
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 
 SIZE = 76

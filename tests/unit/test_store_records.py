@@ -30,8 +30,8 @@ from kvemb.net.pool import Doubts, LinkPool
 from kvemb.schema.keys import RowKeys
 from kvemb.stores import read_retry
 from kvemb.stores.read_retry import retry_read
-from kvemb.stores.redis_cluster.cluster_members import decode_members, process_of
-from kvemb.stores.redis_server.key_parsing import row_keys_in
+from kvemb.stores.redis_cluster.whole_primaries import decode_members, process_of
+from kvemb.stores.redis_server.stored_rows import row_keys_in
 from kvemb.wire.replies import FOREIGN
 
 SOON = Deadline.after(3600)

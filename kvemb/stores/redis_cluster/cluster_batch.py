@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from kvemb.errors import DeadlineExceededError, StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import RowKeys
-from kvemb.stores.node_batch import NodeSteps, group_by_node, server_error
-from kvemb.stores.redirects import NOT_NOW, redirect_target
+from kvemb.stores.node_batch import NodeSteps, group_by_node
 from kvemb.stores.redis_cluster.slot_map import SlotMap
+from kvemb.stores.redis_server.redis_commands import NOT_NOW, redirect_target
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart
+from kvemb.stores.server_errors import server_error
 from kvemb.wire.codec import Codec, RecordsToWrite
 from kvemb.wire.replies import RowsStep
 

@@ -16,22 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.coordination.markers import DamagedMarkerError, Marker, diagnose, why_lost
+from kvemb.coordination.shard_owners import OwnerFence
 from kvemb.errors import DeadlineExceededError, InvalidInputError, NodeLostError, NodeUnavailableError, ProtocolError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.slots import N_SLOTS, text_slot
-from kvemb.stores.owner_fence import OwnerFence
-from kvemb.stores.redis_cluster.cluster_members import process_of, run_id_in
-from kvemb.stores.redis_cluster.cluster_rounds import ClusterRounds
-from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
+from kvemb.stores.redis_cluster.cluster_primaries import ShardsMap
+from kvemb.stores.redis_cluster.cluster_rows import ClusterRounds
 from kvemb.stores.redis_cluster.cluster_values import ClusterValues
-from kvemb.stores.redis_cluster.shards_map import ShardsMap
-from kvemb.stores.redis_cluster.slot_map import SlotMap, marker_keys
+from kvemb.stores.redis_cluster.slot_map import ClusterTopology, SlotMap, marker_keys
 from kvemb.stores.redis_cluster.slot_markers import Begun, SlotMarkers
-from kvemb.stores.redis_cluster.whole_primaries import WholePrimaries
+from kvemb.stores.redis_cluster.whole_primaries import WholePrimaries, process_of, run_id_in
 from kvemb.stores.redis_server import compare_and_set, redis_admin
-from kvemb.stores.redis_server.redis_commands import RedisAccess
-from kvemb.stores.redis_server.row_scan import rows_on
+from kvemb.stores.redis_server.redis_login import RedisAccess
+from kvemb.stores.redis_server.stored_rows import rows_on
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.store_repair import LostNode, StoreRepair
 
@@ -98,8 +96,7 @@ class ClusterRepair(StoreRepair):
     def lost_nodes(self, deadline: Deadline) -> list[LostNode]:
         slot_map = self._topology.refreshed(deadline)
         lost, admitted = [], set()
-        for index, address in enumerate(slot_map.addresses):
-            share = Deadline.after(deadline.remaining_s() / (len(slot_map.addresses) - index))
+        for address, share in deadline.shared(slot_map.addresses):
             try:
                 state = self._state(address, slot_map, share)
             except (NodeUnavailableError, DeadlineExceededError):
@@ -120,9 +117,8 @@ class ClusterRepair(StoreRepair):
     def looks_lost(self, deadline: Deadline) -> bool:
         """Look at every primary's process and at one marker: a process that was started again, or flushed, has lost them all."""
         slot_map = self._topology.slot_map(deadline)
-        for index, address in enumerate(slot_map.addresses):
-            share = Deadline.after(deadline.remaining_s() / (len(slot_map.addresses) - index))
-            slots = np.flatnonzero(slot_map.nodes == index)
+        for address, share in deadline.shared(slot_map.addresses):
+            slots = np.flatnonzero(slot_map.slots_of(address))
             try:
                 process = process_of(redis_admin.info(address, self._access, share))
                 (value,) = self._markers.at(address, slots[:1], share)

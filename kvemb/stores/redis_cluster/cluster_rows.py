@@ -1,28 +1,142 @@
-"""The facets `rows` and `nodes` of a Redis Cluster's store."""
+"""Batches of rows on a Redis Cluster, run in rounds with the markers that vouch for them: all rows first, then those redirected.
 
+Also the facet `rows` of its store.
+"""
+
+import time
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.coordination.markers import diagnose
+from kvemb.errors import DeadlineExceededError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.net.pool import LinkPool
 from kvemb.schema.bucket_limits import BucketLimits
-from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.table_def import TableDef
+from kvemb.stores.node_batch import write_coalesced
 from kvemb.stores.read_retry import ReadRetry
-from kvemb.stores.redis_cluster.cluster_rounds import ClusterRounds
-from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
-from kvemb.stores.redis_cluster.cluster_values import ClusterValues
-from kvemb.stores.redis_cluster.node_change import CHANGE_NAME, NodeChange
-from kvemb.stores.redis_cluster.shards_map import ShardsMap
-from kvemb.stores.redis_server import hash_limits, held_rows, redis_admin
-from kvemb.stores.redis_server.redis_commands import RedisAccess
+from kvemb.stores.redis_cluster.cluster_batch import ClusterBatch, EraseBatch, NodeShare, ReadBatch, Redirects, WriteBatch
+from kvemb.stores.redis_cluster.primary_links import exchange
+from kvemb.stores.redis_cluster.slot_map import ClusterTopology, SlotMap
+from kvemb.stores.redis_cluster.slot_markers import Begun, Check, SlotMarkers, merged_steps
+from kvemb.stores.redis_cluster.whole_primaries import run_id_in
+from kvemb.stores.redis_server.redis_commands import NOT_NOW, redirect_target
+from kvemb.stores.redis_server.redis_login import RedisAccess
+from kvemb.stores.redis_server.stored_rows import count_rows, read_limits, set_limits
 from kvemb.stores.row_io import HeldRows, ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.store import StoreRows
-from kvemb.stores.store_nodes import NodeStats, StoreNodes, UnfinishedChange
 from kvemb.stores.store_repair import StoreRepair
+from kvemb.wire.replies import Step
+from kvemb.wire.resp.resp_codec import RespCodec
+
+_PAUSE_S = 0.02  # between rounds while the cluster says "not now"
+
+
+class ClusterRounds:
+    """Runs batches of rows on a Redis Cluster, round by round, until no row is redirected any more.
+
+    Args:
+        topology: which node holds which slot.
+        markers: of the slots.
+        rows: lends links to primaries that are whole.
+        repair: lends links to primaries in any state.
+    """
+
+    def __init__(self, topology: ClusterTopology, markers: SlotMarkers, rows: LinkPool, repair: LinkPool) -> None:
+        self._topology, self._markers = topology, markers
+        self._rows, self._repair = rows, repair
+        self._codec = RespCodec()
+        self._asking_codec = RespCodec(asking=True)
+
+    def read(self, parts: Sequence[ReadPart], deadline: Deadline, repair: Begun | None = None) -> list[ReadResult]:
+        """Read parts; `repair` is that of a batch in one."""
+        batch = ReadBatch(parts)
+        self.run(batch, deadline, repair)
+        return batch.results
+
+    def write(self, parts: Sequence[WritePart], deadline: Deadline, repair: Begun | None = None) -> list[WriteResult]:
+        """Write parts."""
+
+        def run(coalesced: Sequence[WritePart]) -> list[WriteResult]:
+            self.run(WriteBatch(coalesced), deadline, repair)
+            return [WriteResult(np.ones(len(part.keys), dtype=bool)) for part in coalesced]
+
+        return write_coalesced(parts, run)
+
+    def erase(self, parts: Sequence[WritePart], deadline: Deadline, repair: Begun | None = None) -> list[NDArray[np.bool_]]:
+        """Delete the rows of parts."""
+        self.run(EraseBatch(parts), deadline, repair)
+        return [np.ones(len(part.keys), dtype=bool) for part in parts]
+
+    def run(self, batch: ClusterBatch, deadline: Deadline, repair: Begun | None = None) -> None:
+        """Run a batch in rounds until no row remains or the deadline passes."""
+        self._topology.slot_map(deadline)
+        self._markers.read_renewed(deadline)
+        while batch.pending:
+            slot_map = self._topology.slot_map(deadline)
+            try:
+                redirected = self._round(batch, slot_map, deadline, repair)
+            except (NodeUnavailableError, DeadlineExceededError):
+                self._topology.forget()  # a failover may have moved the node's slots: the next batch asks
+                raise
+            if redirected.unclear:
+                self._topology.refreshed(deadline, *redirected.moved.values())
+            elif redirected.moved:
+                self._topology.follow(redirected.moved, deadline)
+            if redirected.wait:
+                time.sleep(min(_PAUSE_S, deadline.remaining_s()))
+            if batch.pending and deadline.expired:
+                raise redirected.error(deadline)
+
+    def _round(self, batch: ClusterBatch, slot_map: SlotMap, deadline: Deadline, repair: Begun | None) -> Redirects:
+        shares = batch.plan(slot_map, self._codec, self._asking_codec)
+        by_node: dict[str, list[Step]] = {}
+        for share in shares:
+            by_node.setdefault(share.address, []).extend(share.steps.steps)
+        checks = self._checks(batch, shares, slot_map, repair)
+        for address, steps in by_node.items():
+            steps += merged_steps([check.step for check in checks if check.address == address])
+        run_id = None if repair is None else run_id_in(repair.process)
+        exchange(self._rows if repair is None else self._repair, by_node, [share.steps for share in shares], deadline, run_id)
+        for check in checks:
+            if check.good and not check.importing and repair is None:
+                self._topology.vouched[check.slot] = self._topology.number(check.address)
+        wrong = [check for check in checks if check.wrong]
+        self._markers.changed.update(check.address for check in wrong)  # perhaps they were repaired
+        for check in wrong:
+            raise diagnose(f"{check.address} (slot {check.slot})", check.marker, check.reply.value)
+        here = [check for check in checks if not (check.leaving and (check.reply.error or b"").startswith(b"-ASK "))]
+        moved = {check.address for check in here if not self._markers.stays(check.slot, check.reply)}
+        redirected = batch.settle(shares, moved, frozenset((check.address, check.slot) for check in checks if check.not_yet))
+        for check in here:
+            line = check.reply.error or b""
+            redirected.unclear |= line.startswith(NOT_NOW)
+            redirected.wait |= line.startswith(b"-ASK ") and self._markers.any_settled_slot(check.address, slot_map) is None
+            if line.startswith(b"-MOVED "):
+                redirected.moved[check.slot] = redirect_target(line, check.address)
+        return redirected
+
+    def _checks(self, batch: ClusterBatch, shares: list[NodeShare], slot_map: SlotMap, repair: Begun | None) -> list[Check]:
+        """The markers to read: one of every node that is asked, and those of its slots that came from another node."""
+        checks, markers = {}, self._markers
+        last_slot = {share.address: share.slot for share in shares if not share.asking}
+        for address, used_slot in last_slot.items():
+            for slot in markers.unvouched(address, slot_map) if repair is None else ():  # a repair has written all of its slots' markers
+                leaving = slot in self._topology.on_the_way
+                checks[address, slot] = markers.check(address, slot, markers.expected(slot), leaving=leaving)
+            slot = markers.settled_slot(address, used_slot, slot_map)
+            expected = markers.expected(slot) if repair is None else markers.in_repair(slot, repair)
+            checks[address, slot] = markers.check(address, slot, expected)
+        for share in shares:
+            if not share.asking or share.address in last_slot:
+                continue
+            own = markers.any_settled_slot(share.address, slot_map)
+            for slot in np.unique(batch.slots_of(share)).tolist() if own is None else [own]:
+                checks[share.address, slot] = markers.check(share.address, slot, markers.expected(slot), importing=own is None)
+        return list(checks.values())
 
 
 class SlotRows(StoreRows):
@@ -54,63 +168,10 @@ class SlotRows(StoreRows):
         return self._topology.address_of(int(keys.slots()[0]))
 
     def held_on(self, address: str, tables: Sequence[TableDef], deadline: Deadline) -> list[HeldRows | None]:
-        return held_rows.held_rows(self._repair, address, self._access, tables, deadline)
+        return count_rows(self._repair, address, self._access, tables, deadline)
 
     def bucket_limits(self, address: str, deadline: Deadline) -> BucketLimits:
-        return hash_limits.read_limits(address, self._access, deadline)
+        return read_limits(address, self._access, deadline)
 
     def set_bucket_limits(self, address: str, limits: BucketLimits, deadline: Deadline) -> None:
-        hash_limits.set_limits(address, self._access, limits, deadline)
-
-
-class ClusterPrimaries(StoreNodes):
-    """The facet `nodes`; methods without a docstring are those of `StoreNodes`.
-
-    Args:
-        topology: which node holds which slot.
-        values: small values.
-        shards_map: the cluster map, of which the cluster has a copy.
-        access: how servers are reached.
-        pool: of the store's links.
-    """
-
-    def __init__(
-        self, topology: ClusterTopology, values: ClusterValues, shards_map: ShardsMap, access: RedisAccess, pool: LinkPool
-    ) -> None:
-        self._topology, self._values, self._map, self._access, self._pool = topology, values, shards_map, access, pool
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        return self._topology.addresses
-
-    @property
-    def cluster_map(self) -> ClusterMap:
-        return self._map.now
-
-    def refresh_map(self, deadline: Deadline) -> bool:
-        return self._map.refresh(deadline)
-
-    def publish_map(self, cluster_map: ClusterMap, deadline: Deadline) -> list[str]:
-        return self._map.publish(cluster_map, deadline)
-
-    def renew_markers(self, deadline: Deadline) -> list[str]:
-        return []  # they name no map
-
-    def unfinished_change(self, deadline: Deadline) -> UnfinishedChange | None:
-        data = self._values.look(CHANGE_NAME, deadline)
-        if data is None:
-            return None
-        change, slot_map = NodeChange.decode(data), self._topology.refreshed(deadline)
-        names = [slot_map.names.get(address, "") for address in slot_map.addresses]
-        return UnfinishedChange(change.kind, change.left([names[node] for node in slot_map.nodes.tolist()]), change.aborting)
-
-    def stats(self, deadline: Deadline) -> list[NodeStats]:
-        self._pool.require_open()
-        self._topology.refreshed(deadline)
-        return super().stats(deadline)
-
-    def stats_of(self, address: str, deadline: Deadline) -> NodeStats:
-        return redis_admin.node_stats(address, redis_admin.info(address, self._access, deadline), self._access.config)
-
-    def settings(self, address: str, deadline: Deadline) -> dict[str, str]:
-        return redis_admin.settings(address, self._access, deadline)
+        set_limits(address, self._access, limits, deadline)

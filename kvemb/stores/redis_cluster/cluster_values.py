@@ -9,12 +9,12 @@ import numpy as np
 from kvemb.net.deadline import Deadline
 from kvemb.net.pool import LinkPool
 from kvemb.schema.slots import text_slot
-from kvemb.stores.node_batch import server_error
 from kvemb.stores.read_retry import ReadRetry
-from kvemb.stores.redirects import REDIRECTS, redirect_target
-from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
 from kvemb.stores.redis_cluster.primary_links import exchange
+from kvemb.stores.redis_cluster.slot_map import ClusterTopology
 from kvemb.stores.redis_server import compare_and_set
+from kvemb.stores.redis_server.redis_commands import REDIRECTS, redirect_target
+from kvemb.stores.server_errors import server_error
 from kvemb.stores.store import StoreValues
 from kvemb.wire.replies import BlobReply, CodeReply, LineReply, Step
 from kvemb.wire.resp.resp_codec import RespCodec, command

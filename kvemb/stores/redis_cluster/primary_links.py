@@ -4,22 +4,22 @@ A store has two pools. One leads to primaries that are known to be whole, for ro
 small values and repair. Both name themselves on the server and look for a newer owner of the shard before anything else.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+from kvemb.coordination.shard_owners import OwnerFence
 from kvemb.errors import NodeSuspectError
 from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import Conversation, run
 from kvemb.net.link import Link
 from kvemb.net.pool import LinkPool
 from kvemb.stores.node_batch import NodeSteps, unexpected_value
-from kvemb.stores.owner_fence import OwnerFence
-from kvemb.stores.redis_server import compare_and_set, redis_admin
-from kvemb.stores.redis_server.redis_commands import RedisAccess
+from kvemb.stores.redis_server import compare_and_set
+from kvemb.stores.redis_server.redis_login import RedisAccess, RoleLinks
 from kvemb.wire.replies import Step, UnexpectedValueError
 
 
-class PrimaryConnector:
-    """Opens connections of one role, and ends those on which a write may still be in flight.
+class PrimaryConnector(RoleLinks):
+    """Opens connections of one role, as long as no newer owner of its shard stands in the cluster.
 
     Args:
         access: how servers are reached.
@@ -28,15 +28,13 @@ class PrimaryConnector:
     """
 
     def __init__(self, access: RedisAccess, role: str, fence: OwnerFence) -> None:
-        self._access, self._role, self._fence = access, role, fence
-        self._in_doubt: dict[str, set[redis_admin.ConnectionId]] = {}
-        self._own: set[redis_admin.ConnectionId] = set()
+        super().__init__(access, role)
+        self._fence = fence
 
     def connect(self, address: str, deadline: Deadline) -> Link:
-        """Connect to a primary in any state, as long as no newer owner of our shard stands in the cluster."""
-        link = redis_admin.open_link(address, self._access, self._role, self._in_doubt.setdefault(address, set()), deadline)
+        """Connect to a primary in any state."""
+        link = self.open(address, deadline)
         try:
-            self._own.add((link.run_id, link.connection_id))
             if self._fence.name:
                 copy = compare_and_set.get_following(address, self._access, self._fence.name.encode(), deadline)
                 self._fence.require_ours(copy, "the cluster")
@@ -44,16 +42,6 @@ class PrimaryConnector:
             link.close()
             raise
         return link
-
-    def dropped(self, link: Link) -> None:
-        """A link was given up with requests in flight."""
-        self._in_doubt.setdefault(link.address, set()).add((link.run_id, link.connection_id))
-        self._own.discard((link.run_id, link.connection_id))
-
-    def kill_other_writers(self, addresses: Iterable[str], deadline: Deadline) -> int:
-        """See `Store.kill_other_writers`."""
-        own = frozenset(self._own)
-        return sum(redis_admin.kill_writers(address, self._access, self._role, own, deadline) for address in addresses)
 
 
 def exchange(

@@ -18,6 +18,7 @@ from kvemb.config import StorageConfig
 from kvemb.coordination.map_copies import MAP_NAME
 from kvemb.coordination.markers import Identity, Marker, diagnose, first_identity
 from kvemb.coordination.shard_notes import note_name, whose_keys
+from kvemb.coordination.shard_owners import OwnerFence
 from kvemb.errors import NotProvisionedError, WrongNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Link
@@ -25,20 +26,18 @@ from kvemb.net.pool import Doubts, LinkPool
 from kvemb.net.tls_link import connector_of
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.slots import N_SLOTS
-from kvemb.stores.owner_fence import OwnerFence
 from kvemb.stores.read_retry import ReadRetry
-from kvemb.stores.redis_cluster.cluster_members import MEMBERS, encode_members, process_of
+from kvemb.stores.redis_cluster.cluster_primaries import ClusterPrimaries, ShardsMap
 from kvemb.stores.redis_cluster.cluster_repair import ClusterRepair
-from kvemb.stores.redis_cluster.cluster_rounds import ClusterRounds
-from kvemb.stores.redis_cluster.cluster_rows import ClusterPrimaries, SlotRows
-from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
+from kvemb.stores.redis_cluster.cluster_rows import ClusterRounds, SlotRows
 from kvemb.stores.redis_cluster.cluster_values import ClusterValues, OneCopyValues
 from kvemb.stores.redis_cluster.primary_links import PrimaryConnector
-from kvemb.stores.redis_cluster.shards_map import ShardsMap
+from kvemb.stores.redis_cluster.slot_map import ClusterTopology
 from kvemb.stores.redis_cluster.slot_markers import SlotMarkers, slot_marker
-from kvemb.stores.redis_cluster.whole_primaries import WholePrimaries
+from kvemb.stores.redis_cluster.whole_primaries import MEMBERS, WholePrimaries, encode_members, process_of
 from kvemb.stores.redis_server import redis_admin
-from kvemb.stores.redis_server.redis_commands import MAX_VALUE_BYTES, RedisAccess
+from kvemb.stores.redis_server.redis_commands import MAX_VALUE_BYTES
+from kvemb.stores.redis_server.redis_login import RedisAccess
 from kvemb.stores.store import Capabilities, Store
 
 
@@ -116,7 +115,7 @@ class RedisClusterStore(Store):
         self._fence.begin(shard, epoch, lambda name: self.values.get(name, deadline), still_ours)
 
     def kill_other_writers(self, deadline: Deadline) -> int:
-        return self._connector.kill_other_writers(self._topology.refreshed(deadline).addresses, deadline)
+        return self._connector.kill_others(self._topology.refreshed(deadline).addresses, deadline)
 
     # --- inside -----------------------------------------------------------------------------------------------------------------
 

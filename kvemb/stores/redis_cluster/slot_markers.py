@@ -14,12 +14,11 @@ from kvemb.net.deadline import Deadline
 from kvemb.net.pool import LinkPool
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.slots import N_SLOTS
-from kvemb.stores.node_batch import server_error
-from kvemb.stores.redirects import REDIRECTS
-from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
 from kvemb.stores.redis_cluster.cluster_values import ClusterValues
 from kvemb.stores.redis_cluster.primary_links import exchange
-from kvemb.stores.redis_cluster.slot_map import SlotMap, marker_keys
+from kvemb.stores.redis_cluster.slot_map import ClusterTopology, SlotMap, marker_keys
+from kvemb.stores.redis_server.redis_commands import REDIRECTS
+from kvemb.stores.server_errors import server_error
 from kvemb.wire.buffer_scan import Bytes
 from kvemb.wire.replies import BlobReply, CodeReply, LineReply, RepliesInOrder, ReplyReader, Step
 from kvemb.wire.request_arrays import chunks
@@ -68,7 +67,7 @@ class Begun:
 
     Args:
         nonce: of the repair.
-        process: of the primary, see `cluster_members`.
+        process: of the primary, see `whole_primaries`.
         slots: bool [16384], those that the primary held.
     """
 

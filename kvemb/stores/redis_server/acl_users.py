@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from kvemb.errors import StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.slots import TAG_SIZE
-from kvemb.stores.redis_server.redis_commands import RedisAccess, admin, ask, shown
+from kvemb.stores.redis_server.redis_commands import ask, shown
+from kvemb.stores.redis_server.redis_login import RedisAccess, logged_in
 from kvemb.wire.resp.resp_value import ErrorLine
 
 _KEYS = ("kvemb:*", "?" * TAG_SIZE + "{*}*")  # small values; buckets and pages
@@ -89,7 +90,7 @@ def check_user(address: str, access: RedisAccess, wanted: AclUser, deadline: Dea
         StorageError: the server does not answer, or does not let the user ask.
     """
     wrong = []
-    with admin(address, access, deadline) as link:
+    with logged_in(address, access, deadline) as link:
         user = ask(link, deadline, "ACL", "WHOAMI")
         if not isinstance(user, bytes):
             raise StorageError(f"node {address}: ACL WHOAMI answered {shown(user)}, expected a name")

@@ -10,10 +10,9 @@ from kvemb.errors import NodeRefusesError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import round_trip
 from kvemb.schema.keys import Containers
-from kvemb.stores.node_batch import server_error
-from kvemb.stores.redirects import redirect_target
-from kvemb.stores.redis_server.redis_admin import run_id_of
-from kvemb.stores.redis_server.redis_commands import RedisAccess, Word, admin, ask_all
+from kvemb.stores.redis_server.redis_commands import Word, ask_all, redirect_target
+from kvemb.stores.redis_server.redis_login import RedisAccess, logged_in, run_id_of
+from kvemb.stores.server_errors import server_error
 from kvemb.wire.replies import FOREIGN, MAX_BLOB_BYTES, BlobReply, LineReply
 from kvemb.wire.request_arrays import chunks
 from kvemb.wire.resp.resp_codec import command
@@ -96,7 +95,7 @@ def get_following(address: str, access: RedisAccess, key: bytes, deadline: Deadl
     """Read a small value, following redirections of a cluster."""
     asking = False
     for _ in range(_MAX_HOPS):
-        with admin(address, access, deadline) as link:
+        with logged_in(address, access, deadline) as link:
             reply = BlobReply(miss=b"$-1")
             before = command(b"ASKING") if asking else b""
             round_trip(link, before + command(b"GET", key), [LineReply(), reply] if asking else [reply], deadline)
@@ -113,7 +112,7 @@ def _run_all(address: str, access: RedisAccess, commands: Sequence[Sequence[Word
     """The replies to commands, a few round trips for all of them; 0 for each when the server is another process."""
     if not commands:
         return []
-    with admin(address, access, deadline) as link:
+    with logged_in(address, access, deadline) as link:
         if run_id_of(link, deadline) != run_id:
             return [0] * len(commands)
         values = [value for rows in chunks(len(commands), _PIPELINED) for value in ask_all(link, commands[rows], deadline)]

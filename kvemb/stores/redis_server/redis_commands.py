@@ -1,80 +1,30 @@
-"""Commands to one Redis or Valkey server, and their answers: connecting, authentication, a few commands at a time. No rows.
+"""Commands to one Redis or Valkey server, a few at a time, and their answers; those about slots not served here, or not now.
 
-Everything takes its time from one deadline, whatever the server sends, and ends with a value or an error of ours. The server may be another
-than was expected. Which questions are asked, and what the answers mean, is in `kvemb.stores.redis_server.redis_admin`.
+No rows. Everything takes its time from one deadline, whatever the server sends, and ends with a value or an error of ours. The server may
+be another than was expected. How a connection is made is in `redis_login`; what is asked, and what the answers mean, in `redis_admin`.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from kvemb.config import StorageConfig
-from kvemb.errors import ProtocolError
+from kvemb.errors import NodeUnavailableError, ProtocolError
 from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import round_trip
-from kvemb.net.link import Connect, Link, connect_link
-from kvemb.stores.node_batch import server_error
+from kvemb.net.link import Link
+from kvemb.stores.server_errors import server_error
 from kvemb.wire.resp.resp_codec import command
 from kvemb.wire.resp.resp_value import ErrorLine, Value, ValueReply
 
 Word = str | bytes | int
 MAX_VALUE_BYTES = 512 << 20  # proto-max-bulk-len's default
-
-
-@dataclass(frozen=True)
-class RedisAccess:
-    """How Redis servers are reached: credentials, and a function that opens a connection.
-
-    Args:
-        config: the storage section, for its credentials.
-        connect: opens connections.
-    """
-
-    config: StorageConfig
-    connect: Connect = connect_link
-
-
-def open_admin(address: str, access: RedisAccess, deadline: Deadline, name: str = "") -> Link:
-    """Connect and authenticate.
-
-    Args:
-        address: "host:port".
-        access: credentials, and how to connect.
-        deadline: of all of it.
-        name: of the connection on the server, "" for none.
-
-    Raises:
-        NodeUnavailableError: no connection, or no answer in time.
-        NodeRefusesError: the credentials were refused.
-        ProtocolError: this is no Redis or Valkey server.
-    """
-    config, link = access.config, access.connect(address, deadline)
-    try:
-        if config.password is not None:
-            ask(link, deadline, "AUTH", *([config.username] if config.username else []), config.password)
-        if name:
-            ask(link, deadline, "CLIENT", "SETNAME", name)
-    except BaseException:
-        link.close()
-        raise
-    return link
-
-
-@contextmanager
-def admin(address: str, access: RedisAccess, deadline: Deadline) -> Iterator[Link]:
-    """The same for the length of a `with` block."""
-    link = open_admin(address, access, deadline)
-    try:
-        yield link
-    finally:
-        link.close()
+NOT_NOW = (b"-TRYAGAIN", b"-CLUSTERDOWN", b"-LOADING", b"-MASTERDOWN")
+REDIRECTS = (b"-MOVED", b"-ASK", *NOT_NOW)
 
 
 def ask(link: Link, deadline: Deadline, *words: Word) -> Value:
     """Run one command.
 
     Raises:
-        KvembError: as `open_admin`; or the server's error, by its meaning (`server_error`).
+        KvembError: as `log_in`; or the server's error, by its meaning (`server_error`).
     """
     (value,) = ask_all(link, [words], deadline)
     if isinstance(value, ErrorLine):
@@ -112,6 +62,15 @@ def number_of(link: Link, value: Value, command_name: str) -> int:
 def shown(value: Value) -> str:
     """The beginning of an answer, for messages."""
     return repr(value)[:60]
+
+
+def redirect_target(line: bytes, asked: str) -> str:
+    """The "host:port" of `-ASK 3999 host:port`; an empty host means the node that was asked."""
+    target = (*line.decode("utf-8", "replace").split(" "), "", "")[2]
+    host, _, port = target.rpartition(":")
+    if not (port.isascii() and port.isdigit() and len(port) <= 5):
+        raise NodeUnavailableError(f"node {asked}: redirects to {target!r}, which is no address")
+    return target if host else f"{asked.rpartition(':')[0]}:{port}"
 
 
 def _bytes(word: Word) -> bytes:

@@ -14,7 +14,7 @@ from kvemb.net.exchange import round_trip
 from kvemb.net.link import Connect, Link
 from kvemb.net.tls_link import connector_of
 from kvemb.schema.keys import KEY_SIZE
-from kvemb.stores.node_batch import server_error
+from kvemb.stores.server_errors import server_error
 from kvemb.stores.standalone.node_links import NodeServer
 from kvemb.stores.standalone.node_store import NodeStore
 from kvemb.stores.store import Capabilities

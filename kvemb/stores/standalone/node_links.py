@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from kvemb.coordination.markers import MARKER_KEY, Marker, Placements, accept, why_lost
+from kvemb.coordination.shard_owners import OwnerFence
 from kvemb.errors import DeadlineExceededError, NodeUnavailableError, StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import Conversation, run
@@ -19,10 +20,9 @@ from kvemb.schema.bucket_limits import BucketLimits
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.keys import Containers, RowKeys
 from kvemb.schema.table_def import TableDef
-from kvemb.stores.node_batch import server_error
-from kvemb.stores.owner_fence import OwnerFence
 from kvemb.stores.read_retry import ABSENT
 from kvemb.stores.row_io import HeldRows
+from kvemb.stores.server_errors import server_error
 from kvemb.stores.standalone.nodes_view import NodesView
 from kvemb.stores.store import Capabilities
 from kvemb.stores.store_nodes import NodeStats
@@ -239,10 +239,9 @@ class NodeLinks:
     def each(self, call: Callable[[str, Deadline], R], deadline: Deadline) -> list[R | StorageError]:
         """Call for every node; a hung one leaves time for the others, and errors stand in the place of results."""
         results: list[R | StorageError] = []
-        addresses = self.view.addresses
-        for index, address in enumerate(addresses):
+        for address, share in deadline.shared(self.view.addresses):
             try:
-                results.append(call(address, Deadline.after(deadline.remaining_s() / (len(addresses) - index))))
+                results.append(call(address, share))
             except StorageError as error:
                 results.append(error)
         return results

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from kvemb.coordination.map_copies import MAP_NAME, decode_map, is_behind
 from kvemb.coordination.markers import MARKER_KEY, Marker, Placements, Why, as_under, diagnose, why_lost
 from kvemb.coordination.replicated_values import are_damaged
+from kvemb.coordination.shard_owners import OwnerFence
 from kvemb.errors import DeadlineExceededError, InvalidInputError, NodeUnavailableError, ProtocolError, WrongNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.keys import RowKeys
-from kvemb.stores.owner_fence import OwnerFence
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.standalone.node_links import NodeLinks, NodeServer
 from kvemb.stores.standalone.node_rows import NodeRows, RepairLane
@@ -80,16 +80,15 @@ class NodeRepair(StoreRepair):
 
     def lost_nodes(self, deadline: Deadline) -> list[LostNode]:
         lost = []
-        for index, address in enumerate(self._nodes.addresses):
-            share_s = deadline.remaining_s() / (len(self._nodes.addresses) - index)  # a hung node leaves time for the others
+        for address, share in deadline.shared(self._nodes.addresses):
             try:
-                found = self._judge(address, *self._nodes.look(address, Deadline.after(share_s)))
+                found = self._judge(address, *self._nodes.look(address, share))
             except (NodeUnavailableError, DeadlineExceededError):
                 continue
             if found is not None:
                 lost.append(LostNode(address, *found))
             else:
-                self._keep_copies(address, Deadline.after(share_s))
+                self._keep_copies(address, share)
         return lost
 
     def begin(self, address: str, deadline: Deadline, *, even_if_whole: bool = False) -> str | None:

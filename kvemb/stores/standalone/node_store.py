@@ -1,30 +1,167 @@
-"""The store of memcached and standalone Redis: nodes under a cluster map of ours, one marker per node. Put together from its facets."""
+"""The store of memcached and standalone Redis: nodes under a cluster map of ours, one marker per node. Put together from its facets.
+
+The facets `rows` and `values` are here, too: calls are tried again where nodes or their map have changed.
+"""
 
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvemb.config import StorageConfig
 from kvemb.coordination.map_copies import MAP_NAME
 from kvemb.coordination.markers import MARKER_KEY, Identity, Marker, accept, diagnose, why_lost
 from kvemb.coordination.shard_notes import note_name, whose_keys
-from kvemb.errors import MapChangedError, NodeLostError, WrongNodeError
+from kvemb.coordination.shard_owners import OwnerFence
+from kvemb.errors import ConfigError, DeadlineExceededError, MapChangedError, NodeLostError, StorageError, WrongNodeError
 from kvemb.net.deadline import Deadline
+from kvemb.schema.bucket_limits import BucketLimits
 from kvemb.schema.cluster_map import ClusterMap
-from kvemb.stores.owner_fence import OwnerFence
-from kvemb.stores.read_retry import ReadRetry
-from kvemb.stores.standalone.mapped_nodes import MappedNodes
+from kvemb.schema.keys import RowKeys
+from kvemb.schema.move_plan import NODES
+from kvemb.schema.table_def import TableDef
+from kvemb.stores.read_retry import ABSENT, ReadRetry
+from kvemb.stores.row_io import HeldRows, ReadPart, ReadResult, WritePart, WriteResult
+from kvemb.stores.standalone.mapped_nodes import MappedNodes, SeenNodes, new_marker
 from kvemb.stores.standalone.node_links import NodeLinks, NodeServer
-from kvemb.stores.standalone.node_repair import PlacedRepair
-from kvemb.stores.standalone.node_rows import NodeRows
+from kvemb.stores.standalone.node_repair import PlacedRepair, mend_copy
+from kvemb.stores.standalone.node_rows import MovingRows, NodeRows
 from kvemb.stores.standalone.nodes_view import NodesView
-from kvemb.stores.standalone.placed_rows import NodeValues, PlacedRows
-from kvemb.stores.standalone.seen_nodes import SeenNodes, new_marker
-from kvemb.stores.store import Capabilities, Store
+from kvemb.stores.store import Capabilities, Store, StoreRows, StoreValues
+from kvemb.stores.store_repair import StoreRepair
 from kvemb.wire.codec import Codec
 
 _LOOKS_AT_OPEN = 3
+_SLEPT_S, _LOOK_S = 2.0, 1.0
+
+
+class PlacedRows(StoreRows):
+    """The facet `rows`; methods without a docstring are those of `StoreRows`.
+
+    Args:
+        batches: of rows.
+        links: to the nodes.
+        server: of their kind.
+        retry: repeats reads while a node is down.
+        repair: says which keys are a node's.
+        refresh_map: for a store that only reads, see `StoreNodes.refresh_map`; None for one that writes.
+    """
+
+    def __init__(
+        self,
+        batches: NodeRows,
+        links: NodeLinks,
+        server: NodeServer,
+        *,
+        retry: ReadRetry,
+        repair: StoreRepair,
+        refresh_map: Callable[[Deadline], bool] | None,
+    ) -> None:
+        self._batches, self._links, self._server = batches, links, server
+        self._retry, self._repair, self._refresh_map = retry, repair, refresh_map
+        self._read_at_s = time.monotonic()
+        self._moving: tuple[ClusterMap, MovingRows] | None = None
+
+    def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
+        now_s = time.monotonic()
+        if now_s - self._read_at_s > _SLEPT_S and self._refresh_map is not None and self._links.view.markers:
+            # Nodes may have left meanwhile, and been switched off: a read from them would wait for its whole deadline.
+            with suppress(StorageError, ConfigError):
+                self._refresh_map(Deadline.after(min(_LOOK_S, deadline.remaining_s() / 2)))
+        self._read_at_s = now_s
+        before = self._links.view
+        try:
+            return self._batches.read(parts, deadline)
+        except (*ABSENT, DeadlineExceededError) as error:
+            failed = [error]
+
+        def again() -> list[ReadResult]:
+            if failed:
+                raise failed.pop()  # of the first try, which had no retry around it
+            return self._batches.read(parts, deadline)
+
+        return self._retry(self._links.following(again, before), deadline)
+
+    def write(self, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
+        with self._map_known():
+            return self._batches.write(parts, deadline)
+
+    def erase(self, parts: Sequence[WritePart], deadline: Deadline) -> list[NDArray[np.bool_]]:
+        with self._map_known():
+            return self._batches.erase(parts, deadline)
+
+    @contextmanager
+    def _map_known(self) -> Iterator[None]:
+        """Read the map again where a write was routed by an old one; whether rows were written is for the caller to find out."""
+        try:
+            yield
+        except MapChangedError as error:
+            self._links.follow(error)
+            raise
+
+    @property
+    def moving(self) -> MovingRows | None:
+        cluster_map = self._links.map
+        if cluster_map.plan is None or cluster_map.plan.kind != NODES:
+            return None
+        of, rows = self._moving or (None, None)
+        if of is not cluster_map or rows is None:
+            self._moving = of, rows = cluster_map, MovingRows(self._batches, cluster_map)
+        return rows
+
+    def node_of(self, keys: RowKeys) -> str:
+        view = self._links.view
+        nodes = view.map.nodes_of(keys)
+        return view.places[0 if nodes is None else int(nodes[0])]
+
+    def held_on(self, address: str, tables: Sequence[TableDef], deadline: Deadline) -> list[HeldRows | None]:
+        return self._server.held_on(address, self._repair, tables, deadline)
+
+    def bucket_limits(self, address: str, deadline: Deadline) -> BucketLimits | None:
+        return self._server.bucket_limits(address, deadline)
+
+    def set_bucket_limits(self, address: str, limits: BucketLimits, deadline: Deadline) -> None:
+        self._server.set_bucket_limits(address, limits, deadline)
+
+
+class NodeValues(StoreValues):
+    """The facet `values`: every node has a copy of each; methods without a docstring are those of `StoreValues`.
+
+    Args:
+        links: to the nodes.
+        retry: repeats reads while a node is down.
+    """
+
+    def __init__(self, links: NodeLinks, retry: ReadRetry) -> None:
+        self._links, self._retry = links, retry
+
+    def get(self, name: str, deadline: Deadline) -> list[bytes | None]:
+        return self._retry(self._links.following(lambda: self._links.blobs(name.encode(), deadline)), deadline)
+
+    def put(self, name: str, value: bytes, deadline: Deadline) -> None:
+        self._links.put_blobs(name.encode(), value, deadline)
+
+    def get_where_possible(self, names: Sequence[str], deadline: Deadline) -> list[list[bytes | None]]:
+        keys = [name.encode() for name in names]
+        found = self._links.each(lambda address, share: self._links.peek(address, keys, share), deadline)
+        by_node = [copies for copies in found if not isinstance(copies, StorageError)]
+        return [[copies[at] for copies in by_node] for at in range(len(names))]
+
+    def put_where_possible(self, name: str, value: bytes, deadline: Deadline) -> None:
+        errors = self._links.each(lambda address, share: self._links.put_at(address, name.encode(), value, share), deadline)
+        if errors and all(errors):
+            raise next(error for error in errors if error is not None)
+
+    def copies_on(self, name: str) -> tuple[str, ...]:
+        return tuple(f"node {address}" for address in self._links.addresses)
+
+    def mend(self, name: str, copies: Sequence[bytes | None], damaged: Sequence[bool], value: bytes, deadline: Deadline) -> None:
+        for address, copy, wrong in zip(self._links.addresses, copies, damaged, strict=True):
+            if wrong:
+                mend_copy(self._links, address, name, copy, value, deadline)
 
 
 class NodeStore(Store):

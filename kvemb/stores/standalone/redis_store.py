@@ -10,9 +10,10 @@ from kvemb.net.tls_link import connector_of
 from kvemb.schema.bucket_limits import BucketLimits
 from kvemb.schema.keys import Containers, RowKeys
 from kvemb.schema.table_def import TableDef
-from kvemb.stores.redis_server import compare_and_set, hash_limits, held_rows, redis_admin
-from kvemb.stores.redis_server.redis_commands import MAX_VALUE_BYTES, RedisAccess
-from kvemb.stores.redis_server.row_scan import rows_on
+from kvemb.stores.redis_server import compare_and_set, redis_admin
+from kvemb.stores.redis_server.redis_commands import MAX_VALUE_BYTES
+from kvemb.stores.redis_server.redis_login import RedisAccess, RoleLinks
+from kvemb.stores.redis_server.stored_rows import count_rows, read_limits, rows_on, set_limits
 from kvemb.stores.row_io import HeldRows
 from kvemb.stores.standalone.node_links import NodeServer
 from kvemb.stores.standalone.node_store import NodeStore
@@ -33,19 +34,13 @@ class RedisServer(NodeServer):
     capabilities = Capabilities(cas=False, max_record_bytes=MAX_VALUE_BYTES, pages=True)
 
     def __init__(self, access: RedisAccess, role: str) -> None:
-        self._access, self._role = access, role
-        self._in_doubt: dict[str, set[redis_admin.ConnectionId]] = {}
-        self._own: set[redis_admin.ConnectionId] = set()
+        self._access, self._links = access, RoleLinks(access, role)
 
     def open_link(self, address: str, deadline: Deadline) -> Link:
-        link = redis_admin.open_link(address, self._access, self._role, self._in_doubt.setdefault(address, set()), deadline)
-        self._own.add((link.run_id, link.connection_id))
-        return link
+        return self._links.open(address, deadline)
 
     def dropped(self, link: Link) -> None:
-        # A SET on this connection may still sit in the server's buffers; see `redis_admin.open_link`.
-        self._in_doubt.setdefault(link.address, set()).add((link.run_id, link.connection_id))
-        self._own.discard((link.run_id, link.connection_id))
+        self._links.dropped(link)
 
     def inspect(self, address: str, deadline: Deadline) -> tuple[str, int]:
         fields = redis_admin.info(address, self._access, deadline)
@@ -58,8 +53,7 @@ class RedisServer(NodeServer):
         return compare_and_set.swap(address, self._access, [(key, old, new)], run_id, deadline)[0]
 
     def kill_other_writers(self, addresses: Iterable[str], deadline: Deadline) -> int:
-        own = frozenset(self._own)
-        return sum(redis_admin.kill_writers(address, self._access, self._role, own, deadline) for address in addresses)
+        return self._links.kill_others(addresses, deadline)
 
     def keys_on(self, address: str, deadline: Deadline) -> Iterator[RowKeys]:
         return rows_on(address, self._access, deadline)
@@ -68,13 +62,13 @@ class RedisServer(NodeServer):
         return compare_and_set.make_way(address, self._access, keys, wanted, run_id, deadline, clear=clear)
 
     def held_on(self, address: str, repair: StoreRepair, tables: Sequence[TableDef], deadline: Deadline) -> list[HeldRows | None]:
-        return held_rows.held_rows(repair, address, self._access, tables, deadline)
+        return count_rows(repair, address, self._access, tables, deadline)
 
     def bucket_limits(self, address: str, deadline: Deadline) -> BucketLimits:
-        return hash_limits.read_limits(address, self._access, deadline)
+        return read_limits(address, self._access, deadline)
 
     def set_bucket_limits(self, address: str, limits: BucketLimits, deadline: Deadline) -> None:
-        hash_limits.set_limits(address, self._access, limits, deadline)
+        set_limits(address, self._access, limits, deadline)
 
     def settings(self, address: str, deadline: Deadline) -> dict[str, str]:
         return redis_admin.settings(address, self._access, deadline)

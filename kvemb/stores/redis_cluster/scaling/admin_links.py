@@ -12,9 +12,10 @@ from kvemb.errors import DeadlineExceededError, NodeUnavailableError, ProtocolEr
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Link
 from kvemb.schema.slots import N_SLOTS
-from kvemb.stores.node_batch import server_error
 from kvemb.stores.redis_cluster.scaling.cluster_nodes import ClusterView, merged_view, parse_nodes
-from kvemb.stores.redis_server.redis_commands import RedisAccess, Word, ask_all, open_admin, text_of
+from kvemb.stores.redis_server.redis_commands import Word, ask_all, text_of
+from kvemb.stores.redis_server.redis_login import RedisAccess, log_in
+from kvemb.stores.server_errors import server_error
 from kvemb.wire.resp.resp_value import ErrorLine, Value
 
 _MEASURED_KEYS = 8  # of a slot: tables' buckets are about as large as each other, and a slot has one of most tables
@@ -48,7 +49,7 @@ class AdminLinks:
         deadline = Deadline.after(timeout_s)
         link = self._links.pop(address, None)
         if link is None:
-            link = open_admin(address, self._access, deadline, "kvemb-nodes")
+            link = log_in(address, self._access, deadline, "kvemb-nodes")
         try:
             values = ask_all(link, commands, deadline)
         except BaseException:

@@ -8,10 +8,11 @@ import time
 from collections.abc import Mapping, Sequence
 
 from kvemb.errors import NodeUnavailableError, ProtocolError, StorageError
-from kvemb.stores.node_batch import server_error
 from kvemb.stores.redis_cluster.scaling.admin_links import AdminLinks, key_bytes
 from kvemb.stores.redis_cluster.scaling.cluster_nodes import ClusterNode
-from kvemb.stores.redis_server.redis_commands import RedisAccess, Word, shown
+from kvemb.stores.redis_server.redis_commands import Word, shown
+from kvemb.stores.redis_server.redis_login import RedisAccess
+from kvemb.stores.server_errors import server_error
 from kvemb.wire.resp.resp_value import ErrorLine
 
 _BYTES_AT_ONCE = 256 << 10  # in one MIGRATE, during which both servers do nothing else; a larger key goes alone

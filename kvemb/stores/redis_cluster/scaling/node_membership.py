@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 from kvemb.errors import ConfigError, DeadlineExceededError, KvembError, NodeUnavailableError, WrongNodeError
 from kvemb.net.deadline import Deadline
-from kvemb.stores.redis_cluster.cluster_members import process_of
 from kvemb.stores.redis_cluster.scaling.admin_links import AdminLinks
 from kvemb.stores.redis_cluster.scaling.cluster_nodes import ClusterNode, ClusterView, parse_nodes
-from kvemb.stores.redis_cluster.whole_primaries import WholePrimaries
-from kvemb.stores.redis_server import hash_limits, redis_admin
-from kvemb.stores.redis_server.redis_commands import RedisAccess
+from kvemb.stores.redis_cluster.whole_primaries import WholePrimaries, process_of
+from kvemb.stores.redis_server import redis_admin
+from kvemb.stores.redis_server.redis_login import RedisAccess
+from kvemb.stores.redis_server.stored_rows import read_limits, set_limits
 
 _MEET_S = 30.0  # gossip takes seconds
 _PAUSE_S = 0.05
@@ -86,9 +86,9 @@ class NodeMembership:
                     )
                 time.sleep(_PAUSE_S)
         if there:
-            limits = hash_limits.read_limits(there[0].address, self._access, self._deadline())
-            if limits != hash_limits.read_limits(address, self._access, self._deadline()):
-                hash_limits.set_limits(address, self._access, limits, self._deadline())
+            limits = read_limits(there[0].address, self._access, self._deadline())
+            if limits != read_limits(address, self._access, self._deadline()):
+                set_limits(address, self._access, limits, self._deadline())
         return name
 
     def admit(self, address: str) -> None:

@@ -20,14 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.config import StorageConfig
+from kvemb.coordination.shard_owners import OwnerFence
 from kvemb.errors import ConfigError, InvalidInputError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.net.pool import Doubts, LinkPool
 from kvemb.net.tls_link import connector_of
 from kvemb.schema.slot_dealing import SlotPlan
-from kvemb.stores.owner_fence import OwnerFence
 from kvemb.stores.read_retry import ReadRetry
-from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
 from kvemb.stores.redis_cluster.cluster_values import ClusterValues
 from kvemb.stores.redis_cluster.node_change import CHANGE_NAME, NodeChange
 from kvemb.stores.redis_cluster.primary_links import PrimaryConnector
@@ -37,8 +36,9 @@ from kvemb.stores.redis_cluster.scaling.key_migration import MigrationPace
 from kvemb.stores.redis_cluster.scaling.node_membership import NodeMembership
 from kvemb.stores.redis_cluster.scaling.redis_slot_mover import RedisSlotMover
 from kvemb.stores.redis_cluster.scaling.scaling_plans import ScalingPlanner, new_holder
+from kvemb.stores.redis_cluster.slot_map import ClusterTopology
 from kvemb.stores.redis_cluster.whole_primaries import WholePrimaries
-from kvemb.stores.redis_server.redis_commands import RedisAccess
+from kvemb.stores.redis_server.redis_login import RedisAccess
 
 _ROLE = "nodes"
 _PATIENCE_S = 30.0  # of a person, while the cluster has other things to do

@@ -20,12 +20,13 @@ import numpy as np
 from kvemb.errors import DeadlineExceededError, NodeFullError, NodeLostError, NodeUnavailableError, ProtocolError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.slots import slot_tags
-from kvemb.stores.node_batch import server_error
 from kvemb.stores.redis_cluster.scaling.admin_links import AdminLinks, keys_in
 from kvemb.stores.redis_cluster.scaling.cluster_nodes import ClusterNode, OpenSlot
 from kvemb.stores.redis_cluster.scaling.key_migration import KeyMigration, MigrationPace
 from kvemb.stores.redis_cluster.slot_map import marker_keys
-from kvemb.stores.redis_server.redis_commands import RedisAccess, Word
+from kvemb.stores.redis_server.redis_commands import Word
+from kvemb.stores.redis_server.redis_login import RedisAccess
+from kvemb.stores.server_errors import server_error
 from kvemb.wire.resp.resp_value import ErrorLine, Value
 
 _KEYS_AT_ONCE = 64

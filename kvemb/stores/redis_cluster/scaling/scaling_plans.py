@@ -22,7 +22,7 @@ from kvemb.stores.redis_cluster.scaling.admin_links import AdminLinks, slot_load
 from kvemb.stores.redis_cluster.scaling.cluster_nodes import ClusterNode, ClusterView
 from kvemb.stores.redis_cluster.scaling.node_membership import NodeMembership
 from kvemb.stores.redis_server import redis_admin
-from kvemb.stores.redis_server.redis_commands import RedisAccess
+from kvemb.stores.redis_server.redis_login import RedisAccess
 
 
 @dataclass(frozen=True)

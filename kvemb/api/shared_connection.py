@@ -53,7 +53,7 @@ class PullTimes:
 
 
 @dataclass(eq=False)
-class Access:
+class SharedConnection:
     """The parts that the tables of one connection share.
 
     The store, the client of the shards (None = read-only), the pull timeout, the cluster's name, the counter of writes, how long pulls
@@ -135,19 +135,19 @@ class TrainerMetrics:
     """The collector of one connection; asks no server. Any thread. Make it with `of`."""
 
     cluster: str
-    access: Access
+    shared: SharedConnection
 
     @staticmethod
-    def of(cluster: str, access: Access) -> TrainerMetrics:
+    def of(cluster: str, shared: SharedConnection) -> TrainerMetrics:
         """Return the collector of a connection, whose pulls are timed from now on."""
-        access.pull_times.count()
-        return TrainerMetrics(cluster, access)
+        shared.pull_times.count()
+        return TrainerMetrics(cluster, shared)
 
     def collect(self) -> Iterable[Metric]:
         """Return every family as it is now."""
-        shards = self.access.shards
+        shards = self.shared.shards
         families = MetricFamilies({"cluster": self.cluster, "trainer": "" if shards is None else shards.trainer})
-        times = [({"table": name}, counts) for name, counts in self.access.pull_times.tables()]
+        times = [({"table": name}, counts) for name, counts in self.shared.pull_times.tables()]
         families.histogram("kvemb_pull_seconds", "Time of a pull that the table had a part in.", times)
         if shards is not None:
             families.gauge("kvemb_trainer_undelivered_pushes", "Pushes that not every shard has accepted.", shards.n_undelivered)
