@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PY := .venv/bin/python
 
-.PHONY: help demo test test-all chaos fuzz libraries frameworks compose-test lint format types bench bench-peers setup clean
+.PHONY: help docs demo test test-all chaos fuzz libraries frameworks compose-test lint format types bench bench-peers setup clean
 
 help:
 	@echo 'make demo     train skip-gram embeddings on a real local cluster (under 2 minutes)'
@@ -34,6 +34,7 @@ help:
 	@echo 'make chart    the tests of the Helm chart, which need helm and others (400 MB in .chart-tools); `make test` skips them without'
 	@echo 'make frameworks  tests beside Keras on each backend, TensorFlow and JAX (docs/frameworks.md; installs them into .frameworks)'
 	@echo 'make compose-test   the cluster of docker-compose.yml in containers: faults, growth (needs a Docker engine)'
+	@echo 'make docs     build the site of docs/ into .docs/site; a warning or a dead link is an error'
 	@echo 'make lint     ruff check and ruff format --check      make format   let ruff mend what it can'
 	@echo 'make types    mypy --strict                           make bench    python -m benchmarks $$ARGS'
 	@echo 'make bench-peers   set up TFRA, Keras, TensorFlow and JAX beside this checkout, for their lines in the benchmarks (about 3 GB)'
@@ -87,6 +88,10 @@ format: setup
 types: setup
 	@$(PY) -m mypy
 
+docs:
+	@sh scripts/setup.sh docs
+	@.docs/venv/bin/python docs/site/build.py
+
 bench: setup
 	@sh scripts/servers.sh
 	@$(PY) -m benchmarks $(ARGS)
@@ -99,5 +104,5 @@ setup:
 	@sh scripts/setup.sh dev
 
 clean:
-	rm -rf .venv .libraries .frameworks .chart-tools build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .docs .libraries .frameworks .chart-tools build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -path ./.git -prune -o -name __pycache__ -type d -exec rm -rf {} +

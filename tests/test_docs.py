@@ -83,9 +83,8 @@ def test_the_architecture_names_every_room_once(package: str) -> None:
     assert sorted(told) == sorted(shown(name) for name in rooms), "each room has one line in docs/architecture.md"
 
 
-MARKDOWN = sorted(
-    path.relative_to(ROOT).as_posix() for folder in ("", "docs", "docs/adr", "benchmarks") for path in (ROOT / folder).glob("*.md")
-)
+FOLDERS = ("", "docs", "docs/adr", "docs/api", "benchmarks")
+MARKDOWN = sorted(path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 CODE_PATH = re.compile(r"`((?:kvemb|paramserver|trainer|tests|examples|benchmarks|docs|deploy|scripts)/(?:[\w./-]+\.\w+|[\w/-]+/))`")
 PAST = ("CHANGELOG.md", "docs/adr/", "benchmarks/RESULTS.md")  # these tell of files as they were then

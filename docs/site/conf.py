@@ -1,0 +1,67 @@
+"""How Sphinx makes the site from the Markdown files of the repository: `make docs`.
+
+The source folder is the repository itself, so that a link that works there works in the site. A page stands in the navigation of
+docs/index.md, or the build fails and names it.
+"""
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT), str(HERE)]
+
+from reference import Reference  # noqa: E402 (found beside this file)
+
+project = "kvemb"
+author = "The kvemb authors"
+project_copyright = f"2026, {author}"
+release = version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+
+extensions = ["myst_parser"]
+root_doc = "docs/index"
+include_patterns = ["docs/**", "benchmarks/RESULTS.md", "CHANGELOG.md", "CONTRIBUTING.md"]
+# Folders that no page can be in, so that they are not searched.
+exclude_patterns = [".*", "build", "kvemb", "paramserver", "trainer", "tests", "examples", "deploy", "scripts", "docs/site"]
+myst_enable_extensions = ["fieldlist"]
+myst_heading_anchors = 5
+highlight_language = "text"
+python_use_unqualified_type_names = True
+maximum_signature_line_length = 90
+toc_object_entries_show_parents = "hide"
+
+html_theme = "furo"
+html_title = f"kvemb {release}"
+html_static_path = ["static"]
+html_css_files = ["kvemb.css"]
+html_extra_path = ["extra"]
+html_copy_source = False
+html_show_sphinx = False
+html_theme_options = {"navigation_with_keys": True}
+
+_README = re.compile(r"^<!-- README(?: from (.+?))?(?: to (.+?))? -->$", re.MULTILINE)
+_LINK = re.compile(r"(\]\()(?!https?:|#)")
+
+
+def _from_readme(part: re.Match[str]) -> str:
+    """README.md from one heading to another, with its links as they are from docs/."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    begin, end = part[1], part[2]
+    text = text[text.index(f"\n{begin}\n") + 1 :] if begin else text
+    text = text[: text.index(f"\n{end}\n") + 1] if end else text
+    text = re.sub("^###", "##", text, flags=re.MULTILINE) if begin else text  # the page has a title of its own
+    return _LINK.sub(r"\1../", text).replace("](../docs/", "](")
+
+
+def setup(app: Sphinx) -> None:
+    """Fill in what pages name in a comment: parts of README.md, and the reference of a module or of the command."""
+    reference = Reference(ROOT)
+
+    def fill(_: Sphinx, page: str, source: list[str]) -> None:
+        source[0] = reference.fill(_README.sub(_from_readme, source[0]), page)
+
+    app.connect("source-read", fill)
