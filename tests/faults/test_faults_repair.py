@@ -22,23 +22,18 @@ from kvemb.testing.real_servers import memcached_client
 IDS = np.arange(2000)
 
 
-def test_a_node_that_was_killed_and_came_back_empty_gets_its_rows_back(training: Training) -> None:
+def test_nodes_that_came_back_empty_or_were_flushed_while_training_get_their_rows_back(training: Training) -> None:
     processes.kill(training.cluster.servers[0].process)
     training.cluster.restart_node(0)
     training.goes_on()
-    training.is_kept()
-
-
-def test_a_node_that_was_flushed_while_training_gets_its_rows_back(training: Training) -> None:
-    for node in (1, 2):
-        storage.flush(training.cluster.servers[node])
-        training.goes_on()
-    training.is_kept()
-
-
-def test_all_nodes_flushed_at_once_get_their_rows_back(training: Training) -> None:
-    for server in training.cluster.servers:
+    storage.flush(training.cluster.servers[1])
+    training.goes_on()
+    for server in training.cluster.servers:  # all at once
         storage.flush(server)
+    training.goes_on()
+    processes.kill(training.cluster.shards[0])  # and a shard that is away meanwhile
+    storage.flush(training.cluster.servers[2])
+    training.cluster.start_shard(0)
     training.goes_on()
     training.is_kept()
 
@@ -97,14 +92,6 @@ def test_nodes_whose_addresses_were_swapped_are_not_written_to_and_work_goes_on_
     swap()
     table.pull(IDS, timeout_s=PATIENCE_S)
     reader.close()
-    training.goes_on()
-    training.is_kept()
-
-
-def test_a_shard_killed_while_a_node_is_lost_brings_it_back_after_its_restart(training: Training) -> None:
-    processes.kill(training.cluster.shards[0])
-    storage.flush(training.cluster.servers[2])
-    training.cluster.start_shard(0)
     training.goes_on()
     training.is_kept()
 

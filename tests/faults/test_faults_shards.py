@@ -20,24 +20,17 @@ from kvemb.local_cluster.processes import LocalProcessError
 from kvemb.net.deadline import Deadline
 
 IDS = np.arange(100)
-STORAGE_POINTS = ("in the middle of a write", "after a write")
-# On Redis Cluster those in which storage takes part.
-POINTS_OF_KINDS = [
-    *(("memcached", point) for point in POINTS),
-    *(pytest.param("redis", point, marks=pytest.mark.full) for point in POINTS),
-    *(pytest.param("redis-cluster", point, marks=pytest.mark.long) for point in STORAGE_POINTS),
-]
 
 
-@pytest.mark.parametrize(("kind", "point"), POINTS_OF_KINDS, indirect=["kind"])
-def test_a_shard_killed_at_any_point_goes_on_where_its_journal_ends(point: str, training: Training) -> None:
-    shard = POINTS.index(point) % 2
-    (training.points / f"{point} {shard}").touch()
-    process = training.cluster.shards[shard]
-    eventually(lambda: process.poll() is not None, f"shard {shard} never came to the point {point!r}")
-    assert process.poll() == -signal.SIGKILL
-    training.cluster.start_shard(shard)
-    training.goes_on()
+def test_a_shard_killed_at_any_point_goes_on_where_its_journal_ends(training: Training) -> None:
+    for number, point in enumerate(POINTS):
+        shard = number % 2
+        (training.points / f"{point} {shard}").touch()
+        process = training.cluster.shards[shard]
+        eventually(lambda: process.poll() is not None, f"shard {shard} never came to the point {point!r}")  # noqa: B023
+        assert process.poll() == -signal.SIGKILL, point
+        training.cluster.start_shard(shard)
+        training.goes_on()
     training.is_kept()
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import grpc
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2
@@ -19,7 +18,6 @@ from kvemb.config import StorageConfig
 from kvemb.errors import (
     FencedError,
     KvembError,
-    MessageError,
     PushRejectedError,
     SlotsMovedError,
     TableMismatchError,
@@ -29,7 +27,6 @@ from kvemb.errors import (
 from kvemb.local_cluster.processes import free_ports
 from kvemb.protocol.message_format import TableRows
 from kvemb.protocol.messages import (
-    MAX_REQUEST_BYTES,
     ByeRequest,
     CountReply,
     CreateTableRequest,
@@ -125,24 +122,6 @@ def test_tables_have_one_identity(cluster: Cluster) -> None:
     assert [table["name"] for table in shard.call("Describe", Empty(), DescribeReply).tables] == ["user"]
 
 
-def test_a_duplicate_gets_its_first_answer_and_a_gap_is_refused(cluster: Cluster) -> None:
-    shard = cluster.start()
-    shard.create()
-    hello, pushes = shard.hello(), Pushes(shard)
-    first = part(hello, 1, [1])
-    assert pushes.applied(first).k == 1
-    assert pushes.applied(first).k == 1
-    assert Pushes(shard).applied(first).k == 1
-    pushes.send(part(hello, 3, [1]))
-    error = pushes.error()
-    assert isinstance(error, PushRejectedError)
-    assert "part 3 after part 1" in str(error)
-    pushes.send(part(hello, 1, [1], grad=7.0))
-    assert "other data under sequence 1" in str(pushes.error())
-    assert pushes.applied(part(hello, 2, [1])).k == 2
-    np.testing.assert_array_equal(cluster.weights([1]), first_rows([1]) - np.float32(0.5) - np.float32(0.5))
-
-
 def test_a_nan_refuses_the_whole_part_names_the_first_id_and_the_sequence_may_be_used_again(cluster: Cluster) -> None:
     shard = cluster.start()
     shard.create()
@@ -180,28 +159,6 @@ def test_a_part_that_was_routed_by_an_older_map_is_refused_and_the_same_by_the_m
     assert "routed by the cluster map of serial 0 came in when that of serial 1 was in force; nothing of them was taken" in str(error)
     assert shard.count() == 0
     assert pushes.applied(part(hello, 1, [1])).state == "applied"
-
-
-@pytest.mark.parametrize("data", [b"", b"\x00" * 100, b"\xdd\xff\xff\xff\xff", Empty().encode()[:-2], HelloReply(1, 2, "x").encode()])
-def test_malformed_bytes_are_a_message_error_and_harm_nobody(cluster: Cluster, data: bytes) -> None:
-    shard = cluster.start()
-    shard.create()
-    for method in ("Describe", "Hello", "Assign", "CreateTable", "Flush", "Ids"):
-        reply = shard.raw(method, data)
-        assert reply.error["type"] == "MessageError"
-        assert reply.body == b""
-    pushes = Pushes(shard)
-    pushes.send_raw(data)
-    assert isinstance(pushes.error(), MessageError)
-    assert Pushes(shard).applied(part(shard.hello(), 1, [1])).state == "applied"
-
-
-def test_an_oversized_message_is_refused_and_harms_nobody(cluster: Cluster) -> None:
-    shard = cluster.start()
-    with pytest.raises(grpc.RpcError) as caught:
-        shard.raw("Describe", bytes(MAX_REQUEST_BYTES + 1))
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert shard.call("Describe", Empty(), DescribeReply).shard == 0
 
 
 def test_sigterm_drains_saves_and_a_restart_goes_on(cluster: Cluster) -> None:

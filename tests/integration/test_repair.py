@@ -3,7 +3,6 @@
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -110,15 +109,6 @@ def train_on(table: "kvemb.Table") -> None:
     assert (table.pull(IDS, timeout_s=PATIENCE_S) != before).any(axis=1).all()
 
 
-def test_a_node_that_comes_back_empty_is_repaired_by_itself(kind: str) -> None:
-    with running(kind) as (local, _, table):
-        before, weights = records(local, table)[0], table.pull(IDS)
-        local.servers[0].restart()
-        np.testing.assert_array_equal(table.pull(IDS, timeout_s=PATIENCE_S), weights)
-        require_same(local, table, before)
-        train_on(table)
-
-
 @pytest.mark.parametrize("cache_mb", [0, 64])
 def test_rows_deleted_behind_our_back_are_restored_on_request(kind: str, cache_mb: int) -> None:
     with running(kind, cache_mb=cache_mb) as (local, _, table):
@@ -153,51 +143,6 @@ def test_only_the_named_node_is_compared(kind: str) -> None:
         with pytest.raises(InvalidInputError, match=r"no storage node 127.0.0.1:1; there are 127"):
             repair(config, ["127.0.0.1:1"], timeout_s=PATIENCE_S)
         assert kvemb_command("repair", str(local.config_path), "--node", "127.0.0.1:1").returncode == 1
-
-
-class Trainer(threading.Thread):
-    """Pushes 1 to every row of the ledger until it is told to stop; a row then says how often each push was applied to it."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(name="trainer", daemon=True)
-        self._url, self.n_pushes, self.done = url, 0, threading.Event()
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            with kvemb.connect(self._url, trainer="ledger") as cluster:
-                table, acks = cluster.table("ledger"), []
-                while not self.done.is_set():
-                    acks.append(table.push(IDS, -np.ones((N, 1), np.float32), timeout_s=PATIENCE_S))
-                    self.n_pushes += 1
-                    if len(acks) > 4:
-                        acks.pop(0).wait_applied(PATIENCE_S)
-                for ack in acks:
-                    ack.wait_applied(PATIENCE_S)
-        except BaseException as error:
-            self.error = error
-
-
-def test_nodes_flushed_while_training_goes_on_cost_no_push(kind: str) -> None:
-    with running(kind, cache_mb=64) as (local, cluster, table):
-        weights = table.pull(IDS)
-        ledger = cluster.create_table("ledger", dim=1, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
-        trainer = Trainer(local.url)
-        trainer.start()
-        try:
-            for victim in (0, 1):
-                n_before, deadline = trainer.n_pushes, Deadline.after(PATIENCE_S)
-                while trainer.n_pushes < n_before + 8 and trainer.error is None:
-                    assert not deadline.expired
-                    trainer.done.wait(0.01)
-                flush(local.servers[victim])
-                np.testing.assert_array_equal(table.pull(IDS, timeout_s=PATIENCE_S), weights)
-        finally:
-            trainer.done.set()
-            trainer.join(2 * PATIENCE_S)
-        assert trainer.error is None
-        ledger.flush()
-        np.testing.assert_array_equal(ledger.pull(IDS, timeout_s=PATIENCE_S), np.full((N, 1), trainer.n_pushes, np.float32))
 
 
 def test_a_node_that_comes_back_with_an_older_content_is_brought_up_to_date(require_server: Callable[[str], str]) -> None:

@@ -19,12 +19,13 @@ from kvemb.net.tls_config import TlsConfig
 from kvemb.net.tls_link import TlsConnector
 from kvemb.stores.storage_kinds import open_store
 from kvemb.testing.bucket_contract import BucketedStoreContract
+from kvemb.testing.contract_nodes import StoreOnNodes
 from kvemb.testing.repair_contract import RepairContract
-from kvemb.testing.store_contract import CLUSTER, GENERATION, Nodes, StoreContract, records_of, require_rows, within, write
+from kvemb.testing.store_contract import CLUSTER, GENERATION, Nodes, records_of, require_rows, within, write
 from tests.integration.tls_storage import TlsNodes
 
 
-class _OverTls(StoreContract):
+class _OverTls(StoreOnNodes):
     kind = ""
     n_nodes = 2
 
@@ -73,18 +74,19 @@ class _OverTls(StoreContract):
             store.open(within(3))
 
 
-@pytest.mark.full  # TLS as in the others, buckets as on a cluster
 class TestRedisStoreOverTls(_OverTls, RepairContract, BucketedStoreContract):
     kind = "redis"
 
 
-class TestRedisClusterStoreOverTls(_OverTls, BucketedStoreContract):
-    kind = "redis-cluster"
-    n_nodes = 3
-
-
 class TestMemcachedStoreOverTls(_OverTls, RepairContract):
     kind = "memcached"
+
+
+class TestRedisClusterStoreOverTls(_OverTls):
+    """Nodes are found by their TLS ports. The contract is said of a Redis Cluster without TLS, and of TLS on a Redis."""
+
+    kind = "redis-cluster"
+    n_nodes = 3
 
 
 def test_a_valkey_built_with_tls_is_served_as_redis_is(tmp_path: Path) -> None:

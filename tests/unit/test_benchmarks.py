@@ -11,9 +11,7 @@ import pytest
 
 import kvemb
 from benchmarks import ids, measure, peers, pull, report
-from benchmarks.__main__ import BENCHMARKS, build_parser, main
-from benchmarks.servers import ids_of
-from kvemb.errors import KvembError
+from benchmarks.__main__ import BENCHMARKS, main
 from kvemb.schema.table_def import TableDef
 
 
@@ -24,29 +22,11 @@ def table_of(n_rows: int, dim: int = 4) -> SimpleNamespace:
     return SimpleNamespace(table=SimpleNamespace(definition=definition), weights=weights, n_rows=n_rows)
 
 
-@pytest.mark.parametrize("kind", ids.DISTRIBUTIONS)
-def test_drawn_rows_exist_and_the_same_seed_draws_them_again(kind: str) -> None:
-    drawn = ids.sampler(kind, 1000, seed=3)(50_000)
-    assert drawn.min() >= 0
-    assert drawn.max() < 1000
-    assert (drawn == ids.sampler(kind, 1000, seed=3)(50_000)).all()
-
-
 def test_zipf_draws_ranks_as_its_law_says_and_uniform_does_not() -> None:
     counts = {kind: np.sort(np.bincount(ids.sampler(kind, 1000, seed=1)(200_000), minlength=1000))[::-1] for kind in ids.DISTRIBUTIONS}
     law = np.arange(1, 1001) ** -1.05
     assert counts["zipf"][:5] / 200_000 == pytest.approx(law[:5] / law.sum(), rel=0.05)
     assert counts["uniform"][0] < 2 * 200
-
-
-def test_batches_expect_what_was_written_and_first_values_where_nothing_was() -> None:
-    target = table_of(100)
-    (batch,) = pull.make_batches(target, "uniform", 0.25, n=1, size=1000)
-    missing = batch.positions >= 100
-    assert missing.sum() == 250
-    assert (batch.expected[missing] == 0.5).all()
-    assert (batch.expected[~missing] == target.weights[batch.positions[~missing]]).all()
-    assert batch.n_distinct == len(set(batch.positions.tolist()))
 
 
 def test_one_wrong_weight_is_found_and_its_id_named() -> None:
@@ -80,26 +60,6 @@ def test_contenders_take_turns_and_ratios_are_taken_within_a_round() -> None:
     assert ours.client_us_per_row == measure.Spread(1 / 30, 1 / 40, 1 / 10)
 
 
-def test_every_result_is_checked_and_batches_are_used_in_turn() -> None:
-    seen: list[tuple[int, str]] = []
-
-    def check(index: int, result: str) -> tuple[int, int]:
-        seen.append((index, result))
-        return 10, 7
-
-    turn = measure.repeated(lambda index: f"batch {index}", check, 2)
-    total = [turn(1e-9) for _ in range(3)]  # each turn reads once at least
-    assert seen[:3] == [(0, "batch 0"), (1, "batch 1"), (0, "batch 0")]
-    assert {(one.n_rows, one.n_commands) for one in total} == {(10, 7)}
-
-
-def test_cpu_time_of_a_process_grows_as_it_works() -> None:
-    before_s = measure.cpu_s([os.getpid()])
-    while measure.cpu_s([os.getpid()]) == before_s:
-        sum(range(10_000))
-    assert measure.cpu_s([os.getpid()] * 2) >= 2 * before_s
-
-
 @pytest.mark.parametrize(
     ("hits", "misses", "missing"),
     [(0, 1000, 0.0), (999, 1, 0.0), (500, 0, 0.0), (1000, 0, 0.5), (900, 100, 1.0)],
@@ -107,11 +67,6 @@ def test_cpu_time_of_a_process_grows_as_it_works() -> None:
 def test_a_run_of_redis_benchmark_that_did_not_read_its_keys_is_refused(hits: int, misses: int, missing: float) -> None:
     with pytest.raises(peers.PeerError, match=f"{hits} hits, {misses} misses"):
         peers.require_hits(hits, misses, 1000, missing)
-
-
-@pytest.mark.parametrize(("hits", "misses", "missing"), [(1000, 0, 0.0), (1024, 0, 0.0), (503, 497, 0.5), (0, 1000, 1.0)])
-def test_a_run_of_redis_benchmark_that_read_its_keys_is_taken(hits: int, misses: int, missing: float) -> None:
-    peers.require_hits(hits, misses, 1000, missing)
 
 
 def test_output_of_redis_benchmark_without_a_rate_is_refused() -> None:
@@ -141,35 +96,6 @@ def test_a_report_survives_json_and_prints_aligned(tmp_path: Path) -> None:
     assert "A word." in text
 
 
-@pytest.mark.parametrize("name", sorted(BENCHMARKS))
-def test_help_of_each_benchmark_says_what_it_asks(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([name, "--help"])
-    assert ended.value.code == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    asked = " ".join((BENCHMARKS[name].run.__doc__ or "").split())
-    assert asked
-    assert asked in printed
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["nosuch"],
-        ["pull", "--missing", "1.5"],
-        ["pull", "--missing", "nan"],
-        ["pull", "--rows", "0"],
-        ["pull", "--store", "nosuch"],
-        ["pull", "--seconds", "0"],
-    ],
-)
-def test_a_wrong_command_line_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    assert "error: argument" in capsys.readouterr().err
-
-
 def test_an_error_of_ours_is_one_line_and_a_failing_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def failing(options: argparse.Namespace) -> report.Report:
         """Fail."""
@@ -178,26 +104,3 @@ def test_an_error_of_ours_is_one_line_and_a_failing_exit_code(monkeypatch: pytes
     monkeypatch.setattr("benchmarks.__main__.BENCHMARKS", {"pull": type(BENCHMARKS["pull"])(failing, pull.add_arguments)})
     assert main(["pull"]) == 1
     assert capsys.readouterr().err == "benchmarks pull: the peer is gone\n"
-
-
-def test_defaults_are_those_of_the_published_runs() -> None:
-    options = build_parser().parse_args(["pull"])
-    assert (options.rows, options.dim, options.missing, options.nodes) == (1_000_000, None, 0.0, 1)
-    assert pull.cases_of(options) == list(pull.DEFAULT_CASES)
-    assert pull.BATCH_IDS == 106_496
-
-
-def test_what_is_asked_for_is_combined_and_pages_need_storage_that_has_them() -> None:
-    parse = build_parser().parse_args
-    cases = pull.cases_of(parse(["pull", "--store", "redis", "valkey", "--ids", "zipf", "--optimizer", "adam"]))
-    assert cases == [pull.Case("redis", "zipf", "adam"), pull.Case("valkey", "zipf", "adam")]
-    assert pull.cases_of(parse(["pull", "--ids", "zipf"])) == [pull.Case(store, "zipf") for store in pull.STORES]
-    with pytest.raises(KvembError, match="--layout paged"):
-        pull.cases_of(parse(["pull", "--layout", "paged"]))
-
-
-def test_a_dense_tables_ids_are_positions_and_others_are_scattered() -> None:
-    scattered, dense = (TableDef("t", 1, kvemb.optim.sgd(1.0), kvemb.init.zeros(), "float32", "uint64", num_ids=n) for n in (None, 10))
-    positions = np.arange(10)
-    assert ids_of(dense, positions).tolist() == list(range(10))
-    assert (ids_of(scattered, positions) == ids.row_ids(positions)).all()

@@ -1,7 +1,6 @@
 """The arithmetic and the refusals of the benchmarks apply, memory and scale. No server, and no time is asserted."""
 
 import argparse
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,10 +12,8 @@ from benchmarks.ids import row_ids
 from benchmarks.measure import Spread, Turn
 from benchmarks.options import whole
 from benchmarks.peers import PeerError
-from benchmarks.report import Line, Report, Section, as_text
 from benchmarks.set_peer import require_overwritten
-from kvemb.errors import ConfigError, KvembError
-from kvemb.local_cluster import LocalCluster
+from kvemb.errors import KvembError
 from kvemb.schema.pages import page_layout
 from kvemb.schema.table_def import TableDef
 
@@ -45,16 +42,6 @@ class Rows:
         return len(self.versions)
 
 
-def test_a_pass_pushes_every_row_once_and_flushes_once() -> None:
-    table = Rows()
-    load = apply_load.make_load(table, 25, 10)  # type: ignore[arg-type]
-    assert [len(ids) for ids in load.batches] == [10, 10, 5]
-    assert set(np.concatenate(load.batches).tolist()) == set(row_ids(np.arange(25)).tolist())
-    load.push_all()
-    assert (len(table), table.flushed, load.n_rows) == (25, 1, 25)
-    apply_load.check_written(load)
-
-
 def test_a_row_that_was_lost_or_should_not_be_there_is_found() -> None:
     table = Rows()
     load = apply_load.make_load(table, 25, 10)  # type: ignore[arg-type]
@@ -75,17 +62,6 @@ def test_one_wrong_sum_is_found_and_its_id_named() -> None:
     wrong[3, 1] = 1
     with pytest.raises(apply_load.WrongApplyError, match=f"1 rows .*{int(row_ids(np.array([3]))[0])}"):
         apply_load.require_equal(wrong, sums)
-
-
-@pytest.mark.parametrize("dim", [1, 16, 256])
-def test_a_cache_for_every_row_holds_every_row(dim: int) -> None:
-    from kvemb.arrays.record_cache import CacheBudget, RecordCache
-
-    record_bytes, n_rows = 12 + 12 * dim, 5000
-    cache = RecordCache(record_bytes, CacheBudget(apply_load.cache_mb_for(n_rows, record_bytes) << 20))
-    ids = row_ids(np.arange(n_rows))
-    cache.put(ids, np.zeros((n_rows, record_bytes), np.uint8), None)
-    assert (cache.find(ids) >= 0).all()
 
 
 def test_rates_ratios_and_targets_stand_where_they_belong() -> None:
@@ -136,39 +112,7 @@ def test_costs_of_trainers_add_up_and_ratios_are_to_the_first_setting() -> None:
     assert (first.figures["target"], second.figures["target"]) == ("–", "ratios <= 1.15")
 
 
-def test_columns_of_a_benchmarks_own_are_printed_with_a_dash_where_a_line_has_none() -> None:
-    section = Section({"store": "redis"}, notes=["A word."], lines=[Line("a", {"x": Spread(1, 0.5, 2), "y": "w"}), Line("b", {"y": 2.0})])
-    text = as_text(Report("name", [section]).to_dict(["bench"]))
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
-    assert rows[0] == ["", "x", "y"]
-    assert rows[2:] == [["a", "1.00 (0.50..2.00)", "w"], ["b", "–", "2.00"]]
-    assert text.endswith("A word.")
-
-
-@pytest.mark.parametrize("module", [apply, memory, scale])
-def test_defaults_are_taken_and_nonsense_is_refused(module: SimpleNamespace) -> None:
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    module.add_arguments(parser)
-    assert parser.parse_args([]).rows > 0
-    with pytest.raises(argparse.ArgumentError, match="--rows"):
-        parser.parse_args(["--rows", "0"])
-
-
 def test_a_whole_number_below_the_least_is_refused() -> None:
     assert whole(2)("2") == 2
     with pytest.raises(argparse.ArgumentTypeError, match="no whole number from 2 on"):
         whole(2)("1")
-
-
-@pytest.mark.parametrize("cache_mb", [None, 0, 7])
-def test_a_local_clusters_yaml_has_the_cache_that_was_asked_for(cache_mb: int | None) -> None:
-    section = LocalCluster("redis", cache_mb=cache_mb)._servers_section
-    assert section.get("cache_mb") == cache_mb
-    assert ("cache_mb" in section) == (cache_mb is not None)
-
-
-def test_every_optimizer_that_can_be_asked_for_makes_a_table() -> None:
-    for make in [*apply.OPTIMIZERS.values(), *memory.OPTIMIZERS.values()]:
-        kvemb.schema.table_def.TableDef("t", 4, make(), kvemb.init.uniform())
-    with pytest.raises(ConfigError):
-        LocalCluster("nosuch", cache_mb=1)

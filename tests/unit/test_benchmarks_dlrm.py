@@ -9,7 +9,7 @@ import pytest
 from benchmarks import dlrm_rounds
 from benchmarks.dlrm_rounds import Spent, Target, Trainer, Turn, WrongLossError, lines_of, require_same_losses, take_turns
 from benchmarks.local_rows import LocalRows
-from benchmarks.network_proxy import Chunk, Host, Link, Pipe, Proxy
+from benchmarks.network_proxy import Chunk, Host, Link, Pipe
 from kvemb import optim
 
 
@@ -47,12 +47,6 @@ def test_what_is_sent_goes_through_both_hosts_links_and_half_a_round_trip() -> N
         sender.close()
         pipe.read(bytearray(1000), 9.0)
         assert pipe.done
-
-
-def test_a_route_is_a_port_of_its_own() -> None:
-    proxy = Proxy(0.0, float("inf"), [("a", "n", "127.0.0.1:1"), ("b", "n", "127.0.0.1:1")])
-    assert len(set(proxy.ports)) == 2
-    proxy.close()
 
 
 def turns(*step_ms: float, loss: float = 0.5) -> list[Turn]:

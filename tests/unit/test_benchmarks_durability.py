@@ -1,10 +1,8 @@
 """The arithmetic and the refusals of the benchmarks durability, recovery and checkpoint. No server, no waiting, and no time is asserted."""
 
-import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +10,7 @@ import pytest
 from memory_store import MemoryStore
 
 import kvemb
-from benchmarks import checkpoint, disk, durability, recovery, recovery_steps
+from benchmarks import checkpoint, durability, recovery, recovery_steps
 from benchmarks.apply_load import Load, Pass, WrongApplyError
 from benchmarks.checkpoint import Round
 from benchmarks.disk import Moved
@@ -84,40 +82,6 @@ def test_ratios_are_to_the_shard_whose_journal_is_not_synced_within_a_round() ->
 
 
 # --- the disk alone ---------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The calls that made something durable."""
-    calls: list[str] = []
-    for name in ("fsync", "fdatasync"):
-        monkeypatch.setattr(f"os.{name}", lambda _, name=name: calls.append(name))
-    return calls
-
-
-def test_every_piece_is_made_durable_by_itself_and_the_file_is_gone(tmp_path: Path, synced: list[str]) -> None:
-    moved = disk.append_durably(tmp_path / "raw", 1000, 3)
-    assert (moved.n_bytes, synced) == (1002, ["fdatasync"] * 3)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_raw_copy_has_every_byte_of_every_file_and_is_durable(tmp_path: Path, synced: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_CHUNK_BYTES", 7)
-    source, files = tmp_path / "from", {"a": b"x" * 20, "b/c": b"y" * 7, "b/empty": b""}
-    for name, data in files.items():
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        (source / name).write_bytes(data)
-    moved = disk.copy_raw(source, tmp_path / "to")
-    assert {name: (tmp_path / "to" / name).read_bytes() for name in files} == files
-    assert (moved.n_bytes, disk.folder_bytes(source), synced) == (27, 27, ["fsync"] * 3)
-    assert Moved(3_000_000, 2.0).mb_per_s == 1.5
-
-
-def test_the_file_system_is_the_innermost_and_the_last_mounted_there() -> None:
-    mounts = ["/dev/a / ext4 rw 0 0", "x /tmp tmpfs rw 0 0", "x /tmp/b xfs rw 0 0", "y /tmp/b btrfs rw 0 0"]
-    kinds = [disk.file_system(Path(path), mounts) for path in ("/kvemb-no", "/tmp/kvemb-no", "/tmp/b/kvemb-no", "/tmp/bc")]
-    assert kinds == ["ext4", "tmpfs", "btrfs", "tmpfs"]
-    assert disk.file_system(Path("/")) != "unknown"
 
 
 # --- recovery ---------------------------------------------------------------------------------------------------------------------------
@@ -212,17 +176,6 @@ def write(target: Target, k: int) -> np.ndarray:
     return encoded
 
 
-def test_records_that_were_put_back_are_those_of_before(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery_steps, "_BLOCK_ROWS", 10)
-    first = write(target, 1)
-    before = recovery_steps.records(target)
-    assert np.array_equal(before, first)
-    second = write(target, 2)
-    assert np.array_equal(recovery_steps.records(target), second)
-    recovery_steps.put_back(target, before)
-    assert np.array_equal(recovery_steps.records(target), first)
-
-
 def test_a_row_that_is_not_there_is_found_when_records_are_read(target: Target) -> None:
     write(target, 1)
     lost = DEFINITION.keys(target.load.batches[1][3:4], pages=False)
@@ -283,19 +236,6 @@ def test_saves_are_compared_with_the_raw_copy_and_incremental_ones_with_everythi
     assert [line.figures["target"] for line in (nothing, everything)] == ["–", "–"]
 
 
-def test_data_is_written_when_the_last_of_its_files_has_got_its_name(tmp_path: Path) -> None:
-    assert checkpoint.written_s(tmp_path, 0.0) == 0.0
-    (tmp_path / "manifest.json").write_bytes(b"{}")
-    assert checkpoint.written_s(tmp_path, 0.0) == 0.0
-    (tmp_path / "t").mkdir()
-    for name in ("a", "b"):
-        (tmp_path / "t" / "new").write_bytes(b"data")
-        (tmp_path / "t" / "new").rename(tmp_path / "t" / f"{name}.parquet")
-    last_s = max((tmp_path / "t" / f"{name}.parquet").stat().st_ctime for name in ("a", "b"))
-    assert checkpoint.written_s(tmp_path, last_s - 7.0) == 7.0
-    assert checkpoint.written_s(tmp_path, last_s + 1.0) == 0.0
-
-
 def test_a_checkpoint_with_other_rows_than_those_that_had_changed_is_refused() -> None:
     files = tuple(FileEntry("t", 0, part, ROWS, 10, 1, "") for part in range(3))
     manifest = CheckpointManifest("0", "c", "0", 0, False, (), (), files, None, {})
@@ -318,30 +258,4 @@ def test_loaded_rows_with_another_bit_and_tables_with_another_row_are_refused() 
         checkpoint.require_no_other(load)
 
 
-@pytest.mark.parametrize("n_rows", [0, 1, 10, 17, 25])
-def test_the_first_rows_are_pushed_once_more_and_no_others(n_rows: int) -> None:
-    load = load_of(25)
-    checkpoint.push_first(load, n_rows)
-    table = load.table
-    assert table.pushed == np.concatenate(load.batches)[:n_rows].tolist()  # type: ignore[attr-defined]
-    assert table.flushed == 1  # type: ignore[attr-defined]
-
-
 # --- all three --------------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("module", [durability, recovery, checkpoint])
-def test_defaults_are_taken_and_nonsense_is_refused(module: SimpleNamespace) -> None:
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    module.add_arguments(parser)
-    assert parser.parse_args([]).rows > 0
-    with pytest.raises(argparse.ArgumentError, match="--rows"):
-        parser.parse_args(["--rows", "0"])
-
-
-def test_a_snapshot_is_due_in_the_second_pass_of_the_shard_without_a_cache() -> None:
-    parser = argparse.ArgumentParser()
-    recovery.add_arguments(parser)
-    options = parser.parse_args([])
-    pass_bytes = options.rows * (8 + 4 * options.dim)
-    assert pass_bytes < recovery._journal_mb(options) << 20 < 2 * pass_bytes

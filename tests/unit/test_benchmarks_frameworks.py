@@ -1,7 +1,6 @@
 """The arithmetic of `frameworks`: ratios within a round, losses that differ, absent frameworks. No server, no framework, no time."""
 
 import argparse
-import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from benchmarks import frameworks
 from benchmarks.frameworks import FrameworkTurn, WrongFrameworkLossError, lines_of, require_same_losses_as_own
-from benchmarks.in_frameworks.problem import Loop, Problem
+from benchmarks.in_frameworks.problem import Problem
 from benchmarks.measure import Spread
 from benchmarks.peers import PeerError
 from benchmarks.tfra import peer
@@ -61,13 +60,6 @@ def test_every_framework_gets_the_same_problem(tmp_path: Path) -> None:
         frameworks.problem_of(small(lines=3))
 
 
-def test_a_loop_says_after_each_step_that_it_is_done() -> None:
-    seen: list[str] = []
-    loop = Loop(lambda indices: [10 * i for i in indices], lambda loaded: seen.append(f"step {loaded}") or loaded, lambda: None)
-    assert loop.train([1, 2], lambda: seen.append("done")) == [10, 20]
-    assert seen == ["step 10", "done", "step 20", "done"]
-
-
 def test_a_framework_that_is_not_installed_is_absent(tmp_path: Path) -> None:
     """The worker says so, and what fails in it comes back."""
     command = [sys.executable, "-m", "benchmarks.in_frameworks.worker", "in_nothing"]
@@ -81,7 +73,3 @@ def test_without_tfra_it_is_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(peer, "PYTHON", tmp_path / "python")
     with ExitStack() as stack:
         assert frameworks._start(stack, "tfra") is None
-
-
-def test_tfras_configuration_is_a_file(tmp_path: Path) -> None:
-    assert json.loads(Path(peer.config_file(tmp_path, 7000)).read_text(encoding="utf-8"))["redis_host_port"] == [7000]

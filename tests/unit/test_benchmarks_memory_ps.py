@@ -47,12 +47,6 @@ def test_rows_are_trained_as_the_update_rule_says_however_many_there_are() -> No
     assert len(rows) <= 5000
 
 
-def test_a_pull_creates_nothing() -> None:
-    rows = MemoryRows(TABLE)
-    assert np.array_equal(rows.pull(np.array([3], np.uint64)), TABLE.initial_rows(np.array([3], np.uint64)))
-    assert len(rows) == 0
-
-
 def test_rows_of_several_tables_on_several_shards_come_back_in_their_places(cluster: MemoryPsCluster) -> None:
     tables = [create(cluster, "a"), create(cluster, "b", 2)]
     ids = np.random.default_rng(1).permutation(300)

@@ -1,6 +1,5 @@
 """What `train`, `deepfm` and the TFRA peer compute, refuse and print. No server, no TensorFlow, and no time is asserted."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -9,9 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks import deepfm_rounds, train, train_loop
-from benchmarks.__main__ import build_parser
 from benchmarks.measure import Spread, Turn
-from benchmarks.peers import PeerAbsentError, PeerError
+from benchmarks.peers import PeerError
 from benchmarks.report import Report, Section, as_text
 from benchmarks.tfra import lookups, peer
 from kvemb.client.ack import Staleness
@@ -41,21 +39,6 @@ def test_the_ratio_is_taken_within_a_round_and_costs_are_per_row() -> None:
     assert "TFRA" in as_text(Report("train", [Section({}, lines=[ours, tfra])]).to_dict(["x"]))
 
 
-def test_without_tfra_there_is_one_line_and_no_ratio() -> None:
-    (line,) = train.lines_of({"ours": [stretch(10, staleness=(Staleness(0.0, 0),))]}, [], dim=16)
-    assert line.figures["/ TFRA"] == "–"
-
-
-def test_ours_runs_with_each_durability_and_with_gradients_in_16_bits() -> None:
-    parse = build_parser().parse_args
-    ways = train.ways_of(parse(["train"]))
-    assert [(way.durability, way.wire_dtype) for way in ways] == [
-        ("os", "float32"), ("fsync", "float32"), ("os", "bfloat16"),
-    ]  # fmt: skip
-    few = ["--wire-dtype", "float32", "--durability", "fsync"]
-    assert len(train.ways_of(parse(["train", *few]))) == 1
-
-
 def test_adam_on_the_rows_of_a_step_is_what_our_optimizer_gives() -> None:
     batches = [np.array([5, 9, 5], np.uint64), np.array([9, 7], np.uint64), np.array([5, 7], np.uint64)]
     ids, expected = train_loop.after_steps(batches, lr=0.01)
@@ -80,12 +63,6 @@ def test_rows_that_are_not_what_adam_makes_are_refused() -> None:
     rows[1, 2] = np.nan
     with pytest.raises(train_loop.WrongTrainingError):
         train_loop.require_close("TFRA", rows, expected)
-
-
-def test_tfra_is_absent_with_a_word_on_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(peer, "PYTHON", tmp_path / "python")
-    with pytest.raises(PeerAbsentError, match="make bench-peers"), peer.started():
-        pass
 
 
 ECHO = """
@@ -133,12 +110,6 @@ def test_what_the_worker_says_of_its_failure_is_raised(fake: Path) -> None:
             tfra.step(0)
 
 
-def test_tfras_configuration_is_one_standalone_server_and_a_database_of_its_own() -> None:
-    config = json.loads(json.dumps(peer.redis_config(7000)))
-    assert (config["redis_connection_mode"], config["redis_host_port"], config["redis_db"]) == (2, [7000], 1)
-    assert config["storage_slice"] == len(config["redis_hash_tags_runtime"]) == 1
-
-
 class FakeTfra:
     def __init__(self, rows: np.ndarray) -> None:
         self._rows = rows
@@ -181,21 +152,6 @@ def test_a_contender_that_learns_something_else_is_refused() -> None:
     for wrong in (0.52, float("nan")):
         with pytest.raises(deepfm_rounds.WrongLossError, match=r"^b: "):
             deepfm_rounds.require_same_loss(["a", "b"], [[turns(0.1, 0.5)], [turns(0.1, wrong)]])
-
-
-def test_defaults_are_those_of_the_published_runs() -> None:
-    options = build_parser().parse_args(["train"])
-    assert (options.store, options.dim, options.rows, options.unapplied) == (["redis"], [16, 64], 1_000_000, 2)
-    assert (train.BATCH_IDS, train.N_SHARDS, train.TARGETS) == (106_496, 2, {16: 1.5, 64: 1.4})
-    options = build_parser().parse_args(["deepfm"])
-    assert (options.store, options.mode, options.dim, options.shards) == (["redis", "memcached"], ["async", "sync"], 8, 1)
-
-
-@pytest.mark.parametrize("arguments", [["train", "--seconds", "0"], ["train", "--store", "memcached"], ["deepfm", "--batch", "0"]])
-def test_a_wrong_command_line_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        build_parser().parse_args(arguments)
-    assert "error: argument" in capsys.readouterr().err
 
 
 def test_steps_of_ours_are_compared_with_the_parameter_server_of_their_mode() -> None:

@@ -73,12 +73,13 @@ def test_the_moments_of_a_normal_are_what_its_docstring_says():
 # --- every value as likely as the others ---
 
 
-@pytest.mark.parametrize("column", [0, 1, 4, 64, 130])
-def test_every_value_of_a_column_is_equally_likely(column):
-    drawn = lanes(np.arange(1 << 19), column + 1)[:, column]
-    assert sigmas_from_even(drawn, 1 << 16) < 4
-    assert sigmas_from_even(drawn & 0xFF, 1 << 8) < 4
-    assert sigmas_from_even(drawn >> 8, 1 << 8) < 4
+def test_every_value_of_a_column_is_equally_likely():
+    rows = lanes(np.arange(1 << 19), 65)
+    for column in (0, 1, 4, 64):
+        drawn = rows[:, column]
+        assert sigmas_from_even(drawn, 1 << 16) < 4, column
+        assert sigmas_from_even(drawn & 0xFF, 1 << 8) < 4, column
+        assert sigmas_from_even(drawn >> 8, 1 << 8) < 4, column
 
 
 @pytest.mark.parametrize("low_bit", [0, 8, 24, 32, 48, 56])
@@ -114,12 +115,13 @@ def test_two_columns_of_one_word_are_independent():
             assert sigmas_from_even(drawn[:, one] << 6 | drawn[:, other], 1 << 12) < 4
 
 
-@pytest.mark.parametrize("bit", range(64))
-def test_rows_of_ids_that_differ_in_one_bit_are_uncorrelated(bit):
-    ids = np.random.default_rng(bit).integers(0, 2**64, 2_000, dtype=np.uint64)
-    one, other = normals(ids, 64), normals(ids ^ np.uint64(1 << bit), 64)
-    assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 4.5 / math.sqrt(one.size)
-    assert (one == other).mean() < 1e-3  # 1.5e-5 expected: values are 65,536
+def test_rows_of_ids_that_differ_in_one_bit_are_uncorrelated():
+    ids = np.random.default_rng(0).integers(0, 2**64, 2_000, dtype=np.uint64)
+    one = normals(ids, 64)
+    for bit in range(64):
+        other = normals(ids ^ np.uint64(1 << bit), 64)
+        assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 4.5 / math.sqrt(one.size), bit
+        assert (one == other).mean() < 1e-3, bit  # 1.5e-5 expected: values are 65,536
 
 
 @pytest.mark.parametrize("distance", [1, 2, 3, 4, 8, 64, 1 << 32])

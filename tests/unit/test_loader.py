@@ -161,8 +161,11 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("step", STEPS)
+# Right after a step is right before the next one: a death there is another only behind the last, and behind what renames or deletes.
+AFTER = [step for step in STEPS if step.endswith(("._switch", ".rmtree", ".replace", ".save", ".erase"))]
+
+
+@pytest.mark.parametrize(("step", "after"), [*((step, False) for step in STEPS), *((step, True) for step in AFTER)])
 def test_a_crash_at_any_step_is_made_good_by_the_next_start(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, after: bool
 ) -> None:

@@ -154,40 +154,23 @@ def case(request: pytest.FixtureRequest) -> Case:
     return request.param  # type: ignore[no-any-return]
 
 
-def test_a_whole_stream_is_read(case: Case) -> None:
-    reply = case.make()
-    assert feed(reply, [case.stream]) == b""
-    assert reply.done
-    assert values(reply) == case.expected
-
-
-def test_bytes_one_at_a_time_give_the_same(case: Case) -> None:
-    reply = case.make()
-    assert feed(reply, [case.stream[i : i + 1] for i in range(len(case.stream))]) == b""
-    assert reply.done
-    assert values(reply) == case.expected
-
-
-def test_a_stream_cut_in_two_anywhere_gives_the_same(case: Case) -> None:
-    for cut in range(len(case.stream) + 1):
+def test_a_stream_is_read_alike_whole_cut_in_two_anywhere_and_byte_by_byte(case: Case) -> None:
+    one_by_one = [case.stream[i : i + 1] for i in range(len(case.stream))]
+    for pieces in (one_by_one, *([case.stream[:cut], case.stream[cut:]] for cut in range(len(case.stream) + 1))):
         reply = case.make()
-        feed(reply, [case.stream[:cut], case.stream[cut:]])
-        assert reply.done, cut
-        assert values(reply) == case.expected, cut
+        assert feed(reply, pieces) == b""
+        assert reply.done, pieces
+        assert values(reply) == case.expected, pieces
 
 
-def test_bytes_after_the_reply_are_left_for_the_next(case: Case) -> None:
+def test_a_reply_ends_with_its_last_byte_and_leaves_what_follows(case: Case) -> None:
     for size in range(1, len(TRAILING) + 1):
         reply = case.make()
         assert feed(reply, [b"", case.stream + TRAILING[:size]]) == TRAILING[:size]
         assert values(reply) == case.expected
-
-
-def test_a_reply_is_not_done_before_its_last_byte(case: Case) -> None:
-    if case.stream:
-        reply = case.make()
-        feed(reply, [case.stream[:-1]])
-        assert not reply.done
+    reply = case.make()
+    feed(reply, [case.stream[:-1]])
+    assert reply.done == (not case.stream)
 
 
 @pytest.mark.parametrize(
