@@ -16,14 +16,14 @@ from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
 from kvemb.schema.table_def import TableDef
 from paramserver.optim import build_optimizer
-from trainer.bridge.cluster_ports import Prefetched
+from trainer.lookahead.cluster_ports import Prefetched
 
 if TYPE_CHECKING:
-    from trainer.bridge.cluster_ports import ClusterPort, TablePort
+    from trainer.lookahead.cluster_ports import ClusterPort, TablePort
 
 
 class LocalAck:
-    """A push that is applied already; `trainer.bridge.cluster_ports.AckPort`."""
+    """A push that is applied already; `trainer.lookahead.cluster_ports.AckPort`."""
 
     staleness = None
     failure_seen = False
@@ -36,7 +36,7 @@ class LocalAck:
 
 
 class LocalTable:
-    """One table; `trainer.bridge.cluster_ports.TablePort`.
+    """One table; `trainer.lookahead.cluster_ports.TablePort`.
 
     Args:
         cluster: it belongs to.
@@ -75,7 +75,7 @@ class LocalTable:
 
 
 class LocalRows:
-    """Several tables; `trainer.bridge.cluster_ports.ClusterPort`."""
+    """Several tables; `trainer.lookahead.cluster_ports.ClusterPort`."""
 
     mode = "async"
     all_stored = True

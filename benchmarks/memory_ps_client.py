@@ -21,16 +21,16 @@ from kvemb.protocol.messages import CreateTableRequest, Empty
 from kvemb.protocol.shard_routing import route
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.table_def import TableDef
-from trainer.bridge.cluster_ports import Prefetched
+from trainer.lookahead.cluster_ports import Prefetched
 
 if TYPE_CHECKING:
-    from trainer.bridge.cluster_ports import ClusterPort, TablePort
+    from trainer.lookahead.cluster_ports import ClusterPort, TablePort
 
 TIMEOUT_S = 120.0
 
 
 class MemoryAck:
-    """The answers to a push's parts, which come when they are applied; `trainer.bridge.cluster_ports.AckPort`."""
+    """The answers to a push's parts, which come when they are applied; `trainer.lookahead.cluster_ports.AckPort`."""
 
     staleness = None
     failure_seen = False
@@ -50,7 +50,7 @@ class MemoryAck:
 
 
 class MemoryPsTable:
-    """One table; `trainer.bridge.cluster_ports.TablePort`."""
+    """One table; `trainer.lookahead.cluster_ports.TablePort`."""
 
     def __init__(self, cluster: "MemoryPsCluster", definition: TableDef) -> None:
         self.cluster, self.definition = cluster, definition
@@ -71,7 +71,7 @@ class MemoryPsTable:
 
 
 class MemoryPsCluster:
-    """Some shards; `trainer.bridge.cluster_ports.ClusterPort`.
+    """Some shards; `trainer.lookahead.cluster_ports.ClusterPort`.
 
     Args:
         addresses: of the shards.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvemb import init, optim
 from kvemb.errors import NodeUnavailableError
 from kvemb.schema.table_def import TableDef
-from trainer.lookahead.consistency import Bounded, Exact, Stale, behind
+from trainer.lookahead.consistency import Bounded, Consistency, Exact, behind
 from trainer.lookahead.pool_sizes import Sizes
 from trainer.lookahead.rows_ahead import RowsAhead, prefetched_of_all
 from trainer.report.step_report import StalenessLog
@@ -118,7 +118,7 @@ def batch() -> RowsAhead:
 
 def test_stale_rows_are_used_as_they_are() -> None:
     storage, rows = Storage(), batch()
-    stale = Stale(storage)
+    stale = Consistency(storage)
     stale.pull(rows)
     stale.use(rows)
     assert (len(storage.asked), stale.hold([rows])) == (1, None)

@@ -15,7 +15,8 @@ from typing import Any, TypedDict
 
 from kvemb.errors import InvalidInputError
 
-from ..lookahead.consistency import Bounded, Consistency, Exact, Stale, check_consistency
+from ..lookahead.cluster_ports import AckPort, Changed, Prefetched
+from ..lookahead.consistency import Bounded, Consistency, Exact, check_consistency
 from ..lookahead.loader_runs import LoaderRuns
 from ..lookahead.pipeline import Pipeline, Waited
 from ..lookahead.pool_sizes import AUTO, Sizes
@@ -23,32 +24,10 @@ from ..lookahead.prefetch import check_executor, size_of
 from ..lookahead.pull_threads import Executor
 from ..lookahead.rows_ahead import RowsAhead
 from ..report.step_report import MeanStaleness, StalenessLog, StepReport, current_report
-from .cluster_ports import AckPort, Changed, Prefetched
 from .shared_lookups import Asked, SharedLookups
 
 AskedOf = Callable[[Any], Sequence[Asked]]
 """From a batch to its lookups; called in the threads that pull."""
-
-
-@dataclass(frozen=True)
-class Mode:
-    """A consistency ("stale", "bounded", "exact") and its bound k, checked."""
-
-    consistency: str
-    k: int | None
-
-    def of(self, cluster: Any, state: Callable[[], int], pulls: Any = None) -> Consistency:
-        """Make the object that keeps it.
-
-        Args:
-            cluster: of the tables.
-            state: of the steps, see `SharedLookups.state`.
-            pulls: pulls for it; the cluster itself unless given.
-        """
-        pulls = cluster if pulls is None else pulls
-        if self.consistency == "exact":
-            return Exact(pulls, state, lambda: cluster.changes, lambda: cluster.all_stored)
-        return Stale(pulls) if self.k is None else Bounded(pulls, self.k)
 
 
 class AheadOptions(TypedDict, total=False):
@@ -77,10 +56,28 @@ class AheadOptions(TypedDict, total=False):
 class Ahead:
     """`AheadOptions`, checked."""
 
-    mode: Mode
+    consistency: str
+    k: int | None
     sizes: Sizes
     executor: Executor | None
     steps: StepReport | None
+
+    def rule(self, cluster: Any, state: Callable[[], int], pulls: Any = None) -> Consistency:
+        """Make the object that keeps the consistency.
+
+        Args:
+            cluster: of the tables.
+            state: of the steps, see `SharedLookups.state`.
+            pulls: pulls for it; the cluster itself unless given.
+        """
+        pulls = cluster if pulls is None else pulls
+        if self.consistency == "exact":
+            return Exact(pulls, state, lambda: cluster.changes, lambda: cluster.all_stored)
+        return Consistency(pulls) if self.k is None else Bounded(pulls, self.k)
+
+    def batches(self, loader: Iterable[Any], asked: AskedOf, shared: SharedLookups) -> "BatchesAhead":
+        """Stand in a loader's place, for lookups that all share rows here; see `BatchesAhead`."""
+        return BatchesAhead(loader, asked, lambda: [shared], self.rule(shared.cluster, lambda: shared.state), self)
 
 
 def checked_ahead(
@@ -102,7 +99,7 @@ def checked_ahead(
     check_executor(executor, threads_num)
     if report is not None and not isinstance(report, StepReport):
         raise InvalidInputError(f"report is {type(report).__name__}; give a trainer.StepReport")
-    return Ahead(Mode(consistency, k), Sizes(threads_num, capacity, own_threads=executor is None), executor, report)
+    return Ahead(consistency, k, Sizes(threads_num, capacity, own_threads=executor is None), executor, report)
 
 
 class BatchesAhead(LoaderRuns[Any]):

@@ -33,8 +33,13 @@ STALL_S = 120.0
 _POLL_S = 0.2
 
 
-class Weights(Protocol):
+class WeightOfTable(Protocol):
     """A weight of a model that becomes a table; its text says which."""
+
+    @property
+    def table(self) -> str:
+        """The table's name."""
+        ...
 
     @property
     def n_rows(self) -> int:
@@ -56,7 +61,7 @@ class Weights(Protocol):
         ...
 
 
-def assign_padding(table: "Table", site: Weights) -> None:
+def assign_padding(table: "Table", site: WeightOfTable) -> None:
     """Set the padding rows that do not exist yet to the module's own: zeros, which no initializer gives.
 
     Every trainer does so; all have the same rows, and no push of a module with padding changes them.
@@ -67,7 +72,7 @@ def assign_padding(table: "Table", site: Weights) -> None:
         assign_weights(table, site, ids[versions == 0])
 
 
-def assign_weights(table: "Table", site: Weights, ids: NDArray[np.int64]) -> None:
+def assign_weights(table: "Table", site: WeightOfTable, ids: NDArray[np.int64]) -> None:
     """Set the rows of these ids to the model's."""
     n_chunk = chunk_rows(site)
     for low in range(0, len(ids), n_chunk):
@@ -75,7 +80,7 @@ def assign_weights(table: "Table", site: Weights, ids: NDArray[np.int64]) -> Non
         table.assign(chunk, site.rows_of(chunk))
 
 
-def wait_assigned(table: "Table", site: Weights) -> None:
+def wait_assigned(table: "Table", site: WeightOfTable) -> None:
     """Return when all rows are there, assigned by any trainer.
 
     Raises:
@@ -96,7 +101,7 @@ def wait_assigned(table: "Table", site: Weights) -> None:
         time.sleep(_POLL_S)
 
 
-def chunk_rows(site: Weights) -> int:
+def chunk_rows(site: WeightOfTable) -> int:
     """Return how many rows are assigned at a time."""
     return min(max(1, CHUNK_BYTES // (4 * site.dim)), CHUNK_ROWS)
 
@@ -107,15 +112,6 @@ def _exist(table: "Table", ids: NDArray[np.int64]) -> bool:
 
 Carry = bool | Literal["overwrite"] | None
 CARRIED = init.constant(0.0)
-
-
-class WeightOfTable(Weights, Protocol):
-    """A weight of a model, and the name of the table that it becomes."""
-
-    @property
-    def table(self) -> str:
-        """The table's name."""
-        ...
 
 
 SiteT = TypeVar("SiteT", bound=WeightOfTable)

@@ -19,8 +19,8 @@ from kvemb.arrays.ids import to_caller
 from kvemb.arrays.segment_sum import group_by_id
 from kvemb.errors import InvalidInputError, KvembError, ShardUnavailableError
 
+from ..lookahead.cluster_ports import AckPort, ClusterPort, Prefetched
 from ..report.step_report import current_report
-from .cluster_ports import AckPort, ClusterPort, Prefetched
 from .shared_lookups import SharedLookups
 
 MAX_UNAPPLIED = 16

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from kvemb.errors import InvalidInputError, KvembError
 
-from .cluster_ports import TablePort
+from ..lookahead.cluster_ports import TablePort
 
 log = logging.getLogger("kvemb")
 _saving: "WeakSet[Any]" = WeakSet()  # clusters whose rows are saved beside states, or whose user was warned that states have none

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from kvemb.arrays.ids import Unique, to_caller, unique_ascending
 from kvemb.process import ForkLock
 
+from ..lookahead.cluster_ports import Changed, ClusterPort, LookaheadPort, Prefetched, TablePort
 from ..lookahead.rows_ahead import EarlyLookup, LookupResult, Pulled, RowsAhead, found_of, unique_of
 from ..report.step_times import counted
-from .cluster_ports import Changed, ClusterPort, LookaheadPort, Prefetched, TablePort
 
 __all__ = ["Asked", "EarlyLookup", "LookupResult", "SharedLookups", "found_of", "unique_of"]
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvemb.arrays.ids import normalize
 from kvemb.errors import ClosedError, InvalidInputError
 
-from .cluster_ports import AckPort, ClusterPort, TablePort
+from ..lookahead.cluster_ports import AckPort, ClusterPort, TablePort
 from .pushed_steps import GradientPart, PushedSteps, merge_parts
 from .shared_lookups import Asked, LookupResult, SharedLookups
 

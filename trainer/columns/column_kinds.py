@@ -26,17 +26,23 @@ COMBINERS = ("sum", "mean", "sqrtn")
 
 
 @dataclass(frozen=True)
-class NumericColumn:
-    """Numbers that go into the model as they are, or normalized; made by `numeric_column`."""
+class _KeyedColumn:
+    """A column that reads the feature `key`."""
 
     key: str
-    shape: tuple[int, ...]
-    normalizer_fn: Callable[[Any], Any] | None
 
     @property
     def name(self) -> str:
-        """The name by which columns are sorted."""
+        """The name by which columns are sorted, and from which embedding columns get theirs."""
         return self.key
+
+
+@dataclass(frozen=True)
+class NumericColumn(_KeyedColumn):
+    """Numbers that go into the model as they are, or normalized; made by `numeric_column`."""
+
+    shape: tuple[int, ...]
+    normalizer_fn: Callable[[Any], Any] | None
 
     @property
     def width(self) -> int:
@@ -45,17 +51,11 @@ class NumericColumn:
 
 
 @dataclass(frozen=True)
-class IdentityColumn:
+class IdentityColumn(_KeyedColumn):
     """Integers in [0, num_buckets) that are ids themselves; made by `categorical_column_with_identity`."""
 
-    key: str
     num_buckets: int
     default_value: int | None
-
-    @property
-    def name(self) -> str:
-        """The name from which its embedding columns get theirs."""
-        return self.key
 
     def buckets(self, values: NDArray[Any]) -> NDArray[np.int64]:
         """Return integers [m] themselves, those out of range replaced by the default, or refused where there is none."""
@@ -75,17 +75,11 @@ class IdentityColumn:
 
 
 @dataclass(frozen=True)
-class HashedColumn:
+class HashedColumn(_KeyedColumn):
     """Values that are hashed to buckets; made by `categorical_column_with_hash_bucket`."""
 
-    key: str
     num_buckets: int
     dtype: str
-
-    @property
-    def name(self) -> str:
-        """The name from which its embedding columns get theirs."""
-        return self.key
 
     def buckets(self, values: NDArray[Any]) -> NDArray[np.int64]:
         """Hash values [m] of the column's dtype."""
@@ -95,19 +89,13 @@ class HashedColumn:
 
 
 @dataclass(frozen=True)
-class VocabularyColumn:
+class VocabularyColumn(_KeyedColumn):
     """Values whose place in a list is their id; made by `categorical_column_with_vocabulary_list`."""
 
-    key: str
     vocabulary: tuple[Any, ...]
     dtype: str
     default_value: int
     num_oov_buckets: int
-
-    @property
-    def name(self) -> str:
-        """The name from which its embedding columns get theirs."""
-        return self.key
 
     @property
     def num_buckets(self) -> int:

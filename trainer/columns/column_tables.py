@@ -11,7 +11,7 @@ from kvemb import optim
 from kvemb.errors import InvalidInputError
 from kvemb.optim import OptimizerSpec
 
-from ..bridge.cluster_ports import TablePort
+from ..lookahead.cluster_ports import TablePort
 from .column_kinds import EmbeddingColumn
 
 if TYPE_CHECKING:

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from kvemb.errors import InvalidInputError
 
-from ..bridge.batches_ahead import Ahead, AheadOptions, BatchesAhead, checked_ahead
-from ..bridge.cluster_ports import AckPort, ClusterPort, TablePort
+from ..bridge.batches_ahead import AheadOptions, BatchesAhead, checked_ahead
 from ..bridge.pushed_steps import MAX_UNAPPLIED
-from ..bridge.shared_lookups import Asked, LookupResult
+from ..bridge.shared_lookups import Asked, LookupResult, SharedLookups
 from ..bridge.step_tables import OwnProcess, StepTables, asked_of
+from ..lookahead.cluster_ports import AckPort, ClusterPort, TablePort
 from .optax_names import follows_schedule, of_all_gradients
 
 _LEAST = 8
@@ -199,11 +199,10 @@ class EmbeddedStep:
         """Return the lookups of a batch; in any thread, nothing is sent."""
         return [wanted.asked for wanted in self._wanted(batch).values()]
 
-    def ahead(self, loader: Iterable[Any], ahead: Ahead) -> BatchesAhead:
-        """Stand in a loader's place, with batches whose rows are pulled; see `prepare`."""
-        shared = self._tables.shared
-        consistency = ahead.mode.of(self._tables.cluster, lambda: shared.state)
-        return BatchesAhead(loader, self.asked, lambda: [shared], consistency, ahead)
+    @property
+    def shared(self) -> SharedLookups:
+        """The lookups in its tables."""
+        return self._tables.shared
 
     def _checked(self, rest: tuple[Any, ...]) -> tuple[Any, ...]:
         expected = 1 if self._optimizer is None else 2
@@ -356,5 +355,4 @@ def prepare(
     """
     if not isinstance(step, EmbeddedStep):
         raise InvalidInputError(f"step is {type(step).__name__}; give what kvemb.jax.embed returned")
-    ahead = checked_ahead(step.cluster, **options)
-    return step.ahead(loader, ahead)
+    return checked_ahead(step.cluster, **options).batches(loader, step.asked, step.shared)

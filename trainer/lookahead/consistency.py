@@ -2,8 +2,8 @@
 
 What must not live here: threads, pipelines, and when a step happens; those call `pull`, `use`, `hold` and `released`.
 
-* `Stale`: as pulled. The pull of a batch begins at the earliest when the batch `capacity` before it is handed out. It may lack the pushes
-  of those `capacity` batches, pushes that are still on their way then, and changes by other processes meanwhile.
+* "stale", `Consistency` itself: as pulled. The pull of a batch begins at the earliest when the batch `capacity` before it is handed out. It
+  may lack the pushes of those `capacity` batches, pushes that are still on their way then, and changes by other processes meanwhile.
 * `Bounded`: a pull notes beforehand how far each shard has come in storage (its rows have all of that). When the batch is used, the shards
   are asked again. If one has applied more than k batches since, the rows are pulled again.
 * `Exact`, in sync jobs: rows change by steps, and by assign and erase. The connection counts its own changes, for any model: rows are exact
@@ -15,50 +15,22 @@ What must not live here: threads, pipelines, and when a step happens; those call
 `pull` is called in any thread, the others in the one that trains.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvemb.errors import InvalidInputError, StorageError
 
-from .rows_ahead import Changed, Puller, RowsAhead, prefetched_of_all
+from .cluster_ports import Changed, ClusterPort, Prefetched
+from .rows_ahead import RowsAhead, prefetched_of_all
 
 MODES = ("stale", "bounded", "exact")
 _PUSH = 2  # changes that a push counts as
-Registered = Mapping[str, tuple[NDArray[Any], NDArray[np.uint64]]]
-"""Ids and versions of rows that are prefetched for batches to come, by table."""
 
 
-class Consistency(Protocol):
-    """The rule by which prefetched rows may be used, and by which the others are corrected."""
+class Consistency:
+    """The rule by which prefetched rows may be used, and the others are corrected. This one, "stale": they are used as they were pulled."""
 
-    def pull(self, rows: RowsAhead) -> None:
-        """Look a batch's rows up."""
-        ...
-
-    def use(self, rows: RowsAhead) -> None:
-        """Make rows fit for use when their batch comes: by another pull, if necessary."""
-        ...
-
-    def fit(self, rows: RowsAhead) -> bool:
-        """Whether rows that were made fit for use are still fit when they are looked up."""
-        ...
-
-    def hold(self, coming: Sequence[RowsAhead]) -> Registered | None:
-        """Take note that a step is about to be pushed; return what to register with it of the batches that come next."""
-        ...
-
-    def released(self, changed: Changed | None) -> None:
-        """Take over the changed rows that the step's release brought; None if the shards could not tell."""
-        ...
-
-
-class Stale:
-    """Rows are used as they were pulled."""
-
-    def __init__(self, cluster: Puller) -> None:
+    def __init__(self, cluster: ClusterPort) -> None:
         self._cluster = cluster
 
     def pull(self, rows: RowsAhead) -> None:
@@ -66,24 +38,24 @@ class Stale:
         rows.pull(self._cluster)
 
     def use(self, rows: RowsAhead) -> None:
-        """Do nothing."""
+        """Make rows fit for use when their batch comes: by another pull, if necessary."""
 
     def fit(self, rows: RowsAhead) -> bool:
-        """Return True: any age is fit."""
+        """Whether rows that were made fit for use are still fit when they are looked up."""
         return True
 
-    def hold(self, coming: Sequence[RowsAhead]) -> Registered | None:
-        """Register nothing."""
+    def hold(self, coming: Sequence[RowsAhead]) -> Prefetched | None:
+        """Take note that a step is about to be pushed; return what to register with it of the batches that come next."""
         return None
 
     def released(self, changed: Changed | None) -> None:
-        """Do nothing."""
+        """Take over the changed rows that the step's release brought; None if the shards could not tell."""
 
     def __str__(self) -> str:
         return "stale"
 
 
-class Bounded(Stale):
+class Bounded(Consistency):
     """At most k batches of any shard behind, when the batch is used.
 
     Args:
@@ -115,7 +87,7 @@ class Bounded(Stale):
         return f"bounded, k={self._k}: the rows of {self._n_again} of {self._n_used} batches were too old when they came, and pulled again"
 
 
-class Exact(Stale):
+class Exact(Consistency):
     """As if pulled when the batch is used, in a sync job.
 
     Args:
@@ -125,7 +97,7 @@ class Exact(Stale):
         all_stored: whether storage has everything that was released to this connection.
     """
 
-    def __init__(self, cluster: Puller, state: Callable[[], int], changes: Callable[[], int], all_stored: Callable[[], bool]) -> None:
+    def __init__(self, cluster: ClusterPort, state: Callable[[], int], changes: Callable[[], int], all_stored: Callable[[], bool]) -> None:
         super().__init__(cluster)
         self._state, self._changes, self._all_stored = state, changes, all_stored
         self._prefetched: Sequence[RowsAhead] = ()
@@ -159,7 +131,7 @@ class Exact(Stale):
         now = self._now()
         return rows.as_of == now and now[0] % 2 == 0
 
-    def hold(self, coming: Sequence[RowsAhead]) -> Registered | None:
+    def hold(self, coming: Sequence[RowsAhead]) -> Prefetched | None:
         """Register the rows of the batches that come next."""
         self._prefetched, self._prefetched_at = coming, self._changes()
         prefetched = prefetched_of_all(coming)

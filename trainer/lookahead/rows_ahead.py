@@ -7,47 +7,24 @@ its own unique ids. A table that is asked once, which is the usual case, gets th
 models feed one tensor to several tables) have the same unique ones, which are found once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.ids import Unique, to_caller, unique_ascending
 from kvemb.arrays.segment_sum import group_by_id
-from kvemb.schema.table_def import TableDef
+
+from .cluster_ports import Changed, ClusterPort, Prefetched, TablePort
 
 Ids = NDArray[np.uint64]
 Pulled = tuple[NDArray[np.float32], Ids]
 """Rows float32 [n, dim] and versions uint64 [n]."""
-Changed = Mapping[str, tuple[Ids, NDArray[np.float32], Ids]]
-"""By table, rows that have changed: ids uint64 [n], rows float32 [n, dim], versions uint64 [n]."""
 _NO_VERSION = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 """No row ever has it."""
 _FEW = 8
-
-
-class AskedTable(Protocol):
-    """The part of a table that a lookup needs: its name and its definition."""
-
-    @property
-    def name(self) -> str:
-        """The table's name."""
-        ...
-
-    @property
-    def definition(self) -> TableDef:
-        """Its definition."""
-        ...
-
-
-class Puller(Protocol):
-    """The part of a cluster that pulling ahead needs: rows of several tables with their versions."""
-
-    def pull_versions(self, ids: Mapping[str, NDArray[Any]], *, stored: bool = True) -> Mapping[str, Pulled]:
-        """Fetch rows and versions of several tables at once; see `Cluster.pull_versions`."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +71,7 @@ class RowsAhead:
         asked: tables and the ids uint64 [m] that each lookup asks them for; they are copied, since the training loop may change its batch.
     """
 
-    def __init__(self, asked: Sequence[tuple[AskedTable, Ids]]) -> None:
+    def __init__(self, asked: Sequence[tuple[TablePort, Ids]]) -> None:
         self._id_dtype = {table.name: table.definition.id_dtype for table, _ in asked}
         self._asked: dict[str, list[Ids]] = {}
         copies: dict[tuple[int, bytes, bytes], Ids] = {}
@@ -108,7 +85,7 @@ class RowsAhead:
         self.as_of: Any = None
         """When the rows were pulled: a value of the `Consistency` that pulls."""
 
-    def pull(self, cluster: Puller, *, stored: bool = True) -> None:
+    def pull(self, cluster: ClusterPort, *, stored: bool = True) -> None:
         """Look everything up, in one pull; again if it was pulled before.
 
         Args:
@@ -124,7 +101,7 @@ class RowsAhead:
             self._whole = {name: found_of(wanted, pulled[name]) for name, wanted in self._wanted.items()}
             self.by_table = {name: _share_out(lookups, self._whole[name]) for name, lookups in self._asked.items()}
 
-    def prefetched(self) -> dict[str, tuple[NDArray[Any], Ids]]:
+    def prefetched(self) -> Prefetched:
         """Return the ids, in their table's dtype, and versions of all rows, by table."""
         return {name: (to_caller(found.ids, self._id_dtype[name]), found.versions) for name, found in self._whole.items()}
 
@@ -172,7 +149,7 @@ def _copy_once(ids: Ids, copies: dict[tuple[int, bytes, bytes], Ids]) -> Ids:
     return copy
 
 
-def prefetched_of_all(batches: Sequence[RowsAhead]) -> dict[str, tuple[NDArray[Any], Ids]]:
+def prefetched_of_all(batches: Sequence[RowsAhead]) -> Prefetched:
     """Return ids and versions of the rows of several batches, each id once.
 
     A row that two batches hold in different versions gets a version that no row has: it differs from any present one.

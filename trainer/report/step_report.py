@@ -23,15 +23,6 @@ _KEPT = 64
 """Pushes whose acks may be outstanding; further pushes before they settle are not measured."""
 
 
-class StalenessAck(Protocol):
-    """The part of a push's ack that measuring staleness needs."""
-
-    @property
-    def staleness(self) -> Any:
-        """`changed_fraction` and `batches_elapsed`; None until the push was applied."""
-        ...
-
-
 @dataclass(frozen=True)
 class MeanStaleness:
     """Means of staleness over all pushes that were measured.
@@ -66,12 +57,12 @@ class StalenessLog:
     """Acks on their way, and the staleness from the settled ones. Use it from one thread."""
 
     def __init__(self) -> None:
-        self._outstanding: deque[StalenessAck] = deque(maxlen=_KEPT)
+        self._outstanding: deque[Any] = deque(maxlen=_KEPT)
         self._last: Any = None
         self._mean = MeanStaleness()
 
-    def add(self, ack: StalenessAck) -> None:
-        """Remember a push."""
+    def add(self, ack: Any) -> None:
+        """Remember a push, by an ack whose `staleness` (`changed_fraction`, `batches_elapsed`) is None until it was applied."""
         self._settle()
         self._outstanding.append(ack)
 

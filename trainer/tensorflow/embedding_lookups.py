@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from kvemb.errors import InvalidInputError
 
-from ..bridge.cluster_ports import TablePort
+from ..lookahead.cluster_ports import TablePort
 from .row_lookups import look_up
 
 SparseIds = Any

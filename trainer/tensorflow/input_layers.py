@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from kvemb.errors import InvalidInputError
 from kvemb.optim import OptimizerSpec
 
-from ..bridge.cluster_ports import TablePort
 from ..columns.column_kinds import (
     BucketizedColumn,
     CategoricalColumn,
@@ -28,6 +27,7 @@ from ..columns.column_kinds import (
 )
 from ..columns.column_tables import ColumnOptions, tables_of
 from ..columns.feature_values import MISSING_INTEGER
+from ..lookahead.cluster_ports import TablePort
 from .embedding_lookups import fused_safe_embedding_lookup_sparse
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 from kvemb.errors import InvalidInputError
 
-from ..bridge.cluster_ports import AckPort, TablePort
 from ..bridge.pushed_steps import MAX_UNAPPLIED
 from ..bridge.shared_lookups import Asked, LookupResult, SharedLookups
 from ..bridge.step_tables import Gradient, StepTables, asked_of, check_table
+from ..lookahead.cluster_ports import AckPort, TablePort
 
 LookedUp = tuple[Any, Any]
 """A tensor float32 [n, dim], and int64 [m], where in it each id's row is. n is 1 where there is no id."""

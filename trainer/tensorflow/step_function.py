@@ -21,9 +21,9 @@ from tensorflow.python.eager import wrap_function  # WrappedFunction.prune, whic
 from kvemb.errors import InvalidInputError
 
 from ..bridge.batches_ahead import AheadOptions, BatchesAhead, checked_ahead
-from ..bridge.cluster_ports import TablePort
 from ..bridge.shared_lookups import Asked
 from ..bridge.step_tables import OwnProcess, asked_of
+from ..lookahead.cluster_ports import TablePort
 from .row_lookups import Slots, here, lookups_of, pull, rows_of, take
 
 _WHY = "its lookups are found by tracing it, so it must be what tf.function takes"
@@ -151,9 +151,7 @@ def prepare(
     if len(clusters) != 1:
         raise InvalidInputError(f"the step looks up in {len(tables)} tables of {len(clusters)} clusters; prepare is for tables of one")
     (cluster,) = clusters.values()
-    ahead = checked_ahead(cluster, **options)
-    shared = lookups_of(cluster).shared
-    return BatchesAhead(dataset, traced.asked, lambda: [shared], ahead.mode.of(cluster, lambda: shared.state), ahead)
+    return checked_ahead(cluster, **options).batches(dataset, traced.asked, lookups_of(cluster).shared)
 
 
 def _first(dataset: Iterable[Any]) -> Any:

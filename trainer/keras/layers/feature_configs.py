@@ -18,6 +18,7 @@ from kvemb.errors import InvalidInputError
 from kvemb.schema.table_def import check_table_name
 
 from .row_embedding import COMBINERS
+from .rows_at_hand import same_shape
 
 Shape = Sequence[int | None]
 
@@ -146,16 +147,6 @@ class FeatureConfig:
             "input_shape": list(self.input_shape),
             "output_shape": list(self.output_shape),
         }
-
-
-def same_shape(known: Shape, shape: Shape) -> bool:
-    """Whether two shapes agree where both are known.
-
-    Example:
-        >>> same_shape((None, 3), (8, 3)), same_shape((8,), (8, 1))
-        (True, False)
-    """
-    return len(known) == len(shape) and all(a == b for a, b in zip(known, shape, strict=True) if a is not None and b is not None)
 
 
 def is_ragged(value: Any) -> bool:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from kvemb.arrays.ids import normalize
 from kvemb.errors import InvalidInputError
 
-from ...bridge.cluster_ports import TablePort
 from ...bridge.saved_rows import StepMark
+from ...lookahead.cluster_ports import TablePort
 from .rows_at_hand import RowsAtHand, not_differentiated
 
 COMBINERS = ("sum", "mean", "sqrtn")

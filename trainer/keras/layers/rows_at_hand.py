@@ -63,7 +63,7 @@ class RowsAtHand:
         n = self._n_calls.get(layer, 0)
         self._n_calls[layer] = n + 1
         foreseen = [tuple(at.shape) for at in calls]
-        if n >= len(calls) or not _same(foreseen[n], shape):
+        if n >= len(calls) or not same_shape(foreseen[n], shape):
             raise InvalidInputError(
                 f"layer {layer!r} over table {table!r}: its call {n + 1} in a step asks for ids of shape {tuple(shape)}, rows were pulled "
                 f"for {foreseen or 'no call'}. A train_step that calls the model several times, or a call that differs from step to step, "
@@ -113,5 +113,11 @@ def _refuse_traced_weights(why: str) -> None:
         raise InvalidInputError(why)
 
 
-def _same(known: Sequence[int | None], shape: Sequence[int | None]) -> bool:
+def same_shape(known: Sequence[int | None], shape: Sequence[int | None]) -> bool:
+    """Whether two shapes agree where both are known.
+
+    Example:
+        >>> same_shape((None, 3), (8, 3)), same_shape((8,), (8, 1))
+        (True, False)
+    """
     return len(known) == len(shape) and all(a == b for a, b in zip(known, shape, strict=True) if a is not None and b is not None)

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from kvemb.errors import InvalidInputError
 
 from ...bridge.batches_ahead import Ahead, AskedOf, BatchesAhead
-from ...bridge.cluster_ports import TablePort
 from ...bridge.shared_lookups import Asked, LookupResult, SharedLookups
+from ...lookahead.cluster_ports import TablePort
 from ..layers.row_embedding import RowEmbedding
 from .ids_plan import IdsPlan
 
@@ -122,9 +122,7 @@ class FitAhead:
 
     def prepare(self, ahead: Ahead) -> BatchesAhead:
         """Pull ahead from the next `fit` on."""
-        shared = self._shared
-        consistency = ahead.mode.of(shared.cluster, lambda: shared.state)
-        self._batches = BatchesAhead(self._source, _asked_by(self._plans), lambda: [shared], consistency, ahead)
+        self._batches = ahead.batches(self._source, _asked_by(self._plans), self._shared)
         return self._batches
 
     def _around_fit(self, fit: Callable[..., Any]) -> Callable[..., Any]:

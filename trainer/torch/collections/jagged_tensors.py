@@ -10,7 +10,7 @@ Source: torchrec.sparse.jagged_tensor, KeyedTensor included (interface only).
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, TypeVar, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from kvemb.errors import InvalidInputError
 class _JaggedValues:
     """The common part of both: values of bags, one bag after another, how many each bag has, and perhaps a weight for each value."""
 
-    def __init__(self, values: Tensor, lengths: Tensor | None, weights: Tensor | None, offsets: Tensor | None) -> None:
+    def __init__(self, values: Tensor, lengths: Tensor | None = None, weights: Tensor | None = None, offsets: Tensor | None = None) -> None:
         self._values, self._weights = values, weights
         self._lengths = _lengths_of(lengths, offsets)
         if weights is not None and weights.shape != values.shape[:1]:
@@ -50,6 +50,17 @@ class _JaggedValues:
             raise InvalidInputError("these features have no weights")
         return self._weights
 
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """Return it with its tensors on a device."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """Return it in pinned memory; a DataLoader with pin_memory=True calls this."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        return cast(Self, pytree.tree_map_only(Tensor, change, self))
+
 
 class JaggedTensor(_JaggedValues):
     """One feature: values of b bags, one bag after another.
@@ -68,9 +79,6 @@ class JaggedTensor(_JaggedValues):
         >>> feature.offsets().tolist(), [bag.tolist() for bag in feature.to_dense()]
         ([0, 2, 2, 3], [[1, 2], [], [3]])
     """
-
-    def __init__(self, values: Tensor, lengths: Tensor | None = None, weights: Tensor | None = None, offsets: Tensor | None = None) -> None:
-        super().__init__(values, lengths, weights, offsets)
 
     @classmethod
     def from_lists(cls, bags: Iterable[Sequence[Any]], dtype: torch.dtype = torch.int64) -> "JaggedTensor":
@@ -122,14 +130,6 @@ class JaggedTensor(_JaggedValues):
         kept = place < longest
         dense = self._values.new_full((len(lengths), longest, *self._values.shape[1:]), padding_value)
         return dense.index_put((bag[kept], place[kept]), self._values[kept])
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "JaggedTensor":
-        """Return it with its tensors on a device."""
-        return _map(self, lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> "JaggedTensor":
-        """Return it in pinned memory; a DataLoader with pin_memory=True calls this."""
-        return _map(self, lambda tensor: tensor.pin_memory())
 
     def __repr__(self) -> str:
         return f"JaggedTensor({_shape(self._values)} values in {_shape(self._lengths)} bags)"
@@ -216,23 +216,8 @@ class KeyedJaggedTensor(_JaggedValues):
             raise InvalidInputError(f"no feature {key!r}; there are {', '.join(self._keys)}")
         return self.to_dict()[key]
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "KeyedJaggedTensor":
-        """Return it with its tensors on a device."""
-        return _map(self, lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> "KeyedJaggedTensor":
-        """Return it in pinned memory; a DataLoader with pin_memory=True calls this."""
-        return _map(self, lambda tensor: tensor.pin_memory())
-
     def __repr__(self) -> str:
         return f"KeyedJaggedTensor({', '.join(self._keys)}: {_shape(self._values)} values in {_shape(self._lengths)} bags)"
-
-
-Jagged = TypeVar("Jagged", JaggedTensor, KeyedJaggedTensor)
-
-
-def _map(features: Jagged, change: Callable[[Tensor], Tensor]) -> Jagged:
-    return cast(Jagged, pytree.tree_map_only(Tensor, change, features))
 
 
 def _tensor(bag: Sequence[Any], dtype: torch.dtype) -> Tensor:

@@ -21,7 +21,7 @@ from kvemb.errors import InvalidInputError
 from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
 
-from ...bridge.cluster_ports import TablePort
+from ...lookahead.cluster_ports import TablePort
 from ..modules.pooling import LookedUp, LookUp, exporting, pool
 from .jagged_tensors import JaggedTensor, KeyedTensor
 

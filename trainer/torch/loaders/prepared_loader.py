@@ -80,7 +80,7 @@ class Prepared(BatchesAhead):
     def __init__(self, loader: Iterable[Any], model: nn.Module, plan: FeedPlan | None, ahead: Ahead) -> None:
         modules = [module for ones in modules_by_table(model).values() for module in ones]
         cluster = modules[0].table.cluster
-        consistency = ahead.mode.of(cluster, lambda: modules[0].shared.state, grouped(model, cluster))
+        consistency = ahead.rule(cluster, lambda: modules[0].shared.state, grouped(model, cluster))
         super().__init__(loader, _nothing_asked if plan is None else _asked_of(plan), partial(_sharing, modules), consistency, ahead)
         self._model, self._plan = model, plan
         self._served: dict[str, bool] = {}  # tables asked in this batch: whether any of that was foreseen

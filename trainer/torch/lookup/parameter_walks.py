@@ -26,7 +26,7 @@ from torch.nn.utils import clip_grad
 
 from kvemb.errors import InvalidInputError
 
-from ...bridge.cluster_ports import TablePort
+from ...lookahead.cluster_ports import TablePort
 
 log = logging.getLogger("kvemb")
 _NAME = "waiting_rows"

@@ -24,7 +24,7 @@ from kvemb.arrays.segment_sum import group_by_id
 from kvemb.errors import InvalidInputError
 from kvemb.process import ForkLock
 
-from ...bridge.cluster_ports import TablePort
+from ...lookahead.cluster_ports import TablePort
 from .parameter_walks import RankParams, n_ranks
 
 log = logging.getLogger("kvemb")

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from kvemb.arrays.ids import normalize
 from kvemb.errors import InvalidInputError
 
-from ...bridge.cluster_ports import TablePort
 from ...bridge.saved_rows import StepMark
 from ...bridge.shared_lookups import Asked, LookupResult, SharedLookups
+from ...lookahead.cluster_ports import TablePort
 from .parameter_walks import STAND_IN, ParametersWithLeaves, tell_saving
 from .pending_lookups import Lookup, PendingLookups
 

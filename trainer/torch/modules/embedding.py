@@ -23,8 +23,8 @@ from torch import Tensor
 
 from kvemb.errors import InvalidInputError
 
-from ...bridge.cluster_ports import TablePort
 from ...bridge.shared_lookups import Asked
+from ...lookahead.cluster_ports import TablePort
 from ..lookup.parameter_walks import eager
 from ..lookup.table_module import TableModule
 from ..lookup.table_weight import is_readable, too_large, weight_over

@@ -10,8 +10,8 @@ from typing import Any, Generic, Self
 import torch
 from torch import Tensor, nn
 
-from ...bridge.cluster_ports import TablePort
 from ...bridge.shared_lookups import Asked
+from ...lookahead.cluster_ports import TablePort
 from ..lookup.table_module import LookupModule, TableModule, modules_by_table, share_lookups
 from .pooling import LookedUp, RecipeT
 

@@ -1,4 +1,4 @@
-"""The parts of a table, a cluster and an ack that a bridge needs: `kvemb` has them; tests may bring their own. No code here."""
+"""The parts of a table, a cluster and an ack that a trainer needs: `kvemb` has them; benchmarks and tests bring their own. No code here."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol
