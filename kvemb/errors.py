@@ -16,6 +16,16 @@ class RowsRestoredWarning(UserWarning):
     """Rows that a pull did not find do exist: they were deleted in storage, and have been restored since. No push is lost."""
 
 
+def n_of(n: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun, for messages.
+
+    Example:
+        >>> n_of(1, "shard"), n_of(12_000, "shard"), n_of(0, "push", "pushes")
+        ('1 shard', '12,000 shards', '0 pushes')
+    """
+    return f"{n:,} {noun if n == 1 else plural or f'{noun}s'}"
+
+
 # --- the caller's fault: nothing was sent, nothing changed -------------------------------------------------------------------------
 
 

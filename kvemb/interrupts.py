@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NoReturn, Protocol
 
-from kvemb.errors import KvembError
+from kvemb.errors import KvembError, n_of
 from kvemb.net.deadline import Deadline
 
 DELIVERY_TIMEOUT_S = 10.0
@@ -172,7 +172,7 @@ def _told(trainer: str, lost: Sequence[Deliverable], failure: BaseException | No
     if not lost and not isinstance(failure, KvembError):
         return ""
     why = "" if failure is None else f" {type(failure).__name__}: {failure}"
-    pushes = "1 push" if len(lost) == 1 else f"{len(lost)} pushes"
+    pushes = n_of(len(lost), "push", "pushes")
     return (
         f"kvemb: the program ended and {pushes} of trainer {trainer!r} had not been acknowledged by every shard; those that have their "
         f"part apply it once.{why} Close the cluster, or use `with kvemb.connect(...)`, to have such an error where it can be handled."

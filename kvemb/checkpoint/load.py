@@ -5,6 +5,7 @@ decision. Once one node holds it, it is made: every shard carries it out, at onc
 see old and new rows side by side. Shards report their progress on the nodes, too, so that a load can be watched while they do not serve.
 """
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ from kvemb.schema.table_def import TableDef
 from kvemb.stores.store import Store
 
 META_NAME = "kvemb:load"
+log = logging.getLogger("kvemb")
 
 
 @dataclass(frozen=True)
@@ -191,8 +193,20 @@ def _verified(url: str, tables: Mapping[str, TableDef], progress: LoadProgress |
     for table in chain.newest.tables:
         if table.definition.name in tables:
             tables[table.definition.name].require_same(table.definition)
+    _tell_lacking(chain)
     verify_chain(chain, None if progress is None else lambda done, total: progress("verifying", done, total)).require_good()
     return chain
+
+
+def _tell_lacking(chain: Chain) -> None:
+    """Say what a weights-only checkpoint cannot bring back: the optimizer's state, as a user might miss it when the load is done."""
+    fields = {table.definition.name: [f.name for f in table.definition.optimizer.state_fields()] for table in chain.newest.tables}
+    if chain.newest.weights_only and (lacking := [f"{name} ({', '.join(of)})" for name, of in fields.items() if of]):
+        log.warning(
+            "%r holds weights alone: the optimizer's state begins as in new rows, of table %s. A checkpoint that was saved without "
+            "weights_only has it",
+            *(chain.levels[0].storage, ", ".join(lacking)),
+        )
 
 
 def _ask_all(loading: Loading, request: LoadRequest) -> None:

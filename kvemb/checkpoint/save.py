@@ -20,7 +20,7 @@ from kvemb.checkpoint.format.manifest_json import check_extra, decode_manifest, 
 from kvemb.checkpoint.format.strict_json import MAX_DOCUMENT_BYTES, Fields, decode, encode
 from kvemb.checkpoint.writer import SaveInfo, assemble, read_fragment
 from kvemb.client.all_shards import AllShards
-from kvemb.errors import CheckpointError, InvalidInputError, ShardUnavailableError
+from kvemb.errors import CheckpointError, InvalidInputError, ShardUnavailableError, n_of
 from kvemb.net.deadline import Deadline, pauses
 from kvemb.protocol.messages import SaveReply, SaveRequest, SaveStatusRequest
 from kvemb.schema.slots import N_SLOTS
@@ -114,8 +114,8 @@ def _open_base(saving: Saving, storage: CheckpointStorage, base: str, weights_on
     shares = manifest.slots, manifest.n_shards
     if manifest.cluster_id != saving.cluster_id or shares != (saving.servers.cluster_map.shard_runs, 1 + max(saving.servers.numbers)):
         raise CheckpointError(
-            f"{below.storage!r}: of cluster {manifest.cluster_id} with {manifest.n_shards} shards, which may have owned other rows; not a "
-            "base for this one. Save without a base."
+            f"{below.storage!r}: of cluster {manifest.cluster_id} with {n_of(manifest.n_shards, 'shard')}, which may have owned "
+            "other rows; not a base for this one. Save without a base."
         )
     if manifest.weights_only != weights_only:
         raise InvalidInputError("weights_only must be as in the base")

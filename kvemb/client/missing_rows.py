@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvemb.client.ack import copied
 from kvemb.client.all_shards import AllShards
-from kvemb.errors import KvembError, LostRowError, RowsRestoredWarning, TableDroppedError
+from kvemb.errors import KvembError, LostRowError, RowsRestoredWarning, TableDroppedError, n_of
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import CompareRequest, CountReply
 from kvemb.protocol.shard_routing import places
@@ -92,9 +92,9 @@ class MissingRows:
             error, self._error = self._error, None
         for name, n_rows in restored.items():
             warnings.warn(
-                f"table {name!r}: {n_rows} rows that a pull had not found do exist: another program deleted them in storage. The shards "
-                "have restored them. Until then pulls gave the initializer's rows for them, and gradients may come from these; the rows "
-                "themselves lost no push. Find the program that deletes keys; `kvemb repair --all` compares every row now.",
+                f"table {name!r}: {n_of(n_rows, 'row')} that a pull had not found, and another program had deleted in storage, exist: the "
+                "shards have restored them. Until then pulls gave the initializer's rows for them, and gradients may come from these; the "
+                "rows themselves lost no push. Find the program that deletes keys; `kvemb repair --all` compares every row now.",
                 RowsRestoredWarning,
                 stacklevel=4,
             )

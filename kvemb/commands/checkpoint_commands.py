@@ -11,7 +11,7 @@ from kvemb.checkpoint.format.checkpoint_manifest import CheckpointManifest
 from kvemb.checkpoint.listing import Listed, list_checkpoints, prune
 from kvemb.checkpoint.verify import verify_chain
 from kvemb.commands.terminal_output import ProgressMeter, text_table
-from kvemb.errors import InvalidInputError
+from kvemb.errors import InvalidInputError, n_of
 
 
 def save_command(args: argparse.Namespace) -> int:
@@ -33,7 +33,9 @@ def save_command(args: argparse.Namespace) -> int:
         )
     manifest = done.manifest
     rate = manifest.size_bytes / 1e6 / max(done.seconds, 1e-9)
-    print(f"saved {manifest.n_rows:,} rows, {manifest.size_bytes / 1e6:.1f} MB in {done.seconds:.1f} s ({rate:.0f} MB/s) to {done.url}")
+    print(
+        f"saved {n_of(manifest.n_rows, 'row')}, {manifest.size_bytes / 1e6:.1f} MB in {done.seconds:.1f} s ({rate:.0f} MB/s) to {done.url}"
+    )
     if args.keep:
         _print_gone(prune(done.url.rpartition("/")[0], keep=args.keep, like=manifest))
     return 0
@@ -47,7 +49,7 @@ def load_command(args: argparse.Namespace) -> int:
         return _decide_command(args)
     with connect(args.config) as cluster, ProgressMeter(sys.stderr, "rows") as meter, ProgressMeter(sys.stderr, "B") as verifying:
         done = cluster.load(args.url, progress=lambda what, n, total: (verifying if what == "verifying" else meter)(what, n, total))
-    print(f"loaded {done.n_rows:,} rows in {done.seconds:.1f} s from {done.url}")
+    print(f"loaded {n_of(done.n_rows, 'row')} in {done.seconds:.1f} s from {done.url}")
     if done.manifest.extra:
         print(f"extra: {json.dumps(done.manifest.extra)}")
     return 0
@@ -84,10 +86,8 @@ def verify_command(args: argparse.Namespace) -> int:
         report = verify_chain(chain, lambda done, total: meter("verifying", done, total))
     for fault in report.faults:
         print(fault, file=sys.stderr)
-    print(
-        f"{report.n_files} files of {report.n_checkpoints} checkpoints, {report.n_rows:,} rows, {report.n_bytes / 1e6:.1f} MB: "
-        f"{'good' if not report.faults else f'{len(report.faults)} damaged'}"
-    )
+    what = f"{n_of(report.n_files, 'file')} of {n_of(report.n_checkpoints, 'checkpoint')}, {n_of(report.n_rows, 'row')}"
+    print(f"{what}, {report.n_bytes / 1e6:.1f} MB: {'good' if not report.faults else f'{len(report.faults)} damaged'}")
     if report.faults:
         return 1
     if not args.against_storage:

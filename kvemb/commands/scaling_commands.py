@@ -19,7 +19,7 @@ from kvemb.client.slot_moves import INDEX_BYTES, MoveState, NodeMoves, ShardScal
 from kvemb.commands.terminal_output import ProgressMeter, text_table
 from kvemb.commands.verb_options import words_of
 from kvemb.config import Config, StorageConfig, load
-from kvemb.errors import ConfigError, MoveRefusedError, ShardUnavailableError
+from kvemb.errors import ConfigError, MoveRefusedError, ShardUnavailableError, n_of
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_link import connector_of
 from kvemb.operate.cluster_status import survey
@@ -158,7 +158,7 @@ class _NodesFront:
 
     def lines(self, plan: SlotPlan[ClusterMap]) -> list[str]:
         least = f", {plan.n_bytes / 1e6 / self._max_mb_per_s:,.0f} s at least" if self._max_mb_per_s else ""
-        return [f"{plan.n_slots:,} slots move, with {plan.n_rows:,} rows of {_mb(plan.n_bytes)}{least}", *_who(plan)]
+        return [f"{n_of(plan.n_slots, 'slot')} move, with {n_of(plan.n_rows, 'row')} of {_mb(plan.n_bytes)}{least}", *_who(plan)]
 
     def carry_out(self, plan: SlotPlan[ClusterMap]) -> int:
         self._moves.begin(plan, max_mb_per_s=self._max_mb_per_s)
@@ -201,7 +201,11 @@ class _ShardsFront:
 
     def lines(self, plan: SlotPlan[ClusterMap]) -> list[str]:
         told = f"shards tell each other {_mb(plan.n_rows * INDEX_BYTES)}"
-        return [f"{plan.n_slots:,} slots get another shard, with {plan.n_rows:,} rows, which stay where they are", told, *_who(plan)]
+        return [
+            f"{n_of(plan.n_slots, 'slot')} to another shard, with {n_of(plan.n_rows, 'row')}, which stay where they are",
+            told,
+            *_who(plan),
+        ]
 
     def carry_out(self, plan: SlotPlan[ClusterMap]) -> int:
         self._shards.begin(plan)
@@ -240,7 +244,7 @@ def _described(state: MoveState) -> str:
     owners = state.map.slot_nodes if plan.kind == NODES else state.map.slot_shards
     n_slots = int(np.count_nonzero(owners != plan.slot_owners))
     rows = f", {state.rows:,} of {state.n_rows:,} rows gone through" if state.n_rows else ""
-    lines = [f"{n_slots:,} slots move between {plan.kind}: {plan.phase}{rows}"]
+    lines = [f"{n_of(n_slots, 'slot')} move between {plan.kind}: {plan.phase}{rows}"]
     lines += [f"taken back because: {plan.why}"] if plan.why else []
     lines += [f"waits for shard {', '.join(map(str, state.silent))}"] if state.silent else []
     return "\n".join([*lines, *state.troubles])
@@ -295,13 +299,15 @@ class _RedisClusterFront:
     def plan(self, action: str, words: Sequence[str], weights: Weights) -> SlotPlan[NodeChange]:
         n_words, plans = {"add": 1, "remove": 1, "replace": 2, "rebalance": 0}[action], self._nodes.plans
         if len(words) != n_words or (weights and action != "rebalance"):
-            raise ConfigError(f"kvemb nodes {action}: takes {n_words} addresses on a Redis Cluster, and --weights with rebalance only")
+            raise ConfigError(
+                f"kvemb nodes {action}: takes {n_of(n_words, 'address', 'addresses')} on a Redis Cluster, and --weights with rebalance only"
+            )
         if action == "rebalance":
             return plans.rebalance(weights)
         return plans.replace(*words) if action == "replace" else (plans.add if action == "add" else plans.remove)(*words)
 
     def lines(self, plan: SlotPlan[NodeChange]) -> list[str]:
-        return [f"{plan.n_slots:,} slots move, with about {_mb(plan.n_bytes)}", *_who(plan)]
+        return [f"{n_of(plan.n_slots, 'slot')} move, with about {_mb(plan.n_bytes)}", *_who(plan)]
 
     def carry_out(self, plan: SlotPlan[NodeChange]) -> int:
         print("\n".join(["done", *self._driven(lambda progress: self._nodes.carry_out(plan, progress))]))
@@ -327,7 +333,7 @@ class _RedisClusterFront:
             )
             return f"nothing moves{waits if idle else ''}"
         what, n_left = "being taken back" if change.aborting else "under way", self._nodes.n_left(change)
-        return f"a change of nodes ({change.kind}) is {what}, {n_left:,} slots to go: `kvemb moves resume`, or `kvemb moves abort`"
+        return f"a change of nodes ({change.kind}) is {what}, {n_of(n_left, 'slot')} to go: `kvemb moves resume`, or `kvemb moves abort`"
 
     def _driven(self, carry_out: Callable[[Progress], list[str]]) -> list[str]:
         try:

@@ -15,7 +15,7 @@ from urllib.parse import quote
 import yaml
 
 from kvemb.config import Config, load, parse
-from kvemb.errors import ConfigError
+from kvemb.errors import ConfigError, n_of
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_link import connector_of
 from kvemb.protocol.roles import ADMIN, SCHEME, SHARD, TRAINER
@@ -73,7 +73,7 @@ def init_command(args: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
     where = "" if path == Path("kvemb.yaml") else f" {os.fspath(path)}"
-    print(f"wrote {path}. With {len(nodes)} empty {args.store} node{'s' if len(nodes) > 1 else ''} running, start the shards:")
+    print(f"wrote {path}. With {n_of(len(nodes), f'empty {args.store} node')} running, start the shards:")
     for shard in range(len(args.shards)):
         print(f"  kvemb shard --config {path} --shard {shard}")
     print(f"then look for faults:\n  kvemb doctor{where}")
@@ -154,7 +154,9 @@ def acl_command(args: argparse.Namespace) -> int:
     for line in wrong:
         print(line, file=sys.stderr)
     if not wrong:
-        print(f"{len(config.storage.nodes)} nodes: the user may do what a {args.check} does, and nothing that was asked about besides")
+        print(
+            f"{n_of(len(config.storage.nodes), 'node')}: the user may do what a {args.check} does, and nothing that was asked about besides"
+        )
     return 1 if wrong else 0
 
 

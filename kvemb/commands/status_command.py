@@ -17,7 +17,7 @@ from typing import Any
 from kvemb.client.all_shards import AllShards
 from kvemb.commands.terminal_output import text_table
 from kvemb.config import Config, load
-from kvemb.errors import ShardUnavailableError
+from kvemb.errors import ShardUnavailableError, n_of
 from kvemb.net.deadline import Deadline
 from kvemb.operate.cluster_status import ClusterStatus, ShardStatus, healthy, survey
 from kvemb.operate.examination import examine
@@ -135,8 +135,8 @@ def doctor_command(args: argparse.Namespace) -> int:
         for finding in found:
             print(f"{finding.level}: {finding.where}: {' '.join(finding.what.split())}\n    {finding.mend} [{finding.name}]")
         n_errors = sum(finding.level == ERROR for finding in found)
-        asked = f"{examined.n_nodes} nodes and {examined.n_shards} shards"
-        print(f"{asked}: {n_errors} errors, {len(found) - n_errors} warnings" if found else f"{asked}: nothing to mend")
+        asked = f"{n_of(examined.n_nodes, 'node')} and {n_of(examined.n_shards, 'shard')}"
+        print(f"{asked}: {n_of(n_errors, 'error')}, {n_of(len(found) - n_errors, 'warning')}" if found else f"{asked}: nothing to mend")
     return 1 if any(finding.level == ERROR for finding in found) else 0
 
 
@@ -159,10 +159,10 @@ def render_repair(replies: Mapping[int, RepairReply]) -> str:
         return "no node has lost its rows; give --node or --all to compare nodes row by row"
     lines = []
     for shard, reply in replies.items():
-        nodes = f"{reply.nodes} node{'s' if reply.nodes != 1 else ''}"
-        lines.append(f"shard {shard}: {reply.rows:,} rows rewritten on {nodes} in {_rate(reply.rows, reply.seconds)}")
+        rows, nodes = n_of(reply.rows, "row"), n_of(reply.nodes, "node")
+        lines.append(f"shard {shard}: {rows} rewritten on {nodes} in {_rate(reply.rows, reply.seconds)}")
     n_rows, seconds = sum(reply.rows for reply in replies.values()), max(reply.seconds for reply in replies.values())
-    return "\n".join([*lines, f"in all: {n_rows:,} rows in {_rate(n_rows, seconds)}"])
+    return "\n".join([*lines, f"in all: {n_of(n_rows, 'row')} in {_rate(n_rows, seconds)}"])
 
 
 def _rate(n_rows: int, seconds: float) -> str:
@@ -208,4 +208,4 @@ def _require_all(servers: AllShards, deadline: Deadline) -> None:
         replies |= servers.try_each("Status", joined, StatusReply, deadline.within(_PRESENT_S))
     away = [str(replies[shard]) for shard in servers.numbers if isinstance(replies[shard], ShardUnavailableError)]
     if away:
-        raise ShardUnavailableError(f"{len(away)} of {len(servers.numbers)} shards are away, and nothing was begun: {' '.join(away)}")
+        raise ShardUnavailableError(f"away: {len(away)} of {n_of(len(servers.numbers), 'shard')}. Nothing was begun: {' '.join(away)}")

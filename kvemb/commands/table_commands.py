@@ -9,7 +9,7 @@ import numpy as np
 from kvemb.api import Cluster, connect
 from kvemb.arrays.ids import normalize
 from kvemb.commands.terminal_output import text_table
-from kvemb.errors import StorageError
+from kvemb.errors import StorageError, n_of
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import ShowRowReply
 from kvemb.schema.record import split_version
@@ -166,7 +166,7 @@ def drop_command(args: argparse.Namespace) -> int:
     """Delete a table; without --yes only say how many rows it has."""
     with connect(args.config) as cluster:
         if not args.yes:
-            print(f"table {args.table!r} has {len(cluster.table(args.table)):,} rows, which are deleted for good with --yes")
+            print(f"table {args.table!r} has {n_of(len(cluster.table(args.table)), 'row')}, deleted for good with --yes")
             return 1
-        print(f"table {args.table!r} was dropped: {cluster.drop_table(args.table):,} rows")
+        print(f"table {args.table!r} was dropped: {n_of(cluster.drop_table(args.table), 'row')}")
     return 0

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 import msgpack
 
 from kvemb.coordination.markers import Marker
-from kvemb.errors import WrongNodeError
+from kvemb.errors import WrongNodeError, n_of
 
 _LIVES_S = 60  # a shard that runs renews its note several times as often
 
@@ -119,7 +119,7 @@ def whose_keys(node: str, n_keys: int, marker: bytes | None, note: bytes | None,
         what = str(error)
     if not what and said is not None and said.cluster:
         what = f"once of cluster {said.cluster!r}, whose marker is gone: shard 0 of it ran on {said.place}"
-    return f"node {node}: holds {n_keys} keys, {what or 'and no marker of kvemb: they are of another program'}. Nothing was changed"
+    return f"node {node}: holds {n_of(n_keys, 'key')}, {what or 'and no marker of kvemb: they are of another program'}. Nothing was changed"
 
 
 def _decode(copy: bytes) -> ShardNote | None:

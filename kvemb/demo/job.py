@@ -16,6 +16,7 @@ from kvemb.demo.corpus import Corpus, load
 from kvemb.demo.skipgram import PassText, TrainingProgress, held_out_loss, train_pass
 from kvemb.demo.trainer_process import Trainers
 from kvemb.demo.word_rows import WORD_IN, ClusterRows, LocalRows, Rows
+from kvemb.errors import n_of
 from kvemb.local_cluster.launcher import LocalCluster
 from kvemb.process import ProgressLine
 
@@ -77,7 +78,7 @@ def run_demo(options: DemoOptions, line: ProgressLine) -> bool:
     good = difference <= TOLERANCE
     line.say(
         f"  {'the cluster learns as well' if good else 'THE CLUSTER LEARNT WORSE'}: held-out loss {ours.losses[-1]:.3f} with "
-        f"{options.trainers} trainers on the cluster, {theirs.losses[-1]:.3f} in one process (difference {difference:+.3f}, "
+        f"{n_of(options.trainers, 'trainer')} on the cluster, {theirs.losses[-1]:.3f} in one process (difference {difference:+.3f}, "
         f"{TOLERANCE} allowed for asynchrony)"
     )
     line.say(
@@ -95,8 +96,8 @@ def _cluster(options: DemoOptions, line: ProgressLine) -> Iterator[str]:
         return
     local = LocalCluster(options.store, options.nodes, shards=options.shards)
     line.say(
-        f"  cluster: {options.nodes} {options.store} nodes, {options.shards} parameter-server shards and {options.trainers} trainers, "
-        "each a process on this machine"
+        f"  cluster: {n_of(options.nodes, f'{options.store} node')}, {n_of(options.shards, 'parameter-server shard')} and "
+        f"{n_of(options.trainers, 'trainer')}, each a process on this machine"
     )
     with local as cluster:
         yield cluster.url

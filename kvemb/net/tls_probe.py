@@ -100,6 +100,8 @@ def look_at_port(address: str, deadline: Deadline) -> str:
                 return SILENT
             except OSError:
                 said = b""
+    except ConnectionResetError:  # taken, and ended before this thread came to see the first of it
+        said = b""
     except (OSError, NodeUnavailableError):
         return NOBODY
     if said[3:4] == bytes([_SETTINGS]):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvemb.client.shard_channel import HANGS, LAST_WORDS
 from kvemb.config import Config
+from kvemb.errors import n_of
 from kvemb.protocol.messages import DescribeReply, ExamineReply, StatusReply
 from kvemb.schema.bucket_limits import BucketLimits, misfits
 from kvemb.schema.table_def import TableDef
@@ -103,7 +104,7 @@ def _judge_version(where: str, server: str) -> Iterator[Finding]:
 
 def _judge_memory(where: str, node: NodeStats) -> Iterator[Finding]:
     if node.evicted:
-        what = f"has thrown {node.evicted:,} keys away since it was started"
+        what = f"has thrown {n_of(node.evicted, 'key')} away since it was started"
         yield error("node-evicted", where, what, f"Give it more memory, then: kvemb repair --node {node.address}")
     if not node.limit_bytes:
         what = "has no memory limit: when the host is full the kernel ends it, and all its rows are restored"
@@ -254,7 +255,7 @@ def _judge_work(where: str, status: StatusReply) -> Iterator[Finding]:
         mend = "All shards must be up for a repair to end; kvemb status says how far each is. Pulls of that node wait meanwhile."
         yield warning("node-repair", where, status.repair, mend)
     if status.lag_s > MOST_LAG_S and not status.failure:
-        what = f"the oldest of {status.pending_parts} pushes has waited {status.lag_s:.0f} s"
+        what = f"the oldest of {n_of(status.pending_parts, 'push', 'pushes')} has waited {status.lag_s:.0f} s"
         mend = "Storage is too slow, or shards are too few: compare kvemb_shard_apply_seconds (docs/operations.md)."
         yield warning("shard-lag", where, what, mend)
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from kvemb.coordination.replicated_values import DamagedCopyError
 from kvemb.errors import (
     DeadlineExceededError,
     MapChangedError,
@@ -73,15 +74,16 @@ class ReadRetry:
 
     Args:
         role: of the store, "trainer" or "shard:<n>".
-        on_lost_node: of the storage section. A newer map is waited for with either: a node that moves is none that was lost.
+        on_lost_node: of the storage section. A newer map is waited for with either: a node that moves is none that was lost. With "wait" a
+            store that connects also waits for a good copy of the map, where all are damaged: shards put theirs back.
 
     Example:
         >>> [len(ReadRetry(*of).waits_for) for of in (("trainer", "wait"), ("trainer", "fail"), ("shard:0", "wait"))]
-        [4, 1, 0]
+        [5, 1, 0]
     """
 
     def __init__(self, role: str, on_lost_node: str) -> None:
-        trainers: tuple[type[StorageError], ...] = ABSENT if on_lost_node == WAIT else (MapChangedError,)
+        trainers: tuple[type[StorageError], ...] = (*ABSENT, DamagedCopyError) if on_lost_node == WAIT else (MapChangedError,)
         self.waits_for = trainers if role == "trainer" else ()
 
     def __call__(self, call: Callable[[], R], deadline: Deadline, *, connecting: bool = False) -> R:

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from kvemb.errors import KvembError
+from kvemb.errors import KvembError, n_of
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
 
@@ -50,8 +50,9 @@ class UnfinishedChange:
     def __str__(self) -> str:
         what = "is being taken back" if self.aborting else "has not ended"
         return (
-            f"a change of nodes ({self.kind}) {what}: {self.n_left:,} slots to go. Unless a command is at it now, `kvemb moves resume` "
-            "goes on with it, `kvemb moves abort` gives every slot back; until then slots may stand open, and nodes have unequal shares"
+            f"a change of nodes ({self.kind}) {what}: {n_of(self.n_left, 'slot')} to go. Unless a command is at it now, `kvemb moves "
+            "resume` goes on with it, `kvemb moves abort` gives every slot back; until then slots may stand open, and nodes have "
+            "unequal shares"
         )
 
 

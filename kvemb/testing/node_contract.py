@@ -1,5 +1,6 @@
 """The contract of nodes: provisioned once, told from foreign, lost, absent and hung ones, described by their values and numbers."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,9 @@ from kvemb.errors import (
     WrongNodeError,
 )
 from kvemb.net.deadline import Deadline
+from kvemb.stores import read_retry
 from kvemb.stores.row_io import WritePart
+from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
 from kvemb.testing.contract_nodes import Nodes, StoreOnNodes
 from kvemb.testing.contract_rows import CLUSTER, GENERATION, read, records_of, require_rows, within, write
@@ -117,6 +120,25 @@ class NodeContract(StoreOnNodes):
         with nodes.store() as another, pytest.raises(DamagedCopyError, match=MAP_NAME):
             another.open(within())
         require_rows(store, keys, records_of(keys))  # a store that knows the map goes on
+
+    def test_a_trainer_that_connects_waits_until_a_copy_of_the_map_is_good_again(
+        self, store: Store, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if not nodes.over_wire:
+            pytest.skip("a store without a server has no trainer's role")
+        good = store.nodes.cluster_map.encode()
+
+        def mending(*of: float) -> Iterator[float]:
+            yield 0.0
+            store.values.put(MAP_NAME, good, within())  # as shards do
+            while True:
+                yield 0.01
+
+        store.values.put(MAP_NAME, b"junk", within())
+        monkeypatch.setattr(read_retry, "pauses", mending)
+        with open_store(nodes.config, role="trainer") as trainer:
+            trainer.open(within())
+            assert trainer.nodes.cluster_map.encode() == good
 
     def test_nodes_are_found_from_any_of_them_and_known_by_their_markers(self, store: Store, nodes: Nodes) -> None:
         if not nodes.finds_others:

@@ -27,7 +27,7 @@ from kvemb.checkpoint.format.checkpoint_manifest import ERASED, IDS, Cut
 from kvemb.checkpoint.format.parquet_blocks import RowBlock
 from kvemb.checkpoint.format.strict_json import decode, encode
 from kvemb.checkpoint.writer import Fragment, ShardWriter
-from kvemb.errors import CheckpointError, LostRowError, StorageError
+from kvemb.errors import CheckpointError, LostRowError, StorageError, n_of
 from kvemb.net.deadline import Deadline
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
@@ -311,7 +311,7 @@ class SaveJob:
                 if not len(lost):
                     return records
                 waiting: StorageError = LostRowError(
-                    f"table {definition.name!r}: {len(lost)} rows are not in storage as the shard's index knows them, the first is id "
+                    f"table {definition.name!r}: storage lacks {n_of(len(lost), 'row')} as the shard's index has them, the first is id "
                     f"{definition.shown_id(int(lost[0]))}, and they were not restored in time"
                 )
                 self._restore(definition, lost)

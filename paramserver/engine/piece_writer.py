@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.errors import StorageError
+from kvemb.errors import StorageError, n_of
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import WritePart, WriteResult
 from kvemb.stores.store import Store
@@ -252,4 +252,4 @@ class PieceWriter:
 
 def _many_changes(left: Sequence[CheckedRows]) -> StorageError:
     rows = left[0]
-    return StorageError(f"table {rows.definition.name!r}: {len(rows.ids)} rows {CHANGED_BY_ANOTHER_WRITER}")
+    return StorageError(f"table {rows.definition.name!r}: {n_of(len(rows.ids), 'row')} {CHANGED_BY_ANOTHER_WRITER}")

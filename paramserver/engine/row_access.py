@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.errors import StorageError
+from kvemb.errors import StorageError, n_of
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.record import HEADER_SIZE, stored_versions
@@ -184,7 +184,7 @@ class RowAccess:
                 return
             moving = self._write_older(second, moving)
         if len(moving.keys):
-            raise self._error(f"{len(moving.keys)} rows {CHANGED_BY_ANOTHER_WRITER}")
+            raise self._error(f"{n_of(len(moving.keys), 'row')} {CHANGED_BY_ANOTHER_WRITER}")
 
     def _write_older(self, second: OtherNodes, part: WritePart) -> WritePart:
         """Look at rows there, and write those that are not newer; return those that changed in between.
@@ -285,7 +285,7 @@ class RowAccess:
                 return one_round(left)
 
         def error(left: T) -> StorageError:
-            return self._error(f"table {definition.name!r}: {len(left)} rows {CHANGED_BY_ANOTHER_WRITER}")
+            return self._error(f"table {definition.name!r}: {n_of(len(left), 'row')} {CHANGED_BY_ANOTHER_WRITER}")
 
         until_none_is_left(left, paced, error)
 

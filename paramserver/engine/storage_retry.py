@@ -69,7 +69,7 @@ PASSING = (NodeLostError, NodeSuspectError, *RETRYABLE)
 """Errors that may pass for a program that repairs nothing itself: the shards repair nodes."""
 MAX_CONFLICT_ROUNDS = 16
 CHANGED_BY_ANOTHER_WRITER = (
-    f"were changed between every read and write of {MAX_CONFLICT_ROUNDS} tries; is another program writing to these nodes?"
+    f"changed between every read and write of {MAX_CONFLICT_ROUNDS} tries; is another program writing to these nodes?"
 )
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _MAX_MENDED = 8  # times in a row that rows of one piece of work may be found lost

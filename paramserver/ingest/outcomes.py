@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from kvemb.errors import BarrierError, to_wire
+from kvemb.errors import BarrierError, n_of, to_wire
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import PushReply
 
@@ -119,7 +119,7 @@ class Backlog:
             lacking, said = self._queue.lacking()
             wanted = self._pending.numbers(without=[push for push in lacking if table not in push.table_keys])
             while any(number in self._pending for number in wanted):
-                self._state.wait(deadline, f"{len(self._pending)} pushes to be applied")
+                self._state.wait(deadline, f"{n_of(len(self._pending), 'push', 'pushes')} to be applied")
             if self._state.failure is not None:
                 raise self._state.failure
             return said

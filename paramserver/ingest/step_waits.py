@@ -6,7 +6,7 @@ earlier push has no outcome yet may be waiting for that outcome, so it cannot be
 
 from itertools import islice
 
-from kvemb.errors import BarrierError
+from kvemb.errors import BarrierError, n_of
 
 from ..model.batch import Push
 from .sync_steps import DROP, WAIT, SyncSteps
@@ -72,7 +72,7 @@ def _oldest_step(steps: SyncSteps, n_before: int = 0) -> tuple[int, str, str]:
     here = {name: place for name, place in steps.places.items() if len(place.waiting) > n_before}
     missing = sorted(name for name in steps.members if name not in here)
     absent = steps.n_trainers - len(steps.members) if not steps.complete else 0
-    who = [*missing, *([f"{absent} of {steps.n_trainers} trainers that never joined"] if absent else [])]
+    who = [*missing, *([f"{absent} of {n_of(steps.n_trainers, 'trainer')} that never joined"] if absent else [])]
     name, first = min(((name, place.waiting[n_before]) for name, place in here.items()), key=lambda item: item[1].arrived_s)
     return here[name].number(first) or first.step, ", ".join(sorted(here)), ", ".join(who)
 

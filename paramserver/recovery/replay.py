@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from kvemb.errors import JournalDamagedError
+from kvemb.errors import JournalDamagedError, n_of
 from kvemb.schema.record import split_version
 from kvemb.schema.table_def import TableDef
 
@@ -86,7 +86,9 @@ class Recovery:
         Raises:
             JournalDamagedError: a batch is missing, or an entry cannot be read.
         """
-        say = self._teller(lambda: f"{self._n_entries} entries of the journal, with {self._n_rows} rows, are looked through")
+        say = self._teller(
+            lambda: f"looks through {n_of(self._n_entries, 'entry', 'entries')} of the journal, with {n_of(self._n_rows, 'row')}"
+        )
         for entry in self._entries():
             say()
             self._n_entries += 1

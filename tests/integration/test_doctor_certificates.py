@@ -17,7 +17,9 @@ from kvemb.client.shard_channel import ShardChannel
 from kvemb.config import Config, StorageConfig, load
 from kvemb.local_cluster.processes import free_ports
 from kvemb.net.certificate_authority import Authority, Issued
+from kvemb.net.deadline import Deadline
 from kvemb.net.tls_config import TlsConfig
+from kvemb.net.tls_probe import HANGS_UP, look_at_port
 from kvemb.operate.certificate_findings import judge_certificates
 from kvemb.operate.cluster_status import survey
 from kvemb.operate.examination import examine
@@ -200,6 +202,16 @@ def test_a_proxy_whose_shard_is_gone_is_not_taken_for_tls() -> None:
     with FaultProxy(f"127.0.0.1:{free_ports(1)[0]}") as proxy:
         told = str(ShardChannel(0, proxy.address).unavailable("Push", "no answer"))
     assert "Connections are taken and ended there, as by a proxy with no shard: start the shard" in told
+
+
+def test_a_connection_that_is_reset_before_it_is_seen_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by such a proxy on a busy machine: the reset is there before `connect` has returned."""
+
+    def reset(*args: object, **options: object) -> socket.socket:
+        raise ConnectionResetError
+
+    monkeypatch.setattr(socket, "create_connection", reset)
+    assert look_at_port("127.0.0.1:1", Deadline.after(1)) == HANGS_UP
 
 
 def test_plain_text_where_tls_is_expected_and_plain_text_on_purpose_are_named(secured: TlsCluster) -> None:

@@ -186,7 +186,7 @@ def test_a_repair_names_every_shard_that_is_away_and_does_not_wait_for_its_whole
         for shard in local.shards[:2]:
             shard.kill()
         with pytest.raises(
-            ShardUnavailableError, match=r"(?s)2 of 3 shards are away, and nothing was begun: shard 0 .*No process.*shard 1 .*No process"
+            ShardUnavailableError, match=r"(?s)away: 2 of 3 shards. Nothing was begun: shard 0 .*No process.*shard 1 .*No process"
         ):
             repair(config, all_nodes=True, timeout_s=2 * PATIENCE_S)
     said = [record.getMessage() for record in caplog.records if "waited for" in record.getMessage()]

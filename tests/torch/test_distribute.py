@@ -262,7 +262,7 @@ def test_a_table_that_was_trained_before_is_told(cluster: kvemb.Cluster, name: s
     model(torch.tensor([1])).sum().backward()
     optimizer.step()
     cluster.flush()
-    assert f"note: table '{name}' has 20 rows after 1 steps of training" in str(run(model_of(), cluster, name, optimizer=optim.sgd(lr=0.5)))
+    assert f"note: table '{name}' has 20 rows after 1 step of training" in str(run(model_of(), cluster, name, optimizer=optim.sgd(lr=0.5)))
 
 
 def test_without_an_optimizer_tables_are_opened_as_they_are_and_reading_is_enough(url: str, cluster: kvemb.Cluster, name: str) -> None:
@@ -311,7 +311,7 @@ def test_it_says_what_it_did(cluster: kvemb.Cluster, name: str, quiet: bool, cap
     optimizer = torch.optim.Adam(model.parameters(), lr=0.25)
     done = distribute(model, cluster, min_rows=10, optimizer=optimizer, names={"a": name}, quiet=quiet)
     told = str(done).splitlines()
-    assert told[0] == "distribute: 1 embedding is replaced by 1 table(s)"
+    assert told[0] == "distribute: 1 embedding is replaced by 1 table"
     assert told[1].startswith(f"  'a' (Embedding), 20 x 3 -> table {name!r}: made; its rows are the module's weights; adamw(lr=0.25,")
     assert told[2] == "  'b' stays: 5 rows, fewer than min_rows=10"
     assert told[3].startswith("  note: as with torch.optim.SparseAdam, rows move only in steps whose batches hold them")

@@ -99,7 +99,7 @@ def test_a_pull_never_waits_and_no_second_question_is_asked_meanwhile() -> None:
     go_on.set()
     settle(missing)
     assert servers.asked == [("user", [0])]
-    with pytest.warns(RowsRestoredWarning, match="table 'user': 1 rows"):
+    with pytest.warns(RowsRestoredWarning, match="table 'user': 1 row "):
         missing.tell()
     missing.tell()  # said once
 

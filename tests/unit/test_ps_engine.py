@@ -353,7 +353,7 @@ def test_rows_that_change_while_they_are_erased_are_looked_at_again() -> None:
     assert store.left == 0
     assert sum(len(memory_node(address).values) for address in store.nodes.addresses) == 1 + 2 * len(store.nodes.addresses)
     store.left = 1000
-    with pytest.raises(StorageError, match="1 rows were changed between every read and write"):
+    with pytest.raises(StorageError, match="1 row changed between every read and write"):
         engine.run(Batch(ERASE, (rows(SGD, [3], dim=0),)), make_version(1, 3), never)
 
 

@@ -170,7 +170,7 @@ def test_flush_says_which_storage_error_is_in_the_way(make: Callable[..., Rig]) 
     node.down = True
     outcome = rig.push(rig.hello(), {1: 1.0})
     rig.store.reached.wait(90)
-    with pytest.raises(DeadlineExceededError, match=r"1 pushes to be applied.*NodeUnavailableError"):
+    with pytest.raises(DeadlineExceededError, match=r"1 push to be applied.*NodeUnavailableError"):
         rig.ingest.backlog.flush(Deadline.after(0.3))
     node.down = False
     rig.ingest.backlog.flush(Deadline.after(30))

@@ -207,7 +207,7 @@ class TestTokens:
             store.new.before = change
 
         store.new.before = change
-        with pytest.raises(StorageError, match="1 rows"):
+        with pytest.raises(StorageError, match="1 row "):
             self.write(store, 2)
 
     def test_tokens_of_rows_whose_slots_have_changed_their_node_are_forgotten(self) -> None:

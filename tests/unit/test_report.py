@@ -121,7 +121,7 @@ def test_the_summary_ends_with_what_to_turn(waits: dict[str, float], advice: str
         step(report, clock, 1.0, **waits)
     assert stream.getvalue() == report.summary() + "\n"
     assert f"; {advice}" in report.summary()
-    assert "1 steps of 1,000 ms: " in report.summary()
+    assert "1 step of 1,000 ms: " in report.summary()
 
 
 def test_the_summary_says_how_stale_rows_were() -> None:

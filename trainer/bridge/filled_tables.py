@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb import init
-from kvemb.errors import DeadlineExceededError, InvalidInputError, TableMismatchError, UnknownTableError
+from kvemb.errors import DeadlineExceededError, InvalidInputError, TableMismatchError, UnknownTableError, n_of
 from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
 
@@ -235,6 +235,6 @@ def trained_already(tables: Sequence[SiteTable[SiteT]]) -> Iterator[str]:
             continue
         if steps := table.steps():
             yield (
-                f"note: table {one.site.table!r} has {len(table)} rows after {steps} steps of training, which goes on. A run that is to "
-                "begin from the start, as each trial of a study, needs tables of its own: names="
+                f"note: table {one.site.table!r} has {n_of(len(table), 'row')} after {n_of(steps, 'step')} of training, which goes on. "
+                "A run that is to begin from the start, as each trial of a study, needs tables of its own: names="
             )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
-from kvemb.errors import InvalidInputError
+from kvemb.errors import InvalidInputError, n_of
 from kvemb.process import ProgressLine
 
 from .step_times import StepTimes, count_in, milliseconds
@@ -50,7 +50,7 @@ class MeanStaleness:
         if not self.n:
             return "not measured yet"
         changed = f"{self.changed_fraction:.2%} of the rows changed between pull and push"
-        return f"{changed}, {self.batches_elapsed:.1f} batches went by (at most {self.most_elapsed}), over {self.n} pushes"
+        return f"{changed}, {self.batches_elapsed:.1f} batches went by (at most {self.most_elapsed}), over {n_of(self.n, 'push', 'pushes')}"
 
 
 class StalenessLog:

@@ -8,6 +8,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from operator import sub
 
+from kvemb.errors import n_of
+
 MATTERS = 0.1
 """A share of the time from which on waiting is worth an advice."""
 _SHOWN = 0.005
@@ -111,7 +113,7 @@ class StepTimes:
             return "no step yet"
         shown = ", ".join(f"{name} {100 * share:.0f} %" for name, share in self.shares().items() if share >= _SHOWN)
         rate = self.rows_pushed / max(self.total_s, 1e-9)
-        return f"{self.n_steps:,} steps of {milliseconds(self.total_s / self.n_steps)}: {shown}; {rate:,.0f} rows/s pushed"
+        return f"{n_of(self.n_steps, 'step')} of {milliseconds(self.total_s / self.n_steps)}: {shown}; {rate:,.0f} rows/s pushed"
 
 
 def milliseconds(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from kvemb.errors import n_of
 from kvemb.init import Initializer
 
 from ...bridge.filled_tables import CARRIED, Carry, SiteTable, trained_already
@@ -23,7 +24,7 @@ def lines(
         follows: the optimizer's groups, by table; empty without a torch optimizer.
         trained: sites whose weights the optimizer had state for, which is not carried.
     """
-    yield f"distribute: {_embeddings(sum(len(site.modules) for site in plan.sites))} replaced by {len(tables)} table(s)"
+    yield f"distribute: {_embeddings(sum(len(site.modules) for site in plan.sites))} replaced by {n_of(len(tables), 'table')}"
     for one in tables:
         holders = ", ".join(f"{path!r} ({type(module).__name__})" for path, module in one.site.modules)
         rule = one.table.definition.optimizer
@@ -83,7 +84,7 @@ def _holders(site: Site) -> list[str]:
 
 
 def _embeddings(n: int) -> str:
-    return "1 embedding is" if n == 1 else f"{n} embeddings are"
+    return f"{n_of(n, 'embedding')} {'is' if n == 1 else 'are'}"
 
 
 def _origin(one: SiteTable[Site], carry: Carry) -> str:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from kvemb.errors import ConfigError, DeadlineExceededError, KvembError, NodeUnavailableError, WrongNodeError
+from kvemb.errors import ConfigError, DeadlineExceededError, KvembError, NodeUnavailableError, WrongNodeError, n_of
 from kvemb.net.deadline import Deadline
 from kvemb.stores.redis_cluster.scaling.admin_links import AdminLinks
 from kvemb.stores.redis_cluster.scaling.cluster_nodes import ClusterNode, ClusterView, parse_nodes
@@ -49,14 +49,14 @@ class NodeMembership:
         if not member and (len(told) > 1 or itself.slots.any()):
             others = ", ".join(node.address for node in told if node is not itself) or "itself alone"
             n_keys, n_slots = redis_admin.number_in(address, fields, "n_keys"), int(itself.slots.sum())
-            fact = f"node {address}: is in a Redis Cluster with {others}, with {n_slots} slots and {n_keys} keys. Nothing was changed."
+            has = f"{n_of(n_slots, 'slot')} and {n_of(n_keys, 'key')}"
             raise WrongNodeError(
-                f"{fact} {'Give another server.' if n_slots or n_keys else 'CLUSTER RESET there takes it out of that one.'}"
+                f"node {address}: is in a Redis Cluster with {others}, with {has}. Nothing was changed. "
+                f"{'Give another server.' if n_slots or n_keys else 'CLUSTER RESET there takes it out of that one.'}"
             )
         if not view.n_slots(itself.name) and redis_admin.number_in(address, fields, "n_keys"):
-            raise ConfigError(
-                f"node {address}: holds {fields['n_keys']} keys. Nothing was changed. Only an empty server can join: give another"
-            )
+            holds = n_of(int(fields["n_keys"]), "key")
+            raise ConfigError(f"node {address}: holds {holds}. Nothing was changed. Only an empty server can join: give another")
 
     def name_at(self, address: str) -> str:
         """The name of the node at an address."""

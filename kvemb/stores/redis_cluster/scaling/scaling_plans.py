@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.errors import ConfigError, InvalidInputError, NodeFullError, NodeUnavailableError, StorageError
+from kvemb.errors import ConfigError, InvalidInputError, NodeFullError, NodeUnavailableError, StorageError, n_of
 from kvemb.net.deadline import Deadline
 from kvemb.schema.move_plan import NODES
 from kvemb.schema.slot_dealing import SlotPlan, SlotSizes, deal, kept_shares, shares_of
@@ -148,7 +148,9 @@ class ScalingPlanner:
         self._membership.require_fit(address, view)
         name = self._membership.name_at(address)
         if view.n_slots(name):
-            raise ConfigError(f"node {address}: is in the cluster already, with {view.n_slots(name)} slots; `rebalance` changes its share")
+            raise ConfigError(
+                f"node {address}: is in the cluster already, with {n_of(view.n_slots(name), 'slot')}; `rebalance` changes its share"
+            )
         return view, name
 
     def _settled_view(self) -> ClusterView:
