@@ -7,6 +7,7 @@ is installed.
 import importlib
 import os
 import re
+import runpy
 import shutil
 import stat
 import subprocess
@@ -51,6 +52,30 @@ def test_the_licence_is_the_whole_apache_licence() -> None:
     assert "TERMS AND CONDITIONS FOR USE, REPRODUCTION, AND DISTRIBUTION" in text
     assert "Copyright 2026 The kvemb authors" in text
     assert len(text.splitlines()) > 190
+
+
+def test_the_version_of_pyproject_is_the_one_of_chart_image_and_pages() -> None:
+    version = PROJECT["version"]
+    chart = yaml.safe_load(read("deploy/helm/kvemb/Chart.yaml"))
+    assert chart["version"] == chart["appVersion"] == version
+    assert f"\nARG VERSION={version}\n" in read("deploy/Dockerfile")
+    assert set(re.findall(r"kvemb:([0-9][\w.]*)", read("docs/kubernetes.md"))) == {version}
+    assert re.fullmatch(r"0\.\d+\.\d+", version)
+
+
+def test_the_description_has_words_where_the_readme_links_into_the_repository() -> None:
+    described = runpy.run_path(str(ROOT / "setup.py"))["described"]()
+    assert all("://" in link for link in re.findall(r"\]\(([^)]*)\)", described))
+    assert "docs/guarantees.md" in described
+    assert len(described) > 0.8 * len(read("README.md"))
+
+
+def test_operators_find_rules_dashboard_and_chart_beside_an_installed_kvemb() -> None:
+    shared = dict(runpy.run_path(str(ROOT / "setup.py"))["shared"]())
+    assert {"deploy/monitoring/alerts.yml", "deploy/monitoring/dashboard.json"} <= set(shared["share/kvemb/monitoring"])
+    assert "deploy/helm/kvemb/Chart.yaml" in shared["share/kvemb/helm/kvemb"]
+    assert "share/kvemb" in read("docs/operations.md")
+    assert "share/kvemb" in read("docs/kubernetes.md")
 
 
 def test_the_changelog_has_an_unreleased_section() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -218,9 +219,7 @@ def test_storage_is_restarted_by_hand_and_shards_one_after_the_other() -> None:
 def test_a_release_of_the_chart_alone_restarts_no_shard_and_changes_no_job(tmp_path: Path) -> None:
     shutil.copytree(CHART, tmp_path / "kvemb")
     release = tmp_path / "kvemb/Chart.yaml"
-    release.write_text(
-        release.read_text().replace("\nversion: 0.1.0", "\nversion: 9.9.9").replace("appVersion: 0.1.0.dev0", "appVersion: 9.9.9")
-    )
+    release.write_text(re.sub("(?m)^(version|appVersion): .*", r"\1: 9.9.9", release.read_text()))
     values = ("-f", str(ROOT / "deploy/helm/examples/valkey-tls.yaml"), "--set", "image.tag=pinned")
     rendered = [helm("template", "prod", str(chart), "--kube-version", OLDEST, *values).stdout for chart in (CHART, tmp_path / "kvemb")]
     before, after = ([one for one in yaml.safe_load_all(text) if one] for text in rendered)
