@@ -5,6 +5,7 @@
 #   checkpoint.txt   that and the extra `checkpoint`
 #   torch.txt        that and what PyTorch's CPU wheels need; PyTorch itself is named when the image is built
 #   build.txt        what builds our wheel
+#   LICENCES.md      the licence of each of them
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,3 +22,8 @@ compile run.txt pyproject.toml deploy/locks/run.in
 compile checkpoint.txt pyproject.toml deploy/locks/run.in --extra checkpoint --constraint deploy/locks/run.txt
 compile torch.txt pyproject.toml deploy/locks/run.in deploy/locks/torch.in --extra checkpoint --constraint deploy/locks/checkpoint.txt
 compile build.txt deploy/locks/build.in
+
+packages=$(mktemp -d)
+trap 'rm -rf "$packages"' EXIT
+uv pip install --quiet --no-deps --target "$packages" -r deploy/locks/torch.txt
+python3 deploy/licences.py "$packages"

@@ -12,6 +12,8 @@ import shutil
 import stat
 import subprocess
 import tomllib
+from email.parser import Parser
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,37 @@ def test_the_readme_names_the_commands_that_the_makefile_has() -> None:
     assert {"demo", "test", "lint", "types", "bench", "clean"} <= targets
     for command in ("make demo", "make test"):
         assert command in read("README.md")
+
+
+LICENCES = runpy.run_path(str(ROOT / "deploy/licences.py"))
+LISTED = re.findall(r"^\| ([\w-]+) \| (\d\S*) \| (.*) \| (.*) \|$", read("deploy/locks/LICENCES.md"), re.MULTILINE)
+
+
+def test_every_package_of_an_image_is_listed_with_a_licence_that_is_known() -> None:
+    assert {name: version for name, version, *_ in LISTED} == LICENCES["locked"]("torch.txt")
+    assert [name for name, _, licence, _ in LISTED if not LICENCES["is_known"](licence)] == []
+    assert [name for name, _, licence, images in LISTED if images.startswith("slim")] == sorted(LICENCES["locked"]("run.txt"))
+
+
+def test_the_licences_of_packages_that_are_here_are_those_that_their_metadata_name() -> None:
+    here = {one.metadata["Name"].lower().replace("_", "-"): one for one in distributions()}
+    judged = {name: LICENCES["licence_of"](here[name]) for name, *_ in LISTED if name in here}
+    assert len(judged) >= 15
+    assert judged == {name: licence for name, _, licence, _ in LISTED if name in judged}
+
+
+def test_an_unknown_licence_of_an_images_package_fails() -> None:
+    class Package:
+        def __init__(self, *lines: str) -> None:
+            self.metadata = Parser().parsestr("\n".join(["Name: torch", *lines, ""]))
+
+    of = LICENCES["licence_of"]
+    assert of(Package("License-Expression: MIT AND Zlib")) == "MIT AND Zlib"
+    assert of(Package("License: Apache License 2.0")) == "Apache-2.0"
+    for lines in (["License-Expression: GPL-3.0-only"], ["License: my own"], ["Classifier: License :: Other/Proprietary License"], []):
+        assert of(Package(*lines)) == ""
+    with pytest.raises(SystemExit, match="none known of async-timeout"):
+        LICENCES["page"]([])
 
 
 # --- scripts/setup.sh -------------------------------------------------------------------------------------------------
