@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PY := .venv/bin/python
 
-.PHONY: help docs demo test test-all chaos fuzz libraries frameworks compose-test lint format types bench bench-peers setup clean
+.PHONY: help docs diagrams demo test test-all chaos fuzz libraries frameworks compose-test lint format types bench bench-peers setup clean
 
 help:
 	@echo 'make demo     train skip-gram embeddings on a real local cluster (under 2 minutes)'
@@ -35,6 +35,7 @@ help:
 	@echo 'make frameworks  tests beside Keras on each backend, TensorFlow and JAX (docs/frameworks.md; installs them into .frameworks)'
 	@echo 'make compose-test   the cluster of docker-compose.yml in containers: faults, growth (needs a Docker engine)'
 	@echo 'make docs     build the site of docs/ into .docs/site; a warning or a dead link is an error'
+	@echo 'make diagrams draws the pictures of docs/diagrams anew (needs Graphviz)'
 	@echo 'make lint     ruff check and ruff format --check      make format   let ruff mend what it can'
 	@echo 'make types    mypy --strict                           make bench    python -m benchmarks $$ARGS'
 	@echo 'make bench-peers   set up TFRA, Keras, TensorFlow and JAX beside this checkout, for their lines in the benchmarks (about 3 GB)'
@@ -91,6 +92,9 @@ types: setup
 docs:
 	@sh scripts/setup.sh docs
 	@.docs/venv/bin/python docs/site/build.py
+
+diagrams: setup
+	@$(PY) docs/site/diagrams.py
 
 bench: setup
 	@sh scripts/servers.sh

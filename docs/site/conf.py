@@ -54,6 +54,7 @@ def _from_readme(part: re.Match[str]) -> str:
     text = text[text.index(f"\n{begin}\n") + 1 :] if begin else text
     text = text[: text.index(f"\n{end}\n") + 1] if end else text
     text = re.sub("^###", "##", text, flags=re.MULTILINE) if begin else text  # the page has a title of its own
+    text = text.replace("\n\n```\n", "\n```\n")  # the blank line that ends an example for doctest
     return _LINK.sub(r"\1../", text).replace("](../docs/", "](")
 
 

@@ -58,6 +58,9 @@ class Reference:
         module = self._modules[_behind(self._root, asked[1])]
         own = (name for name, item in module.members.items() if item.has_docstring and not item.is_alias and name[0] != "_")
         for name in asked[2].split(", ") if asked[2] else module.exports or own:
+            if name == "__doc__":
+                yield asked[1], module
+                continue
             item = module[str(name)]
             item = item.final_target if isinstance(item, griffe.Alias) else item
             if not isinstance(item, griffe.Module):
@@ -70,6 +73,8 @@ class Reference:
     def _documented(self, item: _Item, name: str, depth: int) -> str:
         """A directive of Sphinx's for Python, in as many backquotes as `depth`: members stand inside, in fewer."""
         item = item.final_target if isinstance(item, griffe.Alias) else item
+        if isinstance(item, griffe.Module):
+            return "\n".join(self._sections(item, name))
         kind, heading, options = _heading(item, name.rpartition(".")[2] if depth < 5 else name)
         body = self._sections(item, name)
         if isinstance(item, griffe.Class):
@@ -101,7 +106,10 @@ class Reference:
         return shown
 
     def _list(self, title: str, pairs: Sequence[tuple[str, str]], name: str) -> str:
-        lines = [f"* {_NAMES.sub(lambda word: self._code(word[0], name), key)}: {_inner(self._prose(text, name))}" for key, text in pairs]
+        def code(word: re.Match[str]) -> str:
+            return self._code(word[0], name) if title == "Raises" else f"`{word[0]}`"
+
+        lines = [f"* {_NAMES.sub(code, key.strip('()'))}: {_inner(self._prose(text, name))}" for key, text in pairs]
         return f"\n:{title}:\n{indent(chr(10).join(lines), '    ')}\n"
 
     def _prose(self, text: str, name: str) -> str:
