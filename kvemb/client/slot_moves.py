@@ -2,7 +2,7 @@
 
 A move is shard 0's to carry. This process only asks for it and looks on; when it ends, the move goes on. Nodes come, go and change places;
 or shards do, and rows stay where they are. What must not live here: how rows are moved and slots handed over (`paramserver.moves`), which
-slots go (`kvemb.schema.slot_dealing`), and printing.
+slots go (`kvemb.schema.slot_dealing`).
 """
 
 import math
@@ -16,7 +16,7 @@ from kvemb.client.all_shards import AllShards
 from kvemb.client.shard_channel import ShardChannel
 from kvemb.coordination.map_copies import decode_map
 from kvemb.coordination.move_report import newest_report
-from kvemb.errors import InvalidInputError, MoveRefusedError, ShardUnavailableError
+from kvemb.errors import InvalidInputError, MoveRefusedError, ShardUnavailableError, n_of
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_files import TlsFiles
 from kvemb.protocol.message_format import Message
@@ -60,6 +60,20 @@ class MoveState:
     def nodes(self) -> dict[int, str]:
         """Address by number of the nodes that there are."""
         return {number: address for number, address in enumerate(self.places) if address}
+
+    def __str__(self) -> str:
+        """The move under way in words."""
+        plan = self.map.plan
+        if plan is None:
+            last = "".join(f"\nthe last move was taken back: {why}" for why in self.troubles)
+            return f"nothing moves; the cluster map is of version {self.map.version}{last}"
+        owners = self.map.slot_nodes if plan.kind == NODES else self.map.slot_shards
+        n_slots = int(np.count_nonzero(owners != plan.slot_owners))
+        rows = f", {self.rows:,} of {self.n_rows:,} rows gone through" if self.n_rows else ""
+        lines = [f"{n_of(n_slots, 'slot')} move between {plan.kind}: {plan.phase}{rows}"]
+        lines += [f"taken back because: {plan.why}"] if plan.why else []
+        lines += [f"waits for shard {', '.join(map(str, self.silent))}"] if self.silent else []
+        return "\n".join([*lines, *self.troubles])
 
 
 Progress = Callable[[MoveState], None]

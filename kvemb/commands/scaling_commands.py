@@ -25,7 +25,6 @@ from kvemb.net.tls_link import connector_of
 from kvemb.operate.cluster_status import survey
 from kvemb.operate.pull_rates import look_twice, traffic_between
 from kvemb.schema.cluster_map import GONE, ClusterMap
-from kvemb.schema.move_plan import NODES
 from kvemb.schema.slot_dealing import SlotPlan, SlotSizes
 from kvemb.stores.redis_cluster.node_change import NodeChange
 from kvemb.stores.redis_cluster.scaling.node_scaling import NodeScaling, Progress
@@ -114,7 +113,7 @@ def moves_command(args: argparse.Namespace) -> int:
             return 0
         if action == "resume":
             return _look_on(moves)
-        print(_described(moves.state()))
+        print(moves.state())
         return 0
 
 
@@ -232,22 +231,7 @@ def _between_shards(config: Config) -> str:
             state = SlotMoves(servers, _ASK_S).state()
     except ShardUnavailableError:
         return ""
-    return "" if state.map.plan is None else _described(state)
-
-
-def _described(state: MoveState) -> str:
-    """Return the move under way in words."""
-    plan = state.map.plan
-    if plan is None:
-        last = "".join(f"\nthe last move was taken back: {why}" for why in state.troubles)
-        return f"nothing moves; the cluster map is of version {state.map.version}{last}"
-    owners = state.map.slot_nodes if plan.kind == NODES else state.map.slot_shards
-    n_slots = int(np.count_nonzero(owners != plan.slot_owners))
-    rows = f", {state.rows:,} of {state.n_rows:,} rows gone through" if state.n_rows else ""
-    lines = [f"{n_of(n_slots, 'slot')} move between {plan.kind}: {plan.phase}{rows}"]
-    lines += [f"taken back because: {plan.why}"] if plan.why else []
-    lines += [f"waits for shard {', '.join(map(str, state.silent))}"] if state.silent else []
-    return "\n".join([*lines, *state.troubles])
+    return "" if state.map.plan is None else str(state)
 
 
 def _look_on(moves: SlotMoves, *, expected_back: bool = False) -> int:
@@ -391,7 +375,7 @@ def _held(sizes: SlotSizes, slots: np.ndarray) -> tuple[str, str, str]:
 
 def _with_gone(rows: Sequence[tuple[object, ...]], noun: str, gone: Sequence[int], state: MoveState) -> str:
     left = [f"gone: {noun} {', '.join(map(str, gone))}"] if gone else []
-    return "\n".join([text_table(rows), *left, _described(state)])
+    return "\n".join([text_table(rows), *left, str(state)])
 
 
 def _mb(n_bytes: int) -> str:

@@ -7,6 +7,7 @@ it where several of them share a machine. Secrets are in no repr.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from kvemb.errors import ConfigError
 
@@ -23,6 +24,7 @@ class TlsConfig:
             `cert_env` and `key_env` name environment variables that hold the paths instead.
         token: shown to shards in a certificate's place, from the environment variable that `token_env` names.
         token_file: the same in a file, read again when it changes. Shards take every line of it, others show the first.
+        unset: the environment variables that `cert_env` and `key_env` name, and that are not set.
     """
 
     ca: str | None = None
@@ -30,6 +32,12 @@ class TlsConfig:
     key: str | None = None
     token: str | None = field(default=None, repr=False)
     token_file: str | None = None
+    unset: tuple[str, ...] = ()
+
+    @property
+    def lacks(self) -> str:
+        """A sentence on variables that are not set, to stand behind an error that this may explain; "" for none."""
+        return f" Environment variables that are not set: {', '.join(self.unset)}." if self.unset else ""
 
     @property
     def has_token(self) -> bool:
@@ -44,7 +52,8 @@ class TlsConfig:
     def starting_at(self, folder: Path) -> "TlsConfig":
         """Return the same with relative paths taken from a folder."""
         paths = {name: getattr(self, name) for name in (*_FILES, "token_file")}
-        return replace(self, **{name: str(folder / path) for name, path in paths.items() if path is not None})
+        moved: dict[str, Any] = {name: str(folder / path) for name, path in paths.items() if path is not None}
+        return replace(self, **moved)
 
 
 def parse_tls(section: object, at: str, environ: Mapping[str, str], *, tokens: bool) -> TlsConfig | None:
@@ -78,7 +87,9 @@ def parse_tls(section: object, at: str, environ: Mapping[str, str], *, tokens: b
     cert, key = (section.get(name) or environ.get(section.get(f"{name}_env", ""), None) for name in ("cert", "key"))
     if (cert is None) != (key is None):
         raise ConfigError(f"{at}: a certificate and its key go together; got {'cert' if cert else 'key'} alone")
-    return TlsConfig(section.get("ca"), cert, key, _token(section, at, environ), section.get("token_file"))
+    named = (section[name] for name in ("cert_env", "key_env") if name in section)
+    unset = tuple(name for name in named if name not in environ)
+    return TlsConfig(section.get("ca"), cert, key, _token(section, at, environ), section.get("token_file"), unset)
 
 
 def _token(section: Mapping[str, str], at: str, environ: Mapping[str, str]) -> str | None:

@@ -46,7 +46,8 @@ class TlsFiles:
         """
         if not self.config.own:
             raise ConfigError(
-                f"{self.at}.cert: {who} needs a certificate and its key; give cert and key, or cert_env and key_env, and set those"
+                f"{self.at}.cert: {who} needs a certificate and its key; give cert and key, or cert_env and key_env, and set those."
+                f"{self.config.lacks}"
             )
         for name in ("ca", "cert", "key"):
             self.read(name)

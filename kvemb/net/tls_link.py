@@ -20,7 +20,12 @@ _TRUST = "is storage.tls.ca of the authority that signed it, and its name or add
 
 
 class TlsLink(Link):
-    """A connection over TLS, after its handshake."""
+    """A connection over TLS, after its handshake.
+
+    Args:
+        sock, address: see `Link`.
+        lacks: see `TlsConfig.lacks`.
+    """
 
     HIDDEN_BYTES = (16 << 10) + 512
     """A record of which the end has not come."""
@@ -29,9 +34,9 @@ class TlsLink(Link):
     further commands; it goes on when the next record comes."""
     sock: ssl.SSLSocket
 
-    def __init__(self, sock: ssl.SSLSocket, address: str) -> None:
+    def __init__(self, sock: ssl.SSLSocket, address: str, lacks: str = "") -> None:
         super().__init__(sock, address)
-        self._heard = False
+        self._heard, self._lacks = False, lacks
 
     @property
     def pending(self) -> int:
@@ -85,7 +90,7 @@ class TlsLink(Link):
         if not self._heard:
             return NodeUnavailableError(
                 f"node {self.address}: ended the TLS connection before its first answer: {_reason(error)}. Does it ask for a certificate "
-                "(storage.tls.cert and key), of another authority, or is ours expired?"
+                f"(storage.tls.cert and key), of another authority, or is ours expired?{self._lacks}"
             )
         return super()._unavailable(error)
 
@@ -123,11 +128,12 @@ class TlsConnector:
             sock.close()
             raise NodeUnavailableError(
                 f"node {address}: no TLS connection: {_reason(error)}. Does it speak TLS at this port, and take this process's certificate?"
+                f"{self._files.config.lacks}"
             ) from error
         except BaseException:
             sock.close()
             raise
-        return TlsLink(encrypted, address)
+        return TlsLink(encrypted, address, self._files.config.lacks)
 
     def _context(self) -> ssl.SSLContext:
         stamp = self._files.stamp()

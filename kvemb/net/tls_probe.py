@@ -169,7 +169,7 @@ def why_refused(address: str, config: TlsConfig, at: str, deadline: Deadline) ->
     if not ended:
         return ""
     if not config.own:
-        return f"it asks for a certificate, and this process has none ({at}.cert, {at}.key)"
+        return f"it asks for a certificate, and this process has none ({at}.cert, {at}.key).{config.lacks}"
     return f"it does not take the certificate {config.cert}: is its {at}.ca of the same authority, and neither expired?"
 
 

@@ -14,11 +14,10 @@ from kvemb.net.deadline import Deadline
 from kvemb.net.name_lookup import is_loopback
 from kvemb.net.tls_config import TlsConfig
 from kvemb.net.tls_probe import SeenCertificate, look_at, look_at_own
-from kvemb.operate.findings import Finding, error, warning
+from kvemb.operate.findings import UNUSABLE, Finding, error, warning
 from kvemb.protocol.roles import caller_of
 
 LEAST_DAYS = 14
-UNUSABLE = "tls-files"
 _DAY_S = 86_400.0
 _OF_OTHERS = stat.S_IROTH | stat.S_IWOTH
 _RENEW = "Issue another one and replace the file in one step (mv); no process need be restarted (docs/security.md)."

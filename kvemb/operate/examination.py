@@ -1,12 +1,13 @@
 """Asks every node and shard of a kvemb.yaml, without connecting to the cluster: so those that are down are reported, too."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from kvemb.client.all_shards import AllShards
+from kvemb.client.slot_moves import SlotMoves
 from kvemb.config import Config
 from kvemb.errors import (
     ConfigError,
@@ -21,9 +22,9 @@ from kvemb.errors import (
     WrongNodeError,
 )
 from kvemb.net.deadline import Deadline
-from kvemb.operate.certificate_findings import UNUSABLE, judge_certificates
+from kvemb.operate.certificate_findings import judge_certificates
 from kvemb.operate.cluster_status import ask_all, nodes_of_another
-from kvemb.operate.findings import ERROR, SLOW_S, Finding, ShardFacts, error, judge_limits, judge_node, judge_shard, warning
+from kvemb.operate.findings import ERROR, SLOW_S, Finding, ShardFacts, error, judge_limits, judge_node, judge_shard, unusable_files, warning
 from kvemb.protocol.message_format import Message
 from kvemb.protocol.messages import DescribeReply, Empty, ExamineReply, StatusReply
 from kvemb.schema.table_def import TableDef
@@ -71,7 +72,7 @@ def examine(config: Config, our_version: str) -> Examination:
             servers = AllShards.of(config.servers)
         except ConfigError as problem:  # no channel can be opened with our certificate, or token
             if not told:
-                found.append(error(UNUSABLE, "parameter_servers.tls", str(problem), "See docs/security.md."))
+                found.append(unusable_files("parameter_servers.tls", str(problem)))
         else:
             stack.callback(servers.close)
             timeout_s = config.storage.timeout_s
@@ -83,7 +84,8 @@ def examine(config: Config, our_version: str) -> Examination:
             serving = {shard: Empty() for shard, reply in statuses.items() if isinstance(reply, StatusReply) and not reply.starting}
             described = servers.try_each("Describe", serving, DescribeReply, Deadline.after(timeout_s))
             found = [*_another_clusters(store, described, config), *found]  # first whether they are another cluster's, then advice
-            found += [*_hash_limits(store, described, found, timeout_s), *_shards(servers, statuses, described, config, our_version)]
+            found += [*_hash_limits(store, described, found, timeout_s), *_move(store, servers, serving, timeout_s)]
+            found += _shards(servers, statuses, described, config, store.nodes.addresses, our_version)
     # If a server's certificate is not good, it is known why the server cannot be reached.
     kept = sorted((one for one in found if one.name not in _UNREACHED or one.where not in told), key=lambda finding: finding.level)
     return Examination(kept, len(nodes), len(statuses))
@@ -149,17 +151,34 @@ def _hash_limits(
                     yield from judge_limits(address, [TableDef.from_dict(table) for table in tables], limits)
 
 
+def _move(store: Store, servers: AllShards, serving: Collection[int], timeout_s: float) -> Iterator[Finding]:
+    """A move of slots that shard 0 carries: it may have been broken off, or be held by a shard that is away."""
+    mend = (
+        "Nothing, as long as it gets further: kvemb moves shows that. Where it stands, see that all shards run, and mend what is named; it "
+        "then goes on by itself. Or take it back: kvemb moves abort (docs/scaling.md)."
+    )
+    plan = store.nodes.cluster_map.plan
+    told = "" if plan is None else f"slots move between {plan.kind} ({plan.phase}), and shard 0, which carries the move, does not answer"
+    if 0 in serving:
+        with suppress(KvembError):
+            state = SlotMoves(servers, timeout_s).state()
+            told = str(state) if state.phase else ""
+    if told:
+        yield warning("slots-move", "cluster map", told, mend)
+
+
 def _shards(
     servers: AllShards,
     statuses: Mapping[int, StatusReply | Exception],
     described: Mapping[int, DescribeReply | Exception],
     config: Config,
+    nodes: Sequence[str],
     our_version: str,
 ) -> Iterator[Finding]:
-    asked_s = time.time()
+    asked_s, of_cluster = time.time(), [*nodes, *(channel.address for channel in servers.channels.values())]
     examined = servers.try_each("Examine", dict.fromkeys(described, Empty()), ExamineReply, Deadline.after(config.storage.timeout_s))
     for shard, status in statuses.items():
-        facts = ShardFacts(shard, servers.channels[shard].address, asked_s=asked_s)
+        facts = ShardFacts(shard, servers.channels[shard].address, asked_s=asked_s, of_cluster=of_cluster)
         if isinstance(status, Exception):
             facts = replace(facts, error=str(status))
         elif shard not in described:

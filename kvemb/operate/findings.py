@@ -1,7 +1,7 @@
 """Findings: present and coming faults, each with its mend, of a storage node and of a shard, by their own answers. Pure."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvemb.client.shard_channel import HANGS, LAST_WORDS
@@ -44,6 +44,8 @@ def warning(name: str, where: str, what: str, mend: str) -> Finding:
     return Finding(name, WARNING, where, what, mend)
 
 
+UNUSABLE = "tls-files"
+_UNSET = re.compile(r"variables that are not set: ([^.]+)")  # the words of `TlsConfig.lacks`
 LEAST_HEADROOM = 0.1
 LEAST_CONNECTIONS = 256
 SLOW_S = 1.0
@@ -84,7 +86,20 @@ def judge_limits(address: str, tables: Sequence[TableDef], limits: BucketLimits)
         yield warning("node-hash-limits", f"node {address}", misfit, mend)
 
 
+def unusable_files(where: str, why: str) -> Finding:
+    """Return the finding that no server can be asked with this process's keys, certificates and tokens."""
+    unset = _UNSET.search(why)
+    mend = (
+        f"Set {unset[1]} for this process, to the files of its certificate and key (docs/security.md)."
+        if unset
+        else "See docs/security.md."
+    )
+    return error(UNUSABLE, where, why, mend)
+
+
 def _unreached(where: str, why: str) -> Finding:
+    if _UNSET.search(why):
+        return unusable_files(where, why)
     if re.search(r"(?i)name or service|name resolution|not known|no address associated", why):
         return error("node-name", where, why, "Its host name has no address here: mend the name in storage.nodes, or DNS.")
     if re.search(r"(?i)NOAUTH|WRONGPASS|NOPERM|authent|password", why):
@@ -173,6 +188,7 @@ class ShardFacts:
         error: why it did not answer.
         describe, status, examine: its answers; None where there was none.
         asked_s: the time of day here when the shard was asked for its own.
+        of_cluster: the addresses of the cluster's nodes and shards, as far as they are known.
     """
 
     shard: int
@@ -182,6 +198,7 @@ class ShardFacts:
     status: StatusReply | None = None
     examine: ExamineReply | None = None
     asked_s: float = 0.0
+    of_cluster: Collection[str] = ()
 
     @property
     def where(self) -> str:
@@ -210,7 +227,7 @@ def judge_shard(facts: ShardFacts, config: Config, our_version: str) -> Iterator
     if facts.examine is not None:
         yield from _judge_host(facts.where, facts.examine)
         yield from _judge_disk(facts.where, facts.examine)
-        yield from _judge_file(facts.where, facts.examine, config)
+        yield from _judge_file(facts.where, facts.examine, config, facts.of_cluster)
         skew_s = facts.examine.now_s - facts.asked_s
         if abs(skew_s) > MOST_SKEW_S:
             what = f"its clock is {abs(skew_s):,.0f} s {'ahead of' if skew_s > 0 else 'behind'} this machine's"
@@ -285,13 +302,15 @@ def _judge_disk(where: str, says: ExamineReply) -> Iterator[Finding]:
         yield error("disk-space", where, what, mend)
 
 
-def _judge_file(where: str, says: ExamineReply, config: Config) -> Iterator[Finding]:
+def _judge_file(where: str, says: ExamineReply, config: Config, of_cluster: Collection[str]) -> Iterator[Finding]:
     for key, theirs, ours in (
         ("parameter_servers.shards", says.shards, config.servers.shards),
-        ("storage.nodes", says.nodes, config.storage.nodes),
+        ("storage.nodes", sorted(says.nodes), sorted(config.storage.nodes)),  # whose order is free
     ):
         if list(theirs) != list(ours):
+            odd = [address for address in dict.fromkeys([*theirs, *ours]) if of_cluster and address not in of_cluster]
             what = f"was started with {key} {_listed(theirs)}, this file has {_listed(ours)}"
+            what += f"; none of the cluster's: {', '.join(odd)}" if odd else ""
             yield warning("other-file", where, what, f"{_SAME_FILE} A shard reads it when it starts: restart it once the file is right.")
 
 

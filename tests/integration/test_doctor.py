@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 import redis
 import yaml
+from matrix import one_of
+from shard_moves import ShardMoves
 from test_cli import run
 
 import kvemb
@@ -29,6 +31,8 @@ from kvemb.local_cluster.storage_servers import start_servers
 from kvemb.operate.examination import examine
 from kvemb.operate.findings import Finding
 from kvemb.protocol.message_format import installed_version
+from kvemb.schema.slots import N_SLOTS
+from kvemb.stores.storage_kinds import KINDS
 from tests.integration.tls_clusters import TlsCluster, running
 
 PATIENCE_S = 60.0
@@ -177,6 +181,30 @@ def test_a_shard_that_was_started_with_another_file_is_told(cluster: LocalCluste
     assert seen.keys() == {"other-file"}
     assert f"localhost:{port}" in seen["other-file"].what
     assert not findings(path)
+    far = changed(cluster, tmp_path, lambda tree: tree["storage"]["nodes"].append("127.0.0.1:1"))
+    assert findings(far, "warning")["other-file"].what.endswith("; none of the cluster's: 127.0.0.1:1")
+
+
+def test_the_order_of_nodes_is_free(cluster: LocalCluster, tmp_path: Path) -> None:
+    assert run("doctor", str(changed(cluster, tmp_path, lambda tree: tree["storage"]["nodes"].reverse()))).returncode == 0
+    assert not findings(tmp_path / "kvemb.yaml", "warning")
+
+
+@pytest.mark.parametrize("kind", one_of("redis", "redis-cluster"))
+def test_a_move_of_slots_between_shards_that_stands_is_told_with_what_to_run(kind: str, require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    with LocalCluster(kind, KINDS[kind].least_nodes, shards=2) as cluster:
+        push(cluster)
+        cluster.shards[1].kill()
+        with closing(ShardMoves(cluster.url)) as moves:
+            moves.begin(np.zeros(N_SLOTS))
+        held = findings(cluster.config_path, "warning")
+        assert held.keys() == {"slots-move"}
+        assert "8,192 slots move between shards: moving" in held["slots-move"].what
+        assert "waits for shard 1" in held["slots-move"].what
+        assert "kvemb moves abort" in held["slots-move"].mend
+        cluster.shards[0].kill()
+        assert "shard 0, which carries the move, does not answer" in findings(cluster.config_path, "warning")["slots-move"].what
 
 
 def test_what_is_down_is_told_with_what_becomes_of_its_rows(require_server: Callable[[str], str]) -> None:

@@ -18,7 +18,7 @@ from kvemb.config import Config, StorageConfig, load
 from kvemb.local_cluster.processes import free_ports
 from kvemb.net.certificate_authority import Authority, Issued
 from kvemb.net.deadline import Deadline
-from kvemb.net.tls_config import TlsConfig
+from kvemb.net.tls_config import TlsConfig, parse_tls
 from kvemb.net.tls_probe import HANGS_UP, look_at_port
 from kvemb.operate.certificate_findings import judge_certificates
 from kvemb.operate.cluster_status import survey
@@ -190,6 +190,22 @@ def test_files_that_cannot_be_used_are_named_and_nothing_else_is(secured: TlsClu
     assert found(bad).keys() == {"tls-files"}
     storage: StorageConfig = replace(config.storage, tls=replace(config.storage.tls, key=str(other)))
     assert "tls-files" in found(replace(config, storage=storage))
+
+
+def test_a_variable_that_is_not_set_is_named_where_a_certificate_is_asked_for(secured: TlsCluster) -> None:
+    config = config_of(secured)
+    assert config.storage.tls is not None
+    assert config.servers.tls is not None
+    section = {"ca": config.storage.tls.ca, "cert_env": "OF_STORAGE", "key_env": "KEY_OF_STORAGE"}
+    storage = parse_tls(section, "storage.tls", {}, tokens=False)
+    of_node = found(replace(config, storage=replace(config.storage, tls=storage)))
+    assert of_node.keys() == {"tls-files"}
+    assert of_node["tls-files"].where == f"node {config.storage.nodes[0]}"
+    assert of_node["tls-files"].mend.startswith("Set OF_STORAGE, KEY_OF_STORAGE for this process")
+    servers = parse_tls({**section, "cert_env": "OF_SHARDS", "ca": config.servers.tls.ca}, "parameter_servers.tls", {}, tokens=True)
+    of_shard = found(replace(config, servers=replace(config.servers, tls=servers)))
+    assert of_shard.keys() == {"tls-files"}
+    assert of_shard["tls-files"].mend.startswith("Set OF_SHARDS, KEY_OF_STORAGE")
 
 
 def test_who_does_not_know_that_a_shard_speaks_tls_is_told(secured: TlsCluster) -> None:
