@@ -42,12 +42,15 @@ def waited_s(steps: SyncSteps, now_s: float) -> float:
 
 
 def waits_for(steps: SyncSteps, now_s: float) -> str:
-    """Describe the step that has waited too long and the trainers that it lacks; "" where none has."""
+    """Describe the step that has waited too long, the trainers that it lacks, and the cure; "" where none has."""
     until_s = _deadline_s(steps)
     if until_s is None or now_s < until_s:
         return ""
     step, here, missing = _oldest_step(steps)
-    return f"step {step} waited {round(max(steps.timeout_s, waited_s(steps, now_s)), 1):g} s for {missing}; here are {here}"
+    gone = sorted(name for name in steps.members if not steps.places[name].waiting)
+    names = "its name" if len(gone) == 1 else "their names"
+    cure = f"Start {', '.join(gone)} again under {names}" if gone else "Start all trainers of the job"
+    return f"step {step} waited {round(max(steps.timeout_s, waited_s(steps, now_s)), 1):g} s for {missing}; here are {here}. {cure}"
 
 
 def lacking(steps: SyncSteps) -> tuple[list[Push], str]:

@@ -272,7 +272,7 @@ def test_waiting_is_for_ever_and_says_for_whom() -> None:
     it = three("wait")
     assert (it.deadline_s(), it.lost(1e6), it.waits_for(19.9)) == (None, [], "")
     it.check_overdue(1e6)
-    assert it.waits_for(110.0) == "step 2 waited 100 s for c; here are a, b"
+    assert it.waits_for(110.0) == "step 2 waited 100 s for c; here are a, b. Start c again under its name"
 
 
 def test_a_trainer_that_never_joined_cannot_be_dropped() -> None:

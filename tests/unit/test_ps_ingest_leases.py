@@ -132,7 +132,7 @@ def test_a_lost_trainer_is_waited_for_and_everybody_who_asks_is_told() -> None:
     rig = begun("wait")
     assert rig.ingest.state.waits_for == ""
     rig.now_s += 3600
-    assert rig.ingest.state.waits_for == "step 2 waited 3600 s for c; here are a, b"
+    assert rig.ingest.state.waits_for == "step 2 waited 3600 s for c; here are a, b. Start c again under its name"
     assert rig.ingest.backlog.flush(Deadline.after(0)) == "step 2 of a, b, which waits for c"
     incarnation = rig.ingest.attendance.hello("c", 0)[0]
     assert rig.ingest.attendance.first_step("c") == 2
@@ -155,5 +155,6 @@ def test_a_restarted_trainer_s_predecessor_is_told_that_its_push_was_given_up() 
 def test_a_lost_trainer_stops_the_job_where_that_is_the_rule() -> None:
     rig = begun("abort")
     rig.now_s += 10
-    with pytest.raises(BarrierError, match=r"step 2 waited 10 s for c; here are a, b\. Nothing of it was applied"):
+    told = r"step 2 waited 10 s for c; here are a, b\. Start c again under its name\. Nothing of it was applied"
+    with pytest.raises(BarrierError, match=told):
         rig.ingest.take()
