@@ -52,21 +52,6 @@ def places(corpus: Corpus, words: list[str]) -> list[int]:
     return [corpus.words.index(word) for word in words]
 
 
-def test_vocabulary_is_sorted_by_id_and_names_every_token(tree: Path) -> None:
-    corpus = load(tree)
-    assert (np.diff(corpus.ids) > 0).all()
-    assert hash_ids(list(corpus.words)).tolist() == corpus.ids.tolist()
-    assert corpus.ids[places(corpus, ["z", "def", "f", "x"])].tolist() == corpus.tokens[:4].tolist()
-    assert corpus.counts[places(corpus, ["x", "z"])].tolist() == [2, 1]
-
-
-def test_load_gives_the_same_arrays_every_time(tree: Path) -> None:
-    first, second = load(tree), load(tree)
-    assert first.words == second.words
-    for name in ("tokens", "runs", "ids", "counts"):
-        assert np.array_equal(getattr(first, name), getattr(second, name))
-
-
 def test_a_folder_without_sources_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="no word in") as caught:
         load(tmp_path)
@@ -81,17 +66,3 @@ def test_one_stretch_in_fifty_is_held_out_and_not_counted() -> None:
     assert int(corpus.held_out.sum()) == 2 * HELD_OUT_STRETCH
     assert set(corpus.tokens[corpus.held_out].tolist()) == set(hash_ids(["secret"]).tolist())
     assert corpus.counts[places(corpus, ["secret", "train"])].tolist() == [0, n_words - 2 * HELD_OUT_STRETCH]
-
-
-def test_runs_break_at_files_and_around_held_out_text() -> None:
-    edge = HELD_OUT_STRETCH * (HELD_OUT_EVERY - 1)
-    corpus = build([["a"] * 10, [], ["b"] * (edge + HELD_OUT_STRETCH)])
-    breaks = np.flatnonzero(np.diff(corpus.runs)) + 1
-    assert breaks.tolist() == [10, edge, edge + HELD_OUT_STRETCH]
-
-
-def test_this_interpreters_library_is_large_enough_to_train_on() -> None:
-    corpus = load()
-    assert corpus.tokens.size > 500_000
-    assert {"socket", "self", "import"} <= set(corpus.words)
-    assert corpus.counts.sum() == (~corpus.held_out).sum()

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvemb.arrays.hashing import hash_ids
 from kvemb.demo.corpus import HELD_OUT_EVERY, HELD_OUT_STRETCH, Corpus, build
 from kvemb.demo.job import neighbours
 from kvemb.demo.skipgram import PassText, Settings, TrainingBatch, TrainingProgress, held_out_loss, loss_and_grads, train_pass, windows
-from kvemb.demo.word_rows import OPTIMIZER, WORD_IN, WORD_OUT, LocalRows
+from kvemb.demo.word_rows import WORD_IN, WORD_OUT, LocalRows
 
 SMALL = Settings(window=2, subsample=1.0, block=8, block_negatives=6, batch_blocks=3, least_batches=1)
 N_GROUPS = 8
@@ -73,21 +72,6 @@ def test_gradients_equal_finite_differences_of_the_papers_loss(which: int) -> No
     np.testing.assert_allclose(grads[which], numeric, rtol=1e-4, atol=1e-5)
 
 
-def test_loss_and_gradients_stay_finite_for_huge_scores() -> None:
-    far = np.full((1, 2, 4), 100.0, np.float32)
-    loss, grads = loss_and_grads(far, -far, far, ~np.eye(2, dtype=np.bool_)[None], n_negatives=5)
-    assert np.isfinite(loss)
-    assert loss > 100
-    assert all(np.isfinite(grad).all() for grad in grads)
-
-
-def test_windows_respect_reach_runs_and_padding() -> None:
-    runs = np.array([[4, 4, 4, 5, 5, -1, -1]], np.int32)
-    got = windows(runs, np.array([[1, 1, 2, 9, 1, 9, 9]]))[0]
-    pairs = [tuple(pair) for pair in np.argwhere(got).tolist()]
-    assert pairs == [(0, 1), (1, 0), (1, 2), (2, 0), (2, 1), (3, 4), (4, 3)]
-
-
 def test_a_pass_covers_the_trained_text_once_and_nothing_held_out(planted: Corpus) -> None:
     text = PassText(planted, seed=3, settings=SMALL)
     real = text.runs >= 0
@@ -97,21 +81,6 @@ def test_a_pass_covers_the_trained_text_once_and_nothing_held_out(planted: Corpu
     held_out_runs = set(planted.runs[planted.held_out].tolist())
     assert held_out_runs
     assert not held_out_runs & set(text.runs[real].tolist())
-
-
-def test_the_held_out_text_is_the_rest_of_it(planted: Corpus) -> None:
-    text = PassText(planted, seed=3, held_out=True, settings=SMALL)
-    real = text.runs >= 0
-    assert np.sort(text.tokens[real]).tolist() == np.sort(planted.tokens[planted.held_out]).tolist()
-    assert set(text.runs[real].tolist()) == set(planted.runs[planted.held_out].tolist())
-
-
-def test_subsampling_drops_frequent_words_and_keeps_rare_ones() -> None:
-    corpus = build([["often"] * 900 + [f"rare{i}" for i in range(100)]])
-    text = PassText(corpus, seed=0, settings=Settings(subsample=1e-3, block=8))
-    kept = text.tokens[text.runs >= 0]
-    assert int((kept == hash_ids(["often"])[0]).sum()) < 100  # 900 * sqrt(1e-3 / 0.9) = 30 expected
-    assert np.unique(kept).size == 101
 
 
 def test_trainers_shares_are_disjoint_and_cover_the_pass(planted: Corpus) -> None:
@@ -139,15 +108,6 @@ def test_batches_repeat_for_one_seed_and_differ_between_passes_and_seeds(planted
         assert np.array_equal(one, other)
     assert not np.array_equal(base.tokens, first(1, 1).tokens)
     assert not np.array_equal(base.negatives, first(2, 0).negatives)
-
-
-def test_negatives_follow_the_three_quarter_power_of_trained_counts() -> None:
-    corpus = build([["a"] * 160 + ["b"] * 10])
-    text = PassText(corpus, seed=0, settings=Settings(subsample=1.0, block=2, block_negatives=300, batch_blocks=100, least_batches=1))
-    drawn = text.batch(0).negatives
-    assert drawn.shape == (len(text.tokens), 300)
-    share_of_b = float((drawn == hash_ids(["b"])[0]).mean())
-    assert share_of_b == pytest.approx(1 / 9, abs=0.01)  # 16 ** 0.75 = 8 to 1
 
 
 def test_a_step_pulls_and_pushes_each_row_once_with_its_summed_gradient(planted: Corpus) -> None:
@@ -178,19 +138,6 @@ def test_a_step_pulls_and_pushes_each_row_once_with_its_summed_gradient(planted:
         np.testing.assert_allclose(pushed[table][1], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_local_rows_apply_rowwise_adagrad() -> None:
-    rows = LocalRows(np.array([-7, 2, 30]), seed=1)
-    before = rows.pull({WORD_IN: np.array([30, -7])})[WORD_IN]
-    grad = np.linspace(-1, 1, 32, dtype=np.float32)[None]
-    for _ in range(2):
-        rows.push({WORD_IN: (np.array([30]), grad)})
-    after = rows.pull({WORD_IN: np.array([30, -7])})[WORD_IN]
-    scale = np.sqrt(np.square(grad.astype(np.float64)).mean())
-    moved = OPTIMIZER.defaults()["lr"] * grad[0] * (1 / scale + 1 / (scale * np.sqrt(2)))
-    np.testing.assert_allclose(before[0] - after[0], moved, rtol=1e-4, atol=1e-6)
-    assert np.array_equal(before[1], after[1])
-
-
 def test_two_trainers_on_shared_rows_learn_the_planted_groups(planted: Corpus) -> None:
     settings = Settings(window=2, subsample=1.0, block=16, block_negatives=16, batch_blocks=16, least_batches=1)
     rows = LocalRows(planted.ids, seed=0)
@@ -215,24 +162,3 @@ def test_training_on_local_rows_repeats_bit_for_bit(planted: Corpus) -> None:
     first = steps()
     assert first == steps()
     assert first[-1].loss < first[0].loss
-
-
-def test_measuring_pushes_nothing_and_is_the_same_for_every_caller(planted: Corpus) -> None:
-    one, two = (PassText(planted, seed=9, held_out=True, settings=SMALL) for _ in range(2))
-    rows = Recorder(LocalRows(planted.ids, seed=0))
-    assert held_out_loss(rows, one) == held_out_loss(rows, two)
-    neighbours(rows, planted, ["g0_0"])
-    assert not rows.pushed
-
-
-def test_a_text_without_held_out_words_has_no_loss() -> None:
-    corpus = build([["a", "b"]])
-    assert np.isnan(held_out_loss(LocalRows(corpus.ids, seed=0), PassText(corpus, seed=0, held_out=True)))
-
-
-def test_a_short_text_is_cut_into_many_batches_that_are_smaller_then() -> None:
-    corpus = build([["a", "b", "c", "d"] * 200])
-    text = PassText(corpus, seed=0, settings=Settings(subsample=1.0, block=4, batch_blocks=256, least_batches=20))
-    assert 20 <= text.n_batches <= 25
-    words = sum(int(text.batch(number).tokens.size) for number in range(text.n_batches))
-    assert words == text.tokens.size

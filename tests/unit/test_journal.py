@@ -11,21 +11,6 @@ from tests.unit.journal_disk import FaultyOs, payloads, put, system
 __all__ = ["system"]  # the fixture
 
 
-def test_what_was_committed_is_read_back_by_this_process_and_the_next(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "a" / "b", "fsync")
-    put(journal, b"one", b"", b"three")
-    journal.append([b"fo", memoryview(b"ur")])
-    assert payloads(journal) == [b"one", b"", b"three"]
-    journal.commit()
-    assert payloads(journal) == [b"one", b"", b"three", b"four"]
-    journal.close()
-    again = Journal(tmp_path / "a" / "b", "fsync")
-    assert payloads(again) == [b"one", b"", b"three", b"four"]
-    put(again, b"five")
-    assert payloads(again)[-1] == b"five"
-    again.close()
-
-
 def test_reading_begins_at_any_position_that_was_returned(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "os", segment_bytes=200)
     wanted = [bytes([65 + i]) * 30 for i in range(12)]
@@ -102,14 +87,6 @@ def test_durability_os_never_syncs(tmp_path: Path, system: FaultyOs) -> None:
 def test_another_durability_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="'none'"):
         Journal(tmp_path, "none")
-
-
-def test_many_pieces_are_more_than_one_call(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, "os")
-    journal.append([bytes([i % 256]) for i in range(3000)])
-    journal.commit()
-    assert payloads(journal) == [bytes(i % 256 for i in range(3000))]
-    journal.close()
 
 
 def test_an_older_owner_that_lives_on_can_neither_be_read_nor_begin_a_segment(tmp_path: Path) -> None:

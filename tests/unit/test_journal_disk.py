@@ -31,22 +31,6 @@ def test_the_segment_of_a_position_that_a_failed_sync_moved_stays(tmp_path: Path
     journal.close()
 
 
-@pytest.mark.parametrize("room", [0, 1, 39, 40, 45])
-def test_a_full_disk_leaves_the_journal_usable_and_nothing_half_written(tmp_path: Path, system: FaultyOs, room: int) -> None:
-    journal = Journal(tmp_path, "fsync")
-    put(journal, b"one")
-    size = last_file(tmp_path).stat().st_size
-    system.room = room
-    with pytest.raises(JournalFullError, match="No space left on device"):
-        journal.append([b"x" * 100])
-    assert last_file(tmp_path).stat().st_size == size
-    assert payloads(journal) == [b"one"]
-    system.room = None
-    put(journal, b"two")
-    assert payloads(journal) == [b"one", b"two"]
-    journal.close()
-
-
 def test_a_disk_that_is_full_when_a_segment_must_begin_leaves_no_file_behind(tmp_path: Path, system: FaultyOs) -> None:
     journal = Journal(tmp_path, "fsync", segment_bytes=100)
     put(journal, b"x" * 60)
@@ -97,25 +81,6 @@ def test_after_a_failed_sync_the_entries_are_written_again_to_a_new_segment(tmp_
         again = Journal(tmp_path, "fsync")
         assert payloads(again) == [b"one", b"two", b"three"]
         again.close()
-
-
-def test_a_commit_that_fails_for_good_can_be_tried_again(tmp_path: Path, system: FaultyOs) -> None:
-    journal = Journal(tmp_path, "fsync")
-    put(journal, b"one")
-    journal.append([b"two"])
-    system.fail_syncs = True
-    for _ in range(3):
-        with pytest.raises(JournalFullError, match="Input/output error"):
-            journal.commit()
-        assert payloads(journal) == [b"one"]
-    with pytest.raises(JournalFullError):
-        journal.append([b"three"])
-    assert len(list(tmp_path.iterdir())) == 1
-    system.fail_syncs = False
-    journal.commit()
-    put(journal, b"four")
-    assert payloads(journal) == [b"one", b"two", b"four"]
-    journal.close()
 
 
 @pytest.mark.parametrize(("syncs", "room"), [([True, False], HEADER_SIZE + 10), ([True, False, True], None), ([True, True], None)])

@@ -62,17 +62,6 @@ def test_what_was_found_stays_good_whatever_happens_to_the_index(steps: list[tup
     assert dict(zip(found_ids.tolist(), versions.tolist(), strict=True)) == model
 
 
-def test_more_ids_than_one_block_are_found_and_set_like_few() -> None:
-    index, ids = RowIndex(), _spread(0, 200_000)
-    index.set_at(index.find(ids), 7)
-    found = index.find(ids)
-    index.set_at(found, 8)
-    assert (index.at(found) == 8).all()
-    assert (index.get(ids) == 8).all()
-    assert len(index) == len(ids)
-    assert index.size_bytes <= 24 * len(index)
-
-
 @pytest.mark.parametrize("few", [0, 10, 1 << 30])
 def test_crowded_buckets_are_searched_to_their_end_one_by_one_and_several_at_once(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows whose bucket is the last or the one before it run over into the first ones, some of them after rows of those."""
@@ -95,16 +84,6 @@ def test_crowded_buckets_are_searched_to_their_end_one_by_one_and_several_at_onc
     index.set_at(found, 3)
     assert (index.at(found) == 3).all()
     assert len(index) == len(crowd)
-
-
-def test_growth_keeps_every_row() -> None:
-    index, ids = RowIndex(), np.random.default_rng(5).permutation(50_000).astype(np.uint64) * np.uint64(2**40)
-    for start in range(0, len(ids), 777):
-        index.put(ids[start : start + 777], ids[start : start + 777] + np.uint64(1))
-    assert len(index) == 50_000
-    assert (index.get(ids) == ids + np.uint64(1)).all()
-    assert not index.get(ids + np.uint64(1)).any()
-    assert index.size_bytes <= 16 * 2**17
 
 
 def test_erased_places_are_used_again() -> None:
