@@ -24,7 +24,7 @@ KINDS = {"redis": "redis-server", "memcached": "memcached", "redis-cluster": "re
 NODES = {"redis": 2, "redis-cluster": 3}
 
 
-@pytest.fixture(params=["redis", "redis-cluster", pytest.param("memcached", marks=pytest.mark.full)])
+@pytest.fixture(params=one_of("redis", "redis-cluster", "memcached"))
 def local(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
     require_server(KINDS[request.param])
     with LocalCluster(request.param, 3, shards=3, memory_mb=64) as made:
@@ -38,7 +38,7 @@ def test_the_slots_of_a_shard_go_to_the_others_and_come_back_while_rows_are_push
         moves = ShardMoves(local.url)
         try:
             thirds = equal_runs(3)
-            for owners in (np.where(thirds == 2, equal_runs(32) % 2, thirds), thirds, np.full(N_SLOTS, 1), thirds):
+            for owners in (np.where(thirds == 2, equal_runs(32) % 2, thirds), np.full(N_SLOTS, 1), thirds):
                 before = load.n_steps
                 serial = moves.begin(owners).serial
                 now = moves.wait()
@@ -62,7 +62,7 @@ def test_the_slots_of_a_shard_go_to_the_others_and_come_back_between_two_steps_o
         trainers = [HastyTrainer(local.url, "h", seed) for seed in (1, 2)]
         moves, thirds = ShardMoves(local.url), equal_runs(3)
         try:
-            for owners in (np.where(thirds == 2, equal_runs(32) % 2, thirds), thirds, np.full(N_SLOTS, 1), thirds):
+            for owners in (np.where(thirds == 2, equal_runs(32) % 2, thirds), np.full(N_SLOTS, 1), thirds):
                 moves.begin(owners)
                 now = moves.wait()
                 assert (now.slot_shards == owners).all()

@@ -411,7 +411,7 @@ os._exit(0)
 
 def test_forked_children_pull_whatever_other_threads_of_the_parent_were_doing(local_cluster: LocalCluster, cluster: Cluster) -> None:
     table = new_table(cluster, initializer=kvemb.init.normal())
-    command = [sys.executable, "-c", FORKS_UNDER_LOAD, local_cluster.url, table.name, "100"]
+    command = [sys.executable, "-c", FORKS_UNDER_LOAD, local_cluster.url, table.name, "30"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -23,6 +23,11 @@ ODD: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvemb.checkpoint.checkpoint_storage._PAUSES_S", (0.0,))
+
+
 @pytest.fixture(params=list(ODD))
 def replaced(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Callable[[Path], None]]:
     """A folder with two checkpoints, and what puts something odd in the place of a file."""

@@ -77,7 +77,7 @@ def test_damaged_copies_are_passed_over_and_named_as_long_as_one_is_good(caplog:
 def test_a_registry_of_another_release_is_refused_and_not_passed_over() -> None:
     good = encode_registry(3, [])
     assert newest_registry([b"junk", good])[:2] == (3, {})
-    with pytest.raises(ProtocolError, match=r"node b:1.*same kvemb release"):
+    with pytest.raises(ProtocolError, match=r"node b:1.*not a table registry of this release"):
         newest_registry([good, msgpack.packb(["kvemb-tables", 2, 9, []])], ["node a:1", "node b:1"])
 
 
