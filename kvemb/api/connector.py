@@ -97,7 +97,8 @@ def connect(
     Raises:
         InvalidInputError: an option is out of range, or would have no effect.
         ConfigError: kvemb.yaml is wrong, or the servers were started with another one.
-        ShardUnavailableError, StorageError: naming the shard or node, within the timeout.
+        ShardUnavailableError, StorageError: naming shard 0 or the node, within the timeout. Another shard that is away is named in the log:
+            pulls go on, and pushes wait for it, as they do for one that goes away later.
 
     Example: see `kvemb`.
     """

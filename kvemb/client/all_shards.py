@@ -3,6 +3,7 @@
 Not fork-safe, and it says so: gRPC's threads and sockets do not exist in a forked child.
 """
 
+import logging
 import os
 import threading
 import time
@@ -14,7 +15,15 @@ from typing import Protocol, TypeVar
 from kvemb.client.shard_channel import ShardChannel
 from kvemb.config import Config, ServersConfig
 from kvemb.coordination.map_copies import decode_map
-from kvemb.errors import ClosedError, ConfigError, ParameterServerError, SlotsMovedError, StorageError
+from kvemb.errors import (
+    ClosedError,
+    ConfigError,
+    ParameterServerError,
+    ShardStartingError,
+    ShardUnavailableError,
+    SlotsMovedError,
+    StorageError,
+)
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_config import TlsConfig
 from kvemb.net.tls_files import TlsFiles
@@ -26,6 +35,7 @@ from kvemb.schema.cluster_map import ClusterMap
 
 _LOOK_S, _LOOK_TIMEOUT_S = 0.02, 2.0
 M = TypeVar("M", bound=Message)
+log = logging.getLogger("kvemb")
 
 
 class MapReader(MapSource, Protocol):
@@ -119,23 +129,31 @@ class AllShards:
             self._maps.refresh_map(deadline)
 
     def describe(self, config: Config, deadline: Deadline) -> DescribeReply:
-        """Ask every shard to describe itself; return shard 0's answer.
+        """Ask every shard to describe itself; return shard 0's answer. Another one that is away is named in the log: pulls go on.
 
         Raises:
             ConfigError: an address answers as another shard, or another cluster.
-            ShardUnavailableError: a shard did not answer.
+            ShardUnavailableError: shard 0 did not answer, or a shard is starting.
         """
         channels = self.channels
-        replies = self.call_each("Describe", dict.fromkeys(channels, Empty()), DescribeReply, deadline)
+        replies = self.try_each("Describe", dict.fromkeys(channels, Empty()), DescribeReply, deadline)
+        first = replies[0]
+        if isinstance(first, Exception):
+            raise first
         for shard, reply in replies.items():
+            if isinstance(reply, ShardUnavailableError) and not isinstance(reply, ShardStartingError):
+                log.warning("connected without a shard that is away; pulls go on, and pushes wait for it: %s", reply)
+                continue
+            if isinstance(reply, Exception):
+                raise reply
             got = (reply.cluster, reply.shard, reply.cluster_id, reply.mode)
-            expected = (config.cluster, shard, replies[0].cluster_id, config.servers.mode)
+            expected = (config.cluster, shard, first.cluster_id, config.servers.mode)
             if got != expected:
                 raise ConfigError(
                     f"{channels[shard]}: answers as (cluster, shard, cluster id, mode) {got!r}, expected {expected!r}. "
                     "Start the shards and connect with the same kvemb.yaml."
                 )
-        return replies[0]
+        return first
 
     def call(self, shard: int, method: str, request: Message, reply_type: type[M], deadline: Deadline) -> M:
         """Call one shard; see `ShardChannel.call`."""

@@ -9,7 +9,7 @@ from kvemb.client.all_shards import AllShards, require_one_cluster
 from kvemb.client.push_session import PushSession
 from kvemb.client.shard_client import ShardClient
 from kvemb.config import Config
-from kvemb.errors import ShardStartingError
+from kvemb.errors import ShardStartingError, ShardUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_probe import own_uris
 from kvemb.protocol.messages import DescribeReply
@@ -29,7 +29,7 @@ def open_shards(config: Config, trainer: str | None, store: Store, deadline: Dea
         deadline: of all of it.
 
     Raises:
-        ConfigError, ShardUnavailableError, StorageError, ParameterServerError: nothing stays connected but the store,
+        ConfigError, ShardUnavailableError (of shard 0), StorageError, ParameterServerError: nothing stays connected but the store,
             which the caller closes.
     """
     sync = config.servers.mode == "sync"
@@ -63,6 +63,8 @@ def _described(servers: AllShards, config: Config, deadline: Deadline) -> tuple[
             if time.monotonic() - begun_s >= config.servers.away_timeout_s:
                 raise
             deadline = Deadline.after(deadline.timeout_s)
+        except ShardUnavailableError as error:
+            raise ShardUnavailableError(f"{error} A program that only pulls needs no shard: connect with read_only=True.") from error
 
 
 def _drawn_name(config: Config) -> str:

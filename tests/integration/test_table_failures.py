@@ -47,7 +47,7 @@ def test_a_node_that_is_down_or_hangs_is_named_within_the_deadline(own_cluster: 
         assert status.nodes_error or any(node.error for node in status.nodes) or len(status.nodes) < NODES[own_cluster.store]
 
 
-def test_a_shard_that_is_down_is_named_and_its_restart_mends_the_client() -> None:
+def test_a_shard_that_is_down_is_named_and_its_restart_mends_the_client(caplog: pytest.LogCaptureFixture) -> None:
     with LocalCluster("valkey", 1, shards=2) as local, kvemb.connect(local.url) as cluster:
         table = new_table(cluster)
         ids = ids_of(100)
@@ -60,8 +60,13 @@ def test_a_shard_that_is_down_is_named_and_its_restart_mends_the_client() -> Non
                 call()
         assert (table.pull(ids).shape) == (100, 4)
         assert [bool(shard.error) for shard in cluster.status(timeout_s=0.5).shards] == [False, True]
-        with pytest.raises(ShardUnavailableError, match="shard 1"):
+        with kvemb.connect(local.url, timeout_s=0.5) as another:
+            assert another.table(table.name).pull(ids).shape == (100, 4)
+        assert "connected without a shard that is away; pulls go on, and pushes wait for it: shard 1" in caplog.text
+        local.shards[0].stop(30)
+        with pytest.raises(ShardUnavailableError, match=r"shard 0 .* only pulls needs no shard: connect with read_only=True"):
             kvemb.connect(local.url, timeout_s=0.5)
+        local.start_shard(0)
         local.start_shard(1)
         table.flush()
         assert (table.pull(ids) == -2).all()
