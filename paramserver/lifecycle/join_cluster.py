@@ -137,6 +137,9 @@ def _try_to_join(store: Store, data: DataDir, shard: int, n_shards: int, name: s
         markers, wrong = store.open(Deadline.after(timeout_s)), error  # whose are they? nothing is done with them
     except (NotProvisionedError, NodeLostError) as error:
         if shard != 0 or not _may_provision(error, data):
+            if isinstance(error, NotProvisionedError) and data.read(CLUSTER) is not None:
+                mend = "For a new cluster name another, empty folder in kvemb.yaml (parameter_servers.data_dir)."
+                raise NotProvisionedError(f"{error} The data folder {data.path} is an older cluster's. {mend}") from error
             raise
         _provision(store, data, n_shards, timeout_s)
         markers = store.open(Deadline.after(timeout_s))

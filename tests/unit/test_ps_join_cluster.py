@@ -146,6 +146,8 @@ def test_a_folder_and_nodes_of_an_earlier_release_are_told_by_the_markers(folder
         memory_node(node).put(MARKER_KEY, msgpack.packb(["kvemb-marker", 3, cluster_id, index, b"lifetime", 0, 0, ""]))
     with pytest.raises(WrongNodeError, match="its marker has format 3, this release of kvemb reads 5 and 6"):
         join(nodes, data)
+    with pytest.raises(NotProvisionedError, match=r"The data folder .* is an older cluster's. .* \(parameter_servers.data_dir\)"):
+        join(addresses(), data)  # the checkpoint's new nodes, and the old folder
 
 
 def test_one_process_per_data_folder(folder: Folder, tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ from releases import PATIENCE_S
 
 import kvemb
 from kvemb.cli import main
+from kvemb.errors import MessageError
 from kvemb.local_cluster.processes import LocalProcess, python_env
 from kvemb.local_cluster.storage_servers import start_servers
 from kvemb.net.deadline import Deadline
+from kvemb.protocol import message_format
 
 LATER = str(Path(__file__).with_name("next_release.py"))
 WAY = (
@@ -59,6 +61,22 @@ def test_another_format_of_anything_is_refused_with_the_way_on_and_changes_nothi
         running.start_shard(shard)
     with kvemb.connect(running.url) as client:
         assert rows_of(client) == facts(folder)["rows"]
+
+
+def test_another_protocol_is_refused_with_a_typed_error_on_either_side(
+    cluster: tuple[KeptCluster, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, _ = cluster
+    with kvemb.connect(running.url, trainer="golden") as client:
+        client.flush()
+        monkeypatch.setattr(message_format, "PROTOCOL_VERSION", 2)
+        with pytest.raises(MessageError, match=r"protocol version 1, expected 2: .* Install one release for all of them"):
+            kvemb.connect(running.url, trainer="later")
+        with pytest.raises(MessageError, match="protocol version 1, expected 2"):
+            client.push({"user": ([3], [[1.0] * 4])}).wait(timeout_s=30)
+        monkeypatch.undo()
+    with kvemb.connect(running.url, trainer="golden") as client:  # install one release for all of them
+        client.push({"user": ([3], [[1.0] * 4])}).wait_applied(timeout_s=30)
 
 
 def reads(name: str) -> list[int]:

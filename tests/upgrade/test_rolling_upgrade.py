@@ -122,12 +122,13 @@ def test_a_cluster_is_upgraded_and_goes_back_part_by_part(
             in_this_mixture()
         new.done("save", config, (tmp_path / "saved-by-new").as_uri())
 
-        for trainer in (0, 1):  # and back
-            running.exchange(trainer, old)
-        cluster.exchange_shard(0, old)
+        cluster.exchange_shard(0, old)  # and back, shards first this time
         in_this_mixture()
         new.done("shards", "rebalance", config, "--yes")
         cluster.exchange_shard(1, old)
+        in_this_mixture()
+        for trainer in (0, 1):
+            running.exchange(trainer, old)
         in_this_mixture()
         running.judge()
     new.done("verify", (tmp_path / "saved-by-old").as_uri())
