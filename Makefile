@@ -22,7 +22,9 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PY := .venv/bin/python
 
-.PHONY: help docs diagrams demo test test-all chaos fuzz libraries frameworks compose-test lint format types bench bench-peers setup clean
+NOTEBOOKS := $(wildcard docs/tutorials/*.ipynb)
+
+.PHONY: help docs diagrams demo test test-all chaos fuzz libraries frameworks notebooks compose-test lint format types bench bench-peers setup clean
 
 help:
 	@echo 'make demo     train skip-gram embeddings on a real local cluster (under 2 minutes)'
@@ -33,6 +35,7 @@ help:
 	@echo 'make libraries   tests beside torchfm, deepctr-torch, Lightning and others (docs/your-library.md; installs them into .libraries)'
 	@echo 'make chart    the tests of the Helm chart, which need helm and others (400 MB in .chart-tools); `make test` skips them without'
 	@echo 'make frameworks  tests beside Keras on each backend, TensorFlow and JAX (docs/frameworks.md; installs them into .frameworks)'
+	@echo 'make notebooks   run docs/tutorials, and keep what they print and draw in them'
 	@echo 'make compose-test   the cluster of docker-compose.yml in containers: faults, growth (needs a Docker engine)'
 	@echo 'make docs     build the site of docs/ into .docs/site; a warning or a dead link is an error'
 	@echo 'make diagrams draws the pictures of docs/diagrams anew (needs Graphviz)'
@@ -70,6 +73,10 @@ libraries: setup
 frameworks: setup
 	@sh scripts/servers.sh
 	@bash scripts/frameworks.sh $(ARGS)
+
+notebooks: setup
+	@bash scripts/frameworks.sh --install
+	@PYTHONPATH=$(CURDIR)/.frameworks TF_CPP_MIN_LOG_LEVEL=3 TF_ENABLE_ONEDNN_OPTS=0 $(PY) scripts/notebooks.py $(NOTEBOOKS)
 
 chart: setup
 	@bash scripts/chart-tools.sh

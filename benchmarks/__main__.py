@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME] [options]`: run one question, or those that make up `make bench` with their defaults."""
+"""`python -m benchmarks [NAME] [options]`: run one question, or those that make up `make bench` with their defaults; or draw pictures."""
 
 import argparse
 import inspect
@@ -23,7 +23,7 @@ from benchmarks import (
     scale,
     train,
 )
-from benchmarks.report import Report, as_text, this_command, write_json
+from benchmarks.report import Report, as_text, load_average, this_command, write_json
 from kvemb.errors import KvembError
 
 
@@ -57,6 +57,9 @@ BY_NAME_ONLY = ("dlrm", "elastic", "frameworks")
 """Left out when no name is given: they take minutes of their own, and all others together are to take less than fifteen."""
 
 
+PLOT = "plot"
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Benchmarks of kvemb beside its peers, on real servers.")
@@ -67,6 +70,9 @@ def build_parser() -> argparse.ArgumentParser:
         sub = names.add_parser(name, help=about.splitlines()[0], description=about)
         benchmark.add_arguments(sub)
         sub.add_argument("--json", type=Path, metavar="FILE", help="also write the report there")
+    drawing = names.add_parser(PLOT, help="Draw the pictures of docs/benchmarks.md from reports that were written by --json.")
+    drawing.add_argument("--results", type=Path, default=Path("benchmarks/results"), metavar="DIR", help="of reports (benchmarks/results)")
+    drawing.add_argument("--out", type=Path, default=Path("docs/pictures"), metavar="DIR", help="of pictures (docs/pictures)")
     return parser
 
 
@@ -74,10 +80,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line asks for; return the exit code."""
     parser = build_parser()
     options = parser.parse_args(arguments)
+    if options.name == PLOT:
+        from benchmarks.plot import plot
+
+        return plot(options)
     chosen = [options] if options.name else [parser.parse_args([name]) for name in BENCHMARKS if name not in BY_NAME_ONLY]
     for one in chosen:
         try:
-            report = BENCHMARKS[one.name].run(one).to_dict(this_command())
+            load = load_average()
+            report = BENCHMARKS[one.name].run(one).to_dict(this_command(), load)
         except KvembError as error:
             print(f"benchmarks {one.name}: {error}", file=sys.stderr)
             return 1

@@ -4,10 +4,10 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from benchmarks.elastic_losses import check_losses
-from benchmarks.elastic_moves import N_SHARDS, Change, ElasticCluster, Move
+from benchmarks.elastic_moves import N_SHARDS, Change, ElasticCluster, Move, longest_steps
 from benchmarks.measure import Spread
 from benchmarks.options import positive, whole
-from benchmarks.report import Line, Report, Section
+from benchmarks.report import Line, Report, Section, Series
 
 STORES = ("redis", "valkey", "memcached", "redis-cluster")
 NODES, SHARDS, LOSSES = PARTS = ("nodes", "shards", "losses")
@@ -56,15 +56,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _measure(store: str, options: argparse.Namespace, parts: Sequence[str], versions: dict[str, str]) -> list[Section]:
-    rounds: dict[str, Callable[[ElasticCluster, int], list[Line]]] = {NODES: _rounds_of_nodes, SHARDS: _rounds_of_shards}
+    rounds: dict[str, Callable[[ElasticCluster, int], tuple[list[Line], Series]]] = {NODES: _rounds_of_nodes, SHARDS: _rounds_of_shards}
     with ElasticCluster(store, options) as it:
         versions[f"{store} server"] = it.opened.status().nodes[0].server
         settings = {"dim": options.dim, "record_bytes": it.table.definition.record.size_bytes, "rows": options.rows}
         settings |= {"batch": options.batch, "trainers": options.trainers, "shards": N_SHARDS, "repeats": options.repeats}
-        return [Section({"store": store, "part": part, **settings}, lines=rounds[part](it, options.repeats)) for part in parts]
+        sections = []
+        for part in parts:
+            lines, waits = rounds[part](it, options.repeats)
+            sections.append(Section({"store": store, "part": part, **settings}, lines=lines, series=[waits]))
+    return sections
 
 
-def _rounds_of_nodes(it: ElasticCluster, repeats: int) -> list[Line]:
+def _rounds_of_nodes(it: ElasticCluster, repeats: int) -> tuple[list[Line], Series]:
     joins, leaves, moves, repairs = [], [], [], []
     for _ in range(repeats):
         with it.further_node() as third, it.load() as trainers:
@@ -77,15 +81,16 @@ def _rounds_of_nodes(it: ElasticCluster, repeats: int) -> list[Line]:
         it.check()
     ratio = Spread.of([move.rows_per_s / repair for move, repair in zip(moves, repairs, strict=True)])
     speeds: Figures = {"k rows/s": _speed(moves), "/ repair": ratio, "target": f"/ repair >= {LEAST_SPEED}"}
-    return [
+    lines = [
         Line(f"{it.n_nodes} -> {it.n_nodes + 1} nodes", _under_load(joins)),
         Line(f"{it.n_nodes + 1} -> {it.n_nodes} nodes", _under_load(leaves)),
         Line("a node joins, no load", speeds),
         Line("a node is repaired, no load", {"k rows/s": Spread.of([one / 1e3 for one in repairs])}),
     ]
+    return lines, longest_steps({"a node joins": joins[-1], "it leaves": leaves[-1]})
 
 
-def _rounds_of_shards(it: ElasticCluster, repeats: int) -> list[Line]:
+def _rounds_of_shards(it: ElasticCluster, repeats: int) -> tuple[list[Line], Series]:
     joins, leaves, alone_joins, alone_leaves = [], [], [], []
     for _ in range(repeats):
         with it.further_shard() as third, it.load() as trainers:
@@ -95,12 +100,13 @@ def _rounds_of_shards(it: ElasticCluster, repeats: int) -> list[Line]:
             alone_joins.append(it.alone(it.opened.shards.add(third)))
             alone_leaves.append(it.alone(it.opened.shards.remove(third)))
         it.check()
-    return [
+    lines = [
         Line("2 -> 3 shards", {**_under_load(joins), **_index([one.move for one in joins])}),
         Line("3 -> 2 shards", {**_under_load(leaves), **_index([one.move for one in leaves])}),
         Line("a shard joins, no load", {"k rows/s": _speed(alone_joins), **_index(alone_joins)}),
         Line("a shard leaves, no load", {"k rows/s": _speed(alone_leaves), **_index(alone_leaves)}),
     ]
+    return lines, longest_steps({"a shard joins": joins[-1], "it leaves": leaves[-1]})
 
 
 def _under_load(rounds: Sequence[Change]) -> Figures:

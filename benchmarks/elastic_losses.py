@@ -7,7 +7,7 @@ import numpy as np
 
 import kvemb
 from benchmarks.deepfm import example, steps_of
-from benchmarks.elastic_moves import N_NODES, N_SHARDS, further_node, further_shard
+from benchmarks.elastic_moves import N_NODES, N_SHARDS, further_shard
 from kvemb.api import Cluster
 from kvemb.local_cluster import LocalCluster
 
@@ -50,7 +50,7 @@ def _losses(store: str, batches: Sequence[object], n_steps: int, *, changed: boo
             train(n_steps)
             return losses
         train(n_steps // 4)
-        for begin in _changes(stack, cluster, opened):
+        for begin in _changes(cluster, opened):
             serial = opened.nodes.state().map.serial
             begin()
             train(n_steps // 4)
@@ -61,10 +61,10 @@ def _losses(store: str, batches: Sequence[object], n_steps: int, *, changed: boo
     return losses
 
 
-def _changes(stack: ExitStack, cluster: LocalCluster, opened: Cluster) -> Iterator[Callable[[], object]]:
+def _changes(cluster: LocalCluster, opened: Cluster) -> Iterator[Callable[[], object]]:
     """What begins three changes of nodes, and two of shards; each to be called when the one before is done."""
     nodes, shards, first = opened.nodes, opened.shards, cluster.servers[0].address
-    third, fourth = (further_node(stack, cluster).address for _ in range(2))
+    third, fourth = (cluster.start_node().address for _ in range(2))
     yield lambda: nodes.begin(nodes.add(third))
     yield lambda: nodes.begin(nodes.remove(first))
     yield lambda: nodes.begin(nodes.exchange(third, fourth))

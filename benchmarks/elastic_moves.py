@@ -2,7 +2,7 @@
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +13,10 @@ import kvemb
 from benchmarks.apply_load import TIMEOUT_S
 from benchmarks.elastic_load import Trainers, Window, check_counts, fill
 from benchmarks.recovery_steps import watch_repair
+from benchmarks.report import Series
 from kvemb.client.slot_moves import INDEX_BYTES
 from kvemb.local_cluster import LocalCluster
-from kvemb.local_cluster.processes import accepts, free_ports
-from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer
+from kvemb.local_cluster.processes import free_ports
 from kvemb.net.deadline import Deadline
 from kvemb.schema.move_plan import SHARDS
 from kvemb.schema.slot_dealing import SlotPlan
@@ -27,6 +27,7 @@ N_NODES, N_SHARDS = 2, 2
 TABLE = "elastic"
 _OPEN_S = 20.0
 _CLUSTER = "redis-cluster"
+_POINT_S = 0.05  # of a picture: its longest step
 Plan = SlotPlan[Any]
 
 
@@ -82,6 +83,19 @@ class Change:
     def throughput(self) -> float:
         """Steps per second while slots moved / before."""
         return self.meanwhile.steps_per_s / self.before.steps_per_s
+
+
+def longest_steps(changes: Mapping[str, Change]) -> Series:
+    """The longest step of any trainer in every twentieth of a second, from before the first of some changes to the end of the last."""
+    start_s = next(iter(changes.values())).before.start_s
+    windows = [window for change in changes.values() for window in (change.before, change.meanwhile)]
+    times = np.concatenate([steps for window in windows for steps in window.steps])
+    longest_ms: dict[int, float] = {}
+    for point, ms in zip(((times[:, 1] - start_s) // _POINT_S).astype(int).tolist(), (np.diff(times)[:, 0] * 1e3).tolist(), strict=True):
+        longest_ms[point] = max(ms, longest_ms.get(point, 0.0))
+    points = [(round(point * _POINT_S, 2), round(ms, 1)) for point, ms in sorted(longest_ms.items())]
+    spans = [(name, round(one.meanwhile.start_s - start_s, 2), round(one.meanwhile.end_s - start_s, 2)) for name, one in changes.items()]
+    return Series("longest step, ms", points, spans)
 
 
 class ElasticCluster:
@@ -153,7 +167,7 @@ class ElasticCluster:
     @contextmanager
     def further_node(self) -> Iterator[str]:
         """The address of a server that is none of the cluster's yet, nor afterwards."""
-        server = further_node(self._stack, self.cluster)
+        server = self.cluster.start_node()
         yield server.address
         server.process.kill()
 
@@ -182,14 +196,6 @@ class ElasticCluster:
         finally:
             store.close()
         return n_rows / seconds
-
-
-def further_node(stack: ExitStack, cluster: LocalCluster) -> StorageServer:
-    """A server that is none of the cluster's yet."""
-    server = StorageServer(cluster.store, free_ports(1)[0], cluster.folder, 1024)
-    stack.callback(lambda: server.process.kill())
-    server.process.wait_until(lambda: accepts(server.port), Deadline.after(START_TIMEOUT_S))
-    return server
 
 
 def further_shard(cluster: LocalCluster, number: int) -> str:

@@ -32,6 +32,21 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Series:
+    """What happened over time, for a picture (`python -m benchmarks plot`); tables leave it out.
+
+    Args:
+        name: of the values, with their unit.
+        points: seconds, value.
+        spans: of what happened meanwhile: its name, begin and end in seconds.
+    """
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    spans: Sequence[tuple[str, float, float]] = ()
+
+
+@dataclass(frozen=True)
 class Section:
     """Figures measured together, under the same settings.
 
@@ -40,12 +55,14 @@ class Section:
         measured: contenders that took turns on the same server, ours first; none where `lines` has everything.
         notes: for the reader, such as peers that were skipped.
         lines: a table with columns of its own.
+        series: over time.
     """
 
     settings: Mapping[str, object]
     measured: Sequence[Measured] = ()
     notes: Sequence[str] = ()
     lines: Sequence[Line] = ()
+    series: Sequence[Series] = ()
 
 
 @dataclass(frozen=True)
@@ -62,13 +79,19 @@ class Report:
     sections: Sequence[Section]
     versions: Mapping[str, str] = field(default_factory=dict)
 
-    def to_dict(self, command: Sequence[str]) -> dict[str, object]:
-        """Plain values, with machine, versions, date and command."""
+    def to_dict(self, command: Sequence[str], load_before: float) -> dict[str, object]:
+        """Plain values, with machine, versions, date and command.
+
+        Args:
+            command: that was run.
+            load_before: `load_average()` when it began, which says what else the machine had to do.
+        """
         return {
             "name": self.name,
             "command": shlex.join(command),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": machine(),
+            "load": {"before": load_before, "after": load_average()},
             "versions": {**package_versions(), **self.versions},
             "sections": [asdict(section) for section in self.sections],
         }
@@ -76,7 +99,7 @@ class Report:
 
 def as_text(report: Mapping[str, object]) -> str:
     """Lay a report's plain values out for a terminal (and, its tables being Markdown, for RESULTS.md)."""
-    lines = [f"{kind}: {_listed(report[kind])}" for kind in ("command", "date", "machine", "versions")]
+    lines = [f"{kind}: {_listed(report[kind])}" for kind in ("command", "date", "machine", "load", "versions")]
     sections = report["sections"]
     assert isinstance(sections, list)
     for section in sections:
@@ -112,6 +135,11 @@ def machine() -> dict[str, object]:
         "kernel": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
     }
+
+
+def load_average() -> float:
+    """Processes that ran or wanted to, in the mean of the last minute."""
+    return round(os.getloadavg()[0], 1)
 
 
 def package_versions() -> dict[str, str]:

@@ -62,6 +62,7 @@ FULL = (
     "tests/torch/test_deepfm_resume.py",
     "tests/torch/test_example_dlrm.py",
     "tests/torch/test_example_two_tower.py",
+    "tests/torch/test_tutorial.py",
     # Optimizers beside those of torch, in whole clusters: tests/parity says it of every rule.
     "tests/torch/test_distribute_equality.py::test_losses_and_rows_are_those_of_the_original_model[memcached-adagrad",
     "tests/torch/test_distribute_equality.py::test_losses_and_rows_are_those_of_the_original_model[memcached-adamw",

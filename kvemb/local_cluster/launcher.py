@@ -16,7 +16,7 @@ import yaml
 from kvemb import interrupts
 from kvemb.config import parse
 from kvemb.errors import ConfigError
-from kvemb.local_cluster.processes import LocalFolder, LocalProcess, free_ports, python_env
+from kvemb.local_cluster.processes import LocalFolder, LocalProcess, accepts, free_ports, python_env
 from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer, start_servers
 from kvemb.net.deadline import Deadline
 from kvemb.stores.storage_kinds import DEFAULT_KIND, KINDS
@@ -89,6 +89,13 @@ class LocalCluster:
     def url(self) -> str:
         """The URL that `kvemb.connect` takes."""
         return self.config_path.as_uri()
+
+    def start_node(self) -> StorageServer:
+        """Start one more storage server, empty, and wait until it listens. It is no node of the cluster until one is made of it."""
+        server = StorageServer(self.store, free_ports(1)[0], self.folder, self._memory_mb)
+        self.servers.append(server)
+        server.process.wait_until(lambda: accepts(server.port), Deadline.after(START_TIMEOUT_S))
+        return server
 
     def start_shard(self, index: int, *options: str) -> LocalProcess:
         """Start (again) one shard, with further options of its command line, and wait until it serves."""
@@ -187,7 +194,8 @@ class LocalCluster:
 
 
 class Local:
-    """A local cluster that is run by a `with` block, which gets its URL, or from `start` to `stop`, as in a notebook.
+    """A local cluster that is run by a `with` block, which gets its URL, or from `start` to `stop`, as in a notebook. While it runs,
+    one may play with it: kill a shard, start it again, start a server more.
 
     Args:
         cluster: not started.
@@ -215,6 +223,18 @@ class Local:
             self._pid = 0
             atexit.unregister(self.stop)
             self._cluster.__exit__(None, None, None)
+
+    def start_node(self) -> str:
+        """Start one more storage server, empty, and return its address: `cluster.nodes.add(address)` plans how it joins."""
+        return self._cluster.start_node().address
+
+    def kill_shard(self, shard: int = 0) -> None:
+        """End a shard as kill -9 does, to see what training makes of it; `start_shard` brings it back."""
+        self._cluster.shards[shard].kill()
+
+    def start_shard(self, shard: int = 0) -> None:
+        """Start a shard that has ended, in its data folder, and wait until it serves. It goes on where its journal ends."""
+        self._cluster.start_shard(shard)
 
     def __enter__(self) -> str:
         return self.start()

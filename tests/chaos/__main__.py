@@ -11,10 +11,12 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks import report as benchmark
 from chaos.catalogue import FAULTS, IDLE_STREAM_S, Fault, Scene, operators_of
 from chaos.cluster import FaultyCluster
 from chaos.ledger import ACKED, StepsApartError, Verdict
@@ -85,6 +87,7 @@ class Chaos:
     def __init__(self, run: LedgerRun, faults: tuple[Fault, ...], seed: int, *, sync: bool = False) -> None:
         self._run, self._faults, self._random, self._sync = run, faults, random.Random(seed), sync
         self.report = Report(seed)
+        self.start_s = time.monotonic()
 
     def play(self, seconds: float) -> None:
         """Inject faults until the time is over. What does not recover ends it, in `report.trouble`."""
@@ -111,6 +114,13 @@ class Chaos:
         for record in self._run.records():
             self._note_stalls(record.times(ACKED))
         return self.report
+
+    def series(self) -> benchmark.Series:
+        """Pushes of all trainers that were acknowledged in each second, with the faults; of a run that is judged."""
+        acked_s = np.concatenate([record.times(ACKED) for record in self._run.records()]) - self.start_s
+        per_second = np.bincount(acked_s[acked_s >= 0].astype(np.int64)).tolist()
+        spans = [(one.name, round(one.start_s - self.start_s, 2), round(one.end_s - self.start_s, 2)) for one in self.report.events]
+        return benchmark.Series("pushes acknowledged per second", list(enumerate(per_second)), spans)
 
     def _draw(self) -> list[Fault]:
         first = self._random.choice(self._faults)
@@ -162,6 +172,17 @@ class Chaos:
             self.report.stalls_s[event.name] = max(longest_s, self.report.stalls_s.get(event.name, 0.0))
 
 
+def write_report(options: argparse.Namespace, chaos: Chaos, load_before: float) -> None:
+    """Write what happened in a run that kept the promise."""
+    report, verdict = chaos.report, chaos.report.verdict
+    assert verdict is not None
+    told = f"{len(report.events)} faults, {verdict.pushes_acked:,} pushes acknowledged, {verdict.rows_verified:,} rows verified"
+    note = f"{options.store}, {options.mode}: {told}, lost {verdict.lost}, duplicated {verdict.duplicated}"
+    section = benchmark.Section({"store": options.store, "mode": options.mode, "seed": report.seed}, notes=[note], series=[chaos.series()])
+    command = ["python", "-m", "chaos", *sys.argv[1:]]
+    benchmark.write_json(options.json, benchmark.Report("chaos", [section]).to_dict(command, load_before))
+
+
 def chosen_faults(store: str, only: list[str]) -> tuple[Fault, ...]:
     """The faults of a run: those named, or all that this release recovers from on that store."""
     if only:
@@ -185,7 +206,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--tls", action="store_true", help=f"encrypt everything, with certificates on every side; {' and '.join(KINDS_WITH_TLS)}"
     )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write what happened there, for `python -m benchmarks plot`")
     args = parser.parse_args(argv)
+    load = benchmark.load_average()
     if args.tls and args.store not in KINDS_WITH_TLS:
         parser.error(f"--tls: not on {args.store}")
     seed = secrets.randbelow(1 << 31) if args.seed is None else args.seed
@@ -202,6 +225,8 @@ def main(argv: list[str] | None = None) -> int:
         chaos = Chaos(run, faults, seed, sync=sync)
         chaos.play(args.seconds)
         report = chaos.judge()
+        if args.json and report.kept:
+            write_report(args, chaos, load)
     print(report)
     return 0 if report.kept else 1
 

