@@ -15,7 +15,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(HERE)]
 
-from reference import Reference  # noqa: E402 (found beside this file)
+from notebook import as_markdown  # noqa: E402 (found beside this file)
+from reference import Reference  # noqa: E402
 
 project = "kvemb"
 author = "The kvemb authors"
@@ -59,10 +60,14 @@ def _from_readme(part: re.Match[str]) -> str:
 
 
 def setup(app: Sphinx) -> None:
-    """Fill in what pages name in a comment: parts of README.md, and the reference of a module or of the command."""
+    """Fill in what pages name in a comment: parts of README.md, and the reference of a module or of the command; read notebooks."""
     reference = Reference(ROOT)
 
     def fill(_: Sphinx, page: str, source: list[str]) -> None:
+        if page.startswith("docs/tutorials/"):
+            source[0] = as_markdown(source[0])
+            return
         source[0] = reference.fill(_README.sub(_from_readme, source[0]), page)
 
+    app.add_source_suffix(".ipynb", "markdown")
     app.connect("source-read", fill)
