@@ -119,37 +119,34 @@ POINTS_OF = [
 ]
 
 
-@pytest.mark.parametrize(("who", "point"), POINTS_OF)
-def test_a_shard_killed_at_any_point_of_a_hand_over_goes_on_with_it(training: MovingTraining, who: str, point: str) -> None:
-    giver, taker = training.next_pair()
-    shard = giver if who == "giver" else taker
-    (training.points / f"{point} {shard}").touch()
-    training.begin_move()
-    training.dies_and_comes_back(shard, point)
-    now = training.moves.wait()
-    assert (now.slot_shards == giver).sum() == 0 or giver == TAKER
-    training.require_progress()
+@pytest.mark.timeout(600)
+def test_a_shard_killed_at_any_point_of_a_hand_over_goes_on_with_it(training: MovingTraining) -> None:
+    for who, point in POINTS_OF:
+        giver, taker = training.next_pair()
+        shard = giver if who == "giver" else taker
+        (training.points / f"{point} {shard}").touch()
+        training.begin_move()
+        training.dies_and_comes_back(shard, point)
+        now = training.moves.wait()
+        assert (now.slot_shards == giver).sum() == 0 or giver == TAKER, (who, point)
+        training.require_progress()
 
 
-@pytest.mark.parametrize(
-    ("phase", "point"),
-    [
+@pytest.mark.timeout(600)
+def test_shard_0_killed_between_two_phases_carries_the_move_on(training: MovingTraining) -> None:
+    for phase, point in (
         (MOVING, "before a phase is on the nodes"),
         (DRAINING, "before a phase is kept"),
         (DRAINING, "before a phase is on the nodes"),
         (SERVING, "before a phase is kept"),
-    ],
-)
-def test_shard_0_killed_between_two_phases_carries_the_move_on(training: MovingTraining, phase: str, point: str) -> None:
-    _, taker = training.begin_move()
-    seen = training.moves.wait(lambda now: phase_of(now) in after(phase))
-    if phase_of(seen) == "":
-        return  # it was over before anybody could look
-    (training.points / f"{point} 0").touch()
-    training.dies_and_comes_back(0, point)
-    now = training.moves.wait()
-    assert (now.slot_shards == taker).any()
-    training.require_progress()
+    ):
+        _, taker = training.begin_move()
+        if phase_of(training.moves.wait(lambda now: phase_of(now) in after(phase))) != "":  # noqa: B023  # else nobody could look in time
+            (training.points / f"{point} 0").touch()
+            training.dies_and_comes_back(0, point)
+        now = training.moves.wait()
+        assert (now.slot_shards == taker).any(), (phase, point)
+        training.require_progress()
 
 
 @pytest.mark.parametrize("who", ["giver", "taker"])
@@ -184,33 +181,33 @@ def test_a_move_is_taken_back_while_slots_are_on_their_way(training: MovingTrain
     training.require_progress()
 
 
-@pytest.mark.parametrize(
-    ("who", "point"),
-    [
-        *((who, point) for who in ("giver", "taker", "shard 0") for point in ("after steps are held", "before all come to one step")),
-        ("shard 0", "before the last step is told"),
-        ("shard 0", "before a flip"),
-        ("taker", "after slots are taken over"),
-        ("giver", "before slots are dropped"),
-    ],
-)
+SYNC_POINTS = {
+    "giver": ("after steps are held", "before all come to one step", "before slots are dropped"),
+    "taker": ("after steps are held", "before all come to one step", "after slots are taken over"),
+    "shard 0": ("after steps are held", "before all come to one step", "before the last step is told", "before a flip"),
+}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("who", SYNC_POINTS)
 def test_a_shard_killed_while_the_shards_of_a_sync_job_stop_at_one_step_ends_the_move_or_goes_on_with_it(
-    in_steps: MovingTraining, who: str, point: str
+    in_steps: MovingTraining, who: str
 ) -> None:
-    giver, taker = in_steps.next_pair()
-    before = in_steps.moves.now().slot_shards
-    shard = {"giver": giver, "taker": taker, "shard 0": 0}[who]
-    (in_steps.points / f"{point} {shard}").touch()
-    in_steps.begin_move()
-    in_steps.dies_and_comes_back(shard, point)
-    now = in_steps.moves.wait()
-    in_steps.require_progress()
-    if point == "before slots are dropped":
-        assert (now.slot_shards != before).any()
-    if not (now.slot_shards != before).any():  # taken back: the next one is done
+    for point in SYNC_POINTS[who]:
+        giver, taker = in_steps.next_pair()
+        before = in_steps.moves.now().slot_shards
+        shard = {"giver": giver, "taker": taker, "shard 0": 0}[who]
+        (in_steps.points / f"{point} {shard}").touch()
         in_steps.begin_move()
-        assert (in_steps.moves.wait().slot_shards != before).any()
+        in_steps.dies_and_comes_back(shard, point)
+        now = in_steps.moves.wait()
         in_steps.require_progress()
+        if point == "before slots are dropped":
+            assert (now.slot_shards != before).any(), point
+        if not (now.slot_shards != before).any():  # taken back: the next one is done
+            in_steps.begin_move()
+            assert (in_steps.moves.wait().slot_shards != before).any(), point
+            in_steps.require_progress()
 
 
 def phase_of(cluster_map: ClusterMap) -> str:
