@@ -1,14 +1,33 @@
-"""An attribute that is computed when it is first asked for, and kept: functools.cached_property without its lock.
+"""Two things that classes of this house are made of: a cached property without a lock, and a dataclass that costs little to construct.
 
-Python 3.11's has one lock for all instances, which is held while the value is computed. A child that is forked meanwhile waits for it
-for ever, and threads wait for each other. What must not live here: values that may be computed once only. Two threads that ask at once may
-both compute; their values are equal, and one of them stays.
+`functools.cached_property` of Python 3.11 has one lock for all instances, which is held while the value is computed. A child that is forked
+meanwhile waits for it for ever, and threads wait for each other. What must not live here: values that may be computed once only. Two
+threads that ask at once may both compute; their values are equal, and one of them stays.
 """
 
 from collections.abc import Callable
-from typing import Any, Generic, Self, TypeVar, overload
+from dataclasses import dataclass, field
+from typing import Any, Generic, Self, TypeVar, dataclass_transform, overload
 
 _Value = TypeVar("_Value")
+_Class = TypeVar("_Class")
+
+
+@dataclass_transform(eq_default=False, frozen_default=True, field_specifiers=(field,))
+def batch_value(of: type[_Class]) -> type[_Class]:
+    """Make a dataclass that is compared by identity, and that only type checkers treat as frozen.
+
+    For values that are made anew for every batch: a frozen dataclass of five fields takes seven times as long to construct, and a pull of
+    one row makes fifteen of them.
+
+    Example:
+        >>> @batch_value
+        ... class Rows:
+        ...     n: int
+        >>> Rows(3)
+        Rows(n=3)
+    """
+    return dataclass(eq=False)(of)
 
 
 class cached_property(Generic[_Value]):  # noqa: N801  the name that Python gives it

@@ -26,9 +26,10 @@ if int(np.__version__.partition(".")[0]) < 2:  # seen with momentum, in tests/un
     )
 
 GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: splitmix64's increment.
-_MUL_1: Final = np.uint64(0xBF58476D1CE4E5B9)
-_MUL_2: Final = np.uint64(0x94D049BB133111EB)
-_SHIFT_30, _SHIFT_27, _SHIFT_31, _SHIFT_32 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(32)
+# Arrays without axes: of a small batch, an operation with a NumPy scalar takes three times as long.
+_MUL_1: Final = np.array(0xBF58476D1CE4E5B9, np.uint64)
+_MUL_2: Final = np.array(0x94D049BB133111EB, np.uint64)
+_SHIFT_30, _SHIFT_27, _SHIFT_31 = np.array(30, np.uint64), np.array(27, np.uint64), np.array(31, np.uint64)
 _BLOCK_WORDS: Final = 1 << 14  # 128 KiB per 8-byte buffer: a handful of them stay in a core's second-level cache.
 
 
@@ -67,15 +68,15 @@ def mix64_inplace(z: NDArray[np.uint64], scratch: NDArray[np.uint64]) -> None:
         z: words, any shape, uint64; changed.
         scratch: uint64 of the same shape; its contents are lost.
     """
-    # out= everywhere: no allocation, and array ufuncs wrap around silently where NumPy scalars would warn.
-    np.right_shift(z, _SHIFT_30, out=scratch)
-    np.bitwise_xor(z, scratch, out=z)
-    np.multiply(z, _MUL_1, out=z)
-    np.right_shift(z, _SHIFT_27, out=scratch)
-    np.bitwise_xor(z, scratch, out=z)
-    np.multiply(z, _MUL_2, out=z)
-    np.right_shift(z, _SHIFT_31, out=scratch)
-    np.bitwise_xor(z, scratch, out=z)
+    # An array for every result: no allocation, and array ufuncs wrap around silently where NumPy scalars would warn.
+    np.right_shift(z, _SHIFT_30, scratch)
+    np.bitwise_xor(z, scratch, z)
+    np.multiply(z, _MUL_1, z)
+    np.right_shift(z, _SHIFT_27, scratch)
+    np.bitwise_xor(z, scratch, z)
+    np.multiply(z, _MUL_2, z)
+    np.right_shift(z, _SHIFT_31, scratch)
+    np.bitwise_xor(z, scratch, z)
 
 
 def digest64(*parts: str | bytes | int) -> int:

@@ -8,15 +8,14 @@ duplicates among ids, the caller's arrays (both kvemb.datapath.pull). Thread- an
 
 import threading
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
-from operator import itemgetter
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.ids import as_items
+from kvemb.cached_property import batch_value
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import coalesce_keys
 from kvemb.schema.record import HEADER_SIZE
@@ -27,6 +26,7 @@ from kvemb.stores.store import Store
 _MOST_TABLES = 1 << 16  # of one `coalesce_keys`
 _KEPT_BYTES = 64 << 20  # of memory, per thread; a larger call takes the rest from the system and returns it
 _ALIGN_BYTES = 64
+_NO_VERSIONS = np.empty(0, np.uint64)
 _GATHERED_AT_ONCE = 1024  # items; a gather into the caller's array goes through a buffer that should stay in a core's cache
 
 
@@ -59,7 +59,7 @@ Missing = list[tuple[TableDef, NDArray[np.uint64]]]
 """Ids of rows that storage does not have, uint64 [n], by table."""
 
 
-@dataclass(frozen=True, eq=False)
+@batch_value
 class WantedRows:
     """Rows of one table to be read.
 
@@ -72,7 +72,7 @@ class WantedRows:
     ids: NDArray[np.uint64]
 
 
-@dataclass(frozen=True, eq=False)
+@batch_value
 class TableShare:
     """The rows of one table as they arrived; good until the memory that they were read into is taken again.
 
@@ -140,37 +140,58 @@ def read_tables(
     paged = store.capabilities.pages
     by_layout: dict[Hashable, list[int]] = {}
     for index, one in enumerate(wanted):
-        by_layout.setdefault(_layout(one.definition, paged), []).append(index)
+        definition = one.definition
+        layout = definition.record.size_bytes, definition.dim, definition.dtype, definition.pages if paged else None
+        by_layout.setdefault(layout, []).append(index)
     groups = [some[at : at + _MOST_TABLES] for some in by_layout.values() for at in range(0, len(some), _MOST_TABLES)]
-    parts = [_part([wanted[index] for index in group], paged, memory) for group in groups]
-    results = store.rows.read(parts, deadline)
-    layouts = [_OneLayout([wanted[i] for i in group], result) for group, result in zip(groups, results, strict=True)]
-    for layout in layouts:
-        layout.check(store)
-    shares = chain.from_iterable(layout.shares(versions, missing) for layout in layouts)
-    return [share for _, share in sorted(zip(chain.from_iterable(groups), shares, strict=True), key=itemgetter(0))]
+    reads = [_OneLayout([wanted[index] for index in group], paged, memory) for group in groups]
+    results = store.rows.read([read.part for read in reads], deadline)
+    for read, result in zip(reads, results, strict=True):
+        read.take(result, store)
+    shares: dict[int, TableShare] = {}
+    for group, read in zip(groups, reads, strict=True):
+        shares.update(zip(group, read.shares(versions, missing), strict=True))
+    return [shares[index] for index in range(len(wanted))]
 
 
 class _OneLayout:
-    """The result of a read of tables of one layout; a part's keys, but not its result, hold one table's rows after the other's."""
+    """A read of tables of one layout; the keys, but not the result, hold one table's rows after the other's.
 
-    def __init__(self, wanted: Sequence[WantedRows], result: ReadResult) -> None:
-        self._wanted, self._result = wanted, result
+    Attributes:
+        part: of the read.
+    """
+
+    def __init__(self, wanted: Sequence[WantedRows], paged: bool, memory: ThreadArena) -> None:
+        record = wanted[0].definition.record
+        each = [one.definition.keys(one.ids, pages=paged) for one in wanted]
+        keys = each[0] if len(each) == 1 else coalesce_keys(each)
+        into = memory.take(len(keys.ids), record.prefix_bytes)
+        self._wanted = wanted
+        self._order: NDArray[np.intp] | None = None
+        self._expected: NDArray[np.uint32] | None = None
+        self.part = ReadPart(keys, record.size_bytes, record.prefix_bytes, into=into, meanwhile=self._prepare)
+
+    def _prepare(self, order: NDArray[np.intp] | None) -> None:
+        """Compute what the result is compared with and put in place by; `order` is the result's."""
+        wanted = self._wanted
         # k rows of all tables; a slice of `_bounds` is one table's share of the keys' order; _at [k]: where each key's row is in the result
-        self._bounds = [slice(*ends) for ends in pairwise(accumulate((len(one.ids) for one in wanted), initial=0))]
-        self._at: NDArray[np.intp] | None = None  # None: the result has the keys' order
-        if result.order is not None:
-            self._at = np.empty_like(result.order)
-            self._at[result.order] = np.arange(len(result.order))
+        self._bounds = [slice(*ends) for ends in pairwise(accumulate([len(one.ids) for one in wanted], initial=0))]
+        self._order, self._at = order, None  # None: the result has the keys' order
+        each = [one.definition.record.header_words(one.ids) for one in wanted]
+        self._expected = each[0] if len(each) == 1 else np.concatenate(each)  # uint32 [k]: the first words as they must be, in that order
+        if order is not None:
+            self._at = np.empty_like(order)
+            self._at[order] = np.arange(len(order))
+            self._expected = self._expected.take(order)  # [k], in order of arrival
 
-    def check(self, store: Store) -> None:
-        """Refuse a wrong record, before anything is used of any table."""
-        result = self._result
-        each = [one.definition.record.header_words(one.ids) for one in self._wanted]
-        expected = each[0] if len(each) == 1 else np.concatenate(each)  # uint32 [k]: the first words as they must be, in the keys' order
+    def take(self, result: ReadResult, store: Store) -> None:
+        """Take the result, and refuse a wrong record, before anything is used of any table."""
+        self._result = result
+        if self._expected is None or self._order is not result.order:
+            self._prepare(result.order)
         words = result.records[:, :4].view("<u4")[:, 0]  # [k]: the first word of each record, in order of arrival
-        wrong = words != (expected if result.order is None else expected.take(result.order))  # bool [k], in order of arrival
-        if not wrong.any() or not (wrong & result.found).any():
+        wrong = words != self._expected  # bool [k], in order of arrival
+        if 1 not in wrong.tobytes() or not (wrong & result.found).any():
             return
         for one, rows in zip(self._wanted, self._bounds, strict=True):  # the first table with a wrong record is named
             at = rows if self._at is None else self._at[rows]
@@ -180,7 +201,7 @@ class _OneLayout:
     def shares(self, with_versions: bool, missing: Missing | None) -> list[TableShare]:
         record, result = self._wanted[0].definition.record, self._result
         values = self._weights([] if missing is None else missing)
-        versions = np.empty(0, np.uint64)
+        versions = _NO_VERSIONS
         if with_versions:  # [k], in order of arrival as `values`
             versions = np.where(result.found, record.versions(result.records), np.uint64(0))
         if self._at is None:
@@ -194,7 +215,7 @@ class _OneLayout:
             weights = as_items(records[:, HEADER_SIZE : HEADER_SIZE + 4 * definition.dim])
         else:
             weights = as_items(definition.record.weights(records))
-        if self._result.found.all():
+        if 0 not in self._result.found.tobytes():
             return weights
         # missing [q]: the rows that storage does not have, in the order of the keys, so that each table's are a run of it, up to its end
         missing = np.flatnonzero(~(self._result.found if self._at is None else self._result.found.take(self._at)))
@@ -206,15 +227,3 @@ class _OneLayout:
                 not_found.append((one.definition, ids))
                 weights[new if self._at is None else self._at.take(new)] = as_items(one.definition.initial_rows(ids))
         return weights
-
-
-def _layout(definition: TableDef, paged: bool) -> Hashable:
-    """Return what tables share that are read as one: size, dtype and place of records."""
-    return definition.record.size_bytes, definition.dim, definition.dtype, definition.pages if paged else None
-
-
-def _part(wanted: Sequence[WantedRows], paged: bool, memory: ThreadArena) -> ReadPart:
-    record = wanted[0].definition.record
-    each = [one.definition.keys(one.ids, pages=paged) for one in wanted]
-    keys = each[0] if len(each) == 1 else coalesce_keys(each)
-    return ReadPart(keys, record.size_bytes, record.prefix_bytes, into=memory.take(len(keys.ids), record.prefix_bytes))

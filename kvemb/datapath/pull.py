@@ -9,12 +9,12 @@ a deadline of its own, for `storage.timeout_s` says how long a node may be silen
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvemb.arrays.ids import Unique, as_items, normalize, unique
+from kvemb.cached_property import batch_value
 from kvemb.datapath.multi_table_read import Missing, TableShare, ThreadArena, WantedRows, read_tables
 from kvemb.errors import DeadlineExceededError, InvalidInputError
 from kvemb.net.deadline import Deadline
@@ -28,7 +28,7 @@ _ROW_BYTES = 64  # of a row beside the part of its record that is read: its requ
 _memory = ThreadArena()
 
 
-@dataclass(frozen=True, eq=False)
+@batch_value
 class PullRequest:
     """A validated pull of one table, of m ids in an array of this shape, n of them unique; make it with `prepare_pull`."""
 
@@ -38,7 +38,7 @@ class PullRequest:
     out: NDArray[np.float32] | None
 
 
-@dataclass(frozen=True, eq=False)
+@batch_value
 class Pulled:
     """The rows of one table that a pull returns, with their versions if those were asked for.
 
@@ -92,11 +92,11 @@ def pull(
         StorageError: see `kvemb.errors`; every `out` is untouched then.
     """
     wanted = [WantedRows(request.definition, request.wanted.ids) for request in requests if len(request.wanted.ids)]
-    n_bytes = sum([len(one.ids) * one.definition.record.prefix_bytes for one in wanted])
+    n_bytes = sum([len(one.ids) * (one.definition.record.prefix_bytes + _ROW_BYTES) for one in wanted])
     if not wanted:
         shares = []
-    elif n_bytes + sum([len(one.ids) for one in wanted]) * _ROW_BYTES <= _WHOLE_PIECES * PIECE_BYTES:
-        _memory.reset(n_bytes + 64 * len(wanted))
+    elif n_bytes <= _WHOLE_PIECES * PIECE_BYTES:
+        _memory.reset(n_bytes)
         shares = read_tables(store, wanted, deadline, _memory, versions=versions, missing=missing)
     else:
         shares = _read_piecewise(store, wanted, deadline, renewed, versions=versions, missing=missing)
@@ -153,7 +153,7 @@ def _gather(request: PullRequest, share: TableShare | None, with_versions: bool)
     if share is None:
         empty = np.empty((*request.shape, request.definition.dim), np.float32) if request.out is None else request.out
         return Pulled(empty, np.zeros(request.shape if with_versions else 0, np.uint64))
-    versions = share.versions(request.wanted.inverse).reshape(request.shape) if with_versions else np.zeros(0, np.uint64)
+    versions = share.versions(request.wanted.inverse).reshape(request.shape) if with_versions else share.found_versions
     return Pulled(_deliver(request, share), versions)
 
 

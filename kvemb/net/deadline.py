@@ -6,9 +6,9 @@ And how long to wait between tries. Which errors are worth another try is for ev
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
+from kvemb.cached_property import batch_value
 from kvemb.errors import InvalidInputError
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ def checked_timeout(timeout_s: object) -> float:
     return float(timeout_s)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
+@batch_value
 class Deadline:
     """A moment on the monotonic clock.
 

@@ -16,7 +16,7 @@ that remains.
 import select
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvemb.errors import DeadlineExceededError, NodeUnavailableError, ProtocolError
 from kvemb.net.deadline import Deadline
@@ -137,8 +137,13 @@ class Conversation:
         self.quiet_s = quiet_s if n_bytes > 1 else None
 
 
-def run(conversations: Sequence[Conversation], deadline: Deadline) -> None:
+def run(conversations: Sequence[Conversation], deadline: Deadline, meanwhile: Sequence[Callable[[], None]] = ()) -> None:
     """Complete all conversations.
+
+    Args:
+        conversations: one per link.
+        deadline: of all of them.
+        meanwhile: work to be done once the nodes have something to do.
 
     Raises:
         DeadlineExceededError: naming the nodes that had not answered.
@@ -149,6 +154,8 @@ def run(conversations: Sequence[Conversation], deadline: Deadline) -> None:
     for fd, conversation in active.items():
         conversation.go_on()
         poll.register(fd, conversation.events)
+    for work in meanwhile:
+        work()
     while active:
         wait_s = min([deadline.remaining_s(), *[each.quiet_s for each in active.values() if each.quiet_s is not None]])
         for fd, event in poll.poll(wait_s * 1000):

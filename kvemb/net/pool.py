@@ -5,8 +5,10 @@ child forgets the links it inherited (sharing a socket with the parent would mix
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
 
 from kvemb.errors import ClosedError
 from kvemb.net.deadline import Deadline
@@ -59,26 +61,13 @@ class LinkPool:
         self._forks_seen = _forks.n
         self._closed = False
 
-    @contextmanager
-    def lease(self, addresses: Iterable[str], deadline: Deadline) -> Iterator[dict[str, Link]]:
-        """Lend a link per address.
+    def lease(self, addresses: Iterable[str], deadline: Deadline) -> "_Lease":
+        """Lend a link per address within a `with` block.
 
         On any exception, KeyboardInterrupt included, every link lent is closed: its stream may hold unread replies. When one
         node cannot be connected to, nothing has been sent to the others: their links are kept.
         """
-        links, lent = self._take(), {}
-        try:
-            for address in addresses:
-                lent[address] = self._usable(links, address, deadline)
-        except BaseException:
-            self._put_back(links)
-            raise
-        try:
-            yield lent
-        except BaseException:
-            self._drop(links)
-            raise
-        self._put_back(links)
+        return _Lease(self, addresses, deadline)
 
     def require_open(self) -> None:
         """Refuse to go on after `close`."""
@@ -96,26 +85,6 @@ class LinkPool:
                 for link in self._idle.pop().values():
                     link.close()
 
-    def _take(self) -> dict[str, Link]:
-        """Return idle links. A list's `pop` and `append` are atomic: there is no lock, which a fork could leave held."""
-        if self._closed:
-            self.require_open()
-        if self._forks_seen != _forks.n:
-            self._close_idle()
-            self._forks_seen = _forks.n  # last: until then each thread of the child forgets the inherited links
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return {}
-
-    def _put_back(self, links: dict[str, Link]) -> None:
-        if self._closed or self._forks_seen != _forks.n:
-            self._drop(links)
-            return
-        self._idle.append(links)
-        if self._closed:  # meanwhile
-            self._close_idle()
-
     def _usable(self, links: dict[str, Link], address: str, deadline: Deadline) -> Link:
         n_doubts = self._doubts.counts.get(address, 0)
         if address in links and (links[address].stale or links[address].n_doubts != n_doubts):
@@ -130,3 +99,40 @@ class LinkPool:
             self._on_drop(link)
             self._doubts.add(link.address)
             link.close()
+
+
+@dataclass(eq=False)
+class _Lease:
+    """The context of `LinkPool.lease`; a generator's costs twice as much, and every batch has one."""
+
+    pool: LinkPool
+    addresses: Iterable[str]
+    deadline: Deadline
+    links: dict[str, Link] = field(init=False)
+
+    def __enter__(self) -> dict[str, Link]:
+        """Take idle links. A list's `pop` and `append` are atomic: there is no lock, which a fork could leave held."""
+        pool = self.pool
+        if pool._closed:
+            pool.require_open()
+        if pool._forks_seen != _forks.n:
+            pool._close_idle()
+            pool._forks_seen = _forks.n  # last: until then each thread of the child forgets the inherited links
+        try:
+            self.links = pool._idle.pop()
+        except IndexError:
+            self.links = {}  # none is idle
+        try:
+            return {address: pool._usable(self.links, address, self.deadline) for address in self.addresses}
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        pool = self.pool
+        if kind is not None or pool._closed or pool._forks_seen != _forks.n:
+            pool._drop(self.links)
+            return
+        pool._idle.append(self.links)
+        if pool._closed:  # meanwhile
+            pool._close_idle()

@@ -13,12 +13,12 @@ one string: less memory, and fewer rows that share a command.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.cached_property import cached_property
+from kvemb.cached_property import batch_value, cached_property
 from kvemb.errors import InvalidInputError
 from kvemb.schema.keys import PINNED_HEAD_SIZE, Containers, RowKeys, RowTags, pinned_head
 from kvemb.schema.slots import ALPHABET, N_SLOTS, Placement
@@ -27,6 +27,7 @@ MAX_BUCKETS = 1 << 32
 FIELD_BYTES = 8
 _SLOT_BITS = N_SLOTS.bit_length() - 1
 _MOST_TABLE_BITS = 8  # of the 16 bits of `locality`
+_SPARSE = 8  # buckets per row: rows that share a bucket would save one command of sixteen
 _COMPACT_VALUE_BYTES = 64  # the longest value that both servers keep in their compact form, as they come
 FILLER = b"kvemb: no row; it makes this hash a hash table, which a server searches faster."
 LAYOUTS = ("fast", "compact")
@@ -80,7 +81,7 @@ def buckets_for(expected_rows: int | None, record_bytes: int, layout: str = "fas
     return n_buckets
 
 
-@dataclass(frozen=True, eq=False)
+@batch_value
 class BucketKeys(RowKeys):
     """The keys of n rows that lie in buckets.
 
@@ -110,7 +111,7 @@ class BucketKeys(RowKeys):
     @cached_property
     def buckets(self) -> NDArray[np.int64]:
         """The bucket of each row: int64 [n] in [0, n_buckets)."""
-        return self._groups.groups(self.ids)
+        return Placement(self.n_buckets).groups(self.ids)
 
     @property
     def key_bytes(self) -> int:
@@ -137,11 +138,17 @@ class BucketKeys(RowKeys):
         return self.ids.astype("<u8", copy=False).view(np.uint8).reshape(-1, FIELD_BYTES)
 
     def slots(self) -> NDArray[np.int64]:
-        return self._groups.slots_of(self.buckets)
+        return Placement(self.n_buckets).slots_of(self.buckets)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether so few rows share a bucket that each may be asked for by a command of its own, in any order."""
+        n_tables = 1 if self.tables is None else len(self.tables.tags)
+        return len(self.ids) < 2 or len(self.ids) * _SPARSE <= self.n_buckets * n_tables
 
     def locality(self) -> NDArray[np.uint16] | None:
-        # A bucket's rows must come one after another: a command asks for rows of one bucket.
-        if len(self.ids) < 2:
+        # A bucket's rows come one after another: a command asks for rows of one bucket.
+        if self.sparse:
             return None
         table_bits = 0 if self.tables is None else min((len(self.tables.tags) - 1).bit_length(), _MOST_TABLE_BITS)
         excess = max(0, self.n_buckets.bit_length() - 1 + table_bits - 16)
@@ -173,10 +180,6 @@ class BucketKeys(RowKeys):
     def _bits(self) -> int:
         return self.n_buckets.bit_length() - 1
 
-    @property
-    def _groups(self) -> Placement:
-        return Placement(self.n_buckets)
-
     def _some(self, rows: slice | NDArray[np.intp]) -> "BucketKeys":
         tables = self.tables and self.tables[rows]
         some = BucketKeys(self.tag, self.ids[rows], self.n_buckets, tables=tables, name=self.name, compact=self.compact)
@@ -189,7 +192,7 @@ class BucketKeys(RowKeys):
         return keys
 
 
-@dataclass(frozen=True, eq=False)
+@batch_value
 class WholeBuckets(BucketKeys):
     """The keys of k buckets themselves, to delete them with all their fields; the ids, uint64 [k], are the buckets' numbers."""
 

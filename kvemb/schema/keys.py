@@ -9,7 +9,7 @@ small tables can be joined: all of this is then done once for all of them, inste
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache, lru_cache
 from typing import Literal
 
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.hashing import digest64
+from kvemb.cached_property import batch_value
 from kvemb.schema.slots import ALPHABET, EACH_SLOT, TAG_SIZE, Placement, slot_texts
 
 KEY_SIZE = 14
@@ -35,7 +36,7 @@ def table_tag(table: str, attempt: int = 0) -> bytes:
     return bytes(ALPHABET[[(digest >> shift) & 63 for shift in (58, 52, 46)]])
 
 
-@dataclass(frozen=True, eq=False)
+@batch_value
 class RowTags:
     """The tables that rows of a joined batch belong to.
 
@@ -56,7 +57,7 @@ class RowTags:
         return RowTags(self.tags, self.which[rows], self.names, self.placements)
 
 
-@dataclass(frozen=True, eq=False)
+@batch_value
 class RowKeys:
     """The keys of n rows of one table, or of several (`coalesce_keys`).
 
@@ -159,7 +160,7 @@ class RowKeys:
         return RowKeys(self.tag, self.ids[rows], tables=tables, name=self.name, placement=self.placement)
 
 
-@dataclass(frozen=True, eq=False)
+@batch_value
 class Containers:
     """Values of a server that hold several rows each.
 

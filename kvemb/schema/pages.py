@@ -16,7 +16,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.cached_property import cached_property
+from kvemb.cached_property import batch_value, cached_property
 from kvemb.schema.keys import KEY_SIZE, PINNED_HEAD_SIZE, Containers, RowKeys, RowTags, pinned_head
 from kvemb.schema.slots import TAG_SIZE
 
@@ -81,7 +81,7 @@ def _size_classes(low: int, high: int) -> list[int]:
     return [size for size in classes if low <= size <= high]
 
 
-@dataclass(frozen=True, eq=False)
+@batch_value
 class PagedKeys(RowKeys):
     """The keys of n rows that lie in pages.
 
@@ -168,7 +168,7 @@ class PagedKeys(RowKeys):
         return self.layout.pages(self.ids)
 
 
-@dataclass(frozen=True, eq=False)
+@batch_value
 class WholePages(RowKeys):
     """The keys of k pages themselves; the ids, uint64 [k], are the pages' numbers."""
 

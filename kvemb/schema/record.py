@@ -20,7 +20,7 @@ from kvemb.errors import RecordError
 
 HEADER_SIZE = 12
 MAX_EPOCH = (1 << 16) - 1
-_SCHEMA_BITS, _CHECK_SHIFT = np.uint32(8), np.uint64(40)  # the id check is the upper 24 bits of a hash
+_SCHEMA_BITS, _CHECK_SHIFT = np.array(8, np.uint32), np.array(40, np.uint64)  # the id check is the upper 24 bits of a hash
 MAX_K = (1 << 48) - 1
 
 
@@ -76,7 +76,7 @@ class RecordFormat:
 
     def header_words(self, ids: NDArray[np.uint64]) -> NDArray[np.uint32]:
         """Return the first header word (schema and id check) that the records of these ids must carry: uint32 [n]."""
-        mixed = ids ^ self._check_key  # uint64 [n], hashed in place; of it the upper 24 bits remain
+        mixed = np.bitwise_xor(ids, self._check_key)  # uint64 [n], hashed in place; of it the upper 24 bits remain
         mix64_inplace(mixed, np.empty_like(mixed))
         mixed >>= _CHECK_SHIFT
         words = mixed.astype(np.uint32)  # [n]: the id check, then moved up to make room for the schema
@@ -165,8 +165,8 @@ class RecordFormat:
         return raw.view("<f4").astype(np.float32, copy=False) if self.state_size else np.empty((len(records), 0), np.float32)
 
     @cached_property
-    def _check_key(self) -> np.uint64:
-        return np.uint64(digest64("id check", self.table))
+    def _check_key(self) -> NDArray[np.uint64]:  # []
+        return np.array(digest64("id check", self.table), np.uint64)
 
     @cached_property
     def _layout(self) -> np.dtype[np.void]:

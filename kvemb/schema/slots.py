@@ -11,7 +11,8 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.hashing import mix64
+from kvemb.arrays.hashing import mix64_inplace
+from kvemb.cached_property import cached_property
 
 N_SLOTS = 16384
 TAG_SIZE = 3
@@ -42,8 +43,9 @@ class Placement:
         """Return the group of each id: int64 [n] in [0, n_groups)."""
         if self.n_groups == 1:
             return np.zeros(len(ids), dtype=np.int64)
-        words = mix64(ids if self.ids_per_group == 1 else ids // np.uint64(self.ids_per_group))  # uint64 [n]; the upper bits remain
-        words >>= np.uint64(_ID_BITS + 1 - self.n_groups.bit_length())
+        words = ids.copy() if self.ids_per_group == 1 else ids // np.uint64(self.ids_per_group)  # uint64 [n], mixed in place
+        mix64_inplace(words, np.empty_like(words))  # of it the upper bits remain
+        words >>= self._shift
         return words.view(np.int64)
 
     def slots(self, ids: NDArray[np.uint64]) -> NDArray[np.int64]:
@@ -54,6 +56,10 @@ class Placement:
         """Return the slot of each group: int64 [n] -> int64 [n]."""
         spare = _SLOT_BITS - self._bits
         return groups << spare if spare >= 0 else groups >> -spare
+
+    @cached_property
+    def _shift(self) -> NDArray[np.uint64]:  # []
+        return np.array(_ID_BITS - self._bits, np.uint64)
 
     @property
     def _bits(self) -> int:

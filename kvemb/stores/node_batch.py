@@ -9,7 +9,6 @@ records. The results are cut up again. Large parts stand alone: they would be co
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.ids import as_items, as_rows
+from kvemb.cached_property import batch_value
 from kvemb.errors import (
     RecordError,
 )
@@ -29,7 +29,7 @@ _SMALL_ROWS = 4096
 _MOST_PARTS = 1 << 16  # of one `coalesce_keys`
 
 
-@dataclass(frozen=True, eq=False)
+@batch_value
 class Grouped:
     """The keys of a part in the order of their nodes.
 
@@ -75,7 +75,7 @@ def group_by_node(keys: RowKeys, nodes: NDArray[np.integer[Any]] | None, kinds: 
     return Grouped(keys.take(order), order, shares)
 
 
-@dataclass(frozen=True, eq=False)
+@batch_value
 class NodeSteps:
     """The steps of one part at one node, with its keys, by which an error names its row."""
 

@@ -1,15 +1,17 @@
 """The requests to a store and its answers, as arrays of rows. Values only."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.ids import as_items
+from kvemb.cached_property import batch_value
 from kvemb.schema.keys import RowKeys
 
 
-@dataclass(frozen=True, eq=False)
+@batch_value
 class ReadPart:
     """Read n rows of one table, or of several whose records have one size.
 
@@ -21,6 +23,8 @@ class ReadPart:
         tokens: whether compare-and-swap tokens are wanted too (stores without CAS return None).
         into: uint8 [n, prefix_bytes], contiguous: memory that the records may be read into, instead of new one.
         foreign: whether values of another size, which only another program can have written, are results and no error.
+        meanwhile: work of the caller's that a store may do while the servers answer, given the order that the result will have; again where
+            the read is tried again.
     """
 
     keys: RowKeys
@@ -29,6 +33,7 @@ class ReadPart:
     tokens: bool = False
     into: NDArray[np.uint8] | None = None
     foreign: bool = False
+    meanwhile: Callable[[NDArray[np.intp] | None], None] | None = None
 
 
 @dataclass(eq=False)
@@ -80,7 +85,7 @@ class HeldRows:
     exact: bool
 
 
-@dataclass(frozen=True, eq=False)
+@batch_value
 class WritePart:
     """Write n whole records of one table, or of several whose records have one size.
 
@@ -95,7 +100,7 @@ class WritePart:
     tokens: NDArray[np.uint64] | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@batch_value
 class WriteResult:
     """The result of a WritePart, in key order.
 

@@ -21,11 +21,12 @@ def matches(block: Bytes, at: int, pattern: bytes) -> NDArray[np.bool_]:
 
     Compares in machine words: a comparison of [k, len(pattern)] single bytes costs ten times as much.
     """
-    good = np.ones(len(block), dtype=bool)
+    good: NDArray[np.bool_] | None = None
     for offset, width, mask, value in _words(pattern, block.shape[1] - at) if len(block) else ():
         words = np.ndarray((len(block),), f"<u{width}", block, at + offset, (block.strides[0],))  # [k], a view: a word of each row
-        good &= (words if mask is None else words & mask) == value
-    return good
+        right: NDArray[np.bool_] = (words if mask is None else words & mask) == value
+        good = right if good is None else np.logical_and(good, right, good)
+    return np.ones(len(block), dtype=bool) if good is None else good
 
 
 def matches_at(data: Bytes, starts: NDArray[np.intp], pattern: bytes, room: int) -> NDArray[np.bool_]:
@@ -63,7 +64,12 @@ def pieces(data: Bytes, size: int, dtype: str = "") -> NDArray[Any]:
 
     Items of one opaque type are copied whole: gathering rows of [n, size] single bytes costs three times as much.
     """
-    return np.ndarray((len(data) - size + 1,), dtype or f"V{size}", data, 0, (1,))
+    return np.ndarray((len(data) - size + 1,), dtype or _raw(size), data, 0, (1,))
+
+
+@cache
+def _raw(size: int) -> np.dtype[np.void]:
+    return np.dtype(f"V{size}")
 
 
 def find(data: Bytes, pattern: bytes) -> NDArray[np.intp]:

@@ -1,19 +1,19 @@
 """The interface of protocol codecs for the stores, and the records that they write."""
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.ids import as_items, as_rows
+from kvemb.cached_property import batch_value
 from kvemb.schema.keys import RowKeys
 from kvemb.wire.replies import BlobReply, CodeReply, RowsStep, Step
 
 Bytes = NDArray[np.uint8]
 
 
-@dataclass(frozen=True, eq=False)
+@batch_value
 class RecordsToWrite:
     """Records to write, put in order only as their requests are built.
 

@@ -12,7 +12,19 @@ from numpy.typing import NDArray
 
 from kvemb.arrays.ids import as_items
 from kvemb.errors import ProtocolError
-from kvemb.wire.buffer_scan import EOL, WRONG_TYPE, Bytes, find, is_error, matches, matches_at, pieces, prefix_size, take_line, value_size
+from kvemb.wire.buffer_scan import (
+    EOL,
+    WRONG_TYPE,
+    Bytes,
+    find,
+    is_error,
+    matches,
+    matches_at,
+    pieces,
+    prefix_size,
+    take_line,
+    value_size,
+)
 from kvemb.wire.replies import RowsReader, UnexpectedValueError
 
 _MISSES_IN_A_ROW = 16  # with fewer, looking for a run costs more than it saves
@@ -30,6 +42,7 @@ class FixedSizeValuesReply(RowsReader):
         found: bool [n], set here.
         row_prefix: the reply to the command before each row's (Redis Cluster's ASKING): every `head` and `miss` begins with it, and an
             error follows it, too.
+        announced: the bytes between that and a value or a miss, in `head` and `miss`, too, but not before an error (an array's first line).
         blank_bytes: where not 0, a value that begins with so many zero bytes counts as missing (a row that its page has no record of). A
             multiple of 4.
         foreign: bool [n], set here for values of another size, which are passed over then; None: such a value is an error.
@@ -41,6 +54,7 @@ class FixedSizeValuesReply(RowsReader):
     out: Bytes
     found: NDArray[np.bool_]
     row_prefix: bytes = b""
+    announced: bytes = b""
     blank_bytes: int = 0
     foreign: NDArray[np.bool_] | None = None
     errors: list[tuple[int, bytes]] = field(default_factory=list)
@@ -56,6 +70,11 @@ class FixedSizeValuesReply(RowsReader):
         return len(self.found)
 
     @property
+    def reply_bytes(self) -> int:
+        """How large the reply is if nothing is missing."""
+        return len(self.found) * self._stride
+
+    @property
     def done(self) -> bool:
         return self._at == len(self.found) and not self._skip
 
@@ -67,8 +86,9 @@ class FixedSizeValuesReply(RowsReader):
             return 0
         else:
             taken = self._take_hits(data)
-            taken += self._take_misses(data[taken:])
-            if not self.done and not self._hit_is_cut(data[taken:]):
+            if self._at < len(self.found):
+                taken += self._take_misses(data[taken:])
+            if self._at < len(self.found) and not self._hit_is_cut(data[taken:]):
                 taken += self._take_mixed(data[taken:])
                 taken = taken or self._take_odd(data)
         if self.blank_bytes and self.done:
@@ -86,8 +106,7 @@ class FixedSizeValuesReply(RowsReader):
         count = min(len(self.found) - self._at, len(data) // self._stride)
         if not count or data[: len(self.head)].tobytes() != self.head:
             return 0
-        block = data[: count * self._stride].reshape(count, self._stride)  # uint8 [count, stride]: a row each, if all are hits
-        run = count if self._all_hits(block) else self._n_hits(block)
+        run = count if self._all_hits(data, count) else self._n_hits(data[: count * self._stride].reshape(count, self._stride))
         rows = slice(self._at, self._at + run)
         # Both [run] items of m bytes; in data they lie a stride apart, behind each head.
         self._values[rows] = np.ndarray((run,), self._values.dtype, data, len(self.head), (self._stride,))
@@ -107,16 +126,16 @@ class FixedSizeValuesReply(RowsReader):
         self._at += run
         return run * size
 
-    def _all_hits(self, block: Bytes) -> bool:
-        """Whether all of [k, stride] are hits: between two rows stand the end of one and the head of the next, in few machine words."""
-        inside = len(self.head) + self.size_bytes
-        if block[0, : len(self.head)].tobytes() != self.head or block[-1, inside:].tobytes() != EOL:
+    def _all_hits(self, data: Bytes, count: int) -> bool:
+        """Whether data is `count` hits, its first head apart: between rows stand the end of one and the head of the next, in few words."""
+        end, inside = count * self._stride, len(self.head) + self.size_bytes
+        if data[end - len(EOL) : end].tobytes() != EOL:
             return False
-        # uint8 [k - 1, stride]: from the end of one row's value on, so that it begins with EOL and the next row's head
-        seams = block.reshape(-1)[inside : inside + (len(block) - 1) * self._stride].reshape(-1, self._stride)
-        return bool(matches(seams, 0, EOL + self.head).all())
+        # uint8 [count - 1, stride]: from the end of one row's value on, so that it begins with EOL and the next row's head
+        seams = data[inside : inside + end - self._stride].reshape(-1, self._stride)
+        return 0 not in matches(seams, 0, EOL + self.head).tobytes()
 
-    def _n_hits(self, block: Bytes) -> int:
+    def _n_hits(self, block: Bytes) -> int:  # uint8 [k, stride]: a row each, if all are hits
         """How many of the first rows are hits, when not all are."""
         good = matches(block, 0, self.head)  # bool [k]
         good &= matches(block, len(self.head) + self.size_bytes, EOL)
@@ -186,10 +205,11 @@ class FixedSizeValuesReply(RowsReader):
     def _take_odd(self, data: Bytes) -> int:
         """Neither a hit nor a miss is complete here: an error, a value of another size, or too few bytes yet."""
         skipped = prefix_size(data, self.row_prefix)
+        skipped += prefix_size(data[skipped:], self.announced)
         line = take_line(data, skipped)
         if line is None:
             return 0
-        begin = self.row_prefix[:skipped] + line + EOL
+        begin = data[:skipped].tobytes() + line + EOL
         if begin == self.head or self.miss.startswith(begin):
             whole = self._stride if begin == self.head else len(self.miss)
             if len(data) >= whole:  # the framing of a whole one was refused by the fast paths

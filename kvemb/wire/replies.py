@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.cached_property import batch_value
 from kvemb.errors import ProtocolError
 from kvemb.wire.buffer_scan import EOL, WRONG_TYPE, Bytes, is_error, matches, prefix_size, take_line, value_size
 
@@ -57,7 +58,7 @@ class ReplyReader(ABC):
         """Consume the complete parts at the start of data; return how many bytes. Called again with the rest and more."""
         position = 0
         while position < len(data) and not self.done:
-            taken = self.take(data[position:])
+            taken = self.take(data[position:] if position else data)
             if not taken:
                 break
             position += taken
@@ -92,7 +93,7 @@ class RowsReader(ReplyReader):
         self._at += 1
 
 
-@dataclass(frozen=True)
+@batch_value
 class Step:
     """One request and the reply it will get.
 
@@ -114,7 +115,7 @@ class Step:
         return self.source() if callable(self.source) else self.source
 
 
-@dataclass(frozen=True)
+@batch_value
 class RowsStep(Step):
     """A step whose reply answers rows, one by one."""
 
@@ -215,10 +216,10 @@ class BlobReply(ReplyReader):
             return after
         if len(data) < after + size + len(EOL):
             return 0
-        if data[after + size : after + size + len(EOL)].tobytes() != EOL:
+        whole = data[after : after + size + len(EOL)].tobytes()
+        if not whole.endswith(EOL):
             raise ProtocolError(f"a value of {size} bytes is not followed by a line end")
-        self.value = data[after : after + size].tobytes()
-        self.done = True
+        self.value, self.done = whole[: -len(EOL)], True
         return after + size + len(EOL)
 
 

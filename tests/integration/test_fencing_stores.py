@@ -151,11 +151,11 @@ def test_a_batch_that_spans_loss_and_repair_fails(start: Callable[[str, int], Se
         require_rows(trainer, rows, records_of(rows))
         real = node_rows.run
 
-        def with_a_repair_before(conversations: object, deadline: object) -> None:
+        def with_a_repair_before(*batch: object) -> None:
             monkeypatch.setattr(node_rows, "run", real)
             nodes.flush(0)
             repair(store, nodes.config.nodes[0])
-            real(conversations, deadline)  # type: ignore[arg-type]
+            real(*batch)  # type: ignore[arg-type]
 
         monkeypatch.setattr(node_rows, "run", with_a_repair_before)
         with pytest.raises(NodeSuspectError, match="meanwhile"):

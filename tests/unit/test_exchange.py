@@ -16,7 +16,7 @@ from kvemb.net.exchange import WINDOW_STEPS, Conversation, run
 from kvemb.net.link import Link, connect_link
 from kvemb.net.pool import LinkPool
 from kvemb.wire.fixed_size_values import FixedSizeValuesReply
-from kvemb.wire.replies import LineReply, Step
+from kvemb.wire.replies import LineReply, ReplyReader, Step
 from kvemb.wire.resp.integer_replies import IntegerReplies
 
 Peer = Callable[[socket.socket], None]
@@ -282,13 +282,12 @@ def test_an_idle_link_is_stale_once_something_arrives_or_it_ends(link_to: Callab
         assert link.stale
 
 
-class Endless:
+class Endless(ReplyReader):
     """A reply that takes any bytes and is never whole."""
 
     done = False
-    fewest_bytes = 0
 
-    def feed(self, data: NDArray[np.uint8]) -> int:
+    def take(self, data: NDArray[np.uint8]) -> int:
         return len(data)
 
 

@@ -4,9 +4,10 @@ Rows of slots under way are written at their other node, too: where a plan bring
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -70,6 +71,7 @@ class NodeRows:
             owners: the node of each slot, where it is not the map's.
         """
         plan: Plan = []
+        meanwhile: list[Callable[[], None]] = []
         results, view = [], self._links.view  # one for all of the batch
         for part in parts:
             kinds, n = self._codec.read_kinds(part.keys, part.prefix_bytes), len(part.keys.ids)
@@ -80,13 +82,15 @@ class NodeRows:
             every_foreign = np.zeros(n, dtype=bool) if part.foreign else None
             result = ReadResult(records, np.zeros(n, dtype=bool), grouped.order, every_token, every_foreign)
             results.append(result)
+            if part.meanwhile is not None:
+                meanwhile.append(partial(part.meanwhile, grouped.order))
             for node, rows in grouped.shares:
                 tokens = None if every_token is None else every_token[rows]
                 foreign = None if every_foreign is None else every_foreign[rows]
                 keys = grouped.keys if len(grouped.shares) == 1 else grouped.keys[rows]
                 steps = self._codec.read_steps(keys, part.record_bytes, result.records[rows], result.found[rows], tokens, foreign)
                 plan.append((node, NodeSteps(view.places[node], keys, steps)))
-        self._run(view, plan, deadline, lane)
+        self._run(view, plan, deadline, lane, meanwhile)
         return results
 
     def write(
@@ -135,7 +139,9 @@ class NodeRows:
         self._run(view, plan, deadline, lane)
         return [_ungroup(grouped, out < _CONFLICT) for grouped, out in outs]
 
-    def _run(self, view: NodesView, plan: Plan, deadline: Deadline, lane: RepairLane | None) -> None:
+    def _run(
+        self, view: NodesView, plan: Plan, deadline: Deadline, lane: RepairLane | None, meanwhile: Sequence[Callable[[], None]] = ()
+    ) -> None:
         """Run a batch's steps at its nodes, the marker last on each connection."""
         by_node: dict[str, list[Step]] = {}
         for _, share in plan:
@@ -158,7 +164,7 @@ class NodeRows:
                 step, markers[address] = self._codec.get_step(MARKER_KEY)
                 steps.append(step)
             try:
-                run([Conversation(links[address], steps) for address, steps in by_node.items()], deadline)
+                run([Conversation(links[address], steps) for address, steps in by_node.items()], deadline, meanwhile)
             except UnexpectedValueError as error:
                 raise unexpected_value([share for _, share in plan], error) from error
             except DeadlineExceededError:

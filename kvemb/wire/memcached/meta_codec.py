@@ -14,7 +14,7 @@ from kvemb.schema.keys import RowKeys
 from kvemb.wire.codec import RecordsToWrite
 from kvemb.wire.fixed_size_values import FixedSizeValuesReply
 from kvemb.wire.memcached.memcached_replies import CasValuesReply, CasWriteReply
-from kvemb.wire.replies import BlobReply, CodeReply, RowsReader, RowsStep, Step
+from kvemb.wire.replies import BlobReply, CodeReply, RowsStep, Step
 from kvemb.wire.request_arrays import Bytes, SharedRows, chunks, columns, decimals
 
 
@@ -44,12 +44,12 @@ class MetaCodec:
         steps = []
         for rows in chunks(len(keys), self._rows_per_step):
             odd = None if foreign is None else foreign[rows]
+            request = partial(_shared_request, shared, rows)
             if tokens is None:
-                size_bytes = (rows.stop - rows.start) * (len(head) + record_bytes + 2)
-                reply: RowsReader = FixedSizeValuesReply(head, record_bytes, b"EN\r\n", out[rows], found[rows], foreign=odd)
+                reply = FixedSizeValuesReply(head, record_bytes, b"EN\r\n", out[rows], found[rows], foreign=odd)
+                steps.append(RowsStep(request, reply, reply.reply_bytes))
             else:
-                size_bytes, reply = 0, CasValuesReply(record_bytes, out[rows], found[rows], tokens[rows], odd)
-            steps.append(RowsStep(partial(_shared_request, shared, rows), reply, size_bytes))
+                steps.append(RowsStep(request, CasValuesReply(record_bytes, out[rows], found[rows], tokens[rows], odd)))
         return steps
 
     def write_steps(

@@ -15,9 +15,10 @@ from kvemb.arrays.ids import as_items
 from kvemb.schema.buckets import FIELD_BYTES, FILLER, BucketKeys, WholeBuckets, needs_filler
 from kvemb.wire.buffer_scan import EOL, pieces
 from kvemb.wire.codec import RecordsToWrite
+from kvemb.wire.fixed_size_values import FixedSizeValuesReply
 from kvemb.wire.replies import CodeReply, RowsReader, RowsStep
 from kvemb.wire.request_arrays import Bytes, chunks, columns
-from kvemb.wire.resp.bucket_values import MOST_ROWS, WORD_BYTES, BucketRuns, BucketValuesReply, announcement_texts
+from kvemb.wire.resp.bucket_values import MISS, MOST_ROWS, WORD_BYTES, BucketRuns, BucketValuesReply, announcement_texts
 from kvemb.wire.resp.integer_replies import IntegerReplies
 
 _STEP_BYTES = 1 << 20  # of a step, at most MOST_ROWS: rows made together cost less each
@@ -25,8 +26,9 @@ _COMMAND_BYTES = 1 << 20  # of one command's rows: a server holds all of it in o
 _MOST_HEADS = 1 << 13  # of a table of them, which is kept: 26 tables of 256 buckets have fewer
 _FIELD_HEAD = b"$%d\r\n" % FIELD_BYTES
 _NEXT = _FIELD_HEAD[:2]
-_HALF = np.uint64(32)
-_FIELD_FRAME = np.frombuffer(_FIELD_HEAD + bytes(FIELD_BYTES) + EOL + _NEXT, dtype="<u8")
+_HALF = np.array(32, np.uint64)
+_ANY_FIELD = _FIELD_HEAD + bytes(FIELD_BYTES) + EOL
+_FIELD_FRAME = np.frombuffer(_ANY_FIELD + _NEXT, dtype="<u8")
 _FILLER_FIELD = b"$1\r\n-\r\n$%d\r\n%s\r\n" % (len(FILLER), FILLER)
 
 
@@ -47,7 +49,15 @@ class BucketRequests:
         self, keys: BucketKeys, record_bytes: int, out: Bytes, found: NDArray[np.bool_], foreign: NDArray[np.bool_] | None
     ) -> list[RowsStep]:
         """Read n rows; whole records travel, their first out.shape[1] bytes are copied."""
-        steps = []
+        steps: list[RowsStep] = []
+        if keys.sparse:  # a constant stride both ways: docs/adr/0046 has what it saves
+            line = b"*1\r\n"
+            head, miss = self._asked + line + b"$%d\r\n" % record_bytes, self._asked + line + MISS
+            for rows in chunks(len(keys.ids), max(self._rows_per_step, min(MOST_ROWS, _STEP_BYTES // record_bytes))):
+                odd = None if foreign is None else foreign[rows]
+                values = FixedSizeValuesReply(head, record_bytes, miss, out[rows], found[rows], self._asked, line, foreign=odd)
+                steps.append(RowsStep(partial(self._get_singly, keys[rows]), values, values.reply_bytes))
+            return steps
         for rows, some, runs in self._pieces(keys, record_bytes):
             odd = None if foreign is None else foreign[rows]
             reply = BucketValuesReply(runs, record_bytes, out[rows], found[rows], self._asked, odd)
@@ -94,6 +104,13 @@ class BucketRequests:
             yield rows, some, BucketRuns.of(some.runs(), rows.stop - start, in_command)
             start = rows.stop
 
+    def _get_singly(self, keys: BucketKeys) -> memoryview:
+        """A command for each row: its table's and bucket's part is kept ready, the id is put in."""
+        commands = _heads(keys, None, self._ask + b"*3\r\n$5\r\nHMGET\r\n$%d\r\n" % keys.key_bytes, EOL + _ANY_FIELD)  # items [n]
+        at = commands.itemsize - len(EOL) - FIELD_BYTES
+        np.ndarray((len(commands),), "<u8", commands, at, (commands.itemsize,))[:] = keys.ids
+        return commands.view(np.uint8).data
+
     def _get_request(self, keys: BucketKeys, runs: BucketRuns) -> memoryview:
         return self._request(b"HMGET", keys, runs, _fields(keys), 1)
 
@@ -113,18 +130,17 @@ class BucketRequests:
         heads = _heads(keys, runs.firsts, b"$%d\r\n%s\r\n$%d\r\n" % (len(name), name, keys.key_bytes), EOL + more)  # items [k]
         announced = texts.lengths.take(n_words)  # intp [k]: bytes of `*<n_words>`
         head_bytes = announced + (len(self._ask) + heads.itemsize)  # intp [k]: bytes of a command before its rows
-        body_bytes = width * runs.sizes  # intp [k]: bytes of its rows
-        ends = (head_bytes + body_bytes).cumsum()  # intp [k]: where each command ends in out
-        starts = ends - head_bytes - body_bytes  # intp [k]: where it begins
-        out = np.empty(int(ends[-1]) + len(_NEXT), dtype=np.uint8)  # all commands, and room for the last row's _NEXT
+        offsets = head_bytes.cumsum()  # intp [k]: bytes of all heads up to each command's
+        starts = runs.firsts * width + offsets - head_bytes  # intp [k]: where each command begins in out
+        out = np.empty(width * len(rows) + offsets.item(-1) + len(_NEXT), dtype=np.uint8)  # all commands, and room for the last row's _NEXT
         places = np.arange(0, width * len(rows), width)  # intp [n]: where each row begins in out, by the next line
-        places += head_bytes.cumsum().repeat(runs.sizes)
+        places += offsets.repeat(runs.sizes)
         pieces(out, rows.shape[1])[places] = as_items(rows)
         # Items end in surplus bytes, which later writes cover: a row's by the command behind it, an announcement's by its own head.
         if self._ask:
             pieces(out, len(self._ask))[starts] = np.void(self._ask)
             starts += len(self._ask)
-        pieces(out, WORD_BYTES)[starts] = texts.words.take(n_words).view(f"V{WORD_BYTES}")
+        pieces(out, WORD_BYTES, "<u8")[starts] = texts.words.take(n_words)
         pieces(out, heads.itemsize)[starts + announced] = heads
         return out[: len(out) - len(_NEXT)].data
 
@@ -132,22 +148,23 @@ class BucketRequests:
 def _fields(keys: BucketKeys) -> Bytes:
     """`$8`, the field, and the next row's beginning: uint8 [n, 16]. Items of 16 bytes are put in place in two thirds of the time of 14."""
     words = np.empty((len(keys.ids), 2), dtype="<u8")  # 16 bytes per row
-    np.left_shift(keys.ids, _HALF, out=words[:, 0])  # the id's low half, behind the four bytes of `$8`
-    np.right_shift(keys.ids, _HALF, out=words[:, 1])  # its high half, before the line's end and _NEXT
+    np.left_shift(keys.ids, _HALF, words[:, 0])  # the id's low half, behind the four bytes of `$8`
+    np.right_shift(keys.ids, _HALF, words[:, 1])  # its high half, before the line's end and _NEXT
     words |= _FIELD_FRAME
     return words.view(np.uint8)
 
 
-def _heads(keys: BucketKeys, firsts: NDArray[np.intp], begin: bytes, end: bytes) -> NDArray[np.void]:
-    """The bytes behind each command's number of words, with its bucket's key in the middle: one item per run, [k]."""
+def _heads(keys: BucketKeys, which: NDArray[np.intp] | None, begin: bytes, end: bytes) -> NDArray[np.void]:
+    """The bytes of commands with their buckets' keys in the middle: one item for each of the rows `which`, [k], or for all."""
     tags = (keys.tag,) if keys.tables is None else keys.tables.tags
     if len(tags) * keys.n_buckets > _MOST_HEADS:
-        names = keys.take(firsts).encode()  # uint8 [k, key_bytes]
+        names = (keys if which is None else keys.take(which)).encode()  # uint8 [k, key_bytes]
         texts = columns(len(names), begin, names, end)  # uint8 [k, bytes of a head]
         return as_items(texts)
-    at = keys.buckets.take(firsts)  # int64 [k]: where each run's bucket stands in the table of heads, by the next lines
+    at = keys.buckets if which is None else keys.buckets.take(which)  # int64 [k]: where each bucket stands in the table of heads
     if keys.tables is not None:
-        at += keys.tables.which.take(firsts).astype(np.int64) * keys.n_buckets
+        tables = keys.tables.which if which is None else keys.tables.which.take(which)
+        at = at + tables.astype(np.int64) * keys.n_buckets
     return _head_table(tags, keys.n_buckets, begin, end).take(at)
 
 

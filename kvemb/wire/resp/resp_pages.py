@@ -71,7 +71,7 @@ class PageRequests:
                 blank_bytes=HEADER_SIZE,
                 foreign=None if foreign is None else foreign[rows],
             )
-            steps.append(RowsStep(request, reply, reply.n_rows * (len(head) + size + 2)))
+            steps.append(RowsStep(request, reply, reply.reply_bytes))
         return steps
 
     def write_steps(self, keys: PagedKeys, records: RecordsToWrite, out: NDArray[np.uint8]) -> list[RowsStep]:
