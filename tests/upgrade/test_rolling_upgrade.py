@@ -82,6 +82,13 @@ def job(release: Release, kind: str, mode: str) -> Iterator[Job]:
                 one.kill()
 
 
+def here(*arguments: str) -> str:
+    """Run the present release's `kvemb` in this process: a start takes as long as all else that it does."""
+    with redirect_stdout(io.StringIO()) as told:
+        assert main([*arguments]) == 0
+    return told.getvalue()
+
+
 def lives(told: str) -> bool:
     """Whether `kvemb status --json` has told of two shards that serve."""
     return [shard["failure"] for shard in json.loads(told)["shards"]] == ["", ""]
@@ -106,9 +113,7 @@ def test_a_cluster_is_upgraded_and_goes_back_part_by_part(
         def in_this_mixture() -> None:
             running.goes_on()
             assert lives(old.done("status", "--json", config))
-            with redirect_stdout(io.StringIO()) as told:  # the present release is this process's: half the time
-                assert main(["status", "--json", config]) == 0
-            assert lives(told.getvalue())
+            assert lives(here("status", "--json", config))
 
         in_this_mixture()
         cluster.exchange_shard(1, new)
@@ -120,18 +125,18 @@ def test_a_cluster_is_upgraded_and_goes_back_part_by_part(
         for trainer in (0, 1):
             running.exchange(trainer, new)
             in_this_mixture()
-        new.done("save", config, (tmp_path / "saved-by-new").as_uri())
+        here("save", config, (tmp_path / "saved-by-new").as_uri())
 
         cluster.exchange_shard(0, old)  # and back, shards first this time
         in_this_mixture()
-        new.done("shards", "rebalance", config, "--yes")
+        here("shards", "rebalance", config, "--yes")
         cluster.exchange_shard(1, old)
         in_this_mixture()
         for trainer in (0, 1):
             running.exchange(trainer, old)
         in_this_mixture()
         running.judge()
-    new.done("verify", (tmp_path / "saved-by-old").as_uri())
+    here("verify", (tmp_path / "saved-by-old").as_uri())
     old.done("verify", (tmp_path / "saved-by-new").as_uri())
 
 
