@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +16,11 @@ from numpy.typing import NDArray
 from kvemb.config import StorageConfig
 from kvemb.coordination.map_copies import MAP_NAME, newest_map
 from kvemb.coordination.markers import MARKER_KEY, Identity, Marker, accept, diagnose, why_lost
+from kvemb.coordination.replicated_values import ValueCell
 from kvemb.coordination.shard_owners import OwnerFence
 from kvemb.errors import (
     ClosedError,
     ConfigError,
-    InvalidInputError,
     NodeUnavailableError,
     NotProvisionedError,
     RecordError,
@@ -32,9 +33,11 @@ from kvemb.schema.keys import RowKeys
 from kvemb.stores.read_retry import ReadRetry
 from kvemb.stores.redis_server.stored_rows import row_keys_in
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
-from kvemb.stores.standalone.node_repair import NodeRepair, mend_copy
+from kvemb.stores.standalone.node_links import NodeLinks, NodeServer
+from kvemb.stores.standalone.node_repair import NodesByNumber
 from kvemb.stores.store import Capabilities, Store, StoreRows, StoreValues
 from kvemb.stores.store_nodes import NodeStats, StoreNodes
+from kvemb.stores.store_repair import RepairLane, StoreRepair
 
 
 @dataclass
@@ -91,7 +94,7 @@ def memory_node(address: str) -> MemoryNode:
 
 
 class MemoryNodes(StoreNodes):
-    """The nodes, as facet of the store and as a repair sees them (`MarkedNodes`)."""
+    """The nodes, as facet of the store and as a repair sees them (`NodeLinks`)."""
 
     placements = ()
 
@@ -136,8 +139,17 @@ class MemoryNodes(StoreNodes):
         values = [self.alive(index).values.get(name.encode()) for index in range(len(self.nodes))]
         return [value and value[0] for value in values]
 
-    def require_ours(self, address: str, copy: bytes | None, deadline: Deadline) -> None:
-        self._fence.require_ours(copy, f"node {address}", lambda: self.copies(self._fence.name))
+    def owners_elsewhere(self, address: str, deadline: Deadline) -> list[bytes | None]:
+        return self.copies(self._fence.name)
+
+    def cell(self, address: str, name: str, run_id: str, deadline: Deadline) -> ValueCell:
+        key = name.encode()
+        return ValueCell(
+            f"node {address}",
+            name,
+            lambda: self.peek(address, [key], deadline)[0],
+            lambda old, new: self.swap(address, key, old, new, run_id, deadline),
+        )
 
     def expected(self, address: str) -> Marker:
         assert self.markers is not None, "open() comes first"
@@ -181,34 +193,35 @@ class MemoryValues(StoreValues):
     def mend(self, name: str, copies: Sequence[bytes | None], damaged: Sequence[bool], value: bytes, deadline: Deadline) -> None:
         for address, copy, wrong in zip(self._nodes.addresses, copies, damaged, strict=True):
             if wrong:
-                mend_copy(self._nodes, address, name, copy, value, deadline)
+                self._nodes.cell(address, name, self._nodes.look(address, deadline)[1], deadline).mend(copy, value)
 
 
-class MemoryRepair(NodeRepair):
-    """Repair, with the store's own reads and writes."""
-
-    def __init__(self, store: "MemoryStore", nodes: MemoryNodes, fence: OwnerFence) -> None:
-        super().__init__(nodes, fence)
-        self._store, self._at = store, nodes.at
+class MarkedMemory(NodesByNumber):
+    """The nodes as a repair sees them, whose keys can be listed."""
 
     def keys_on(self, address: str, deadline: Deadline) -> Iterator[RowKeys]:
-        yield from row_keys_in(list(self._at(address).values))
+        yield from row_keys_in(list(cast(MemoryNodes, self._links).at(address).values))
 
-    def read(self, address: str, nonce: str, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
-        return self._store.read_checked(parts, self._repairing(address, nonce, parts, deadline))
 
-    def write(self, address: str, nonce: str, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
-        return self._store.write_checked(parts, self._repairing(address, nonce, parts, deadline))
+class MemoryBatches:
+    """Batches in a repair."""
 
-    def erase(self, address: str, nonce: str, parts: Sequence[WritePart], deadline: Deadline) -> list[NDArray[np.bool_]]:
-        return self._store.erase_checked(parts, self._repairing(address, nonce, parts, deadline))
+    def __init__(self, store: "MemoryStore") -> None:
+        self._store = store
 
-    def _repairing(
-        self, address: str, nonce: str, parts: Sequence[ReadPart] | Sequence[WritePart], deadline: Deadline
-    ) -> dict[int, Marker]:
-        if not all(self.keys_of(address, part.keys).all() for part in parts):
-            raise InvalidInputError(f"a batch that repairs node {address} holds rows of other nodes")
-        return {self._nodes.number_of(address): self.require_repair(address, nonce, deadline)}
+    def read(self, parts: Sequence[ReadPart], deadline: Deadline, lane: RepairLane | None = None) -> list[ReadResult]:
+        return self._store.read_checked(parts, self._marker(lane))
+
+    def write(self, parts: Sequence[WritePart], deadline: Deadline, lane: RepairLane | None = None) -> list[WriteResult]:
+        return self._store.write_checked(parts, self._marker(lane))
+
+    def erase(self, parts: Sequence[WritePart], deadline: Deadline, lane: RepairLane | None = None) -> list[NDArray[np.bool_]]:
+        return self._store.erase_checked(parts, self._marker(lane))
+
+    def _marker(self, lane: RepairLane | None) -> dict[int, Marker]:
+        assert lane is not None
+        nodes = self._store.nodes
+        return {nodes.number_of(lane.address): lane.begun(nodes.expected(lane.address))}
 
 
 class MemoryStore(Store, StoreRows):
@@ -225,7 +238,8 @@ class MemoryStore(Store, StoreRows):
         self.rows = self
         self.nodes = MemoryNodes(config.nodes, self._fence)
         self.values = MemoryValues(self.nodes)
-        self.repair = MemoryRepair(self, self.nodes, self._fence)
+        marked = MarkedMemory(cast(NodeLinks, self.nodes), cast(NodeServer, None), self._fence)
+        self.repair = StoreRepair(marked, MemoryBatches(self), self._fence, lambda: self.nodes.map)
 
     @property
     def capabilities(self) -> Capabilities:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from kvemb.coordination.markers import Identity
-from kvemb.coordination.replicated_values import DamagedCopyError, intact_copies
+from kvemb.coordination.replicated_values import DamagedCopyError, ValueCell, intact_copies
 from kvemb.errors import NodeLostError, ProtocolError
 from kvemb.schema.cluster_map import ClusterMap, OtherFormatError
 
@@ -55,6 +55,11 @@ def is_behind(copy: bytes | None, cluster_map: ClusterMap) -> bool:
         return copy is None or decode_map(copy).version < cluster_map.version
     except DamagedCopyError:
         return True
+
+
+def put_newer(copy: ValueCell, cluster_map: ClusterMap) -> None:
+    """Let a copy be this map, unless it is a newer one."""
+    copy.update(lambda found: cluster_map.encode() if is_behind(found, cluster_map) else None)
 
 
 def map_in_force(copies: Iterable[bytes | None], where: Sequence[str], identity: Identity) -> ClusterMap:

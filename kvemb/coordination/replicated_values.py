@@ -1,17 +1,22 @@
 """Small values of which every node holds a copy: damaged copies are passed over and named, as long as another is good.
 
+One copy is a cell: it is read, and replaced on a condition, so that several programs may change it at once.
+
 A copy is damaged if none of our programs wrote it: bytes that are no message of ours, a value of another type or of far too many bytes. A
 copy that another release wrote is not damaged: it is refused. What must not live here: the meaning of values, and how they are read.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from kvemb.errors import ProtocolError
 
 T = TypeVar("T")
 log = logging.getLogger("kvemb")
+MAX_TRIES = 100
+"""Of a change on a condition, while other programs change the same value."""
 
 
 class DamagedCopyError(ProtocolError):
@@ -63,3 +68,42 @@ def _is_damaged(copy: bytes, decode: Callable[[bytes], object]) -> bool:
     except ProtocolError:
         return False
     return False
+
+
+@dataclass(frozen=True)
+class ValueCell:
+    """One copy of a small value.
+
+    Args:
+        holder: of the copy, for messages.
+        name: the key that it stands under.
+        read: returns what stands there.
+        swap: (old, new): puts `new` there if it is still `old` (None: if there is nothing), in one step; returns whether it was.
+    """
+
+    holder: str
+    name: str
+    read: Callable[[], bytes | None]
+    swap: Callable[[bytes | None, bytes], bool]
+
+    def update(self, change: Callable[[bytes | None], bytes | None]) -> None:
+        """Change the value, again where another program was faster.
+
+        Args:
+            change: makes of what stands there what is to stand there; None: nothing is to be changed.
+        """
+        for _ in range(MAX_TRIES):
+            old = self.read()
+            new = change(old)
+            if new is None or new == old or self.swap(old, new):
+                return
+        raise ProtocolError(f"{self.holder}: {self.name} changed {MAX_TRIES} times while it was to be written")
+
+    def put(self, value: bytes) -> None:
+        """Write a value, whatever stands there."""
+        self.update(lambda old: value)
+
+    def mend(self, damaged: bytes | None, value: bytes) -> None:
+        """Put a value in the place of a damaged copy, if that still stands there."""
+        if self.swap(damaged, value):
+            log.error("%s: the value under the key %s was damaged and has been put right", self.holder, self.name)

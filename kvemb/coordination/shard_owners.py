@@ -12,7 +12,7 @@ from functools import partial
 
 import msgpack
 
-from kvemb.coordination.replicated_values import DamagedCopyError, intact_copies
+from kvemb.coordination.replicated_values import DamagedCopyError, ValueCell, intact_copies
 from kvemb.errors import FencedError
 from kvemb.schema.record import MAX_EPOCH
 
@@ -112,6 +112,22 @@ class OwnerFence:
         require_not_fenced(copies, shard, epoch)
         owner = newest_owner(copies, shard)
         self.record = (owner if owner is not None and owner.epoch == epoch else Owner(epoch, shard + 1)).encode()
+
+    def put_back(self, copy: ValueCell) -> None:
+        """Let a copy be our record; raises FencedError where it has a higher epoch."""
+
+        def ours(found: bytes | None) -> bytes:
+            self.require_not_behind([found])
+            return self.record
+
+        copy.update(ours)
+
+    def keep(self, copy: ValueCell, elsewhere: Callable[[], Iterable[bytes | None]] = lambda: ()) -> None:
+        """Put our record in the place of a damaged copy; `elsewhere` and errors as of `require_ours`."""
+        found = copy.read()
+        if found != self.record:
+            self.require_ours(found, copy.holder, elsewhere)
+            copy.mend(found, self.record)
 
     def require_not_behind(self, copies: Iterable[bytes | None]) -> None:
         """Raise FencedError when one of these copies has a higher epoch; damaged ones count as none."""

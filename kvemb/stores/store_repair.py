@@ -2,24 +2,32 @@
 
 All state of a repair stands on the damaged node, so that losing its data once more takes the repair with it:
 
-    1. the first shard to notice writes `repairing <nonce>` in the place of the node's marker; every other shard reads the nonce
+    1. the first shard to notice writes `repairing <nonce>` in the place of the node's markers; every other shard reads the nonce
     2. every shard rewrites its rows there, then reports the nonce
-    3. a shard that sees all reports puts a new marker in the place of `repairing <nonce>`, if that still stands there
+    3. a shard that sees all reports puts new markers in the place of `repairing <nonce>`, if that still stands there
 
-Until step 3 every batch that touches the node fails, except those below. They name the nonce and check it last on the connection, as normal
-batches check the marker. A server process that starts again in the middle of it ends the repair: a nonce is good for one process.
+A node has one marker, or one per slot that it holds. Until step 3 every batch that touches the node fails, except those below. They name
+the nonce and check it last on the connection, as normal batches check the marker. A server process that starts again in the middle of it
+ends the repair: a nonce is good for one process. How markers and small values are reached, each kind of storage knows.
 """
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.coordination.markers import Why
+from kvemb.coordination.map_copies import MAP_NAME, put_newer
+from kvemb.coordination.markers import Marker, Why, diagnose
+from kvemb.coordination.replicated_values import MAX_TRIES, ValueCell
+from kvemb.coordination.shard_owners import OwnerFence
+from kvemb.errors import DeadlineExceededError, InvalidInputError, NodeLostError, NodeSuspectError, NodeUnavailableError, ProtocolError
 from kvemb.net.deadline import Deadline
-from kvemb.schema.keys import RowKeys
+from kvemb.schema.cluster_map import ClusterMap
+from kvemb.schema.keys import Containers, RowKeys
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 
 
@@ -39,27 +47,190 @@ class LostNode:
     nonce: str | None = None
 
 
-class StoreRepair(ABC):
-    """The interface of a store for shards that repair a node: its facet `repair`.
+@dataclass(frozen=True, eq=False)
+class RepairLane:
+    """A repair that a store takes part in; all rows of a batch in it are of one node.
+
+    Args:
+        address, process: of the node and its server.
+        nonce: of the repair.
+        places: int64 [n], the markers that the node had when it began: by their slots, or by the node's own number.
+    """
+
+    address: str
+    process: str
+    nonce: str
+    places: NDArray[np.int64]
+
+    def begun(self, expected: Marker) -> Marker:
+        """The marker of a place while the repair goes on, after the one that is expected of a whole node."""
+        return replace(expected, run_id=self.process, repair=self.nonce, repairing=True)
+
+    def ended(self, expected: Marker) -> Marker:
+        """The marker of a place whose repair is over."""
+        return replace(expected, repair=self.nonce, repairing=False)
+
+
+@dataclass(frozen=True, eq=False)
+class MarkedState:
+    """The state of a node by its markers.
+
+    Args:
+        address, process: of the node and its server.
+        places: int64 [n], as of `RepairLane`.
+        values: n values in the places of markers, None where there is none.
+        judged: of each None where it is in order, else why not, and the nonce of the repair that goes on for this process.
+    """
+
+    address: str
+    process: str
+    places: NDArray[np.int64]
+    values: list[bytes | None]
+    judged: list[tuple[Why, str | None] | None]
+
+    @property
+    def nonce(self) -> str | None:
+        """Of the repair that goes on."""
+        return next((one[1] for one in self.judged if one is not None and one[1] is not None), None)
+
+    def repaired(self, at: int) -> str:
+        """The nonce of the last repair of a place in order, under any map in force; "" for none, and for places not in order."""
+        value = self.values[at]
+        return "" if value is None or self.judged[at] is not None else Marker.decode(value, self.address).repair
+
+    @property
+    def lost(self) -> LostNode | None:
+        """What is wrong; None for a node in order."""
+        found = [one for one in self.judged if one is not None]
+        if not found:
+            return None
+        why = next((why for why, nonce in found if nonce is None), None)
+        return LostNode(self.address, "repairing", self.nonce) if why is None else LostNode(self.address, why)
+
+
+class RowBatches(Protocol):
+    """Batches of rows, in a repair or not."""
+
+    def read(self, parts: Sequence[ReadPart], deadline: Deadline, lane: RepairLane | None = None) -> list[ReadResult]:
+        """Read parts."""
+
+    def write(self, parts: Sequence[WritePart], deadline: Deadline, lane: RepairLane | None = None) -> list[WriteResult]:
+        """Write parts."""
+
+    def erase(self, parts: Sequence[WritePart], deadline: Deadline, lane: RepairLane | None = None) -> list[NDArray[np.bool_]]:
+        """Delete the rows of parts."""
+
+
+class MarkedNodes(ABC):
+    """The nodes of a kind of storage as a repair sees them: their markers, and the small values by which shards meet."""
+
+    @abstractmethod
+    def addresses(self, deadline: Deadline) -> Sequence[str]:
+        """Ask for the nodes there are now; `state` and `slots_of` go by the answer."""
+
+    @abstractmethod
+    def state(self, address: str, deadline: Deadline, lane: RepairLane | None = None) -> MarkedState:
+        """Look at the markers of one of these nodes; with a lane at one of its places.
+
+        Raises:
+            NodeLostError: the node has none of these places any more.
+            WrongNodeError: another node is there.
+        """
+
+    @abstractmethod
+    def expected(self, state: MarkedState, at: int) -> Marker:
+        """The marker that a place would have on a whole node."""
+
+    @abstractmethod
+    def swap(self, state: MarkedState, changes: Mapping[int, Marker], deadline: Deadline) -> bool:
+        """Replace markers, by their numbers in the state, where nothing has changed since; return whether all were."""
+
+    @abstractmethod
+    def slots_of(self, address: str, lane: RepairLane | None = None) -> NDArray[np.bool_]:
+        """The slots whose rows belong to a node, in a repair those that are in it: bool [16384]."""
+
+    @abstractmethod
+    def cell(self, address: str, name: str, process: str, deadline: Deadline) -> ValueCell:
+        """A node's copy of a small value; it is written only while its server is this process."""
+
+    @abstractmethod
+    def report(self, lane: RepairLane, shard: int) -> tuple[str, bytes]:
+        """The name and the value of a shard's report."""
+
+    @abstractmethod
+    def covers(self, report: bytes | None, lane: RepairLane, places: NDArray[np.int64]) -> bool:
+        """Whether a report says that the rows of these places are in order."""
+
+    @abstractmethod
+    def keep(self, whole: Sequence[MarkedState], deadline: Deadline) -> None:
+        """Put small values right that whole nodes should have."""
+
+    def restored(self, lane: RepairLane, deadline: Deadline) -> None:  # noqa: B027 - most kinds note nothing
+        """Every shard has brought its rows back; the markers are renewed next."""
+
+    def over(self, lane: RepairLane, shards: Collection[int], deadline: Deadline) -> None:  # noqa: B027
+        """The markers have been renewed."""
+
+    @abstractmethod
+    def keys_on(self, address: str, deadline: Deadline) -> Iterator[RowKeys] | None:
+        """See `StoreRepair.keys_on`."""
+
+    @abstractmethod
+    def make_way(self, containers: Containers, deadline: Deadline, lane: RepairLane | None) -> int:
+        """See `StoreRepair.make_way`; `lane` of a repair."""
+
+    def holds(self, address: str, name: str) -> bool:
+        """Whether a node has a copy of a small value."""
+        return True
+
+    def looks_lost(self, deadline: Deadline) -> bool:
+        """See `StoreRepair.looks_lost`."""
+        return False
+
+
+class StoreRepair:
+    """A store for shards that repair a node: its facet `repair`.
 
     Methods with a nonce raise NodeLostError when it does not stand on the node any more. Then the node has lost its data again, or the
     repair has been finished. Call `begin` then, which says which of the two it was. All of them may be called again after any
     error.
+
+    Args:
+        nodes: those that are repaired.
+        batches: of rows.
+        fence: the owner that the store writes as.
+        cluster_map: returns the one that is followed.
     """
 
-    @abstractmethod
+    def __init__(self, nodes: MarkedNodes, batches: RowBatches, fence: OwnerFence, cluster_map: Callable[[], ClusterMap]) -> None:
+        self._nodes, self._batches, self._fence, self._cluster_map = nodes, batches, fence, cluster_map
+        self._lanes: dict[str, RepairLane] = {}  # per address the repair that this store takes part in
+
+    # --- the state of a node ----------------------------------------------------------------------------------------------------
+
     def lost_nodes(self, deadline: Deadline) -> list[LostNode]:
         """Look at every node's marker and server process. A node that does not answer is not listed: it is not known to be lost.
 
         Raises:
             WrongNodeError: a node carries the marker of another node or cluster; that is no case for repair.
         """
+        lost, whole = [], []
+        for address, share in deadline.shared(self._nodes.addresses(deadline)):
+            try:
+                state = self._nodes.state(address, share)
+            except (NodeUnavailableError, DeadlineExceededError):
+                continue
+            if (found := state.lost) is not None:
+                lost.append(found)
+            else:
+                whole.append(state)
+        self._nodes.keep(whole, deadline)
+        return lost
 
     def looks_lost(self, deadline: Deadline) -> bool:
         """Whether a quick look gives reason to call `lost_nodes` at once; for stores where that call takes long."""
-        return False
+        return self._nodes.looks_lost(deadline)
 
-    @abstractmethod
     def begin(self, address: str, deadline: Deadline, *, even_if_whole: bool = False) -> str | None:
         """Begin the repair of a node, or join the one that has begun; from now on normal batches fail there.
 
@@ -71,30 +242,115 @@ class StoreRepair(ABC):
         Returns:
             The nonce, 16 hex digits; None when the marker is in order and there is nothing to repair.
         """
+        for _ in range(MAX_TRIES):
+            state = self._state_now(address, deadline)
+            if state.lost is None and not even_if_whole:
+                return None
+            lane = RepairLane(address, state.process, state.nonce or os.urandom(8).hex(), state.places)
+            changes = self._to_repairing(state, lane)
+            first = min(changes, default=None)  # it decides whose nonce it is; then all the others follow
+            decided = first is None or self._nodes.swap(state, {first: changes.pop(first)}, deadline)
+            if decided and self._nodes.swap(state, changes, deadline):
+                self._lanes[address] = lane
+                return lane.nonce
+        raise ProtocolError(f"node {address}: its markers changed {MAX_TRIES} times while a repair was to begin there")
 
-    @abstractmethod
+    def _to_repairing(self, state: MarkedState, lane: RepairLane) -> dict[int, Marker]:
+        """The markers that do not have the nonce yet; those that this repair has finished stay as they are."""
+        changes = {}
+        for at, (value, judged) in enumerate(zip(state.values, state.judged, strict=True)):
+            if judged == ("repairing", lane.nonce):
+                continue
+            expected = self._nodes.expected(state, at)
+            if value != lane.ended(expected).encode():
+                changes[at] = lane.begun(expected)
+        return changes
+
+    def put_value(self, address: str, nonce: str, name: str, value: bytes, deadline: Deadline) -> None:
+        """Write a node's copy of a small value (see `StoreValues.put`), if it is one of those that hold a copy."""
+        lane = self._require_repair(address, nonce, deadline)
+        if self._nodes.holds(address, name):
+            self._nodes.cell(address, name, lane.process, deadline).put(value)
+            self._require_repair(address, nonce, deadline)
+
+    def report(self, address: str, nonce: str, shard: int, deadline: Deadline) -> None:
+        """Say that this shard's rows on the node are in order; puts the shard's owner record back too, if the store was fenced."""
+        lane = self._require_repair(address, nonce, deadline)
+        if self._fence.record:
+            self._fence.put_back(self._nodes.cell(address, self._fence.name, lane.process, deadline))
+        put_newer(self._nodes.cell(address, MAP_NAME, lane.process, deadline), self._cluster_map())
+        name, value = self._nodes.report(lane, shard)
+        self._nodes.cell(address, name, lane.process, deadline).put(value)
+        self._require_repair(address, nonce, deadline)
+
+    def finish(self, address: str, nonce: str, shards: Collection[int], deadline: Deadline) -> bool:
+        """Renew the marker when all of these shards have reported; return True when the node is in use again, False to be asked again."""
+        lane, state = self._lane(address, nonce), self._state_now(address, deadline)
+        left = {at: lane.ended(self._nodes.expected(state, at)) for at, one in enumerate(state.judged) if one == ("repairing", nonce)}
+        begun_with = np.flatnonzero(np.isin(state.places, lane.places)).tolist()
+        if state.process != lane.process or not all(at in left or state.repaired(at) == nonce for at in begun_with):
+            raise NodeLostError(f"node {address}: repair {nonce} is not going on there any more; begin again")
+        reports = (self._nodes.cell(address, self._nodes.report(lane, shard)[0], lane.process, deadline).read() for shard in shards if left)
+        if not all(self._nodes.covers(report, lane, state.places[list(left)]) for report in reports):
+            return False
+        self._nodes.restored(lane, deadline)  # before any store can see its markers in order
+        if not self._nodes.swap(state, left, deadline):
+            return False  # another shard is finishing it, or it is over: the next call tells
+        self._nodes.over(lane, shards, deadline)
+        del self._lanes[address]
+        return True
+
+    # --- inside -----------------------------------------------------------------------------------------------------------------
+
+    def _state_now(self, address: str, deadline: Deadline) -> MarkedState:
+        self._nodes.addresses(deadline)  # slots may have moved
+        return self._nodes.state(address, deadline)
+
+    def _lane(self, address: str, nonce: str) -> RepairLane:
+        """Return the repair of that nonce, which this store takes part in."""
+        lane = self._lanes.get(address)
+        if lane is None or lane.nonce != nonce:
+            raise NodeLostError(f"node {address}: repair {nonce} is not one that this process takes part in; beginning the repair joins it")
+        return lane
+
+    def _require_repair(self, address: str, nonce: str, deadline: Deadline) -> RepairLane:
+        """The repair that goes on, by the process and one marker.
+
+        Raises:
+            NodeLostError, NodeSuspectError: it does not, or this store has not joined it by `begin`.
+        """
+        lane = self._lane(address, nonce)
+        state = self._nodes.state(address, deadline, lane)
+        if state.judged[0] != ("repairing", nonce):
+            raise diagnose(address, replace(lane, process=state.process).begun(self._nodes.expected(state, 0)), state.values[0])
+        return lane
+
+    # --- rows -------------------------------------------------------------------------------------------------------------------
+
     def keys_of(self, address: str, keys: RowKeys) -> NDArray[np.bool_]:
         """Return which keys belong to a node: bool [n]."""
+        mine: NDArray[np.bool_] = self._nodes.slots_of(address, self._lanes.get(address))[keys.slots()]
+        return mine
 
-    @abstractmethod
+    def read(self, address: str, nonce: str, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
+        """Read rows of a node in repair; all keys belong to it. See `StoreRows.read`."""
+        return self._batches.read(parts, deadline, self._lane_of(address, nonce, parts))
+
+    def write(self, address: str, nonce: str, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
+        """Write records to a node in repair; all keys belong to it. See `StoreRows.write`."""
+        return self._batches.write(parts, deadline, self._lane_of(address, nonce, parts))
+
+    def erase(self, address: str, nonce: str, parts: Sequence[WritePart], deadline: Deadline) -> list[NDArray[np.bool_]]:
+        """Delete rows of a node in repair; all keys belong to it. See `StoreRows.erase`."""
+        return self._batches.erase(parts, deadline, self._lane_of(address, nonce, parts))
+
     def keys_on(self, address: str, deadline: Deadline) -> Iterator[RowKeys] | None:
         """List the row keys that a node holds, in blocks, one table each; None where that cannot be asked (memcached).
 
         A snapshot may bring back rows that were erased since; only this list finds them. A key may come more than once. Of a table in
         pages the ids are the numbers of its pages.
         """
-
-    @abstractmethod
-    def read(self, address: str, nonce: str, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
-        """Read rows of a node in repair; all keys belong to it. See `StoreRows.read`."""
-
-    @abstractmethod
-    def write(self, address: str, nonce: str, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
-        """Write records to a node in repair; all keys belong to it. See `StoreRows.write`."""
-
-    @abstractmethod
-    def erase(self, address: str, nonce: str, parts: Sequence[WritePart], deadline: Deadline) -> list[NDArray[np.bool_]]:
-        """Delete rows of a node in repair; all keys belong to it. See `StoreRows.erase`."""
+        return self._nodes.keys_on(address, deadline)
 
     def make_way(self, keys: RowKeys, deadline: Deadline, *, repair: tuple[str, str] | None = None) -> int:
         """Let rows be written under keys of pages where another program has put a value that is no page; stores without pages do nothing.
@@ -110,16 +366,15 @@ class StoreRepair(ABC):
         Returns:
             How many values were cut or deleted.
         """
-        return 0
+        containers = keys.containers()
+        if containers is None:
+            return 0
+        return self._nodes.make_way(containers, deadline, None if repair is None else self._require_repair(*repair, deadline))
 
-    @abstractmethod
-    def put_value(self, address: str, nonce: str, name: str, value: bytes, deadline: Deadline) -> None:
-        """Write a node's copy of a small value (see `StoreValues.put`), if it is one of those that hold a copy."""
-
-    @abstractmethod
-    def report(self, address: str, nonce: str, shard: int, deadline: Deadline) -> None:
-        """Say that this shard's rows on the node are in order; puts the shard's owner record back too, if the store was fenced."""
-
-    @abstractmethod
-    def finish(self, address: str, nonce: str, shards: Collection[int], deadline: Deadline) -> bool:
-        """Renew the marker when all of these shards have reported; return True when the node is in use again, False to be asked again."""
+    def _lane_of(self, address: str, nonce: str, parts: Sequence[ReadPart] | Sequence[WritePart]) -> RepairLane:
+        """The lane of a batch; raises where a row is of another node."""
+        if not all(self.keys_of(address, part.keys).all() for part in parts):
+            if self._cluster_map().plan is not None:  # its phase has changed since the caller chose the rows
+                raise NodeSuspectError(f"node {address}: slots have moved since the rows to repair were chosen; try again.")
+            raise InvalidInputError(f"a batch that repairs node {address} holds rows of other nodes")
+        return self._lane(address, nonce)

@@ -412,24 +412,24 @@ def test_a_shard_that_looks_while_another_finishes_a_repair_does_not_begin_it_ag
             assert other.repair.begin(address, within()) in (None, nonce)
 
         if seen.startswith("its"):
-            swap = store.repair._swap
+            swap = store.repair._nodes.swap
 
-            def swapped(*args: Any) -> list[bool]:
+            def swapped(*args: Any) -> bool:
                 done = swap(*args)
                 looks()
                 return done
 
-            monkeypatch.setattr(store.repair, "_swap", swapped)
+            monkeypatch.setattr(store.repair._nodes, "swap", swapped)
             assert store.repair.finish(address, nonce, range(2), within())
         else:
-            state = other.repair._state
+            state = other.repair._nodes.state
 
             def late(*args: Any) -> Any:
-                monkeypatch.setattr(other.repair, "_state", state)
+                monkeypatch.setattr(other.repair._nodes, "state", state)
                 assert store.repair.finish(address, nonce, range(2), within())
                 return state(*args)
 
-            monkeypatch.setattr(other.repair, "_state", late)
+            monkeypatch.setattr(other.repair._nodes, "state", late)
         looks()
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from kvemb.coordination.map_copies import MAP_NAME
 from kvemb.coordination.markers import Identity
+from kvemb.coordination.replicated_values import ValueCell
 from kvemb.errors import NodeLostError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
@@ -37,6 +38,9 @@ class Values:
             return False
         self.copy = new
         return True
+
+    def cell(self, name: str, deadline: Deadline) -> ValueCell:
+        return ValueCell("node a:1", name, lambda: self.look(name, deadline), lambda old, new: self.swap(name, old, new, deadline))
 
 
 class Topology:

@@ -4,9 +4,9 @@ The cluster places its slots itself, and has one copy of that map, under a key. 
 primary. Shards know the map, and put it back. The highest version counts.
 """
 
-from kvemb.coordination.map_copies import MAP_NAME, is_behind, map_in_force, newest_map
+from kvemb.coordination.map_copies import MAP_NAME, map_in_force, newest_map, put_newer
 from kvemb.coordination.markers import Identity
-from kvemb.errors import ProtocolError, StorageError
+from kvemb.errors import StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.net.pool import LinkPool
 from kvemb.process import ForkLock
@@ -17,8 +17,6 @@ from kvemb.stores.redis_cluster.slot_map import ClusterTopology
 from kvemb.stores.redis_server import redis_admin
 from kvemb.stores.redis_server.redis_login import RedisAccess
 from kvemb.stores.store_nodes import NodeStats, StoreNodes, UnfinishedChange
-
-_MAX_TRIES = 100
 
 
 class ShardsMap:
@@ -58,13 +56,7 @@ class ShardsMap:
 
     def keep(self, deadline: Deadline) -> None:
         """Let the copy be the map that is followed, unless it is a newer one."""
-        for _ in range(_MAX_TRIES):
-            copy, ours = self._values.look(MAP_NAME, deadline), self.now
-            if not is_behind(copy, ours):
-                return
-            if self._values.swap(MAP_NAME, copy, ours.encode(), deadline):
-                return
-        raise ProtocolError(f"{self._topology.holder_of(MAP_NAME)}: {MAP_NAME} changed {_MAX_TRIES} times while it was to be written")
+        put_newer(self._values.cell(MAP_NAME, deadline), self.now)
 
     def _follow(self, cluster_map: ClusterMap) -> bool:
         with self._changing:

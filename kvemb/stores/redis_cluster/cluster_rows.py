@@ -21,14 +21,14 @@ from kvemb.stores.read_retry import ReadRetry
 from kvemb.stores.redis_cluster.cluster_batch import ClusterBatch, EraseBatch, NodeShare, ReadBatch, Redirects, WriteBatch
 from kvemb.stores.redis_cluster.primary_links import exchange
 from kvemb.stores.redis_cluster.slot_map import ClusterTopology, SlotMap
-from kvemb.stores.redis_cluster.slot_markers import Begun, Check, SlotMarkers, merged_steps
+from kvemb.stores.redis_cluster.slot_markers import Check, SlotMarkers, merged_steps
 from kvemb.stores.redis_cluster.whole_primaries import run_id_in
 from kvemb.stores.redis_server.redis_commands import NOT_NOW, redirect_target
 from kvemb.stores.redis_server.redis_login import RedisAccess
 from kvemb.stores.redis_server.stored_rows import count_rows, read_limits, set_limits
 from kvemb.stores.row_io import HeldRows, ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.store import StoreRows
-from kvemb.stores.store_repair import StoreRepair
+from kvemb.stores.store_repair import RepairLane, StoreRepair
 from kvemb.wire.replies import Step
 from kvemb.wire.resp.resp_codec import RespCodec
 
@@ -51,34 +51,34 @@ class ClusterRounds:
         self._codec = RespCodec()
         self._asking_codec = RespCodec(asking=True)
 
-    def read(self, parts: Sequence[ReadPart], deadline: Deadline, repair: Begun | None = None) -> list[ReadResult]:
-        """Read parts; `repair` is that of a batch in one."""
+    def read(self, parts: Sequence[ReadPart], deadline: Deadline, lane: RepairLane | None = None) -> list[ReadResult]:
+        """Read parts; `lane` is that of a batch in repair."""
         batch = ReadBatch(parts)
-        self.run(batch, deadline, repair)
+        self.run(batch, deadline, lane)
         return batch.results
 
-    def write(self, parts: Sequence[WritePart], deadline: Deadline, repair: Begun | None = None) -> list[WriteResult]:
+    def write(self, parts: Sequence[WritePart], deadline: Deadline, lane: RepairLane | None = None) -> list[WriteResult]:
         """Write parts."""
 
         def run(coalesced: Sequence[WritePart]) -> list[WriteResult]:
-            self.run(WriteBatch(coalesced), deadline, repair)
+            self.run(WriteBatch(coalesced), deadline, lane)
             return [WriteResult(np.ones(len(part.keys), dtype=bool)) for part in coalesced]
 
         return write_coalesced(parts, run)
 
-    def erase(self, parts: Sequence[WritePart], deadline: Deadline, repair: Begun | None = None) -> list[NDArray[np.bool_]]:
+    def erase(self, parts: Sequence[WritePart], deadline: Deadline, lane: RepairLane | None = None) -> list[NDArray[np.bool_]]:
         """Delete the rows of parts."""
-        self.run(EraseBatch(parts), deadline, repair)
+        self.run(EraseBatch(parts), deadline, lane)
         return [np.ones(len(part.keys), dtype=bool) for part in parts]
 
-    def run(self, batch: ClusterBatch, deadline: Deadline, repair: Begun | None = None) -> None:
+    def run(self, batch: ClusterBatch, deadline: Deadline, lane: RepairLane | None = None) -> None:
         """Run a batch in rounds until no row remains or the deadline passes."""
         self._topology.slot_map(deadline)
         self._markers.read_renewed(deadline)
         while batch.pending:
             slot_map = self._topology.slot_map(deadline)
             try:
-                redirected = self._round(batch, slot_map, deadline, repair)
+                redirected = self._round(batch, slot_map, deadline, lane)
             except (NodeUnavailableError, DeadlineExceededError):
                 self._topology.forget()  # a failover may have moved the node's slots: the next batch asks
                 raise
@@ -91,18 +91,18 @@ class ClusterRounds:
             if batch.pending and deadline.expired:
                 raise redirected.error(deadline)
 
-    def _round(self, batch: ClusterBatch, slot_map: SlotMap, deadline: Deadline, repair: Begun | None) -> Redirects:
+    def _round(self, batch: ClusterBatch, slot_map: SlotMap, deadline: Deadline, lane: RepairLane | None) -> Redirects:
         shares = batch.plan(slot_map, self._codec, self._asking_codec)
         by_node: dict[str, list[Step]] = {}
         for share in shares:
             by_node.setdefault(share.address, []).extend(share.steps.steps)
-        checks = self._checks(batch, shares, slot_map, repair)
+        checks = self._checks(batch, shares, slot_map, lane)
         for address, steps in by_node.items():
             steps += merged_steps([check.step for check in checks if check.address == address])
-        run_id = None if repair is None else run_id_in(repair.process)
-        exchange(self._rows if repair is None else self._repair, by_node, [share.steps for share in shares], deadline, run_id)
+        run_id = None if lane is None else run_id_in(lane.process)
+        exchange(self._rows if lane is None else self._repair, by_node, [share.steps for share in shares], deadline, run_id)
         for check in checks:
-            if check.good and not check.importing and repair is None:
+            if check.good and not check.importing and lane is None:
                 self._topology.vouched[check.slot] = self._topology.number(check.address)
         wrong = [check for check in checks if check.wrong]
         self._markers.changed.update(check.address for check in wrong)  # perhaps they were repaired
@@ -119,16 +119,16 @@ class ClusterRounds:
                 redirected.moved[check.slot] = redirect_target(line, check.address)
         return redirected
 
-    def _checks(self, batch: ClusterBatch, shares: list[NodeShare], slot_map: SlotMap, repair: Begun | None) -> list[Check]:
+    def _checks(self, batch: ClusterBatch, shares: list[NodeShare], slot_map: SlotMap, lane: RepairLane | None) -> list[Check]:
         """The markers to read: one of every node that is asked, and those of its slots that came from another node."""
         checks, markers = {}, self._markers
         last_slot = {share.address: share.slot for share in shares if not share.asking}
         for address, used_slot in last_slot.items():
-            for slot in markers.unvouched(address, slot_map) if repair is None else ():  # a repair has written all of its slots' markers
+            for slot in markers.unvouched(address, slot_map) if lane is None else ():  # a repair has written all of its slots' markers
                 leaving = slot in self._topology.on_the_way
                 checks[address, slot] = markers.check(address, slot, markers.expected(slot), leaving=leaving)
             slot = markers.settled_slot(address, used_slot, slot_map)
-            expected = markers.expected(slot) if repair is None else markers.in_repair(slot, repair)
+            expected = markers.expected(slot) if lane is None else lane.begun(markers.expected(slot))
             checks[address, slot] = markers.check(address, slot, expected)
         for share in shares:
             if not share.asking or share.address in last_slot:

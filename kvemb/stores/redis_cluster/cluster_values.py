@@ -1,11 +1,11 @@
 """Small values of a Redis Cluster: one copy of each, read and written wherever its slot is."""
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from kvemb.coordination.replicated_values import ValueCell
 from kvemb.net.deadline import Deadline
 from kvemb.net.pool import LinkPool
 from kvemb.schema.slots import text_slot
@@ -19,7 +19,6 @@ from kvemb.stores.store import StoreValues
 from kvemb.wire.replies import BlobReply, CodeReply, LineReply, Step
 from kvemb.wire.resp.resp_codec import RespCodec, command
 
-log = logging.getLogger("kvemb")
 _PAUSE_S = 0.02  # between tries while the cluster says "not now"
 
 
@@ -72,10 +71,10 @@ class ClusterValues:
         assert isinstance(reply, CodeReply)
         return not reply.out[0]
 
-    def mend(self, name: str, copies: Sequence[bytes | None], damaged: Sequence[bool], value: bytes, deadline: Deadline) -> None:
-        """See `StoreValues.mend`; there is one copy."""
-        if damaged[0] and self.swap(name, copies[0], value, deadline):
-            log.error("%s: the value under the key %s was damaged and has been put right", self._topology.holder_of(name), name)
+    def cell(self, name: str, deadline: Deadline) -> ValueCell:
+        """The one copy of a value, to be changed on a condition."""
+        holder = self._topology.holder_of(name)
+        return ValueCell(holder, name, lambda: self.look(name, deadline), lambda old, new: self.swap(name, old, new, deadline))
 
     def _run(self, name: str, make: Callable[[], tuple[Step, BlobReply | CodeReply]], deadline: Deadline) -> BlobReply | CodeReply:
         """Run one command at the primary that holds a value, following redirections."""
@@ -133,4 +132,5 @@ class OneCopyValues(StoreValues):
         return (self._topology.holder_of(name),)
 
     def mend(self, name: str, copies: Sequence[bytes | None], damaged: Sequence[bool], value: bytes, deadline: Deadline) -> None:
-        self._values.mend(name, copies, damaged, value, deadline)
+        if damaged[0]:
+            self._values.cell(name, deadline).mend(copies[0], value)

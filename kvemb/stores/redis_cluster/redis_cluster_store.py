@@ -28,7 +28,7 @@ from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.slots import N_SLOTS
 from kvemb.stores.read_retry import ReadRetry
 from kvemb.stores.redis_cluster.cluster_primaries import ClusterPrimaries, ShardsMap
-from kvemb.stores.redis_cluster.cluster_repair import ClusterRepair
+from kvemb.stores.redis_cluster.cluster_repair import SlotsOfPrimaries
 from kvemb.stores.redis_cluster.cluster_rows import ClusterRounds, SlotRows
 from kvemb.stores.redis_cluster.cluster_values import ClusterValues, OneCopyValues
 from kvemb.stores.redis_cluster.primary_links import PrimaryConnector
@@ -39,12 +39,12 @@ from kvemb.stores.redis_server import redis_admin
 from kvemb.stores.redis_server.redis_commands import MAX_VALUE_BYTES
 from kvemb.stores.redis_server.redis_login import RedisAccess
 from kvemb.stores.store import Capabilities, Store
+from kvemb.stores.store_repair import StoreRepair
 
 
 class RedisClusterStore(Store):
     """A cluster that moves its own slots. `config.nodes` are starting points; the primaries are learnt from them."""
 
-    repair: ClusterRepair
     capabilities = Capabilities(cas=False, max_record_bytes=MAX_VALUE_BYTES, pages=True)
 
     def __init__(self, config: StorageConfig, role: str) -> None:
@@ -63,7 +63,8 @@ class RedisClusterStore(Store):
         self._markers = SlotMarkers(self._topology, self._values, self._plain_pool)
         rounds = ClusterRounds(self._topology, self._markers, self._pool, self._plain_pool)
         self.values = OneCopyValues(self._values, self._topology)
-        self.repair = ClusterRepair(access, self._topology, self._values, self._whole, self._markers, self._map, self._fence, rounds)
+        primaries = SlotsOfPrimaries(access, self._topology, self._values, self._whole, self._markers, self._map, self._fence)
+        self.repair = StoreRepair(primaries, rounds, self._fence, lambda: self._map.now)
         self.rows = SlotRows(rounds, self._retry, topology=self._topology, access=access, repair=self.repair)
         self.nodes = ClusterPrimaries(self._topology, self._values, self._map, access, self._pool)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
@@ -61,21 +61,6 @@ class Check:
         return self.reply.error is None and not self.good and not self.not_yet
 
 
-@dataclass(frozen=True, eq=False)
-class Begun:
-    """A repair that a store takes part in.
-
-    Args:
-        nonce: of the repair.
-        process: of the primary, see `whole_primaries`.
-        slots: bool [16384], those that the primary held.
-    """
-
-    nonce: str
-    process: str
-    slots: NDArray[np.bool_]
-
-
 def slot_marker(cluster_id: bytes, slot: int, generation: bytes, repair: str = "") -> Marker:
     """Return the marker of a slot; `repair` is the nonce of its last one.
 
@@ -118,10 +103,6 @@ class SlotMarkers:
         if kept is None or kept[0] != nonce:
             kept = self._encoded[slot] = nonce, self.expected(slot).encode()
         return kept[1]
-
-    def in_repair(self, slot: int, begun: Begun) -> Marker:
-        """Return the marker of a slot while that repair goes on."""
-        return replace(self.expected(slot), run_id=begun.process, repair=begun.nonce, repairing=True)
 
     def pin(self, values: Sequence[bytes | None], origin: Identity, owners: NDArray[np.int64], *, may_be_lost: bool) -> None:
         """Expect the markers that stand there from now on; see `Store.open`.

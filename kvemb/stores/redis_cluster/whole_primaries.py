@@ -15,14 +15,13 @@ from typing import Any
 
 import msgpack
 
-from kvemb.errors import NodeSuspectError, NodeUnavailableError, ProtocolError
+from kvemb.errors import NodeSuspectError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Link
 from kvemb.stores.redis_cluster.cluster_values import ClusterValues
 from kvemb.stores.redis_server import redis_admin
 from kvemb.stores.redis_server.redis_login import RedisAccess
 
-_MAX_TRIES = 100
 log = logging.getLogger("kvemb")
 MEMBERS = "kvemb:primaries"
 _HISTORY_CHARACTERS = 16
@@ -60,13 +59,8 @@ class WholePrimaries:
 
     def admit(self, processes: set[str], deadline: Deadline) -> None:
         """Put processes on the list."""
-        for _ in range(_MAX_TRIES):
-            data = self._values.get(MEMBERS, deadline)
-            members = decode_members(data)
-            self.known |= processes
-            if processes <= members or self._values.swap(MEMBERS, data, encode_members(members | processes), deadline):
-                return
-        raise ProtocolError(f"{MEMBERS} changed {_MAX_TRIES} times while it was to be written")
+        self.known |= processes
+        self._values.cell(MEMBERS, deadline).update(lambda data: _with_members(data, processes))
 
     def require(self, address: str, fields: Mapping[str, Any], deadline: Deadline) -> None:
         """Refuse a primary that is not on the list, by its INFO. A replica holds no rows: it answers MOVED.
@@ -135,3 +129,9 @@ def decode_members(data: bytes | None) -> frozenset[str]:
         log.error("the value under the key %s is damaged, or another program's: %s; got %r", MEMBERS, error, data[:40])
         return frozenset()
     return frozenset(processes)
+
+
+def _with_members(data: bytes | None, processes: set[str]) -> bytes | None:
+    """The list with these on it; None where they are."""
+    members = decode_members(data)
+    return None if processes <= members else encode_members(members | processes)

@@ -11,16 +11,16 @@ from contextlib import suppress
 from dataclasses import replace
 
 from kvemb.config import StorageConfig
-from kvemb.coordination.map_copies import MAP_NAME, map_in_force, newest_map
+from kvemb.coordination.map_copies import MAP_NAME, map_in_force, newest_map, put_newer
 from kvemb.coordination.markers import MARKER_KEY, Identity, Marker, diagnose, first_identity
 from kvemb.coordination.shard_notes import note_name, whose_keys
 from kvemb.errors import (
     ConfigError,
     KvembError,
     MapChangedError,
+    NodeLostError,
     NodeUnavailableError,
     NotProvisionedError,
-    ProtocolError,
     StorageError,
     WrongNodeError,
 )
@@ -28,11 +28,9 @@ from kvemb.net.deadline import Deadline
 from kvemb.process import ForkLock
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.stores.standalone.node_links import NodeLinks, NodeServer
-from kvemb.stores.standalone.node_repair import put_map
 from kvemb.stores.standalone.nodes_view import NodesView, places_of, places_to_write
 from kvemb.stores.store_nodes import NodeStats, StoreNodes
 
-_MAX_TRIES = 100
 _FOLLOW_PAUSE_S, _FOLLOW_TIMEOUT_S = 1.0, 2.0
 log = logging.getLogger("kvemb")
 
@@ -124,7 +122,7 @@ class MappedNodes(StoreNodes):
         missed = []
         for address in dict.fromkeys([*self.addresses, *before]):
             try:
-                put_map(self._links, address, cluster_map, self._links.look(address, deadline)[1], deadline)
+                put_newer(self._links.cell(address, MAP_NAME, self._links.look(address, deadline)[1], deadline), cluster_map)
             except StorageError as error:
                 missed.append(str(error))
         return missed
@@ -133,27 +131,24 @@ class MappedNodes(StoreNodes):
         missed = []
         for address in self._links.addresses:
             try:
-                if trouble := self._renew_marker(address, deadline):
-                    missed.append(trouble)
+                self._renew_marker(address, deadline)
             except StorageError as error:
                 missed.append(str(error))
         return missed
 
-    def _renew_marker(self, address: str, deadline: Deadline) -> str:
-        """Let a node's marker name the map in force; return "" or why it does not."""
+    def _renew_marker(self, address: str, deadline: Deadline) -> None:
+        """Let a node's marker name the map in force."""
         view = self._links.view
-        for _ in range(_MAX_TRIES):
-            got, run_id = self._links.look(address, deadline)
+
+        def renewed(got: bytes | None) -> bytes:
             if got is None:
-                return f"node {address}: its marker is gone; the parameter servers bring its rows back first"
+                raise NodeLostError(f"node {address}: its marker is gone; the parameter servers bring its rows back first")
             marker = Marker.decode(got, address)
-            if (marker.map_digest, marker.map_serial) == (view.map.digest, view.map.serial):
-                return ""
             if (marker.map_digest, marker.map_serial) not in view.placements:
                 raise diagnose(address, view.expected(address), got)
-            if self._links.swap(address, MARKER_KEY, got, marker.naming(view.map).encode(), run_id, deadline):
-                return ""
-        raise ProtocolError(f"node {address}: its marker changed {_MAX_TRIES} times while it was to be renewed")
+            return marker.naming(view.map).encode()
+
+        self._links.cell(address, MARKER_KEY.decode(), self._links.look(address, deadline)[1], deadline).update(renewed)
 
     def require_empty(self, address: str, deadline: Deadline) -> None:
         n_keys = self._server.inspect(address, deadline)[1]
@@ -171,7 +166,7 @@ class MappedNodes(StoreNodes):
         if value is not None or n_keys > len(metas) + 1 or (n_keys and copy is None):
             raise self._not_empty(address, n_keys, deadline)
         for name, value_ in {MAP_NAME: view.map.encode(), **metas}.items():
-            self._put(address, name.encode(), value_, run_id, deadline)
+            self._links.cell(address, name, run_id, deadline, joins=True).put(value_)
         if not self._server.swap(address, MARKER_KEY, None, wanted.encode(), run_id, deadline):
             raise WrongNodeError(f"node {address}: another program writes there; nothing was changed in the cluster. Look, and try again.")
 
@@ -192,13 +187,6 @@ class MappedNodes(StoreNodes):
             f"{fact}. It was node {number} of this cluster and has left it: these keys are not read any more. A node that joins "
             "has to be empty: empty this one (FLUSHALL, flush_all), and ask again."
         )
-
-    def _put(self, address: str, key: bytes, value: bytes, run_id: str, deadline: Deadline) -> None:
-        for _ in range(_MAX_TRIES):
-            (found,) = self._links.first_look(address, [key], deadline)
-            if found == value or self._server.swap(address, key, found, value, run_id, deadline):
-                return
-        raise ProtocolError(f"node {address}: {key.decode()} changed {_MAX_TRIES} times while it was to be written")
 
     # --- the servers' own statistics ------------------------------------------------------------------------------------------------
 

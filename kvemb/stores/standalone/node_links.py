@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from kvemb.coordination.markers import MARKER_KEY, Marker, Placements, accept, why_lost
+from kvemb.coordination.replicated_values import ValueCell
 from kvemb.coordination.shard_owners import OwnerFence
 from kvemb.errors import DeadlineExceededError, NodeUnavailableError, StorageError
 from kvemb.net.deadline import Deadline
@@ -173,7 +174,7 @@ class NodeLinks:
         try:
             if self._fence.name:
                 (copy,) = self._ask(link, [self._fence.name.encode()], deadline)
-                self.require_ours(address, copy, deadline)
+                self._fence.require_ours(copy, f"node {address}", lambda: self.owners_elsewhere(address, deadline))
             if (view := self.view).markers:
                 why_lost(address, view.expected(address), self._ask(link, [MARKER_KEY], deadline)[0], link.run_id, view.placements)
         except BaseException:
@@ -186,7 +187,7 @@ class NodeLinks:
         run([Conversation(link, [step for step, _ in made])], deadline)
         return [value_of(link.address, reply) for _, reply in made]
 
-    # --- what a repair asks; see `MarkedNodes` ------------------------------------------------------------------------------------
+    # --- what a repair asks --------------------------------------------------------------------------------------------------------
 
     def expected(self, address: str) -> Marker:
         return self.view.expected(address)
@@ -203,20 +204,30 @@ class NodeLinks:
         with self.plain_pool.lease([address], deadline) as links:
             return self._ask(links[address], keys, deadline)
 
-    def copies_elsewhere(self, address: str, key: bytes, deadline: Deadline) -> list[bytes | None]:
-        found = []
+    def owners_elsewhere(self, address: str, deadline: Deadline) -> list[bytes | None]:
+        """The other nodes' copies of the owner record."""
+        key, found = self._fence.name.encode(), []
         for other in self.addresses:
             if other != address:
                 with suppress(NodeUnavailableError, DeadlineExceededError):
                     found += self.first_look(other, [key], deadline)
         return found
 
-    def require_ours(self, address: str, copy: bytes | None, deadline: Deadline) -> None:
-        key = self._fence.name.encode()
-        self._fence.require_ours(copy, f"node {address}", lambda: self.copies_elsewhere(address, key, deadline))
-
     def swap(self, address: str, key: bytes, old: bytes | None, new: bytes, run_id: str, deadline: Deadline) -> bool:
         return self._server.swap(address, key, old, new, run_id, deadline)
+
+    def cell(self, address: str, name: str, run_id: str, deadline: Deadline, *, joins: bool = False) -> ValueCell:
+        """A node's copy of a small value, whatever its marker says; written only while the server process has this run id.
+
+        `joins`: nothing is expected of the node yet.
+        """
+        key, peek = name.encode(), self.first_look if joins else self.peek
+        return ValueCell(
+            f"node {address}",
+            name,
+            lambda: peek(address, [key], deadline)[0],
+            lambda old, new: self.swap(address, key, old, new, run_id, deadline),
+        )
 
     # --- small values -----------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ Rows of slots under way are written at their other node, too: where a plan bring
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -24,6 +24,7 @@ from kvemb.stores.node_batch import Grouped, NodeSteps, group_by_node, raise_row
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.standalone.node_links import NodeLinks, value_of
 from kvemb.stores.standalone.nodes_view import NodesView, moved_meanwhile
+from kvemb.stores.store_repair import RepairLane
 from kvemb.wire.codec import Codec, RecordsToWrite
 from kvemb.wire.replies import Step, UnexpectedValueError
 
@@ -32,19 +33,6 @@ SlotOwners = NDArray[np.uint16]
 """uint16 [16384]: the node of each slot."""
 Plan = list[tuple[int, NodeSteps]]
 _CONFLICT = 2  # of an erase; see `Codec.erase_steps`
-
-
-@dataclass(frozen=True)
-class RepairLane:
-    """The lane of a batch in repair: all of its rows go to one node, whose marker must be this one.
-
-    Args:
-        node: its number.
-        marker: with the nonce of the repair.
-    """
-
-    node: int
-    marker: Marker
 
 
 class NodeRows:
@@ -150,7 +138,7 @@ class NodeRows:
             # Connecting may have renewed the expected markers; from here on a node that is repaired meanwhile fails the batch.
             expected: dict[str, Marker] = {}
             for node, share in plan:
-                marker = lane.marker if lane is not None else view.markers.get(share.address)
+                marker = view.markers.get(share.address) if lane is None else lane.begun(view.expected(share.address))
                 if marker is None or marker.node != node:
                     raise moved_meanwhile(share.address)
                 expected[share.address] = marker
@@ -179,7 +167,7 @@ class NodeRows:
 def _nodes_of(keys: RowKeys, view: NodesView, lane: RepairLane | None, owners: SlotOwners | None) -> NDArray[np.uint16] | None:
     """The node of each key: uint16 [n]; None where all belong to node 0."""
     if lane is not None and view.map.n_nodes > 1:
-        return np.full(len(keys), lane.node, np.uint16)
+        return np.full(len(keys), view.number_of(lane.address), np.uint16)
     return view.map.nodes_of(keys) if owners is None else owners[keys.slots()]
 
 

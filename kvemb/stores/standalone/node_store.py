@@ -27,7 +27,7 @@ from kvemb.stores.read_retry import ABSENT, ReadRetry
 from kvemb.stores.row_io import HeldRows, ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.standalone.mapped_nodes import MappedNodes, SeenNodes, new_marker
 from kvemb.stores.standalone.node_links import NodeLinks, NodeServer
-from kvemb.stores.standalone.node_repair import PlacedRepair, mend_copy
+from kvemb.stores.standalone.node_repair import NodesByNumber
 from kvemb.stores.standalone.node_rows import MovingRows, NodeRows
 from kvemb.stores.standalone.nodes_view import NodesView
 from kvemb.stores.store import Capabilities, Store, StoreRows, StoreValues
@@ -161,7 +161,8 @@ class NodeValues(StoreValues):
     def mend(self, name: str, copies: Sequence[bytes | None], damaged: Sequence[bool], value: bytes, deadline: Deadline) -> None:
         for address, copy, wrong in zip(self._links.addresses, copies, damaged, strict=True):
             if wrong:
-                mend_copy(self._links, address, name, copy, value, deadline)
+                run_id = self._links.look(address, deadline)[1]
+                self._links.cell(address, name, run_id, deadline).mend(copy, value)
 
 
 class NodeStore(Store):
@@ -186,7 +187,7 @@ class NodeStore(Store):
         batches = NodeRows(links, codec, cas=server.capabilities.cas)
         self.nodes = MappedNodes(links, server, config, writes=not reads_only)
         self.values = NodeValues(links, self._retry)
-        self.repair = PlacedRepair(links, server, batches, self._fence)
+        self.repair = StoreRepair(NodesByNumber(links, server, self._fence), batches, self._fence, lambda: links.map)
         refresh_map = self.nodes.refresh_map if reads_only else None
         self.rows = PlacedRows(batches, links, server, retry=self._retry, repair=self.repair, refresh_map=refresh_map)
 
