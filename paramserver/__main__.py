@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvemb.api.plaintext import require_encrypted
-from kvemb.commands.verb_options import example_text, takes_config
+from kvemb.commands.verb_options import shard_options
 from kvemb.config import Config, load
 from kvemb.errors import ConfigError, KvembError, ParameterServerError
 from kvemb.interrupts import StopFlag
@@ -28,7 +28,7 @@ from .lifecycle.shard import Shard
 from .lifecycle.start import start
 from .rpc.access_control import AccessControl
 from .shard_process.data_dir import named
-from .shard_process.log_lines import LEVELS, LogLines
+from .shard_process.log_lines import LogLines
 
 _CONFIG, _START, _NOT_DRAINED, _FENCED = 2, 3, 4, 5
 _POLL_S = 0.1
@@ -38,7 +38,7 @@ _LARGE_BYTES = 1 << 20
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one shard until SIGTERM or SIGINT; return the exit code."""
-    args = _options().parse_args(argv)
+    args = shard_options().parse_args(argv)
     return_freed_memory()
     lines = LogLines(args.shard, json=args.log_format == "json", level=args.log_level)
     lines.begin()
@@ -118,34 +118,6 @@ def _run(args: argparse.Namespace, config: Config, stop: StopFlag, lines: LogLin
         lines.say(f"not drained: {_one_line(trouble)} The state was not saved.")
         return _NOT_DRAINED
     return 0
-
-
-def _options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvemb shard",
-        description="Run one parameter-server shard.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=example_text("shard"),
-    )
-    takes_config(parser)
-    parser.add_argument("--shard", required=True, type=int, help="which shard, counted from 0")
-    parser.add_argument("--listen", help="host:port to bind, when it is not the shard's address in the file; port 0: a free one")
-    parser.add_argument("--ready-file", help="written with the bound host:port once the shard serves")
-    parser.add_argument("--start-timeout", type=float, default=60.0, metavar="S", help="wait so long for storage, or the port (default 60)")
-    parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="S", help="at a stop, apply for so long (default 30)")
-    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="json: each line an object with its ids")
-    parser.add_argument("--log-level", choices=LEVELS, default="info", help="leave out what matters less (default info)")
-    parser.add_argument(
-        "--take-over",
-        action="store_true",
-        help="shut out a process that may run the shard and cannot be ended, its host being lost (one that hangs here: kill -9)",
-    )
-    parser.add_argument(
-        "--roll-back",
-        action="store_true",
-        help="start although the journal has lost its end: rows in storage that are newer go back to where it ends, and pushes are lost",
-    )
-    return parser
 
 
 def _tell_ready(shard: Shard, path: Path, drain_timeout_s: float) -> None:

@@ -40,6 +40,7 @@ html_title = f"kvemb {release}"
 html_static_path = ["static"]
 html_css_files = ["kvemb.css"]
 html_extra_path = ["extra"]
+html_search_scorer = str(HERE / "search_scorer.js")
 html_copy_source = False
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}

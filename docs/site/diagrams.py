@@ -61,6 +61,7 @@ text { fill: var(--ink) }
 .edge path { stroke: var(--line); fill: none }
 .edge polygon { stroke: var(--line); fill: var(--line) }
 .answer path { stroke-dasharray: 4 3 }
+.titled text:first-of-type { font-weight: bold }
 .wins path { stroke-width: 2.2 }
 .node > polygon.plain, .node polygon[fill="black"] { fill: var(--line) }
 </style>"""
@@ -69,17 +70,17 @@ text { fill: var(--ink) }
 _WORK = {
     (NODES, MOVING): "shards copy rows",
     (NODES, FLIPPED): "shards follow the new map",
-    (NODES, CLEANING): "rows are erased<br/>on the old node",
+    (NODES, CLEANING): "rows are erased\\non the old node",
     (NODES, ABORTING): "copies are erased",
     (SHARDS, MOVING): "the taker reads ahead",
     (SHARDS, HOLDING): "all stop at one step",
-    (SHARDS, DRAINING): "the giver applies<br/>what it has, then the<br/>taker takes over",
+    (SHARDS, DRAINING): "the giver applies\\nwhat it has, then the\\ntaker takes over",
     (SHARDS, FLIPPED): "the giver forgets",
     (SHARDS, SERVING): "the taker takes pushes",
     (SHARDS, ABORTING): "the taker forgets",
 }
 _GIVER, _TAKER, _OTHER = 0, 1, 2
-_BACK, _LEFT = "taken back", "\\l"
+_BACK, _LEFT, _NEXT = "taken back", "\\l", "\\n"
 _ENDS = {True: "done", False: "as before"}
 
 
@@ -110,7 +111,8 @@ def moves(kind: str) -> str:
         facts = [f"{'new' if plan.flipped else 'old'} {kind[:-1]} in the map"]
         facts += ["rows go to both"] if kind == NODES and plan.writes_both else []
         look = "trainer" if phase == ABORTING else "storage" if plan.flipped else "shard"
-        lines.append(f"  {phase} [class={look} label=<{'<br/>'.join([f'<b>{phase}</b>', *facts, _WORK[kind, phase]])}>]")
+        told = _NEXT.join([phase, *facts, _WORK[kind, phase]])
+        lines.append(f'  {phase} [class="titled {look}" label="{told}"]')
     lines += [f'  {name.replace(" ", "_")} [label="{name}"]' for name in _ENDS.values()]
     ways = [{(before, after): why for before, after, why in _transitions(kind, sync=sync)} for sync in (False, True)]
     for before, after in {**ways[1], **ways[0]}:

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from textwrap import indent
+from textwrap import dedent, indent
 
 import griffe
 
@@ -56,8 +56,9 @@ class Reference:
         if asked[1] == "command":
             return
         module = self._modules[_behind(self._root, asked[1])]
+        public = sorted(module.exports or (), key=lambda name: str(name)[0].isupper())  # what is called, then what it returns
         own = (name for name, item in module.members.items() if item.has_docstring and not item.is_alias and name[0] != "_")
-        for name in asked[2].split(", ") if asked[2] else module.exports or own:
+        for name in asked[2].split(", ") if asked[2] else public or own:
             if name == "__doc__":
                 yield asked[1], module
                 continue
@@ -114,6 +115,10 @@ class Reference:
 
     def _prose(self, text: str, name: str) -> str:
         """Markdown of a docstring's text: examples are fenced, names are links, what only looks like a tag is text."""
+        before, title, tour = text.partition("\nExample: ")
+        if ">>> " in tour:  # a tour, indented below its title
+            first, _, rest = tour.partition("\n\n")
+            text = f"{before}{title}{first}\n\n{dedent(rest)}"
         parts = _EXAMPLE.split(text)
         return "\n".join(_fenced(part) if ">>> " in part else self._plain(part, name) for part in parts).strip() + "\n"
 
@@ -206,8 +211,10 @@ def _command() -> str:
     """Every verb with its help, as `kvemb VERB --help` prints it."""
     os.environ.update(COLUMNS="96", NO_COLOR="1")
     from kvemb import cli
+    from kvemb.commands.verb_options import shard_options
 
     parser = cli._parser()
     (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    helps = [f"## `kvemb {name}`\n\n```text\n{verb.format_help()}```\n" for name, verb in verbs.choices.items()]
+    told = {**verbs.choices, "shard": shard_options()}
+    helps = [f"## `kvemb {name}`\n\n```text\n{verb.format_help()}```\n" for name, verb in told.items()]
     return "\n".join([f"```text\n{parser.format_help()}```\n", *helps])

@@ -1,7 +1,8 @@
 """Options of the verbs. Imports nothing that a verb's start would have to wait for.
 
-The cluster's file stands in front of a verb's other words, or is given as `--config FILE`. Here are also the options of `kvemb plan` and
-`kvemb bench`, and the example in each verb's help: tests/integration/test_cli.py checks that every verb has one that its parser takes.
+The cluster's file stands in front of a verb's other words, or is given as `--config FILE`. Here are also the options of `kvemb plan`,
+`kvemb bench` and `kvemb shard`, and the example in each verb's help: tests/integration/test_cli.py checks that every verb has one that its
+parser takes.
 """
 
 import argparse
@@ -115,6 +116,37 @@ def add_bench(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> a
     bench.add_argument("--batch", type=_large, default=10_000, metavar="N", help="ids of a pull (default 10000)")
     bench.add_argument("--json", action="store_true", help="for programs: one line of JSON")
     return bench
+
+
+def shard_options() -> argparse.ArgumentParser:
+    """Return the options of `kvemb shard`, whose program reads them itself."""
+    parser = argparse.ArgumentParser(
+        prog="kvemb shard",
+        description="Run one parameter-server shard.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=example_text("shard"),
+    )
+    takes_config(parser)
+    parser.add_argument("--shard", required=True, type=int, help="which shard, counted from 0")
+    parser.add_argument("--listen", help="host:port to bind, when it is not the shard's address in the file; port 0: a free one")
+    parser.add_argument("--ready-file", help="written with the bound host:port once the shard serves")
+    parser.add_argument("--start-timeout", type=float, default=60.0, metavar="S", help="wait so long for storage, or the port (default 60)")
+    parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="S", help="at a stop, apply for so long (default 30)")
+    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="json: each line an object with its ids")
+    parser.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="leave out what matters less (default info)"
+    )
+    parser.add_argument(
+        "--take-over",
+        action="store_true",
+        help="shut out a process that may run the shard and cannot be ended, its host being lost (one that hangs here: kill -9)",
+    )
+    parser.add_argument(
+        "--roll-back",
+        action="store_true",
+        help="start although the journal has lost its end: rows in storage that are newer go back to where it ends, and pushes are lost",
+    )
+    return parser
 
 
 def positive(text: str) -> float:

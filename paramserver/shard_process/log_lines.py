@@ -7,7 +7,6 @@ from collections.abc import Callable
 from kvemb.process import formatter_of
 from kvemb.schema.cluster_map import ClusterMap
 
-LEVELS = ("debug", "info", "warning", "error")
 _UNCLAIMED: dict[str, object] = {"epoch": None, "map_version": None, "plan": None}
 
 
@@ -17,7 +16,7 @@ class LogLines(logging.Filter):
     Args:
         shard: number.
         json: whether lines are JSON objects.
-        level: one of LEVELS: lines below it are omitted.
+        level: "debug", "info", "warning" or "error": lines below it are omitted.
     """
 
     def __init__(self, shard: int, *, json: bool, level: str) -> None:
