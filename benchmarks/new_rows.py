@@ -20,8 +20,8 @@ from benchmarks.tfra.peer import Tfra, started
 from benchmarks.train import BATCH_IDS, LEARNING_RATE, STORES, lines_of
 from benchmarks.train_loop import TIMEOUT_S, CommandCounter, Ours, WrongTrainingError, after_steps, require_close, stretch
 from kvemb.init import Initializer
+from kvemb.init.first_draws import ALGORITHMS
 from kvemb.local_cluster import LocalCluster
-from kvemb.specs.first_draws import ALGORITHMS
 
 TARGETS = {16: 1.5, 64: 1.3}
 DRAW_TARGETS = {16: 0.1, 64: 0.35}

@@ -43,7 +43,6 @@ ROOMS = {
         {"kvemb.cached_property", "kvemb.errors", "kvemb.own", "kvemb.process"},
         {"kvemb.columns", "kvemb.jax", "kvemb.keras", "kvemb.tensorflow", "kvemb.torch", "kvemb.trainer"},
         {"kvemb.arrays", "kvemb.metrics"},
-        {"kvemb.specs"},
         {"kvemb.init", "kvemb.optim"},
         {"kvemb.schema"},
         {"kvemb.checkpoint.format", "kvemb.coordination", "kvemb.protocol", "kvemb.wire"},
@@ -83,7 +82,7 @@ ROOMS = {
 }
 
 PURE = (
-    "kvemb.cached_property", "kvemb.errors", "kvemb.arrays", "kvemb.arrays", "kvemb.specs", "kvemb.init", "kvemb.optim",
+    "kvemb.cached_property", "kvemb.errors", "kvemb.arrays", "kvemb.init", "kvemb.optim",
     "kvemb.schema.keys", "kvemb.schema.buckets", "kvemb.schema.pages", "kvemb.schema.slots", "kvemb.schema.record",
     "kvemb.wire", "paramserver.optim",
 )  # fmt: skip

@@ -204,6 +204,7 @@ SHOWN_BY = {
         "key": f"{TLS}:test_a_trainer_with_its_certificate_trains_under_its_name_and_below_it",
         "token": "tests/unit/test_tls_config.py:test_a_token_of_the_environment_is_taken_and_never_shown",
         "token_file": f"{TLS}:test_a_token_opens_everything_and_no_other_word_does",
+        "unset": "tests/integration/test_doctor_certificates.py:test_a_variable_that_is_not_set_is_named_where_a_certificate_is_asked_for",
     },
 }
 

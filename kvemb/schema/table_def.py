@@ -18,13 +18,13 @@ from kvemb.arrays.rounding import storage_dtype
 from kvemb.cached_property import cached_property
 from kvemb.errors import InvalidInputError, TableMismatchError
 from kvemb.init import ALGORITHM_VERSION, Initializer
+from kvemb.init.first_draws import ALGORITHMS
 from kvemb.optim import OptimizerSpec
 from kvemb.schema.buckets import LAYOUTS, MAX_BUCKETS, BucketKeys, WholeBuckets, buckets_for, needs_filler
 from kvemb.schema.keys import RowKeys, table_tag
 from kvemb.schema.pages import LAYOUT_VERSION, PageLayout, page_layout, paged_keys
 from kvemb.schema.record import RecordFormat
 from kvemb.schema.slots import N_SLOTS, Placement
-from kvemb.specs.first_draws import ALGORITHMS
 
 MAX_DIM = 65536
 _AT_ONCE = 1 << 16  # buckets in one batch

@@ -13,7 +13,7 @@ import pytest
 from kvemb import init
 from kvemb.arrays.hashing import digest64
 from kvemb.arrays.rounding import round_nearest, to_float32
-from kvemb.specs.first_draws import Distribution, quantiles_of, row_states
+from kvemb.init.first_draws import Distribution, quantiles_of, row_states
 
 NORMAL = init.normal(0.0, 1.0)
 LANE = init.uniform(-0.5, 65535.5)  # value i + 0 of lane i, exactly: the 16 bits themselves

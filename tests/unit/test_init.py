@@ -15,13 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvemb.specs.initializer
+import kvemb.init.initializer
 from kvemb import init
 from kvemb.arrays.hashing import digest64
 from kvemb.errors import InvalidInputError
-from kvemb.init import Initializer
-from kvemb.specs import first_draws
-from kvemb.specs.first_draws import ALGORITHMS
+from kvemb.init import Initializer, first_draws
+from kvemb.init.first_draws import ALGORITHMS
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = [json.loads((Path(__file__).parent / "golden" / f"init_v{version}.json").read_text()) for version in ALGORITHMS]
@@ -123,7 +122,7 @@ def test_rows_are_the_same_bits_without_the_vector_extensions_of_this_cpu():
     assert plain.stdout.strip() == here
 
 
-@pytest.mark.parametrize("module", [init, kvemb.specs.initializer, first_draws], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [init, kvemb.init.initializer, first_draws], ids=lambda m: m.__name__)
 def test_no_function_is_called_whose_bits_depend_on_the_cpu(module):
     tree = ast.parse(Path(module.__file__).read_text())
     called = {f"{n.value.id}.{n.attr}" for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)}

@@ -2,7 +2,7 @@
 
 Every trainer and parameter server computes the same bits, on any CPU. Only integer operations and IEEE + - * / sqrt are used, never
 NumPy's log, exp, cos or pow: they dispatch on vector extensions, so their last bits differ between CPUs, and libm's between systems. What
-must not live here: the users' options and their checks (kvemb.specs.initializer), records, I/O, global random state.
+must not live here: the users' options and their checks (kvemb.init.initializer), records, I/O, global random state.
 
 Strategy: a counter generator (kvemb.arrays.hashing) gives 64-bit words of a row. Algorithm 2 cuts each into four lanes of 16 bits, one for
 each column, and looks them up in a table: lane i stands for the distribution's quantile at (i + 1/2) / 2**16. The table has the mean, the

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from kvemb.errors import InvalidInputError
-from kvemb.specs.transform_spec import TransformSpec, Value, clip_by_norm, clip_by_value, l2, refuse_unknown
+from kvemb.optim.transform_spec import TransformSpec, Value, clip_by_norm, clip_by_value, l2, refuse_unknown
 
 __all__ = [
     "OptimizerSpec", "StateField", "TransformSpec", "adagrad", "adam", "adamw", "chain", "clip_by_norm", "clip_by_value",

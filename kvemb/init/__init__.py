@@ -1,11 +1,11 @@
 """Initializers: how the rows of a table begin, as functions that users call.
 
-`kvemb.specs.first_draws` draws their numbers, which are the same on every machine. A random number is one of 65,536 values: the middles of
+`kvemb.init.first_draws` draws their numbers, which are the same on every machine. A random number is one of 65,536 values: the middles of
 as many equal parts of the distribution. What must not live here: anything but these functions.
 """
 
-from kvemb.specs.first_draws import ALGORITHM_VERSION
-from kvemb.specs.initializer import FANS, Initializer
+from kvemb.init.first_draws import ALGORITHM_VERSION
+from kvemb.init.initializer import FANS, Initializer
 
 __all__ = [
     "ALGORITHM_VERSION",

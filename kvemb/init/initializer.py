@@ -1,7 +1,7 @@
 """Initializers, the first values of a table's rows: kinds, their parameters, their plain form, and the rows.
 
 The first value of a row is a pure function of (table name, seed, id, column), so a pull of an unseen id writes nothing. Its draws are made
-in kvemb.specs.first_draws; the functions that users call are in kvemb.init. What must not live here: generators, records, I/O.
+in kvemb.init.first_draws; the functions that users call are in kvemb.init. What must not live here: generators, records, I/O.
 """
 
 import math
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvemb.arrays.rounding import round_nearest, to_float32
 from kvemb.errors import InvalidInputError
-from kvemb.specs.first_draws import ALGORITHM_VERSION, Distribution, draw, row_states
+from kvemb.init.first_draws import ALGORITHM_VERSION, Distribution, draw, row_states
 
 # What each kind takes, in canonical order, with its default. None: no default ("value"), or the table's dim ("fan_in",
 # "fan_out").
@@ -88,7 +88,7 @@ class Initializer:
             table: the table's name; tables of different names draw independent values.
             seed: the table's seed, any int.
             dtype: the table's storage dtype, to whose nearest numbers values are rounded.
-            algorithm: which version draws; see `kvemb.specs.first_draws`.
+            algorithm: which version draws; see `kvemb.init.first_draws`.
 
         Returns:
             float32 [n, dim], a new array.
