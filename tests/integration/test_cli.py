@@ -259,10 +259,7 @@ def test_a_missing_server_program_is_one_line_with_the_mend(tmp_path: Path) -> N
 
 
 # SIGHUP has the handler of SIGTERM.
-TOLD_TO_END = [(signal.SIGINT, 130), (signal.SIGTERM, 143), pytest.param(signal.SIGHUP, 129, marks=pytest.mark.full)]
-
-
-@pytest.mark.parametrize(("number", "code"), TOLD_TO_END)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_demo_that_is_told_to_end_leaves_no_process_and_no_folder(number: signal.Signals, code: int, tmp_path: Path) -> None:
     demo = subprocess.Popen(
         command("demo"),

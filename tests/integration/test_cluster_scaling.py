@@ -8,13 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matrix import one_of
 
 from kvemb.arrays.hashing import mix64
 from kvemb.commands.status_command import render
 from kvemb.config import parse
 from kvemb.errors import ConfigError
-from kvemb.local_cluster import storage_servers
 from kvemb.local_cluster.processes import accepts, free_ports
 from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer
 from kvemb.metrics import MetricFamilies
@@ -56,12 +54,10 @@ class Scaled:
     new: StorageServer
 
 
-@pytest.fixture(params=one_of("redis", "valkey"))
-def scaled(
-    request: pytest.FixtureRequest, tmp_path: Path, require_server: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Scaled]:
-    program = require_server("redis-server") if request.param == "redis" else storage_servers.find_server("valkey")
-    monkeypatch.setattr(storage_servers, "find_server", lambda kind: program)
+@pytest.fixture
+def scaled(tmp_path: Path, require_server: Callable[[str], str]) -> Iterator[Scaled]:
+    """Slots move on a Valkey Cluster in test_slot_moves.py."""
+    require_server("redis-server")
     with ExitStack() as stack:
         nodes = ServerNodes("redis-cluster", 3, tmp_path)
         stack.callback(nodes.close)

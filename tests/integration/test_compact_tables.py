@@ -20,7 +20,7 @@ IDS = np.random.default_rng(1).integers(-(1 << 62), 1 << 62, N)
 SGD, ADAM, ZEROS = kvemb.optim.sgd(lr=1.0), kvemb.optim.adam(lr=0.1), kvemb.init.zeros()
 
 
-@pytest.fixture(params=one_of("redis", "valkey", "redis-cluster"))
+@pytest.fixture(params=one_of("redis", "redis-cluster"))
 def local(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
     if request.param != "valkey":
         require_server("redis-server")

@@ -35,7 +35,7 @@ def start(kind: str, require_server: Callable[[str], str], **options: int) -> Lo
     return LocalCluster(kind, 2, shards=2, **options)  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module", params=one_of("valkey", "memcached", "redis"))
+@pytest.fixture(scope="module", params=one_of("valkey", "memcached"))
 def local(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
     with start(request.param, require_server) as running:
         yield running

@@ -208,11 +208,6 @@ class TestPagedValkeyStore(_Servers, PagedStoreContract):
     kind = "valkey"
 
 
-@pytest.mark.full  # as Valkey answers
-class TestPagedRedisStore(_Servers, PagedStoreContract):
-    kind = "redis"
-
-
 @pytest.mark.full  # pages as on one Valkey, nodes as in TestRedisClusterStore
 class TestPagedRedisClusterStore(_RedisCluster, PagedStoreContract):
     pass

@@ -25,7 +25,7 @@ from tests.integration.table_clusters import ids_of, names, new_table, start
 NAN = float("nan")
 
 
-@pytest.fixture(scope="module", params=["memcached", *one_of("valkey", "redis", "redis-cluster")])
+@pytest.fixture(scope="module", params=["memcached", *one_of("valkey", "redis-cluster")])
 def local_cluster(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
     with start(request.param, require_server) as local:
         yield local
