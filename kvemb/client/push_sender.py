@@ -64,6 +64,9 @@ class PushSender:
         introduced: whether the shard has had the first hello.
         recovers: whether the stream goes on when a shard that had stopped applying was mended: its parts have failed, and later ones are
             sent. Not so in a sync job, of whose step the shard has had nothing: its trainers connect again.
+
+    Attributes:
+        channel, where: to the shard, as far as is known; which it is, for people.
     """
 
     def __init__(
@@ -75,11 +78,11 @@ class PushSender:
         introduced: bool = True,
         recovers: bool = True,
     ) -> None:
-        self._channel, self._hello, self._on_moved = channel, hello, on_moved
+        self.channel, self.where, self._hello, self._on_moved = channel, str(channel), hello, on_moved
         self._introduced, self._recovers = introduced, recovers
         self._moved: list[Sent] = []
         self._changed = threading.Condition()
-        self._outbox = Outbox(str(channel))
+        self._outbox = Outbox(self.where)
         self._generation = 0  # of the connection; an outgoing iterator of an older one ends
         self._failure: KvembError | None = None
         self._trouble = ""
@@ -87,22 +90,12 @@ class PushSender:
         self._call: Any = None
         self._thread: threading.Thread | None = None
 
-    @property
-    def channel(self) -> ShardChannel:
-        """Of the shard, as far as is known."""
-        return self._channel
-
     def use(self, channel: ShardChannel) -> None:
         """Go on by another channel: the shard is elsewhere now, or its number has come back there."""
         with self._changed:
-            call, self._channel = self._call, channel
+            call, self.channel, self.where = self._call, channel, str(channel)
         if call is not None:
             call.cancel()
-
-    @property
-    def where(self) -> str:
-        """The shard, for people."""
-        return str(self._channel)
 
     def wait_room(self, deadline: Deadline) -> None:
         """Wait until the window has room for another push.
@@ -194,7 +187,7 @@ class PushSender:
                 raise error
         if not over:
             why = self._trouble or "connected"
-            raise ShardUnavailableError(f"{self._channel}: within {deadline.timeout_s:g} s {what} ({why})")
+            raise ShardUnavailableError(f"{self.where}: within {deadline.timeout_s:g} s {what} ({why})")
 
     @property
     def _is_final(self) -> bool:
@@ -228,7 +221,7 @@ class PushSender:
 
     def _start(self) -> None:
         if self._thread is None:
-            name = f"kvemb-push-{self._channel.shard}"
+            name = f"kvemb-push-{self.channel.shard}"
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
             # At the interpreter's end gRPC cannot start the call's threads any more: from the first push on they are there.
@@ -250,12 +243,12 @@ class PushSender:
                 return
             except ShardUnavailableError as error:
                 self._trouble = str(error)
-                self._channel.away(self._trouble)
+                self.channel.away(self._trouble)
             except KvembError as error:
                 self._fail(error)
                 return
             except Exception as error:  # a bug of ours must not leave callers waiting
-                self._fail(ParameterServerError(f"{self._channel}: push stream: {type(error).__name__}: {error}"))
+                self._fail(ParameterServerError(f"{self.where}: push stream: {type(error).__name__}: {error}"))
                 return
             with self._changed:
                 self._changed.wait_for(lambda: self._closing, next(waits))
@@ -277,16 +270,17 @@ class PushSender:
             if self._closing:
                 return False
             self._outbox.rewind()
-            self._call = call = self._channel.push_stream(self._outgoing(self._generation))
+            self._call = call = self.channel.push_stream(self._outgoing(self._generation))
             self._changed.notify_all()
         answered = False
         try:
             for data in call:
                 answered, self._trouble = True, ""
-                self._channel.back()
+                if self.channel.away_since_s is not None:
+                    self.channel.back()
                 self._receive(PushReply.decode(data))
         except grpc.RpcError as error:
-            translated = self._channel.translate(error, "push")
+            translated = self.channel.translate(error, "push")
             if call.code() in _PASSING:
                 raise ShardUnavailableError(str(translated)) from error
             raise translated from error

@@ -188,7 +188,7 @@ class ShardChannel:
         self._stamp: Stamp = () if tls is None else tls.stamp()
         self._channels = [open_channel(address, tls, _OPTIONS)]  # the last is in use; calls may be under way on the one before
         self._abandoned = False
-        self._away_since_s: float | None = None
+        self.away_since_s: float | None = None
         self._said_away = False
 
     def away(self, why: str, for_s: float = 0.0) -> None:
@@ -199,15 +199,15 @@ class ShardChannel:
             for_s: how long that has been so already.
         """
         now_s = time.monotonic()
-        since_s = self._away_since_s = min(now_s - for_s, self._away_since_s or now_s)
+        since_s = self.away_since_s = min(now_s - for_s, self.away_since_s or now_s)
         if not self._said_away and now_s - since_s >= SAY_AFTER_S:
             self._said_away = True
             log.warning("away for %.0f s, and waited for; pulls go on: %s", now_s - since_s, why)
 
     def back(self) -> None:
         """Record that the shard answers; where its absence was said, that is said, too."""
-        since_s, said = self._away_since_s, self._said_away
-        self._away_since_s, self._said_away = None, False
+        since_s, said = self.away_since_s, self._said_away
+        self.away_since_s, self._said_away = None, False
         if said and since_s is not None:
             log.warning("%s is back after %.0f s", self, time.monotonic() - since_s)
 

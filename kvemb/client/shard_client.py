@@ -63,7 +63,7 @@ class ShardClient:
         close_timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         self._servers, self._session, self.timeout_s, self._close_timeout_s = servers, session, timeout_s, close_timeout_s
-        self._closed = False
+        self._closed = self._remembered = False
         interrupts.prepare()
         self.missing = MissingRows(servers)
         self.questions = ShardQuestions(servers, timeout_s)
@@ -114,7 +114,9 @@ class ShardClient:
 
     def push(self, tables: Sequence[TableRows], timeout_s: float | None = None, prefetched: Sequence[PrefetchedRows] = ()) -> Ack:
         """Send a push; see `PushSession.push`."""
-        interrupts.remember(self)
+        if not self._remembered:
+            interrupts.remember(self)
+            self._remembered = True
         return self._session.push(tables, self._deadline(timeout_s), prefetched)
 
     def flush(self, timeout_s: float | None = None) -> None:

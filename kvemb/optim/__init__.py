@@ -164,6 +164,8 @@ class OptimizerSpec:
             >>> adam().check_hyper({"lr": 0.01})
             {'lr': 0.01, 'beta1': 0.9, 'beta2': 0.999, 'eps': 1e-08}
         """
+        if not given:
+            return self.defaults()
         ranges = {**_KINDS[self.kind].values, **{name: r for t in self.transforms for name, r in t.ranges().items()}}
         refuse_unknown(f"{self.kind}: run-time values", given, ranges)
         checked = {name: ranges[name].check(self.kind, name, value) for name, value in given.items()}

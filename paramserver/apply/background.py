@@ -24,8 +24,9 @@ from kvemb.errors import (
     StorageError,
 )
 from kvemb.net.deadline import Deadline
+from kvemb.schema.cluster_map import ClusterMap
 
-from ..engine.storage_retry import NO_BATCH, Pause
+from ..engine.storage_pace import NO_BATCH, Pause
 from ..journal import Position
 from ..model.tables import TableState
 from ..moves.phase_runner import PhaseRunner
@@ -109,6 +110,7 @@ class BackgroundWork:
         timeout_s: float = 5.0,
     ) -> None:
         self._mover = mover
+        self._at_rest: ClusterMap | None = None  # a map without a plan, which the mover has followed: nothing is to be done for it
         self.applied: Position | None = None  # as `step` was told last
         self._repairer, self._snapshots, self._wake, self.scrub, self._timeout_s = repairer, snapshots, wake, scrub, timeout_s
         self._lock = threading.Lock()
@@ -154,8 +156,8 @@ class BackgroundWork:
 
     def due_in_s(self) -> float:
         """Seconds until `step` has something to do without a request."""
-        moving_s = None if self._mover is None else self._mover.due_in_s()
-        scrub_s = self.scrub.due_in_s()
+        moving_s = None if self._mover is None or self._mover.maps.cluster_map is self._at_rest else self._mover.due_in_s()
+        scrub_s = max(0.0, self.scrub.due_s - time.monotonic())
         return scrub_s if moving_s is None else min(scrub_s, moving_s)
 
     def step(self, applied: Position, pause: Pause) -> bool:
@@ -170,10 +172,7 @@ class BackgroundWork:
             JournalBehindError: rows show that the journal lacks batches: the shard must stop.
         """
         loaded, self.applied = applied != self.applied, applied
-        if self._mover is not None and self._mover.changes_runs:
-            self._snapshots.give_up()
-            self._not_before_s = time.monotonic() + _AFTER_A_HANDOVER_S
-        moving = self._mover is not None and self._mover.step(loaded=loaded)
+        moving = self._mover is not None and self._step_moves(self._mover, loaded=loaded)
         with self._lock:
             asked, self._asked = self._asked, []
             to_compare, self._to_compare = self._to_compare, []
@@ -181,14 +180,26 @@ class BackgroundWork:
             self._repair(asked, pause)
         if to_compare:
             self._compare(to_compare)
-        if self._step_snapshot(applied, pause) or moving:
+        now_s = time.monotonic()
+        due = self._snapshots.journal.size_bytes > self._snapshots.due_bytes and now_s >= self._not_before_s
+        if (due and self._step_snapshot(applied, pause)) or moving:
             return True
-        self._step_scrub()
+        if now_s >= self.scrub.due_s:
+            self._step_scrub()
         return False
 
-    def _step_snapshot(self, applied: Position, pause: Pause) -> bool:
-        if time.monotonic() < self._not_before_s:
+    def _step_moves(self, mover: PhaseRunner, *, loaded: bool) -> bool:
+        now = mover.maps.cluster_map
+        if now is self._at_rest:
             return False
+        if mover.changes_runs:
+            self._snapshots.give_up()
+            self._not_before_s = time.monotonic() + _AFTER_A_HANDOVER_S
+        more = mover.step(loaded=loaded)
+        self._at_rest = now if now.plan is None and mover.due_in_s() is None else None
+        return more
+
+    def _step_snapshot(self, applied: Position, pause: Pause) -> bool:
         try:
             return self._snapshots.step(applied, pause)
         except (LostRowError, RecordError) as error:

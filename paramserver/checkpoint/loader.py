@@ -34,7 +34,7 @@ from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.store import Store
 
-from ..engine.storage_retry import Pause
+from ..engine.storage_pace import Pause
 from ..model.table_registry import Registry
 from ..recovery.claim_shard import save
 from ..recovery.shard_parts import ShardParts, image

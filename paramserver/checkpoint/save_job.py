@@ -33,7 +33,7 @@ from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
 from kvemb.stores.store import Store
 
-from ..engine.storage_retry import PASSING
+from ..engine.storage_pace import PASSING
 from ..shard_process.data_dir import replace_privately
 from ..shard_process.owned_thread import OwnedThread
 

@@ -72,7 +72,7 @@ class ErasedLog:
 
 
 class SaveObserver:
-    """The `WriteObserver` of one shard: hands rows to the save under way before they change, and notes erased ids.
+    """The observer of one shard's writes: hands rows to the save under way before they change, and notes erased ids.
 
     Args:
         since: version as of which no erase is missing: that of the last batch before this process's first.
@@ -92,15 +92,11 @@ class SaveObserver:
         self.job = job
 
     def overwriting(self, definition: TableDef, ids: Ids, versions: Ids, records: NDArray[np.uint8]) -> None:
-        """Hear of rows that exist and are about to change: versions uint64 [n], whole records uint8 [n, record bytes]. Apply thread."""
+        """Hear of rows that exist and are about to change: versions uint64 [n], whole records uint8 [n, record bytes], good during this
+        call only. Apply thread."""
         job = self.job
         if job is not None and job.running:
             job.keep(definition, ids, versions, records)
-
-    @property
-    def wants_erased(self) -> bool:
-        """Whether `overwriting` must be told the records of rows about to be erased."""
-        return self.running
 
     def erased(self, definition: TableDef, ids: Ids, version: int) -> None:
         """Hear of rows that a batch has erased. Apply thread."""

@@ -11,7 +11,7 @@ from kvemb.schema.table_def import TableDef
 from kvemb.stores.store import Store
 
 from ..engine.row_access import RowAccess
-from ..engine.storage_retry import Pause, RepairPort, until_stored
+from ..engine.storage_pace import Pause, RepairPort, until_stored
 
 BLOCK_BYTES = 8 << 20
 log = logging.getLogger("paramserver")

@@ -2,7 +2,7 @@
 
 A batch is idempotent row by row: a row that already has the batch's version was written by an earlier try and is not touched. So every
 retryable storage error is answered by the same rows again, and a batch that was written by half is completed. A large batch is stored piece
-by piece (`paramserver.engine.storage_retry`). The index learns of each piece when all of it is stored: that is not tried again. The batch
+by piece (`paramserver.engine.storage_pace`). The index learns of each piece when all of it is stored: that is not tried again. The batch
 counts, as one step of its tables, when its last piece is stored. Replay after a crash is the same code with the batches' old versions and
 the rules of `transition.Replay`.
 """
@@ -22,7 +22,7 @@ from ..model.tables import Tables
 from ..model.transition import Replay, Timeline
 from .batch_records import PreparedRows
 from .piece_writer import Change, Computed, EnginePorts, PieceWriter
-from .storage_retry import PASSING, Pace, Pause, cut, size_bytes, until_stored
+from .storage_pace import PASSING, Pace, Pause, cut, size_bytes, until_stored
 
 
 class BatchBoundary:

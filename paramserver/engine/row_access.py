@@ -24,7 +24,7 @@ from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.store import OtherNodes, Store
 
 from .batch_records import FetchedRecords
-from .storage_retry import CHANGED_BY_ANOTHER_WRITER, MAX_CONFLICT_ROUNDS, Pace
+from .storage_pace import CHANGED_BY_ANOTHER_WRITER, MAX_CONFLICT_ROUNDS, Pace
 
 Ids = NDArray[np.uint64]
 Mask = NDArray[np.bool_]

@@ -21,6 +21,7 @@ from kvemb.errors import (
 )
 from kvemb.protocol.message_format import TableRows
 from kvemb.protocol.messages import PushPart, digest_tables
+from kvemb.protocol.shard_routing import MapSource
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, HOLDING, SHARDS
 from kvemb.schema.table_def import TableDef
@@ -32,9 +33,17 @@ _FIRST = ClusterMap.first(0, 1)
 _AT_THE_BARRIER = (HOLDING, DRAINING, ABORTING)
 FindTable = Callable[[str, int], TableDef]
 """(name, schema) -> definition; re-reads the registry once when either is unknown. Raises UnknownTableError."""
+Checked = tuple[CheckedRows, ...]
 
 
-def check_part(part: PushPart, find: FindTable, shard: int, cluster_map: ClusterMap) -> tuple[CheckedRows, ...]:
+def check_push(part: PushPart, find: FindTable, shard: int, maps: MapSource, *, sync: bool) -> tuple[Checked, Checked]:
+    """Return the rows of a part that are to be applied, and those that its trainer has prefetched; see `check_part`, `check_prefetched`."""
+    cluster_map = maps.cluster_map
+    tables = check_part(part, find, shard, cluster_map)
+    return tables, check_prefetched(part, find, shard, cluster_map, sync=sync) if part.prefetched else ()
+
+
+def check_part(part: PushPart, find: FindTable, shard: int, cluster_map: ClusterMap) -> Checked:
     """Check a whole part of a push.
 
     Args:
@@ -57,7 +66,7 @@ def check_part(part: PushPart, find: FindTable, shard: int, cluster_map: Cluster
     return tuple(check_rows(rows, find, shard, cluster_map) for rows in part.tables)
 
 
-def check_prefetched(part: PushPart, find: FindTable, shard: int, cluster_map: ClusterMap, *, sync: bool) -> tuple[CheckedRows, ...]:
+def check_prefetched(part: PushPart, find: FindTable, shard: int, cluster_map: ClusterMap, *, sync: bool) -> Checked:
     """Check the rows that a part says its trainer has prefetched; the other arguments as in `check_part`.
 
     Raises:

@@ -28,7 +28,7 @@ from ..apply.changed_rows import ChangedRowsFinder
 from ..apply.committer import Committer, Handover
 from ..checkpoint.loader import note_carried_out
 from ..checkpoint.saver import SaveObserver, Saver
-from ..engine.storage_retry import Pause
+from ..engine.storage_pace import Pause
 from ..journal import Position
 from ..moves.handover_work import HandoverPorts, HandoverWork
 from ..moves.left_sessions import LeftSessions
@@ -243,7 +243,7 @@ class Shard:
         )
         questions = GiverQuestions(parts.shard, OtherShards(store.nodes, parts.config.servers))
         shards = HandoverWork(store, parts.shard, giver, taker, offers=offers, questions=questions, ports=ports)
-        return PhaseRunner(store, nodes, shards, done)
+        return PhaseRunner(store.nodes, nodes, shards, done)
 
     def _joins(self) -> None:
         """Begin to take rows; note that the newest load is carried out, since rows that come are loaded already."""

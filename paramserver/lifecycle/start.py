@@ -21,7 +21,7 @@ from ..checkpoint.loader import LoadedError, Loader
 from ..checkpoint.saver import SaveObserver
 from ..engine.engine import Engine
 from ..engine.piece_writer import EnginePorts
-from ..engine.storage_retry import Pause
+from ..engine.storage_pace import Pause
 from ..ingest.admission import MapGate
 from ..ingest.ingest import Ingest
 from ..ingest.sessions import Sessions

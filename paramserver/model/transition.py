@@ -245,7 +245,7 @@ def new_records(
         definition.record.encode(rows.ids, version, round_nearest(rows.rows, dtype), optimizer.initial_state(n, dim), out)
         return
     weights, row_state = first_values(state, rows.ids, records, exists)
-    optimizer.update_in_place(weights, row_state, rows.rows, rows.hyper, state.step + 1)
+    optimizer.update_in_place(weights, row_state, rows.rows, optimizer.factors(rows.hyper, state.step + 1))
     stored = round_stochastic(weights, dtype, ids=rows.ids, versions=version, seed=definition.seed)
     definition.record.encode(rows.ids, version, stored, row_state, out)
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvemb.errors import JournalFullError, StorageError
+from kvemb.protocol.shard_routing import MapSource
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import SHARDS
-from kvemb.stores.store import Store
 
 _RETRY_S, _TROUBLE_S = 0.2, 3.0
 _LEFT_TO_BATCHES, _LONGEST_PAUSE_S = 6.0, 1.0  # times the time of a slice; at most so long, also after a disk that was slow once
@@ -86,7 +86,7 @@ class PhaseRunner:
     """Works at the phase of the map in force. `step` is for the apply thread, the rest for any thread.
 
     Args:
-        store: open; says which map is in force.
+        maps: says which map is in force.
         nodes, shards: the work of plans of either kind.
         done: told when the shard has done its part of a phase.
         clock: monotonic seconds.
@@ -94,14 +94,14 @@ class PhaseRunner:
 
     def __init__(
         self,
-        store: Store,
+        maps: MapSource,
         nodes: PhaseWork,
         shards: PhaseWork,
         done: Callable[[], None],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._nodes, self._shards, self._done, self._clock = store, nodes, shards, done, clock
+        self.maps, self._nodes, self._shards, self._done, self._clock = maps, nodes, shards, done, clock
         self._map: ClusterMap | None = None  # whose phase is worked at
         self._slices: Iterator[float] = iter(())
         self._count = PhaseCount()
@@ -113,7 +113,7 @@ class PhaseRunner:
         """Why this shard does not come further, if it has not for seconds."""
         since_s = self._failing_since_s
         failing = since_s and self._clock() - since_s >= _TROUBLE_S
-        return self._work(self._store.nodes.cluster_map).trouble or (self._why if failing else "")
+        return self._work(self.maps.cluster_map).trouble or (self._why if failing else "")
 
     @property
     def changes_runs(self) -> bool:
@@ -122,7 +122,7 @@ class PhaseRunner:
 
     def due_in_s(self) -> float | None:
         """When there is something to do; None while there is not."""
-        if self.progress.done and self._map is self._store.nodes.cluster_map:
+        if self.progress.done and self._map is self.maps.cluster_map:
             return None
         return max(0.0, self._not_before_s - self._clock())
 
@@ -135,7 +135,7 @@ class PhaseRunner:
         Raises:
             LostRowError: a row that is to be copied cannot be restored: the shard must stop.
         """
-        cluster_map = self._store.nodes.cluster_map
+        cluster_map = self.maps.cluster_map
         if cluster_map is not self._map:
             self._begin(cluster_map)
         if self.progress.done or self._clock() < self._not_before_s:

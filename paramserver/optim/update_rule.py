@@ -121,25 +121,6 @@ class Optimizer:
         self._update(new_weights, state, new_state, grads, factors)
         return new_weights, new_state
 
-    def update_in_place(self, weights: Array, state: Array, grads: Array, hyper: Mapping[str, float], step: int) -> None:
-        """Do the same as `update`, to the same bits, with the new weights and state in the arrays that held the old ones.
-
-        Args:
-            weights, state: as in `update`, C-contiguous.
-            grads, hyper, step: as in `update`.
-
-        Raises:
-            InvalidInputError: as `update`; nothing was changed.
-
-        Example:
-            >>> import kvemb.optim; from paramserver.optim import build_optimizer
-            >>> w, g = np.ones((1, 2), np.float32), np.array([[1, -1]], np.float32)
-            >>> build_optimizer(kvemb.optim.sgd(lr=0.5)).update_in_place(w, np.empty((1, 0), np.float32), g, {}, step=1); w
-            array([[0.5, 1.5]], dtype=float32)
-        """
-        self._check(weights, state, grads)
-        self._update(weights, state, state, grads, self.factors(self.spec.check_hyper(hyper), step))
-
     def factors(self, hyper: Mapping[str, float], step: int) -> dict[str, float]:
         """Return every number that an update at this step uses, as Python floats.
 
@@ -154,18 +135,22 @@ class Optimizer:
             raise InvalidInputError(f"step counts from 1, got {step}")
         return {**hyper, **self.kernel.factors(hyper, step)}
 
-    def update_mixed(self, weights: Array, state: Array, grads: Array, factors: Factors) -> None:
-        """Do the same as `update_in_place`, to the same bits, where rows differ in step and run-time values.
+    def update_in_place(self, weights: Array, state: Array, grads: Array, factors: Factors) -> None:
+        """Do the same as `update`, to the same bits, in the arrays that held the old values; rows may differ in step and run-time values.
 
         Args:
-            weights, state, grads: as in `update_in_place`.
-            factors: those that `factors` returns, by name: float32 [n, 1], one of each row, or a number where it is the same for all.
+            weights, state: as in `update`, C-contiguous.
+            grads: as in `update`.
+            factors: those that `factors` returns, by name: a number, or float32 [n, 1] where rows differ in it.
+
+        Raises:
+            InvalidInputError: as `update`; nothing was changed.
 
         Example:
             >>> import kvemb.optim; from paramserver.optim import build_optimizer
             >>> w, g = np.ones((2, 1), np.float32), np.ones((2, 1), np.float32)
             >>> factors = {"lr": np.array([[0.5], [0.25]], np.float32), "momentum": 0.0, "weight_decay": 0.0}
-            >>> build_optimizer(kvemb.optim.sgd()).update_mixed(w, np.empty((2, 0), np.float32), g, factors); w
+            >>> build_optimizer(kvemb.optim.sgd()).update_in_place(w, np.empty((2, 0), np.float32), g, factors); w
             array([[0.5 ],
                    [0.75]], dtype=float32)
         """

@@ -189,8 +189,9 @@ def note_change(data: DataDir, change: ShardState) -> bool:
 
 def read_epoch(data: DataDir) -> int:
     """Return the shard's epoch by its data folder; 0 before the first start."""
-    raw = data.read(EPOCH)
-    if raw is None:
+    try:
+        raw = (data.path / EPOCH).read_bytes()
+    except FileNotFoundError:
         return 0
     try:
         return int(raw)

@@ -15,7 +15,7 @@ from kvemb.schema.record import split_version
 from kvemb.schema.table_def import TableDef
 
 from ..engine.engine import Engine
-from ..engine.storage_retry import Pause
+from ..engine.storage_pace import Pause
 from ..ingest.sessions import Sessions
 from ..ingest.sync_steps import Membership
 from ..journal import BatchEntry, Entry, Journal, Position, SessionEntry, decode_entry

@@ -28,7 +28,7 @@ from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.store import Store
 
 from ..engine.row_access import RowAccess
-from ..engine.storage_retry import NO_BATCH, PASSING, AheadOfIndex, Pause
+from ..engine.storage_pace import NO_BATCH, PASSING, AheadOfIndex, Pause
 from ..model.batch import Batch
 from ..model.bucket_settings import settle_limits
 from ..model.tables import Tables, TableState

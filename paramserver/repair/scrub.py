@@ -31,6 +31,9 @@ class Scrub:
         timeout_s: of one look at storage.
         busy: whether something else reads all rows now (a save): then it waits.
         clock: monotonic seconds.
+
+    Attributes:
+        due_s: when the next slice may be compared, by that clock.
     """
 
     def __init__(
@@ -47,13 +50,9 @@ class Scrub:
         self._busy, self._clock = busy, clock
         self._todo: list[TableState] = []
         self._at = 0  # hashes of the first of these tables that were compared
-        self._begun_s, self._next_s = clock(), clock() + _ROUND_S
+        self._begun_s, self.due_s = clock(), clock() + _ROUND_S
         self._n_compared = self._n_rows = self._n_rounds = self._n_restored = 0
         self._took_s = self._ended_s = 0.0
-
-    def due_in_s(self) -> float:
-        """Seconds until the next slice may be compared."""
-        return max(0.0, self._next_s - self._clock())
 
     def step(self) -> None:
         """Compare a slice, if one is due.
@@ -63,24 +62,24 @@ class Scrub:
             JournalBehindError: a row shows that the journal lacks batches.
             StorageError: the slice was not compared; it is later.
         """
-        if self.due_in_s() > 0:
-            return
         started_s = self._clock()
+        if started_s < self.due_s:
+            return
         if self._busy():
-            self._next_s = started_s + _RETRY_S
+            self.due_s = started_s + _RETRY_S
             return
         if not self._todo:
             self._todo, self._at, self._begun_s, self._n_compared = self._tables.all(), 0, started_s, 0
             self._n_rows = sum(table.n_rows for table in self._todo)
-        self._next_s = started_s + _RETRY_S  # unless all goes well
+        self.due_s = started_s + _RETRY_S  # unless all goes well
         if self._todo:
             self._compare(self._todo[0])
         now_s = self._clock()
-        self._next_s = now_s + max(_LEAST_PAUSE_S, _SHARE_OF_TIME * self._n_shards() * (now_s - started_s))
+        self.due_s = now_s + max(_LEAST_PAUSE_S, _SHARE_OF_TIME * self._n_shards() * (now_s - started_s))
         if not self._todo:
             self._n_rounds += 1
             self._ended_s, self._took_s = now_s, now_s - self._begun_s
-            self._next_s = max(self._next_s, self._begun_s + _ROUND_S)
+            self.due_s = max(self.due_s, self._begun_s + _ROUND_S)
 
     def describe(self) -> str:
         """Say how far it is, for `kvemb status`; "" before the first row was compared."""

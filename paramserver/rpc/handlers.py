@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 
@@ -26,7 +27,6 @@ from kvemb.protocol.messages import (
     IdsReply,
     IdsRequest,
     ProgressReply,
-    PushPart,
     RepairReply,
     RepairRequest,
     RowsRequest,
@@ -38,13 +38,13 @@ from kvemb.protocol.messages import (
 from kvemb.schema.table_def import TableDef
 
 from ..apply.background import BackgroundWork
-from ..ingest.admission import check_part, check_prefetched, check_rows, find_same
-from ..model.batch import ASSIGN, ERASE, CheckedRows, RowsWork
+from ..ingest.admission import check_push, check_rows, find_same
+from ..model.batch import ASSIGN, ERASE, RowsWork
 from ..recovery.shard_parts import ShardParts
 from .drop_handlers import DropHandlers
 from .inspection_handlers import InspectionHandlers
 from .move_handlers import MoveHandlers
-from .push_parts import BytesInHand, PushReceiver
+from .push_streams import BytesInHand, PushReceiver
 
 MAX_IDS = 4 << 20
 MAX_COMPARED = 1 << 12
@@ -113,7 +113,9 @@ class Handlers:
             requests: the messages that come in.
             require_seat: raises unless the caller may push as a trainer of that name.
         """
-        return PushReceiver(self._parts.ingest, self._check_part, requests, self._in_hand, require_seat)
+        parts, sync = self._parts, self._parts.config.servers.mode == "sync"
+        check = partial(check_push, find=parts.registry.find, shard=parts.shard, maps=parts.maps, sync=sync)
+        return PushReceiver(parts.ingest, check, requests, self._in_hand, require_seat)
 
     def assign(self, request: RowsRequest, deadline: Deadline) -> Empty:
         """Set rows, in order with pushes; answered once applied."""
@@ -217,12 +219,6 @@ class Handlers:
             repair=parts.repairer.figures.now,
             compared=self._background.scrub.describe(),
         )
-
-    def _check_part(self, part: PushPart) -> tuple[tuple[CheckedRows, ...], tuple[CheckedRows, ...]]:
-        find, shard, sync = self._parts.registry.find, self._parts.shard, self._parts.config.servers.mode == "sync"
-        cluster_map = self._parts.maps.cluster_map
-        tables = check_part(part, find, shard, cluster_map)
-        return tables, check_prefetched(part, find, shard, cluster_map, sync=sync) if part.prefetched else ()
 
     def _change_rows(self, kind: str, request: RowsRequest, deadline: Deadline) -> int:
         cluster_map = self._parts.maps.cluster_map

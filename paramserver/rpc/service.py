@@ -52,7 +52,7 @@ from ..recovery.start_report import StartReport
 from .access_control import AccessControl
 from .checkpoint_handlers import CheckpointHandlers
 from .handlers import Handlers
-from .push_parts import MAX_STREAMS, PushReceiver, Streams, connection_options
+from .push_streams import MAX_STREAMS, PushReceiver, Streams, connection_options
 
 MAX_WAITING_CALLS = 48
 LIVE = "live"
@@ -179,6 +179,7 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no types
             self._waiting.release()
 
     def _push(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """Return the replies of a push stream; an abort raises."""
         try:
             caller = self._access.caller(context)
             caller.require("Push")
@@ -186,19 +187,8 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no types
             context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
         if self._open_stream is None:
             context.abort(grpc.StatusCode.UNAVAILABLE, str(self._starting()))
-            return  # it raises
-        stream = self._open_stream(requests, caller.require_seat)
-        try:
-            self._streams.enter(stream.answers, context.peer())
-        except ShardUnavailableError as error:
-            context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
-        try:
-            if context.add_callback(stream.cancel):
-                yield from stream.replies()
-                if stream.unavailable:
-                    context.abort(grpc.StatusCode.UNAVAILABLE, stream.unavailable)
-        finally:
-            self._streams.leave(stream.answers)
+        assert self._open_stream is not None
+        return self._streams.serve(self._open_stream(requests, caller.require_seat), context)
 
 
 def _verbs(handlers: Handlers, checkpoints: CheckpointHandlers) -> dict[str, _Verb]:

@@ -2,7 +2,7 @@
 
 A journal of small batches would otherwise cost NumPy's price per call for every table of every batch. Updates of one row must follow each
 other; those of different rows are independent. So the n-th waiting update of every row makes one round, whichever batches they are from. A
-round is one call of the optimizer, with the numbers of each row's batch (`Optimizer.update_mixed`). The result has the same bits as if
+round is one call of the optimizer, with the numbers of each row's batch (`Optimizer.update_in_place`). The result has the same bits as if
 batch after batch were applied.
 """
 
@@ -85,7 +85,7 @@ class Rounds:
         ids, old = self._ids[rows], as_rows(as_items(base.records)[rows])
         weights, row_state = first_values(self._table, ids, old, base.exists[rows])
         for n, grads, factors, versions in updates.rounds(block):  # the first n rows have one more update: grads [n, dim], versions [n]
-            optimizer.update_mixed(weights[:n], row_state[:n], grads, factors)
+            optimizer.update_in_place(weights[:n], row_state[:n], grads, factors)
             if definition.dtype != "float32":
                 stored = round_stochastic(weights[:n], definition.dtype, ids=ids[:n], versions=versions, seed=definition.seed)
                 weights[:n] = to_float32(stored, definition.dtype)

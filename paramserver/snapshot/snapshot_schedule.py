@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from kvemb.schema.record import split_version
 from kvemb.schema.table_def import TableDef
 
-from ..engine.storage_retry import Pause
+from ..engine.storage_pace import Pause
 from ..journal import START, BatchEntry, Journal, Position, decode_entry
 from ..journal.write_ahead_log import FencedLog
 from ..model.tables import TableState
@@ -30,6 +30,9 @@ class LocalSnapshots:
         save: saves the image of the shard as of a position; the pause is for tries of storage.
         max_bytes: of the journal, above which one is due.
         needed: whether rows exist that no snapshot and no journal has (of an earlier release, without a journal): then one is due at once.
+
+    Attributes:
+        due_bytes: `step` has nothing to do while the journal is not larger; -1 while a snapshot is under way, or needed.
     """
 
     def __init__(
@@ -42,12 +45,12 @@ class LocalSnapshots:
         max_bytes: int,
         needed: bool = False,
     ) -> None:
-        self._fenced_log, self._snapshotter, self._tables = fenced_log, snapshotter, tables
+        self._fenced_log, self.journal, self._snapshotter, self._tables = fenced_log, fenced_log.journal, snapshotter, tables
         self._save, self._max_bytes = save, max_bytes
-        self._due_bytes, self._needed = max_bytes, needed
+        self.due_bytes = -1 if needed else max_bytes
         self._steps: Generator[SnapshotProgress, None, None] | None = None
         self._now: tuple[Position, Pause]  # of the step under way
-        self._cut = START
+        self._cut, self._again_bytes = START, self.due_bytes  # of the snapshot under way
         self._begun_s = 0.0
         self._progress = SnapshotProgress()
         self.taken = 0
@@ -64,8 +67,9 @@ class LocalSnapshots:
         """
         self._now = applied, pause
         if self._steps is None:
-            if self._fenced_log.journal.size_bytes <= self._due_bytes and not self._needed:
+            if self.journal.size_bytes <= self.due_bytes:
                 return False
+            self._again_bytes, self.due_bytes = self.due_bytes, -1
             self._cut, self._begun_s = applied, time.monotonic()
             self._steps = self._snapshotter.steps(self._tables(), lambda: self._save(*self._now))
         try:
@@ -75,7 +79,7 @@ class LocalSnapshots:
             self._end()
             return False
         except BaseException:
-            self._steps = None
+            self._steps, self.due_bytes = None, self._again_bytes
             raise
 
     def give_up(self) -> None:
@@ -83,14 +87,14 @@ class LocalSnapshots:
         steps, self._steps = self._steps, None
         if steps is not None:
             steps.close()
+            self.due_bytes = self._again_bytes
 
     def _end(self) -> None:
-        self._steps, self._needed = None, False
-        before = self._fenced_log.journal.size_bytes
+        self._steps, before = None, self.journal.size_bytes
         self._fenced_log.discard_before(self._cut)
         self.taken += 1
         # Entries behind the cut stay: the next snapshot is due only when half the limit has come on top of them.
-        self._due_bytes = max(self._max_bytes, self._fenced_log.journal.size_bytes + self._max_bytes // 2)
+        self.due_bytes = max(self._max_bytes, self.journal.size_bytes + self._max_bytes // 2)
         took_s = time.monotonic() - self._begun_s
         log.info(
             "local snapshot: %d rows, %.1f MB in %.1f s; the journal went from %.1f MB to %.1f MB",
@@ -98,7 +102,7 @@ class LocalSnapshots:
             self._progress.size_bytes / 1e6,
             took_s,
             before / 1e6,
-            self._fenced_log.journal.size_bytes / 1e6,
+            self.journal.size_bytes / 1e6,
         )
 
 

@@ -32,8 +32,8 @@ CAN = frozenset({"journal", "takeover", "repair", "full", "swap", "moves"})
 """What this release recovers from by itself; faults that need more are left out unless they are asked for by name."""
 _PROGRAM = f"""import sys
 from kvemb.commands.shard_program import main
-from paramserver.rpc import push_parts
-push_parts._LONGEST_IDLE_S = {IDLE_STREAM_S}
+from paramserver.rpc import push_streams
+push_streams._LONGEST_IDLE_S = {IDLE_STREAM_S}
 sys.exit(main(sys.argv[1:]))"""
 _SHARD = (sys.executable, "-P", "-c", _PROGRAM)
 _UNEVEN = Flow(jitter_s=0.05)  # what one shard of a sync job has had of a step, another has not

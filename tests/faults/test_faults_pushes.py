@@ -13,7 +13,7 @@ from jobs import PATIENCE_S, RawShard, RawStream, add, counting_table, eventuall
 import kvemb
 from kvemb.errors import FencedError, PushRejectedError, ShardUnavailableError
 from kvemb.protocol.messages import SERVICE
-from paramserver.rpc.push_parts import MAX_STREAMS_OF_PEER
+from paramserver.rpc.push_streams import MAX_STREAMS_OF_PEER
 
 IDS = np.arange(50)
 

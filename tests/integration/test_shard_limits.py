@@ -24,7 +24,7 @@ from paramserver.ingest import sessions
 from paramserver.ingest.work_queue import Limits
 from paramserver.lifecycle.start import start
 from paramserver.model import table_registry
-from paramserver.rpc import push_parts
+from paramserver.rpc import push_streams
 from tests.integration.shard_processes import PATIENCE_S, TABLE, Cluster, Pushes, Server, Shard, cluster, part, server
 
 __all__ = ["cluster", "server"]  # fixtures
@@ -93,12 +93,12 @@ def sees_through(pushes: Callable[[], Pushes], sent: Callable[[], PushPart]) -> 
 def test_idle_push_streams_keep_no_new_trainer_out(cluster: Cluster) -> None:
     shard = cluster.start()
     shard.create()
-    peers = [Peer(shard.address) for _ in range(1 + push_parts.MAX_STREAMS // push_parts.MAX_STREAMS_OF_PEER)]
-    idle = [Pushes(peer) for peer in peers for _ in range(push_parts.MAX_STREAMS_OF_PEER)]
-    assert len(idle) > push_parts.MAX_STREAMS
+    peers = [Peer(shard.address) for _ in range(1 + push_streams.MAX_STREAMS // push_streams.MAX_STREAMS_OF_PEER)]
+    idle = [Pushes(peer) for peer in peers for _ in range(push_streams.MAX_STREAMS_OF_PEER)]
+    assert len(idle) > push_streams.MAX_STREAMS
     hello = shard.hello("late")
     assert sees_through(lambda: Pushes(shard), lambda: part(hello, 1, [3], trainer="late")).state == "applied"
-    deadline, least = Deadline.after(PATIENCE_S), len(idle) + 1 - push_parts.MAX_STREAMS
+    deadline, least = Deadline.after(PATIENCE_S), len(idle) + 1 - push_streams.MAX_STREAMS
     while (n_ended := sum(pushes._replies.done() for pushes in idle)) < least and not deadline.expired:
         time.sleep(0.02)  # the news of an end may come after the answer
     assert n_ended >= least
@@ -109,11 +109,11 @@ def test_idle_push_streams_keep_no_new_trainer_out(cluster: Cluster) -> None:
 def test_one_connection_may_open_so_many_streams_and_others_are_served_all_the_same(
     launch: Callable[[], InProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(push_parts, "_MAY_LEAVE_AFTER_S", 1e6)
+    monkeypatch.setattr(push_streams, "_MAY_LEAVE_AFTER_S", 1e6)
     made = launch()
     greedy, other = made.peer(), made.peer()
     other.create()
-    kept = [Pushes(greedy) for _ in range(push_parts.MAX_STREAMS_OF_PEER)]
+    kept = [Pushes(greedy) for _ in range(push_streams.MAX_STREAMS_OF_PEER)]
     hello = greedy.hello()
     for pushes in kept:
         pushes.send(part(hello, 1, [1]))
@@ -121,14 +121,14 @@ def test_one_connection_may_open_so_many_streams_and_others_are_served_all_the_s
     with pytest.raises(grpc.RpcError) as caught:
         Pushes(greedy).next()
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert f"{push_parts.MAX_STREAMS_OF_PEER} push streams of this connection" in str(caught.value.details())
+    assert f"{push_streams.MAX_STREAMS_OF_PEER} push streams of this connection" in str(caught.value.details())
     assert Pushes(other).applied(part(other.hello("b"), 1, [1], trainer="b")).state == "applied"
 
 
 def test_a_stream_that_is_idle_is_ended_and_its_trainer_does_not_notice(
     launch: Callable[[], InProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(push_parts, "_LONGEST_IDLE_S", 0.2)
+    monkeypatch.setattr(push_streams, "_LONGEST_IDLE_S", 0.2)
     made = launch()
     with kvemb.connect(made.url) as opened:
         table = opened.create_table("rows", dim=2, optimizer=kvemb.optim.sgd(1.0), initializer=kvemb.init.zeros())
@@ -175,8 +175,8 @@ def test_parts_without_room_are_held_up_to_a_limit_and_the_others_are_sent_again
     launch: Callable[[], InProcess], server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paramserver.ingest.ingest.Limits", lambda: Limits(total_items=1))
-    monkeypatch.setattr(push_parts, "MAX_BYTES_IN_HAND", 1000)
-    monkeypatch.setattr(push_parts, "_SEND_AGAIN_AFTER_S", 0.1)
+    monkeypatch.setattr(push_streams, "MAX_BYTES_IN_HAND", 1000)
+    monkeypatch.setattr(push_streams, "_SEND_AGAIN_AFTER_S", 0.1)
     made = launch()
     shard = made.peer()
     shard.create()

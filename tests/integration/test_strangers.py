@@ -13,7 +13,7 @@ import pytest
 
 import kvemb
 from kvemb.net.deadline import Deadline
-from paramserver.rpc.push_parts import HANDSHAKE_S
+from paramserver.rpc.push_streams import HANDSHAKE_S
 from tests.fuzz.run import memory_mb
 from tests.integration.shard_processes import PATIENCE_S
 from tests.integration.tls_clusters import TlsCluster, running

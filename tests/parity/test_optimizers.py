@@ -70,5 +70,5 @@ def test_sgd_gives_the_bits_of_torch_at_any_rate(options: dict[str, float], spar
         theirs.zero_grad()
         (module(torch.arange(len(weights))) * torch.from_numpy(grads)).sum().backward()
         theirs.step()
-        ours.update_in_place(weights, state, grads, {}, step)
+        ours.update_in_place(weights, state, grads, ours.factors(ours.spec.defaults(), step))
         assert np.array_equal(weights, module.weight.detach().numpy()), step

@@ -1,6 +1,6 @@
 """An apply thread's background in which nothing is ever to be done."""
 
-from paramserver.engine.storage_retry import Pause
+from paramserver.engine.storage_pace import Pause
 from paramserver.journal import Position
 
 

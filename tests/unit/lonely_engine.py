@@ -7,20 +7,20 @@ import numpy as np
 from kvemb.errors import NodeLostError
 from kvemb.schema.table_def import TableDef
 from paramserver.engine.piece_writer import EnginePorts
-from paramserver.engine.storage_retry import AheadOfIndex, Pause
+from paramserver.engine.storage_pace import AheadOfIndex, Pause
 from paramserver.model.batch import Batch
 
 
 class NoObserver:
     """An observer that ignores writes."""
 
-    wants_erased = False
+    job, running = None, False
 
     def overwriting(self, definition: TableDef, ids: np.ndarray, versions: np.ndarray, records: np.ndarray) -> None:
-        """See `WriteObserver`."""
+        """See `SaveObserver`."""
 
     def erased(self, definition: TableDef, ids: np.ndarray, version: int) -> None:
-        """See `WriteObserver`."""
+        """See `SaveObserver`."""
 
 
 class NoRepair:

@@ -19,7 +19,7 @@ from kvemb.schema.keys import RowKeys
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, WritePart, WriteResult
-from paramserver.engine import storage_retry
+from paramserver.engine import storage_pace
 from paramserver.engine.engine import Engine
 from paramserver.engine.piece_writer import EnginePorts
 from paramserver.ingest.sessions import Sessions
@@ -185,17 +185,17 @@ IDS_OF_A_BATCH = st.sets(st.sampled_from(IDS.tolist()), max_size=4)
 PARTS = st.dictionaries(st.sampled_from(sorted(TABLES)), IDS_OF_A_BATCH, min_size=1)
 KINDS = st.sampled_from([APPLY, APPLY, ASSIGN, ERASE, ERASE])
 BATCHES = st.lists(st.builds(drawn_batch, KINDS, PARTS, st.integers(0, 99)), min_size=1, max_size=9)
-PIECES = st.sampled_from([128, 300, storage_retry.MOST_BYTES])  # one row, two, or all of a batch
+PIECES = st.sampled_from([128, 300, storage_pace.MOST_BYTES])  # one row, two, or all of a batch
 
 
 @contextmanager
 def cut_at(most_bytes: int) -> Iterator[None]:
     """Let engines made meanwhile cut batches in pieces of so many bytes."""
-    before, storage_retry.MOST_BYTES = storage_retry.MOST_BYTES, most_bytes
+    before, storage_pace.MOST_BYTES = storage_pace.MOST_BYTES, most_bytes
     try:
         yield
     finally:
-        storage_retry.MOST_BYTES = before
+        storage_pace.MOST_BYTES = before
 
 
 def die_in(store: MortalStore, data: st.DataObject, act: Callable[[], Any]) -> None:

@@ -12,11 +12,11 @@ from kvemb.schema.keys import RowKeys
 from kvemb.schema.record import make_version
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from paramserver.checkpoint.unconditional_writer import UnconditionalWriter
-from paramserver.engine import storage_retry
+from paramserver.engine import storage_pace
 from paramserver.engine.batch_records import PreparedRows
 from paramserver.engine.engine import Engine
 from paramserver.engine.piece_writer import EnginePorts
-from paramserver.engine.storage_retry import LEAST_BYTES, AheadOfIndex, Pace, Pause, cut, size_bytes
+from paramserver.engine.storage_pace import LEAST_BYTES, AheadOfIndex, Pace, Pause, cut, size_bytes
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch
 from paramserver.model.tables import Tables
 from paramserver.model.transition import Replay, Timeline
@@ -96,7 +96,7 @@ def test_so_are_large_assigns_and_erases(kind: str) -> None:
 
 
 def test_what_is_stored_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_retry, "MOST_BYTES", 100 * storage_retry.row_bytes(rows(ADAM, [1])))
+    monkeypatch.setattr(storage_pace, "MOST_BYTES", 100 * storage_pace.row_bytes(rows(ADAM, [1])))
     store = slow_store()
     engine = Engine(store, Tables([]), Timeline(1), k=0, timeout_s=5, ports=ALONE)
     failures = []
@@ -119,7 +119,7 @@ def test_what_is_stored_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_node_that_loses_rows_of_a_piece_that_was_stored_gets_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_retry, "MOST_BYTES", 100 * storage_retry.row_bytes(rows(ADAM, [1])))
+    monkeypatch.setattr(storage_pace, "MOST_BYTES", 100 * storage_pace.row_bytes(rows(ADAM, [1])))
     store, tables = make_store(), Tables([])
     asked: list[int] = []
 
@@ -150,7 +150,7 @@ def test_a_node_that_loses_rows_of_a_piece_that_was_stored_gets_them_back(monkey
 def test_only_a_batch_of_one_piece_is_told_before_it_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Sequence[PreparedRows]] = []
     store = make_store()
-    monkeypatch.setattr(storage_retry, "MOST_BYTES", 500 * storage_retry.row_bytes(rows(ADAM, [1])))
+    monkeypatch.setattr(storage_pace, "MOST_BYTES", 500 * storage_pace.row_bytes(rows(ADAM, [1])))
     engine = Engine(store, Tables([]), Timeline(1), k=0, timeout_s=5, ports=ALONE)
     small = engine.run(Batch(APPLY, (rows(ADAM, IDS[:500]),)), make_version(1, 1), never, computed=told.append)
     assert (len(told), len(small.written)) == (1, 1)
@@ -160,7 +160,7 @@ def test_only_a_batch_of_one_piece_is_told_before_it_is_stored(monkeypatch: pyte
 
 def test_pieces_are_cut_between_rows_and_across_tables() -> None:
     tables = [rows(SGD, []), rows(SGD, [1, 2, 3]), rows(ADAM, [4, 5])]
-    first, rest = cut(tables, 4 * storage_retry.row_bytes(tables[0]))
+    first, rest = cut(tables, 4 * storage_pace.row_bytes(tables[0]))
     assert [one.ids.tolist() for one in first] == [[], [1, 2, 3], [4]]
     assert [one.ids.tolist() for one in rest] == [[5]]
     assert cut(tables, size_bytes(tables)) == (tables, [])
@@ -193,7 +193,7 @@ def test_pace_falls_after_a_missed_deadline_and_rises_while_there_is_time() -> N
             pass
         return pace.n_bytes
 
-    most = storage_retry.MOST_BYTES
+    most = storage_pace.MOST_BYTES
     assert exchange(most, 4.1) == most // 4
     assert exchange(most // 4, 2.0) == most // 4  # twice as much might be too slow
     assert exchange(100, 0.1) == most // 4  # says nothing of large ones
@@ -205,7 +205,7 @@ def test_pace_falls_after_a_missed_deadline_and_rises_while_there_is_time() -> N
 
 
 def test_a_batch_can_be_given_up_between_two_pieces_and_taken_up_by_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_retry, "MOST_BYTES", 400 * storage_retry.row_bytes(rows(ADAM, [1])))
+    monkeypatch.setattr(storage_pace, "MOST_BYTES", 400 * storage_pace.row_bytes(rows(ADAM, [1])))
     store, batch, seen = slow_store(), Batch(APPLY, (rows(ADAM, IDS),)), []
     engine = Engine(store, Tables([]), Timeline(1), k=0, timeout_s=5, ports=ALONE)
 
@@ -225,12 +225,12 @@ def test_a_batch_can_be_given_up_between_two_pieces_and_taken_up_by_a_replay(mon
 
 
 def test_rows_of_a_load_are_written_and_erased_in_smaller_pieces_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_retry, "_FASTER", 1)
+    monkeypatch.setattr(storage_pace, "_FASTER", 1)
     store, waited = slow_store(), []
     Engine(store, Tables([]), Timeline(1), k=0, timeout_s=5, ports=ALONE).run(Batch(APPLY, (rows(ADAM, IDS),)), make_version(1, 1), never)
     ids, size = np.array(IDS, np.uint64), ADAM.record.size_bytes
     records = ADAM.record.encode(ids, make_version(2, 0), np.ones((len(ids), 2), np.float32), np.zeros((len(ids), 4), np.float32))
-    store.most_rows = storage_retry.LEAST_BYTES // size
+    store.most_rows = storage_pace.LEAST_BYTES // size
     rows_out = UnconditionalWriter(store, 5.0, lambda error, pause_s: waited.append(pause_s), NO_REPAIR)
     rows_out.write(ADAM, ids, records)
     assert waited

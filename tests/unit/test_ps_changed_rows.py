@@ -15,13 +15,13 @@ from kvemb.schema.record import make_version
 from paramserver.apply.changed_rows import ChangedRowsFinder
 from paramserver.engine.batch_records import PreparedRows
 from paramserver.engine.engine import Applied, Engine
-from paramserver.engine.storage_retry import row_bytes
+from paramserver.engine.storage_pace import row_bytes
 from paramserver.ingest.admission import check_prefetched
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows, PartTicket
 from paramserver.model.tables import Tables
 from paramserver.model.transition import Timeline
-from paramserver.rpc import push_parts
-from paramserver.rpc.push_parts import AnswerQueue
+from paramserver.rpc import push_streams
+from paramserver.rpc.push_streams import AnswerQueue
 from tests.unit.engine_storage import ADAM, HALF, Storage, make_store, never, node_of, read, rows, run
 from tests.unit.lonely_engine import ALONE
 from tests.unit.sent_parts import OWNED, THREE_SHARDS, find, part
@@ -77,7 +77,7 @@ def test_it_says_what_changed_and_how(cache_rows: int) -> None:
 
 @pytest.mark.parametrize("cache_rows", [0, 10_000])
 def test_it_says_so_of_a_batch_in_several_pieces_too(cache_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paramserver.engine.storage_retry.MOST_BYTES", 2 * row_bytes(rows(ADAM, [1])))
+    monkeypatch.setattr("paramserver.engine.storage_pace.MOST_BYTES", 2 * row_bytes(rows(ADAM, [1])))
     shard = Shard(cache_rows)
     shard.run(APPLY, *range(10))
     shard.run(APPLY, 3, 4, 5, 6, 7)
@@ -157,7 +157,7 @@ def test_who_asks_again_is_told_nothing_and_pulls() -> None:
 
 
 def test_answers_that_a_trainer_does_not_take_leave_the_rows_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push_parts, "_MAX_ROW_BYTES", 40)
+    monkeypatch.setattr(push_streams, "_MAX_ROW_BYTES", 40)
     outbox = AnswerQueue()
     changed = ChangedRowsBlock(np.zeros(1, np.uint32), np.ones(1, np.uint64), bytes(12))
     for sequence in (1, 2):

@@ -21,7 +21,7 @@ from kvemb.errors import (
 )
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import PushPart
-from paramserver.engine.storage_retry import Pause
+from paramserver.engine.storage_pace import Pause
 from paramserver.ingest.work_queue import Limits
 from paramserver.journal import Position
 from paramserver.model.batch import ASSIGN, ERASE, CheckedRows, RowsWork

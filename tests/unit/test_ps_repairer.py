@@ -10,7 +10,7 @@ from kvemb.errors import DeadlineExceededError, FencedError, LostRowError, NodeL
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import make_version
 from kvemb.stores.row_io import ReadPart, WritePart
-from paramserver.engine.storage_retry import NO_BATCH, AheadOfIndex
+from paramserver.engine.storage_pace import NO_BATCH, AheadOfIndex
 from paramserver.model.batch import APPLY, ERASE, Batch, CheckedRows
 from paramserver.snapshot import WantedVersions
 from tests.unit.repairing_shard import ADAM, IDS, SGD, Shard, addresses, fail, provision
@@ -64,8 +64,8 @@ def test_a_node_too_slow_for_a_whole_block_is_restored_in_smaller_ones(shard: Sh
         return whole(address, nonce, parts, deadline)
 
     monkeypatch.setattr(shard.store.repair, verb, slow)
-    monkeypatch.setattr("paramserver.engine.storage_retry.LEAST_BYTES", 100)
-    monkeypatch.setattr("paramserver.engine.storage_retry._FASTER", 1)  # here, a block that is not too large takes no time
+    monkeypatch.setattr("paramserver.engine.storage_pace.LEAST_BYTES", 100)
+    monkeypatch.setattr("paramserver.engine.storage_pace._FASTER", 1)  # here, a block that is not too large takes no time
     memory_node(shard.store.nodes.addresses[0]).flush()
     assert shard.repairer.nodes(NO_BATCH, lambda error, pause_s: None) == 1
     assert sizes[0] > 1000

@@ -19,7 +19,7 @@ from kvemb.schema.table_def import TableDef
 from paramserver.apply.background import BackgroundWork
 from paramserver.engine.engine import Engine
 from paramserver.engine.piece_writer import EnginePorts
-from paramserver.engine.storage_retry import NO_BATCH
+from paramserver.engine.storage_pace import NO_BATCH
 from paramserver.ingest.sessions import Sessions
 from paramserver.ingest.sync_steps import Membership
 from paramserver.journal import BatchEntry, Journal, Position, encode_entry
@@ -144,7 +144,7 @@ def test_rows_that_no_journal_has_are_due_at_once(shard: Shard) -> None:
     shard.push()
     assert reaches_back(shard.journal, 0, 1, lambda name, schema: ADAM)
     assert shard.snapshots.taken == 0
-    shard.snapshots._needed = True
+    shard.snapshots.due_bytes = -1
     while shard.step():
         pass
     assert shard.snapshots.taken == 1
@@ -152,13 +152,13 @@ def test_rows_that_no_journal_has_are_due_at_once(shard: Shard) -> None:
 
 @pytest.mark.parametrize("value", [b"", b"of another program", bytes(ADAM.record.size_bytes)])
 def test_a_value_of_another_program_is_written_over_and_the_snapshot_is_taken(shard: Shard, value: bytes) -> None:
-    shard.snapshots._due_bytes = 1 << 40
+    shard.snapshots.due_bytes = 1 << 40
     for _ in range(2):
         shard.push()
     before, node = shard.records(), memory_node(shard.store.nodes.addresses[0])
     for key in ADAM.keys(IDS[::500], pages=False).encode():
         node.put(bytes(key), value)
-    shard.snapshots._needed = True
+    shard.snapshots.due_bytes = -1
     for _ in range(99):
         shard.step()
         if shard.snapshots.taken:
@@ -168,7 +168,7 @@ def test_a_value_of_another_program_is_written_over_and_the_snapshot_is_taken(sh
 
 
 def test_a_node_lost_before_a_replay_is_in_use_again_only_with_the_rows_of_the_journals_end(shard: Shard) -> None:
-    shard.snapshots._due_bytes = 1 << 40
+    shard.snapshots.due_bytes = 1 << 40
     shard.push(IDS[:1000])
     for _ in range(5):
         shard.push()
@@ -221,7 +221,7 @@ def test_a_process_that_was_shut_out_discards_no_journal(shard: Shard) -> None:
     def not_ours() -> None:
         raise FencedError("not ours")
 
-    shard.snapshots._due_bytes = 1 << 40
+    shard.snapshots.due_bytes = 1 << 40
     for _ in range(9):
         shard.push()
     start = shard.journal.start

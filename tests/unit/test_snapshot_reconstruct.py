@@ -365,9 +365,9 @@ def test_small_batches_are_applied_in_as_many_calls_as_a_row_has_updates(shard: 
         ids = [int(i) for i in np.unique(rng.integers(0, 40, 5))]
         shard.run(APPLY, *(rows(table, ids, 0.01 * step, lr=0.05 + 0.001 * step) for table in TABLES.values()))
     passes, calls = [], []
-    batches, update = Reconstructor._batches, Optimizer.update_mixed
+    batches, update = Reconstructor._batches, Optimizer.update_in_place
     monkeypatch.setattr(Reconstructor, "_batches", lambda self: passes.append(1) or batches(self))
-    monkeypatch.setattr(Optimizer, "update_mixed", lambda *args: calls.append(1) or update(*args))
+    monkeypatch.setattr(Optimizer, "update_in_place", lambda *args: calls.append(1) or update(*args))
     wanted = [WantedVersions(shard.tables.state(table), *shard.existing(table)) for table in TABLES.values()]
     for one, records in zip(wanted, shard.reconstructor.records(wanted), strict=True):
         assert records.tobytes() == shard.read(one.table.definition, one.ids).tobytes()

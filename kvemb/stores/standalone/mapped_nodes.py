@@ -56,7 +56,7 @@ class MappedNodes(StoreNodes):
 
     @property
     def cluster_map(self) -> ClusterMap:
-        return self._links.map
+        return self._links.view.map
 
     @property
     def places(self) -> tuple[str, ...]:

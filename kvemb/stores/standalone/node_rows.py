@@ -85,7 +85,7 @@ class NodeRows:
         self, parts: Sequence[WritePart], deadline: Deadline, lane: RepairLane | None = None, owners: SlotOwners | None = None
     ) -> list[WriteResult]:
         """Write parts."""
-        one_node = self._links.map.n_nodes == 1
+        one_node = self._links.view.map.n_nodes == 1
         return write_coalesced(parts, lambda coalesced: self._write(coalesced, deadline, lane, owners), one_node=one_node)
 
     def _write(

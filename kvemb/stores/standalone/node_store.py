@@ -104,7 +104,7 @@ class PlacedRows(StoreRows):
 
     @property
     def moving(self) -> MovingRows | None:
-        cluster_map = self._links.map
+        cluster_map = self._links.view.map
         if cluster_map.plan is None or cluster_map.plan.kind != NODES:
             return None
         of, rows = self._moving or (None, None)

@@ -13,6 +13,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
+
+import grpc
 
 from kvemb.errors import (
     AccessDeniedError,
@@ -157,7 +160,22 @@ class Streams:
         self._lock = threading.Lock()
         self._open: dict[AnswerQueue, str] = {}
 
-    def enter(self, stream: AnswerQueue, peer: str) -> None:
+    def serve(self, stream: "PushReceiver", context: Any) -> Iterator[bytes]:
+        """Let a stream in, and yield its replies until it is over; a call that cannot be served ends as UNAVAILABLE."""
+        try:
+            self._enter(stream.answers, context.peer())
+        except ShardUnavailableError as error:
+            context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        try:
+            if context.add_callback(stream.cancel):
+                yield from stream.replies()
+                if stream.unavailable:
+                    context.abort(grpc.StatusCode.UNAVAILABLE, stream.unavailable)
+        finally:
+            with self._lock:
+                self._open.pop(stream.answers, None)
+
+    def _enter(self, stream: AnswerQueue, peer: str) -> None:
         """Let a stream in; where there is no place left, the one that has been idle for longest goes.
 
         Args:
@@ -181,11 +199,6 @@ class Streams:
             raise ShardUnavailableError(f"{why} and none of them is idle; try again")
         del self._open[longest]
         longest.end_if_idle()  # a part that comes at this moment is not answered here: its trainer sends it again on another stream
-
-    def leave(self, stream: AnswerQueue) -> None:
-        """A stream is over."""
-        with self._lock:
-            self._open.pop(stream, None)
 
     def end_idle(self) -> None:
         """End every stream that nothing goes through: the shard stops."""
@@ -248,7 +261,7 @@ class PushReceiver:
         self, ingest: Ingest, check: Check, requests: Iterator[bytes], in_hand: BytesInHand, require_seat: Callable[[str], None]
     ) -> None:
         self._ingest, self._check, self._requests, self._in_hand = ingest, check, requests, in_hand
-        self._require_seat = require_seat
+        self._require_seat, self._seated = require_seat, ""
         self.answers = AnswerQueue()
         self._reader = threading.Thread(target=self._read, name="kvemb-push-reader", daemon=True)
         self.unavailable = ""  # why the shard took no more parts from this stream
@@ -294,7 +307,9 @@ class PushReceiver:
         self.answers.expect()
         try:
             part = PushPart.decode(data)
-            self._require_seat(part.trainer)  # before anything is done on behalf of that trainer
+            if part.trainer != self._seated:  # before anything is done on behalf of that trainer
+                self._require_seat(part.trainer)
+                self._seated = part.trainer
         except (AccessDeniedError, MessageError) as error:
             self.answers.refuse(PushReply(0, "failed", error=to_wire(error)))
             return False

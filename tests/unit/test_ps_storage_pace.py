@@ -16,7 +16,7 @@ from kvemb.errors import (
     UnsafeNodeError,
 )
 from kvemb.stores.server_errors import server_error
-from paramserver.engine.storage_retry import NO_BATCH, AheadOfIndex, Pause, until_stored
+from paramserver.engine.storage_pace import NO_BATCH, AheadOfIndex, Pause, until_stored
 from tests.unit.lonely_engine import NoRepair
 
 AWAY, FULL, LOST, ROW = NodeUnavailableError("x: away"), NodeFullError("x: full"), NodeLostError("x: flushed"), LostRowError("row 7")
