@@ -72,7 +72,7 @@ class ErasedLog:
 
 
 class SaveObserver:
-    """The observer of one shard's writes: hands rows to the save under way before they change, and notes erased ids.
+    """The `WriteObserver` of one shard: hands rows to the save under way before they change, and notes erased ids.
 
     Args:
         since: version as of which no erase is missing: that of the last batch before this process's first.
@@ -81,6 +81,7 @@ class SaveObserver:
     def __init__(self, since: int) -> None:
         self.erased_log = ErasedLog(since)
         self.job: SaveJob | None = None  # the newest save that was cut
+        self.reads = False  # whether it may still be running
 
     @property
     def running(self) -> bool:
@@ -89,14 +90,15 @@ class SaveObserver:
 
     def follow(self, job: SaveJob | None) -> None:
         """Let this save hear of rows from now on, and no other; between two batches."""
-        self.job = job
+        self.job, self.reads = job, job is not None
 
     def overwriting(self, definition: TableDef, ids: Ids, versions: Ids, records: NDArray[np.uint8]) -> None:
-        """Hear of rows that exist and are about to change: versions uint64 [n], whole records uint8 [n, record bytes], good during this
-        call only. Apply thread."""
+        """Hear of rows that exist and are about to change: versions uint64 [n], whole records uint8 [n, record bytes]. Apply thread."""
         job = self.job
         if job is not None and job.running:
             job.keep(definition, ids, versions, records)
+        else:
+            self.reads = False  # it has ended
 
     def erased(self, definition: TableDef, ids: Ids, version: int) -> None:
         """Hear of rows that a batch has erased. Apply thread."""

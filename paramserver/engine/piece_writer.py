@@ -7,7 +7,7 @@ Nor which rows make a piece, how an error of storage is met, and when the index 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +24,18 @@ from .batch_records import Fetched, FetchedRecords, PreparedRows, RecordArena
 from .row_access import RowAccess, until_none_is_left
 from .storage_pace import CHANGED_BY_ANOTHER_WRITER, AheadOfIndex, RepairPort
 
-if TYPE_CHECKING:
-    from ..checkpoint.saver import SaveObserver
+
+class WriteObserver(Protocol):
+    """Told of rows before they change, on the apply thread: a save that is under way (`paramserver.checkpoint.saver`)."""
+
+    reads: bool
+    """Whether records are wanted at all, also of rows about to be erased, which must be read for it."""
+
+    def overwriting(self, definition: TableDef, ids: NDArray[np.uint64], versions: NDArray[np.uint64], records: NDArray[np.uint8]) -> None:
+        """Rows that exist are about to be written over or erased: their versions and whole records, good during this call only."""
+
+    def erased(self, definition: TableDef, ids: NDArray[np.uint64], version: int) -> None:
+        """Rows were erased by the batch of this version."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +48,7 @@ class EnginePorts:
     """
 
     repair: RepairPort
-    observer: "SaveObserver"
+    observer: WriteObserver
 
 
 # Rows are computed in blocks of so many weights: the arrays of one step are still in the processor's cache for the next. The optimizers
@@ -85,7 +95,7 @@ class PieceWriter:
         observer: told of rows before they change.
     """
 
-    def __init__(self, store: Store, tables: Tables, timeline: Timeline, timeout_s: float, observer: "SaveObserver") -> None:
+    def __init__(self, store: Store, tables: Tables, timeline: Timeline, timeout_s: float, observer: WriteObserver) -> None:
         self._store, self._tables, self._timeline = store, tables, timeline
         self._observer = observer
         self._access, self._arena = RowAccess(store, timeout_s), RecordArena()
@@ -205,7 +215,7 @@ class PieceWriter:
 
     def _tell(self, definition: TableDef, ids: NDArray[np.uint64], old: FetchedRecords) -> None:
         """Tell a save of those rows about to change that exist."""
-        if self._observer.job is None:
+        if not self._observer.reads:
             return
         if not old.found.all():
             ids, old = ids[old.found], old.take(old.found)
@@ -214,7 +224,7 @@ class PieceWriter:
 
     def _erase(self, todo: Sequence[CheckedRows], change: Change) -> None:
         empty = np.empty((0, 0), np.uint8)
-        if self._observer.running:
+        if self._observer.reads:
             for rows in todo:
                 for block, old in self._fetch([rows])[0].blocks(max(1, _BLOCK_WEIGHTS // rows.definition.dim)):
                     self._tell(rows.definition, rows.ids[block], old)

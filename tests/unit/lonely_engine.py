@@ -14,13 +14,13 @@ from paramserver.model.batch import Batch
 class NoObserver:
     """An observer that ignores writes."""
 
-    job, running = None, False
+    reads = False
 
     def overwriting(self, definition: TableDef, ids: np.ndarray, versions: np.ndarray, records: np.ndarray) -> None:
-        """See `SaveObserver`."""
+        """See `WriteObserver`."""
 
     def erased(self, definition: TableDef, ids: np.ndarray, version: int) -> None:
-        """See `SaveObserver`."""
+        """See `WriteObserver`."""
 
 
 class NoRepair:
