@@ -5,9 +5,10 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
-from golden_data import GOLDEN, KeptCluster, facts, rows_of, unpacked
+from golden_data import GOLDEN, IDS, KeptCluster, facts, rows_of, unpacked
 from next_release import NAMES, apply
 from releases import PATIENCE_S
 
@@ -35,17 +36,22 @@ def cluster(require_server: Callable[[str], str]) -> Iterator[tuple[KeptCluster,
         yield running, folder
 
 
+def later_shard(cluster: KeptCluster, shard: int, *changes: str) -> LocalProcess:
+    """Start a shard of a later release."""
+    usual = cluster._shard_command(shard)
+    cluster._ready_file(shard).unlink(missing_ok=True)
+    command = [sys.executable, "-P", LATER, *changes, "--", *usual[usual.index("shard") :], "--start-timeout", "5"]
+    return LocalProcess("a later shard", command, cluster.folder / f"later-{'-'.join(changes)}.log", python_env())
+
+
 def refused(cluster: KeptCluster, shard: int, *formats: str) -> str:
     """Start a shard of a later release, which must not come up; return its words."""
-    usual = cluster._shard_command(shard)
-    log = cluster.folder / f"refused-{'-'.join(formats)}.log"
-    command = [sys.executable, "-P", LATER, *formats, "--", *usual[usual.index("shard") :], "--start-timeout", "5"]
-    process = LocalProcess("a later shard", command, log, python_env())
+    process = later_shard(cluster, shard, *formats)
     try:
         assert process._child.wait(PATIENCE_S) == 3, process.log_tail()
     finally:
         process.kill()
-    return re.sub(r"\s+", " ", log.read_text())
+    return re.sub(r"\s+", " ", process.log.read_text())
 
 
 def test_another_format_of_anything_is_refused_with_the_way_on_and_changes_nothing(cluster: tuple[KeptCluster, Path]) -> None:
@@ -61,6 +67,26 @@ def test_another_format_of_anything_is_refused_with_the_way_on_and_changes_nothi
         running.start_shard(shard)
     with kvemb.connect(running.url) as client:
         assert rows_of(client) == facts(folder)["rows"]
+
+
+def test_further_fields_of_a_later_release_are_left_unread_by_shards_trainers_and_the_command(
+    cluster: tuple[KeptCluster, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    running, _ = cluster
+    assert running.shards[1].stop(PATIENCE_S) == 0
+    later = later_shard(running, 1, "messages")
+    try:
+        later.wait_until(running._ready_file(1).exists, Deadline.after(PATIENCE_S))
+        for trainer in ("this", "later"):
+            with kvemb.connect(running.url, trainer=trainer) as client:
+                before = rows_of(client)
+                grads = {name: (ids, np.ones((len(ids), client.table(name).definition.dim))) for name, ids in IDS.items()}
+                client.push(grads).wait_applied(timeout_s=60)
+                assert all(rows != before[name] for name, rows in rows_of(client).items())
+            assert main(["save", str(running.config_path), (tmp_path / trainer).as_uri()]) == 0
+            apply("messages", monkeypatch.setattr)
+    finally:
+        later.kill()
 
 
 def test_another_protocol_is_refused_with_a_typed_error_on_either_side(
