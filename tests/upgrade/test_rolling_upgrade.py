@@ -70,7 +70,7 @@ class Job:
 @contextmanager
 def job(release: Release, kind: str, mode: str) -> Iterator[Job]:
     trainers = 2 if mode == "sync" else 0
-    with MixedCluster(release, kind, 2, shards=2, mode=mode, trainers=trainers) as cluster:
+    with MixedCluster(release, kind, 3 if kind == "redis-cluster" else 2, shards=2, mode=mode, trainers=trainers) as cluster:
         with kvemb.connect(cluster.url, read_only=False, trainer="t0") as client:
             client.create_table(TABLE, dim=DIM, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
         running = Job(cluster, release)
@@ -98,6 +98,7 @@ ORDERS = (
     ("redis", "async"),
     pytest.param("memcached", "async", marks=pytest.mark.full),
     pytest.param("redis", "sync", marks=pytest.mark.full),
+    pytest.param("redis-cluster", "async", marks=pytest.mark.long),
 )
 
 
