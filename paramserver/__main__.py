@@ -20,8 +20,8 @@ from kvemb.api.plaintext import require_encrypted
 from kvemb.commands.verb_options import shard_options
 from kvemb.config import Config, load
 from kvemb.errors import ConfigError, KvembError, ParameterServerError
-from kvemb.interrupts import StopFlag
 from kvemb.process import replace_atomically
+from kvemb.process.interrupts import StopFlag
 
 from .lifecycle.join_cluster import StoppedError, kept_place
 from .lifecycle.shard import Shard

@@ -21,11 +21,11 @@ from kvemb.api.table import Table
 from kvemb.config import Config
 from kvemb.errors import ConfigError, InvalidInputError, KvembError
 from kvemb.init import Initializer
-from kvemb.metrics import MetricsCollector, MetricsEndpoint
 from kvemb.net.deadline import Deadline
 from kvemb.operate.cluster_status import ClusterStatus, read_status
 from kvemb.optim import OptimizerSpec
 from kvemb.process import ForkLock
+from kvemb.process.metrics import MetricsCollector, MetricsEndpoint
 from kvemb.schema.table_def import TableDef, check_table_name
 from kvemb.stores.store import Store
 
@@ -369,7 +369,7 @@ class Cluster:
         """Wait until pushes are accepted and released steps are in storage; then tell the shards and close every connection.
 
         Idempotent. A program that ends without it has its pushes delivered all the same, within 10 s. Otherwise it is told how many were
-        not, and ends with exit code 4. `kvemb.interrupts` says how, and where it cannot be done.
+        not, and ends with exit code 4. `kvemb.process.interrupts` says how, and where it cannot be done.
 
         Raises:
             KvembError: a push for which no call waited has failed, or one was not accepted in time. The cluster is closed all the same.

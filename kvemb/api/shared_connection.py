@@ -16,9 +16,9 @@ from kvemb.datapath.multi_table_read import Missing
 from kvemb.datapath.prefetched_rows import PrefetchedRows
 from kvemb.datapath.pull import Pulled, PullRequest, pull
 from kvemb.errors import ClosedError, ReadOnlyError
-from kvemb.metrics import SECONDS, BucketCounts, MetricFamilies
 from kvemb.net.deadline import Deadline
 from kvemb.process import ForkLock
+from kvemb.process.metrics import SECONDS, BucketCounts, MetricFamilies
 from kvemb.protocol.message_format import TableRows
 from kvemb.stores.store import Store
 

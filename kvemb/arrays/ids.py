@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvemb.cached_property import batch_value
 from kvemb.errors import InvalidInputError
+from kvemb.process.cached_property import batch_value
 
 _MINUS_ONE = np.array(2**64 - 1, np.uint64)
 _RANGES = {"int64": "-2**63 to 2**63-1", "uint64": "0 to 2**64-1"}

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.cached_property import cached_property
+from kvemb.process.cached_property import cached_property
 
 _FAN = 8
 _RADIX_FROM = 8192  # ids; below, four passes cost as much as one sort

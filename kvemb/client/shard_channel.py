@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import grpc
 
-from kvemb import interrupts
 from kvemb.errors import (
     AccessDeniedError,
     ConfigError,
@@ -28,6 +27,7 @@ from kvemb.errors import (
 from kvemb.net.deadline import Deadline, pauses
 from kvemb.net.tls_files import Stamp, TlsFiles
 from kvemb.net.tls_probe import FOREIGN, HANGS_UP, NOBODY, SILENT, SPEAKS_TLS, look_at_port, own_uris, why_refused
+from kvemb.process import interrupts
 from kvemb.protocol.message_format import MAX_MESSAGE_BYTES, Message
 from kvemb.protocol.messages import MAX_REQUEST_BYTES, SERVICE, Reply
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TypeVar
 
-from kvemb import interrupts
 from kvemb.client.ack import DEFAULT_TIMEOUT_S, Ack
 from kvemb.client.all_shards import AllShards
 from kvemb.client.missing_rows import MissingRows
@@ -19,6 +18,7 @@ from kvemb.client.shard_questions import ShardQuestions
 from kvemb.datapath.prefetched_rows import PrefetchedRows
 from kvemb.errors import SlotsMovedError
 from kvemb.net.deadline import Deadline
+from kvemb.process import interrupts
 from kvemb.protocol.message_format import Message, TableRows
 from kvemb.protocol.messages import (
     MAX_PART_BYTES,

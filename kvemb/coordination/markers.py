@@ -15,8 +15,8 @@ from typing import Literal
 
 import msgpack
 
-from kvemb.cached_property import cached_property
 from kvemb.errors import MapChangedError, NodeLostError, NodeSuspectError, StorageError, WrongNodeError, other_format
+from kvemb.process.cached_property import cached_property
 from kvemb.schema.cluster_map import ClusterMap
 
 Why = Literal["empty", "suspect", "repairing"]

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.ids import as_items
-from kvemb.cached_property import batch_value
 from kvemb.net.deadline import Deadline
+from kvemb.process.cached_property import batch_value
 from kvemb.schema.keys import coalesce_keys
 from kvemb.schema.record import HEADER_SIZE
 from kvemb.schema.table_def import TableDef

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvemb.arrays.ids import Unique, as_items, normalize, unique
-from kvemb.cached_property import batch_value
 from kvemb.datapath.multi_table_read import Missing, TableShare, ThreadArena, WantedRows, read_tables
 from kvemb.errors import DeadlineExceededError, InvalidInputError
 from kvemb.net.deadline import Deadline
+from kvemb.process.cached_property import batch_value
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.store import Store
 

@@ -13,12 +13,12 @@ from types import TracebackType
 
 import yaml
 
-from kvemb import interrupts
 from kvemb.config import parse
 from kvemb.errors import ConfigError
 from kvemb.local_cluster.processes import LocalFolder, LocalProcess, accepts, free_ports, python_env
 from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer, start_servers
 from kvemb.net.deadline import Deadline
+from kvemb.process import interrupts
 from kvemb.stores.storage_kinds import DEFAULT_KIND, KINDS
 
 _DRAIN_S = 10  # a local cluster has a person waiting for its end

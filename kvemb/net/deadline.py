@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from kvemb.cached_property import batch_value
 from kvemb.errors import InvalidInputError
+from kvemb.process.cached_property import batch_value
 
 T = TypeVar("T")
 

@@ -18,8 +18,8 @@ from dataclasses import field
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.cached_property import batch_value, cached_property
 from kvemb.errors import InvalidInputError
+from kvemb.process.cached_property import batch_value, cached_property
 from kvemb.schema.keys import PINNED_HEAD_SIZE, Containers, RowKeys, RowTags, pinned_head
 from kvemb.schema.slots import ALPHABET, N_SLOTS, Placement
 

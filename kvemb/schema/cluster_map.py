@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.hashing import digest64
-from kvemb.cached_property import cached_property
 from kvemb.errors import ConfigError, other_format
+from kvemb.process.cached_property import cached_property
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.move_plan import NODES, SHARDS, MovePlan
 from kvemb.schema.slots import N_SLOTS, from_runs, runs_of

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.hashing import digest64
-from kvemb.cached_property import batch_value
+from kvemb.process.cached_property import batch_value
 from kvemb.schema.slots import ALPHABET, EACH_SLOT, TAG_SIZE, Placement, slot_texts
 
 KEY_SIZE = 14

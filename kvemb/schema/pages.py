@@ -16,7 +16,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.cached_property import batch_value, cached_property
+from kvemb.process.cached_property import batch_value, cached_property
 from kvemb.schema.keys import KEY_SIZE, PINNED_HEAD_SIZE, Containers, RowKeys, RowTags, pinned_head
 from kvemb.schema.slots import TAG_SIZE
 

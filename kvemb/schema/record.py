@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from kvemb.arrays.hashing import digest64, mix64_inplace
 from kvemb.arrays.rounding import storage_dtype, to_float32
-from kvemb.cached_property import cached_property
 from kvemb.errors import RecordError
+from kvemb.process.cached_property import cached_property
 
 HEADER_SIZE = 12
 MAX_EPOCH = (1 << 16) - 1

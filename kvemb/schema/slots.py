@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.hashing import mix64_inplace
-from kvemb.cached_property import cached_property
+from kvemb.process.cached_property import cached_property
 
 N_SLOTS = 16384
 TAG_SIZE = 3

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from kvemb.arrays.hashing import digest64
 from kvemb.arrays.rounding import storage_dtype
-from kvemb.cached_property import cached_property
 from kvemb.errors import InvalidInputError, TableMismatchError
 from kvemb.init import ALGORITHM_VERSION, Initializer
 from kvemb.init.first_draws import ALGORITHMS
 from kvemb.optim import OptimizerSpec
+from kvemb.process.cached_property import cached_property
 from kvemb.schema.buckets import LAYOUTS, MAX_BUCKETS, BucketKeys, WholeBuckets, buckets_for, needs_filler
 from kvemb.schema.keys import RowKeys, table_tag
 from kvemb.schema.pages import LAYOUT_VERSION, PageLayout, page_layout, paged_keys

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.ids import as_items, as_rows
-from kvemb.cached_property import batch_value
 from kvemb.errors import (
     RecordError,
 )
+from kvemb.process.cached_property import batch_value
 from kvemb.schema.keys import RowKeys, coalesce_keys
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.server_errors import MENDED, server_error

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.ids import as_items, as_rows
-from kvemb.cached_property import batch_value
+from kvemb.process.cached_property import batch_value
 from kvemb.schema.keys import RowKeys
 from kvemb.wire.replies import BlobReply, CodeReply, RowsStep, Step
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.cached_property import batch_value
 from kvemb.errors import ProtocolError
+from kvemb.process.cached_property import batch_value
 from kvemb.wire.buffer_scan import EOL, WRONG_TYPE, Bytes, is_error, matches, prefix_size, take_line, value_size
 
 

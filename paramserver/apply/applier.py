@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import StorageError
-from kvemb.metrics import BATCHES, SECONDS, BucketCounts
+from kvemb.process.metrics import BATCHES, SECONDS, BucketCounts
 from kvemb.protocol.message_format import ChangedRowsBlock
 from kvemb.protocol.messages import PushReply
 from kvemb.schema.record import MAX_K, split_version

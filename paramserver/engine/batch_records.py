@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvemb.arrays.ids import as_items, as_rows
 from kvemb.arrays.record_cache import RecordCache
-from kvemb.cached_property import cached_property
+from kvemb.process.cached_property import cached_property
 from kvemb.stores.row_io import WritePart
 
 from ..model.batch import CheckedRows

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from kvemb.config import Config
 from kvemb.errors import ConfigError, ParameterServerError
-from kvemb.metrics import MetricsCollector, MetricsEndpoint
 from kvemb.net.deadline import Deadline
+from kvemb.process.metrics import MetricsCollector, MetricsEndpoint
 
 from ..recovery.start_report import StartReport
 from ..rpc.access_control import AccessControl

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, get_args
 
 from kvemb.coordination.markers import Why
 from kvemb.errors import NodeRefusesError
-from kvemb.metrics import MetricFamilies
 from kvemb.net.tls_probe import look_at_own
+from kvemb.process.metrics import MetricFamilies
 from kvemb.schema.move_plan import PHASES as MOVE_PHASES
 from kvemb.schema.move_plan import MovePlan
 from kvemb.stores.store_nodes import NodeStats

@@ -21,8 +21,8 @@ import kvemb
 from chaos.ledger import ACKED, BAD_READ, DIM, FAILED, MAX_TRAINERS, SENT, STARTED, STEPS, TABLE, LedgerFile, Plan, Record, step_of, torn
 from kvemb.client.ack import Ack
 from kvemb.errors import KvembError, ShardUnavailableError, StorageError
-from kvemb.interrupts import StopFlag
 from kvemb.net.deadline import Deadline
+from kvemb.process.interrupts import StopFlag
 
 _CREATE_S = 30.0
 _TRY_S = 1.0

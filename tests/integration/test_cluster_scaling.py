@@ -15,10 +15,10 @@ from kvemb.config import parse
 from kvemb.errors import ConfigError
 from kvemb.local_cluster.processes import accepts, free_ports
 from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer
-from kvemb.metrics import MetricFamilies
 from kvemb.net.deadline import Deadline
 from kvemb.operate.cluster_status import ClusterStatus
 from kvemb.operate.examination import examine
+from kvemb.process.metrics import MetricFamilies
 from kvemb.schema.buckets import BucketKeys
 from kvemb.schema.slots import N_SLOTS
 from kvemb.stores.redis_cluster.redis_cluster_store import RedisClusterStore

@@ -4,13 +4,13 @@ import subprocess
 import sys
 import threading
 
-from kvemb.interrupts import StopFlag
+from kvemb.process.interrupts import StopFlag
 
 ROUNDS = 200
 
 WAITS_ALL_THE_TIME = """
 import faulthandler, os, signal, threading, time
-from kvemb.interrupts import StopFlag
+from kvemb.process.interrupts import StopFlag
 faulthandler.dump_traceback_later(20, exit=True)
 for _ in range({rounds}):
     flag = {flag}()

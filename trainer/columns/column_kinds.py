@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.cached_property import cached_property
 from kvemb.errors import InvalidInputError
 from kvemb.init import Initializer
+from kvemb.process.cached_property import cached_property
 
 from .feature_values import hash_buckets, text_bytes
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.cached_property import cached_property
 from kvemb.errors import InvalidInputError
+from kvemb.process.cached_property import cached_property
 from kvemb.schema.record import make_version
 from kvemb.schema.slots import from_runs
 from kvemb.schema.table_def import TableDef

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from kvemb.cached_property import cached_property
 from kvemb.coordination.markers import Marker, Placements, as_under, diagnose, placements_of
 from kvemb.errors import ConfigError, NodeSuspectError, WrongNodeError
+from kvemb.process.cached_property import cached_property
 from kvemb.schema.cluster_map import BY_COMMAND, GONE, IN_FILE, ClusterMap
 
 

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.ids import as_items
-from kvemb.cached_property import batch_value
 from kvemb.errors import ProtocolError
+from kvemb.process.cached_property import batch_value
 from kvemb.wire.buffer_scan import EOL, WRONG_TYPE, Bytes, find, is_error, matches_at, pieces, prefix_size, take_line, value_size
 from kvemb.wire.replies import RowsReader, UnexpectedValueError
 
