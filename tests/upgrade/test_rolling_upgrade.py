@@ -102,6 +102,7 @@ ORDERS = (
 )
 
 
+@pytest.mark.timeout(480)  # some thirty processes start, one after the other
 @pytest.mark.parametrize(("kind", "mode"), ORDERS)
 def test_a_cluster_is_upgraded_and_goes_back_part_by_part(
     kind: str, mode: str, tmp_path: Path, require_server: Callable[[str], str]
