@@ -54,7 +54,6 @@ FULL = (
     "tests/torch/test_without_parameters.py::test_distributed_data_parallel",
     # Whole programs, examples and pages.
     "tests/torch/test_columns_docs.py",
-    "tests/torch/test_conversion_docs.py",
     "tests/torch/test_deepfm_program.py::test_a_run_that_is_told_to_end",
     "tests/torch/test_deepfm_program.py::test_the_planted_model_is_learnt",
     "tests/torch/test_deepfm_program.py::test_rows_in_a_cluster_give",
@@ -62,6 +61,7 @@ FULL = (
     "tests/torch/test_deepfm_resume.py",
     "tests/torch/test_example_dlrm.py",
     "tests/torch/test_example_two_tower.py",
+    "tests/torch/test_page_examples.py",
     "tests/torch/test_tutorial.py",
     # Optimizers beside those of torch, in whole clusters: tests/parity says it of every rule.
     "tests/torch/test_distribute_equality.py::test_losses_and_rows_are_those_of_the_original_model[memcached-adagrad",
