@@ -98,10 +98,10 @@ types: setup
 
 docs:
 	@sh scripts/setup.sh docs
-	@.docs/venv/bin/python docs/site/build.py
+	@.docs/venv/bin/python docs/site/make_site.py
 
 diagrams: setup
-	@$(PY) docs/site/diagrams.py
+	@$(PY) docs/site/make_diagrams.py
 
 bench: setup
 	@sh scripts/servers.sh

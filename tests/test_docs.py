@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,10 @@ import pytest
 from test_architecture import PACKAGES, ROOMS, SOURCES
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "docs/site"))
+
+from make_site import faults  # noqa: E402 (in docs/site; it needs no more than Python)
+
 FUNCTION = re.compile(r"`((?:kvemb|paramserver|trainer)/[\w/]+\.py):([\w.]+)`")
 THREAD = re.compile(r"(?i)the thread `(kvemb-[a-z-]+)(?:\d+)?`")
 
@@ -127,3 +132,18 @@ def test_every_module_that_was_renamed_has_its_new_name() -> None:
 
 def defined_in(module: str) -> frozenset[str]:
     return defined(SOURCES[module].relative_to(ROOT).as_posix()) if module in SOURCES else frozenset()
+
+
+def test_a_dead_link_and_an_address_outside_of_the_site_are_found_in_its_pages(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text('<p id="x"><a href="b.html#y">b</a> <a href="#x">x</a> <a href="https://example.org">elsewhere</a>')
+    (tmp_path / "b.html").write_text('<h1 id="y">b</h1><img src="data:image/png;base64,"><script src="style.css"></script>')
+    (tmp_path / "style.css").write_text("body { background: url(paper.png) }")
+    assert list(faults(tmp_path)) == []
+    (tmp_path / "b.html").write_text('<a href="c.html">c</a> <link href="//fonts.example.org/f.css" rel="stylesheet">')
+    (tmp_path / "style.css").write_text('@import "https://example.org/more.css"')
+    assert sorted(faults(tmp_path)) == [
+        "a.html leads to b.html#y, which is not there",
+        "b.html leads to c.html, which is not there",
+        "b.html loads //fonts.example.org/f.css",
+        "style.css loads https://example.org/more.css",
+    ]

@@ -31,6 +31,7 @@ exclude_patterns = [".*", "build", "kvemb", "paramserver", "trainer", "tests", "
 myst_enable_extensions = ["fieldlist"]
 myst_heading_anchors = 5
 highlight_language = "text"
+pygments_dark_style = "github-dark"
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 90
 toc_object_entries_show_parents = "hide"

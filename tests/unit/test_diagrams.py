@@ -12,7 +12,7 @@ from kvemb.schema.slots import N_SLOTS, Placement
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "docs/site"))
 
-import diagrams  # noqa: E402 (in docs/site)
+import make_diagrams as diagrams  # noqa: E402 (in docs/site)
 
 SOURCES = sorted(diagrams.FOLDER.glob("*.dot"))
 CODE = "".join(path.read_text(encoding="utf-8") for top in ("kvemb", "paramserver") for path in (ROOT / top).rglob("*.py"))
