@@ -35,7 +35,11 @@ class MovingTraining:
         self.points, trainers = folder, 2 if mode == "sync" else 0
         program = [sys.executable, str(LAUNCHER), str(folder)]
         n_nodes, storage = max(2, STORES[kind].least_nodes), {"timeout_s": 2 if kind in MOVE_KINDS else 6}  # to read thousands of markers
-        self.cluster = FaultyCluster(kind, n_nodes, shards=3, mode=mode, trainers=trainers, storage=storage, shard_program=program)
+        # A shard that starts again on a busy machine takes its time: no trainer that waits for it may lose its lease.
+        servers = {"barrier_timeout_s": 2 * PATIENCE_S} if mode == "sync" else {}
+        self.cluster = FaultyCluster(
+            kind, n_nodes, shards=3, mode=mode, trainers=trainers, storage=storage, servers=servers, shard_program=program
+        )
         self.n_tables = 0
 
     def begin_move(self) -> tuple[int, int]:

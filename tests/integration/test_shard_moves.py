@@ -58,7 +58,7 @@ def test_the_slots_of_a_shard_go_to_the_others_and_come_back_between_two_steps_o
     kind: str, require_server: Callable[[str], str]
 ) -> None:
     require_server("redis-server")
-    with LocalCluster(kind, NODES[kind], shards=3, mode="sync", trainers=2, memory_mb=64) as local:
+    with LocalCluster(kind, NODES[kind], shards=3, mode="sync", trainers=2, memory_mb=64, barrier_timeout_s=PATIENCE_S) as local:
         trainers = [HastyTrainer(local.url, "h", seed) for seed in (1, 2)]
         moves, thirds = ShardMoves(local.url), equal_runs(3)
         try:
