@@ -30,6 +30,7 @@ from kvemb.errors import (
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.keys import RowKeys
+from kvemb.stores.marked_nodes import RepairLane
 from kvemb.stores.read_retry import ReadRetry
 from kvemb.stores.redis_server.stored_rows import row_keys_in
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
@@ -37,7 +38,7 @@ from kvemb.stores.standalone.node_links import NodeLinks, NodeServer
 from kvemb.stores.standalone.node_repair import NodesByNumber
 from kvemb.stores.store import Capabilities, Store, StoreRows, StoreValues
 from kvemb.stores.store_nodes import NodeStats, StoreNodes
-from kvemb.stores.store_repair import RepairLane, StoreRepair
+from kvemb.stores.store_repair import StoreRepair
 
 
 @dataclass

@@ -12,7 +12,7 @@ import kvemb.init
 import kvemb.optim
 from kvemb.client.shard_channel import ShardChannel
 from kvemb.config import load
-from kvemb.coordination.move_report import MoveReport, newest_report
+from kvemb.coordination.shard_notes import MoveReport, newest_report
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_files import TlsFiles
 from kvemb.protocol.message_format import Message

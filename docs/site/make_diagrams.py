@@ -17,7 +17,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvemb.coordination.move_report import MoveReport  # noqa: E402 (of this checkout)
+from kvemb.coordination.shard_notes import MoveReport  # noqa: E402 (of this checkout)
 from kvemb.errors import MoveRefusedError  # noqa: E402
 from kvemb.schema.cluster_map import ClusterMap  # noqa: E402
 from kvemb.schema.move_plan import (  # noqa: E402

@@ -15,7 +15,7 @@ import numpy as np
 from kvemb.client.all_shards import AllShards
 from kvemb.client.shard_channel import ShardChannel
 from kvemb.coordination.map_copies import decode_map
-from kvemb.coordination.move_report import newest_report
+from kvemb.coordination.shard_notes import newest_report
 from kvemb.errors import InvalidInputError, MoveRefusedError, ShardUnavailableError, n_of
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_files import TlsFiles

@@ -20,7 +20,7 @@ from kvemb.process.cached_property import cached_property
 from kvemb.schema.cluster_map import ClusterMap
 
 Why = Literal["empty", "suspect", "repairing"]
-"""Why a node cannot be relied on; see `kvemb.stores.store_repair.LostNode`."""
+"""Why a node cannot be relied on; see `kvemb.stores.marked_nodes.LostNode`."""
 
 MARKER_KEY = b"kvemb:marker"
 _MAGIC = "kvemb-marker"

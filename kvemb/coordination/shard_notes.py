@@ -1,12 +1,15 @@
-"""A shard's note on every node: how far it has come, of which cluster it is, where it runs, and when it last wrote the note. Pure.
+"""What a shard writes on every node about itself: its note, and the report of its part in a phase of a plan. Pure.
 
-The note is no promise: the newest copy counts, and one that is lost, old or damaged only says less. It has two uses. A start whose
+Neither is a promise: the newest copy counts, and one that is lost, old or damaged only says less. The note says how far the shard has come,
+of which cluster it is, where it runs, and when it last wrote the note. It has two uses. A start whose
 journal has lost its end is refused (`paramserver.recovery.high_water_mark`), and errors name the cluster that a node belongs to.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import TypeVar
 
 import msgpack
 
@@ -14,6 +17,9 @@ from kvemb.coordination.markers import Marker
 from kvemb.errors import WrongNodeError, n_of
 
 _LIVES_S = 60  # a shard that runs renews its note several times as often
+_TYPES = (int, int, bool, int, int, str)  # of a report's fields; a last one that is 0 is left out
+MAX_TROUBLE = 500
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,8 +57,7 @@ def note_name(shard: int) -> str:
 
 def newest_note(copies: Iterable[bytes | None]) -> ShardNote | None:
     """The newest of the nodes' copies that can be read; None when there is none."""
-    found = [one for one in (_decode(copy) for copy in copies if copy is not None) if one is not None]
-    return max(found, key=lambda one: (one.epoch, one.k, one.at_s), default=None)
+    return max(_readable(copies, _note), key=lambda one: (one.epoch, one.k, one.at_s), default=None)
 
 
 def whose(cluster_id: bytes, shard: int, note: ShardNote | None, now_s: float) -> str:
@@ -122,12 +127,67 @@ def whose_keys(node: str, n_keys: int, marker: bytes | None, note: bytes | None,
     return f"node {node}: holds {n_of(n_keys, 'key')}, {what or 'and no marker of kvemb: they are of another program'}. Nothing was changed"
 
 
-def _decode(copy: bytes) -> ShardNote | None:
-    try:
-        items = msgpack.unpackb(copy, max_array_len=5, max_map_len=0, max_str_len=8192, max_bin_len=0)
-        note = ShardNote(*items)
-    except Exception:  # msgpack raises ValueError, UnpackException, TypeError: all mean bad bytes
-        return None
+@dataclass(frozen=True)
+class MoveReport:
+    """One shard's report; it is good for one epoch of the shard, and one version of the map.
+
+    Args:
+        epoch: of the shard's process.
+        version: of the cluster map that it followed.
+        done: whether its part of the phase is done.
+        rows, n_rows: how many rows it has gone through in this phase, and how many there are.
+        trouble: why its part does not go on; "" while it does.
+        step: of a sync job, while all hold: the last step that it has handed out.
+    """
+
+    epoch: int
+    version: int
+    done: bool
+    rows: int = 0
+    n_rows: int = 0
+    trouble: str = ""
+    step: int = 0
+
+    def encode(self) -> bytes:
+        """The bytes stored under `report_name`.
+
+        Example:
+            >>> newest_report([None, b"junk", MoveReport(2, 40, True).encode(), MoveReport(2, 39, True).encode()]).version
+            40
+        """
+        items = [self.epoch, self.version, self.done, self.rows, self.n_rows, self.trouble]
+        packed: bytes = msgpack.packb([*items, self.step] if self.step else items)
+        return packed
+
+
+def report_name(shard: int) -> str:
+    """The name of a shard's report, for `StoreValues.get`."""
+    return f"kvemb:move:{shard}"
+
+
+def newest_report(copies: Iterable[bytes | None]) -> MoveReport | None:
+    """Return the newest of the nodes' copies that can be read; None for none."""
+    return max(_readable(copies, _report), key=lambda one: (one.epoch, one.version, one.done, one.rows), default=None)
+
+
+def _readable(copies: Iterable[bytes | None], decode: Callable[[bytes], T]) -> list[T]:
+    found = []
+    for copy in copies:
+        with suppress(Exception):  # msgpack raises ValueError, UnpackException, TypeError: all mean bad bytes
+            found += [] if copy is None else [decode(copy)]
+    return found
+
+
+def _note(copy: bytes) -> ShardNote:
+    note = ShardNote(*msgpack.unpackb(copy, max_array_len=5, max_map_len=0, max_str_len=8192, max_bin_len=0))
     types = [type(value) for value in (note.epoch, note.k, note.cluster, note.place, note.at_s)]
-    good = types == [int, int, str, str, int] and 0 <= note.k < 1 << 48 and 0 <= note.at_s < 1 << 36
-    return note if good else None
+    if types != [int, int, str, str, int] or not (0 <= note.k < 1 << 48 and 0 <= note.at_s < 1 << 36):
+        raise ValueError("a field of another type, or out of range")
+    return note
+
+
+def _report(copy: bytes) -> MoveReport:
+    items = msgpack.unpackb(copy, max_array_len=len(_TYPES) + 1, max_map_len=0, max_str_len=4 * MAX_TROUBLE, max_bin_len=0)
+    if tuple(type(item) for item in items) not in (_TYPES, (*_TYPES, int)):
+        raise ValueError("a field of another type")
+    return MoveReport(*items)

@@ -24,9 +24,9 @@ from kvemb.errors import (
     NotProvisionedError,
 )
 from kvemb.schema.keys import RowKeys
+from kvemb.stores.marked_nodes import LostNode
 from kvemb.stores.row_io import ReadPart, WritePart
 from kvemb.stores.store import Store
-from kvemb.stores.store_repair import LostNode
 from kvemb.testing.store_contract import (
     CLUSTER,
     GENERATION,

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvemb.coordination.move_report import MAX_TROUBLE, MoveReport, report_name
+from kvemb.coordination.shard_notes import MAX_TROUBLE, MoveReport, report_name
 from kvemb.errors import FencedError, KvembError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvemb.coordination.move_report import MoveReport, newest_report, report_name
+from kvemb.coordination.shard_notes import MoveReport, newest_report, report_name
 from kvemb.coordination.shard_owners import newest_owner, owner_name
 from kvemb.errors import MoveRefusedError
 from kvemb.net.deadline import Deadline

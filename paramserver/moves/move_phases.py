@@ -7,7 +7,7 @@ are right. Phases are those of `kvemb.schema.move_plan`.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvemb.coordination.move_report import MoveReport
+from kvemb.coordination.shard_notes import MoveReport
 from kvemb.errors import MoveRefusedError
 from kvemb.schema.cluster_map import GONE, ClusterMap, NodePlace
 from kvemb.schema.move_plan import ABORTING, CLEANING, DRAINING, FLIPPED, HOLDING, MAX_WHY, MOVING, NODES, SERVING, SHARDS, MovePlan

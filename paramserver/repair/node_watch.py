@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 
 from kvemb.errors import FencedError, KvembError, NodeLostError, ParameterServerError, UnsafeNodeError
 from kvemb.net.deadline import Deadline
+from kvemb.stores.marked_nodes import LostNode
 from kvemb.stores.store import Store
 from kvemb.stores.store_nodes import NodeStats
-from kvemb.stores.store_repair import LostNode
 
 from ..shard_process.owned_thread import OwnedThread
 

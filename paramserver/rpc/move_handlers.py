@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.coordination.move_report import MoveReport
+from kvemb.coordination.shard_notes import MoveReport
 from kvemb.errors import InvalidInputError, MoveRefusedError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import Empty, HelloReply

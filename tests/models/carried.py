@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvemb.coordination.move_report import MoveReport
+from kvemb.coordination.shard_notes import MoveReport
 from kvemb.errors import MoveRefusedError
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import HOLDING, MOVING, NODES, MovePlan

@@ -22,8 +22,8 @@ from kvemb.config import StorageConfig
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
+from kvemb.stores.marked_nodes import LostNode
 from kvemb.stores.row_io import ReadPart, WritePart
-from kvemb.stores.store_repair import LostNode
 
 DEFINITION = TableDef("t", 3, kvemb.optim.adam(lr=0.1), kvemb.init.zeros(), id_dtype="uint64")
 

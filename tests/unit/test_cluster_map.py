@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvemb.coordination.map_copies import MAP_NAME, decode_map, newest_map
-from kvemb.coordination.move_report import MoveReport, newest_report
 from kvemb.coordination.replicated_values import DamagedCopyError
+from kvemb.coordination.shard_notes import MoveReport, newest_report
 from kvemb.errors import ConfigError, ProtocolError
 from kvemb.schema.cluster_map import BY_COMMAND, GONE, IN_FILE, ClusterMap, NodePlace
 from kvemb.schema.keys import RowKeys

@@ -6,8 +6,8 @@ import pytest
 
 from kvemb.errors import ConfigError, FencedError, NodeUnavailableError, ParameterServerError
 from kvemb.net.deadline import Deadline
+from kvemb.stores.marked_nodes import LostNode
 from kvemb.stores.store_nodes import NodeStats
-from kvemb.stores.store_repair import LostNode
 from paramserver.repair.node_watch import NodeWatch
 
 

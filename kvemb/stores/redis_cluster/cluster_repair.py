@@ -20,6 +20,7 @@ from kvemb.errors import DeadlineExceededError, NodeLostError, NodeUnavailableEr
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import Containers, RowKeys
 from kvemb.schema.slots import N_SLOTS, text_slot
+from kvemb.stores.marked_nodes import MarkedNodes, MarkedState, RepairLane
 from kvemb.stores.redis_cluster.cluster_primaries import ShardsMap
 from kvemb.stores.redis_cluster.cluster_values import ClusterValues
 from kvemb.stores.redis_cluster.slot_map import ClusterTopology, marker_keys
@@ -28,7 +29,6 @@ from kvemb.stores.redis_cluster.whole_primaries import WholePrimaries, process_o
 from kvemb.stores.redis_server import compare_and_set, redis_admin
 from kvemb.stores.redis_server.redis_login import RedisAccess
 from kvemb.stores.redis_server.stored_rows import rows_on
-from kvemb.stores.store_repair import MarkedNodes, MarkedState, RepairLane
 
 log = logging.getLogger("kvemb")
 

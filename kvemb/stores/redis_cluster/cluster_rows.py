@@ -16,6 +16,7 @@ from kvemb.net.pool import LinkPool
 from kvemb.schema.bucket_limits import BucketLimits
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.table_def import TableDef
+from kvemb.stores.marked_nodes import RepairLane
 from kvemb.stores.node_batch import write_coalesced
 from kvemb.stores.read_retry import ReadRetry
 from kvemb.stores.redis_cluster.cluster_batch import ClusterBatch, EraseBatch, NodeShare, ReadBatch, Redirects, WriteBatch
@@ -28,7 +29,7 @@ from kvemb.stores.redis_server.redis_login import RedisAccess
 from kvemb.stores.redis_server.stored_rows import count_rows, read_limits, set_limits
 from kvemb.stores.row_io import HeldRows, ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.store import StoreRows
-from kvemb.stores.store_repair import RepairLane, StoreRepair
+from kvemb.stores.store_repair import StoreRepair
 from kvemb.wire.replies import Step
 from kvemb.wire.resp.resp_codec import RespCodec
 

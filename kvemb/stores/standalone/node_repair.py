@@ -15,8 +15,8 @@ from kvemb.coordination.shard_owners import OwnerFence
 from kvemb.errors import DeadlineExceededError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import Containers, RowKeys
+from kvemb.stores.marked_nodes import MarkedNodes, MarkedState, RepairLane
 from kvemb.stores.standalone.node_links import NodeLinks, NodeServer
-from kvemb.stores.store_repair import MarkedNodes, MarkedState, RepairLane
 
 log = logging.getLogger("kvemb")
 

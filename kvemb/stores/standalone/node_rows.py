@@ -20,11 +20,11 @@ from kvemb.net.exchange import Conversation, run
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.move_plan import CLEANING
+from kvemb.stores.marked_nodes import RepairLane
 from kvemb.stores.node_batch import Grouped, NodeSteps, group_by_node, raise_row_errors, unexpected_value, write_coalesced
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.standalone.node_links import NodeLinks, value_of
 from kvemb.stores.standalone.nodes_view import NodesView, moved_meanwhile
-from kvemb.stores.store_repair import RepairLane
 from kvemb.wire.codec import Codec, RecordsToWrite
 from kvemb.wire.replies import Step, UnexpectedValueError
 
