@@ -13,12 +13,13 @@ from setuptools import find_packages, setup
 OWN = ("paramserver", "trainer")
 SHARED = ("monitoring", "helm")
 _HERE = Path(__file__).resolve().parent
-_LINK = re.compile(r"\[([^][]+)\]\((?!https?://|#)[^()\s]+\)")
+_ELSEWHERE = r"\]\((?!https?://|#)[^()\s]+\)"
+_IMAGE, _LINK = re.compile(rf"!\[[^][]*{_ELSEWHERE}\n*"), re.compile(rf"\[([^][]+){_ELSEWHERE}")
 
 
 def described() -> str:
-    """The README, with the words of each relative link in its place."""
-    return _LINK.sub(r"\1", (_HERE / "README.md").read_text(encoding="utf-8"))
+    """The README, with the words of each relative link in its place, and without pictures."""
+    return _LINK.sub(r"\1", _IMAGE.sub("", (_HERE / "README.md").read_text(encoding="utf-8")))
 
 
 def shared() -> list[tuple[str, list[str]]]:

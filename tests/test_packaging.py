@@ -69,6 +69,7 @@ def test_the_description_has_words_where_the_readme_links_into_the_repository() 
     described = runpy.run_path(str(ROOT / "setup.py"))["described"]()
     assert all("://" in link for link in re.findall(r"\]\(([^)]*)\)", described))
     assert "docs/guarantees.md" in described
+    assert "!" not in {line[:1] for line in described.splitlines()}  # of a picture
     assert len(described) > 0.8 * len(read("README.md"))
 
 
