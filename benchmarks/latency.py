@@ -2,7 +2,7 @@
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from statistics import median
 
@@ -18,6 +18,7 @@ from benchmarks.servers import filled, ids_of
 SIZES = (1, 26, 500)
 TARGETS = {1: 1.4, 26: 1.4, 500: 1.1}
 _N_BATCHES = 50
+_SET_AT_ONCE = 10_000
 _SEED = 5
 
 
@@ -26,6 +27,8 @@ def latency(options: argparse.Namespace) -> Report:
 
     One thread asks for batches of --sizes distinct ids, ours by `Table.pull` and then redis-py (with hiredis) by `mget` of keys made
     beforehand, in turn, call by call: whatever else the machine does happens to both. The records are header and W of an SGD table.
+    For redis-py the server holds as many values as the table has rows, written in the order of the rows. (Written batch by batch, they
+    would lie side by side in its memory as they are asked for.)
     Ours checks ids, makes requests, compares the marker and every record's header, and returns one array; redis-py returns a list of
     bytes. Read: µs is the median (p50) of the calls of a round, and p10 their tenth percentile, which says what a quiet machine would
     take; ratios are ours / redis-py's within a round. Values are medians of the rounds with (smallest..largest).
@@ -35,12 +38,12 @@ def latency(options: argparse.Namespace) -> Report:
         draw = sampler("uniform", target.n_rows, _SEED)
         lines = []
         with redis.Redis(port=target.cluster.servers[0].port) as peer:
+            for start in range(0, target.n_rows, _SET_AT_ONCE):
+                peer.mset(dict.fromkeys(_keys(range(start, min(start + _SET_AT_ONCE, target.n_rows))), value))
             for size in options.sizes:
                 positions = [draw(size) for _ in range(_N_BATCHES)]
                 ids = [ids_of(target.table.definition, some) for some in positions]
-                keys = [[b"raw:%010d" % at for at in some.tolist()] for some in positions]
-                for some in keys:
-                    peer.mset(dict.fromkeys(some, value))
+                keys = [_keys(some.tolist()) for some in positions]
                 calls = [(partial(target.table.pull, some), partial(peer.mget, those)) for some, those in zip(ids, keys, strict=True)]
                 lines += _lines(size, [_round(calls, options.calls) for _ in range(options.repeats + 1)][1:])
     settings = {"store": "redis", "dim": options.dim, "record_bytes": len(value), "rows": options.rows, "calls": options.calls}
@@ -54,6 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=whole(1), default=100_000, metavar="N", help="rows in the table (100000)")
     parser.add_argument("--calls", type=whole(1), default=1000, metavar="N", help="of each in a round (1000)")
     parser.add_argument("--repeats", type=whole(1), default=4, metavar="N", help="rounds, after one to warm up (4)")
+
+
+def _keys(positions: Iterable[int]) -> list[bytes]:
+    return [b"raw:%010d" % at for at in positions]
 
 
 def _round(calls: Sequence[tuple[Callable[[], object], Callable[[], object]]], n: int) -> tuple[list[float], list[float]]:

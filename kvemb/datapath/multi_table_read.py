@@ -138,12 +138,7 @@ def read_tables(
         StorageError: see `kvemb.errors`. RecordError also where a record is not its id's: no share is returned then.
     """
     paged = store.capabilities.pages
-    by_layout: dict[Hashable, list[int]] = {}
-    for index, one in enumerate(wanted):
-        definition = one.definition
-        layout = definition.record.size_bytes, definition.dim, definition.dtype, definition.pages if paged else None
-        by_layout.setdefault(layout, []).append(index)
-    groups = [some[at : at + _MOST_TABLES] for some in by_layout.values() for at in range(0, len(some), _MOST_TABLES)]
+    groups: Sequence[Sequence[int]] = [range(1)] if len(wanted) == 1 else _of_one_layout(wanted, paged)
     reads = [_OneLayout([wanted[index] for index in group], paged, memory) for group in groups]
     results = store.rows.read([read.part for read in reads], deadline)
     for read, result in zip(reads, results, strict=True):
@@ -152,6 +147,16 @@ def read_tables(
     for group, read in zip(groups, reads, strict=True):
         shares.update(zip(group, read.shares(versions, missing), strict=True))
     return [shares[index] for index in range(len(wanted))]
+
+
+def _of_one_layout(wanted: Sequence[WantedRows], paged: bool) -> Sequence[Sequence[int]]:
+    """Group the tables whose records have one size, dtype and kind of place."""
+    by_layout: dict[Hashable, list[int]] = {}
+    for index, one in enumerate(wanted):
+        definition = one.definition
+        layout = definition.record.size_bytes, definition.dim, definition.dtype, definition.pages if paged else None
+        by_layout.setdefault(layout, []).append(index)
+    return [some[at : at + _MOST_TABLES] for some in by_layout.values() for at in range(0, len(some), _MOST_TABLES)]
 
 
 class _OneLayout:

@@ -82,7 +82,7 @@ class FixedSizeValuesReply(RowsReader):
         if self._skip:
             taken = min(self._skip, len(data))
             self._skip -= taken
-        elif self._hit_is_cut(data):
+        elif len(data) < self._stride and self._hit_is_cut(data):
             return 0
         else:
             taken = self._take_hits(data)

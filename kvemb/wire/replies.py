@@ -87,6 +87,9 @@ class RowsReader(ReplyReader):
     def done(self) -> bool:
         return self._at == self.n_rows
 
+    def prepare(self) -> None:
+        """Compute what reading takes besides the answer; may be called while the server works on it."""
+
     def _refused(self, line: bytes) -> None:
         """Record an error as the next row's answer."""
         self.errors.append((self._at, line))

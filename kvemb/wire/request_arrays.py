@@ -56,7 +56,7 @@ def chunks(n: int, size: int) -> list[slice]:
         >>> chunks(5, 2)
         [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
     """
-    return [slice(at, min(at + size, n)) for at in range(0, n, size)]
+    return [slice(0, n)] if 0 < n <= size else [slice(at, min(at + size, n)) for at in range(0, n, size)]
 
 
 class SharedRows:

@@ -77,6 +77,7 @@ class NodeRows:
                 foreign = None if every_foreign is None else every_foreign[rows]
                 keys = grouped.keys if len(grouped.shares) == 1 else grouped.keys[rows]
                 steps = self._codec.read_steps(keys, part.record_bytes, result.records[rows], result.found[rows], tokens, foreign)
+                meanwhile += [step.reply.prepare for step in steps]
                 plan.append((node, NodeSteps(view.places[node], keys, steps)))
         self._run(view, plan, deadline, lane, meanwhile)
         return results

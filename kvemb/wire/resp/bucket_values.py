@@ -92,12 +92,17 @@ class BucketValuesReply(RowsReader):
     _at: int = 0
     _announced: int = 0  # runs whose announcement has come
     _skip: int = 0  # bytes still to come of a value that is passed over
+    _frame: _Frame = field(init=False)  # once prepared
+    _prepared: bool = False
     _misses: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))  # where each row would begin if all were missing
 
     def __post_init__(self) -> None:
         self._head = b"$%d\r\n" % self.size_bytes
         self._stride = len(self._head) + self.size_bytes + len(EOL)
         self._values = as_items(self.out)  # [n] items of m bytes, in the memory of out
+
+    def prepare(self) -> None:
+        self._prepared = True
         texts, sizes = announcement_texts(), self.runs.sizes
         before = texts.lengths.take(sizes)
         if self.asked:
@@ -131,6 +136,8 @@ class BucketValuesReply(RowsReader):
             taken = min(self._skip, len(data))
             self._skip -= taken
             return taken
+        if not self._prepared:
+            self.prepare()
         # An announcement may come next: its length, 0 where a row comes.
         run_waits = self._announced < len(self.runs.firsts) and self.runs.firsts.item(self._announced) == self._at
         waiting_bytes = self._frame.before.item(self._announced) if run_waits else 0
