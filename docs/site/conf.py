@@ -47,6 +47,7 @@ html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}
 
 _README = re.compile(r"^<!-- README(?: from (.+?))?(?: to (.+?))? -->$", re.MULTILINE)
+_NAMED_BY_FILE = re.compile(r"\[[\w./-]+\.md\](?=\([^)\s]+\.md[#)])")
 _LINK = re.compile(r"(\]\()(?!https?:|#)")
 
 
@@ -69,7 +70,8 @@ def setup(app: Sphinx) -> None:
         if page.startswith("docs/tutorials/"):
             source[0] = as_markdown(source[0])
             return
-        source[0] = reference.fill(_README.sub(_from_readme, source[0]), page)
+        text = reference.fill(_README.sub(_from_readme, source[0]), page)
+        source[0] = _NAMED_BY_FILE.sub("[]", text)  # the repository names a file, the site its title
 
     app.add_source_suffix(".ipynb", "markdown")
     app.connect("source-read", fill)
