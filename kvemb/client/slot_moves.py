@@ -72,7 +72,8 @@ class MoveState:
         rows = f", {self.rows:,} of {self.n_rows:,} rows gone through" if self.n_rows else ""
         lines = [f"{n_of(n_slots, 'slot')} move between {plan.kind}: {plan.phase}{rows}"]
         lines += [f"taken back because: {plan.why}"] if plan.why else []
-        lines += [f"waits for shard {', '.join(map(str, self.silent))}"] if self.silent else []
+        if self.silent:
+            lines.append(f"waits for shard {', '.join(map(str, self.silent))}: start it if it is down; the move goes on by itself")
         return "\n".join([*lines, *self.troubles])
 
 
@@ -137,7 +138,10 @@ class SlotMoves:
             if state.map.plan is None:
                 if why or state.map.serial == unflipped:
                     reason = why or "; ".join(state.troubles) or "shard 0 was restarted since; the log of the process before says why"
-                    raise MoveRefusedError(f"the move was taken back, and everything is as before: {reason}")
+                    raise MoveRefusedError(
+                        f"the move was taken back, and everything is as before: {reason}. Mend that, empty a node that was to join, "
+                        "and ask again."
+                    )
                 return state
             unflipped = 0 if state.map.plan.flipped else state.map.serial
             why = state.map.plan.why if state.phase == ABORTING else ""
@@ -264,7 +268,9 @@ class ShardScaling(SlotMoves):
         joining = dict(zip(now.free_shards(len(join)), join, strict=True))
         shares = shares_of(SHARDS, there, joining, leave, weights)
         if there[0] in leave:
-            raise InvalidInputError(f"shard {there[0]}: is shard 0, which carries moves and stays")
+            raise InvalidInputError(
+                f"shard {there[0]}: is shard 0, which carries moves and stays; nothing was changed. Remove another one."
+            )
         ours = self._servers.call(0, "Describe", Empty(), DescribeReply, Deadline.after(self._timeout_s))
         for number, address in joining.items():
             self._require_next(address, number, ours)

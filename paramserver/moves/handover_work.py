@@ -22,9 +22,11 @@ from .slot_giver import SlotGiver, SlotOffers
 from .slot_taker import SlotTaker
 
 _POLL_S, _RETRY_S = 0.01, 0.2
-_STARTED_ANEW = "the shard was restarted while all stopped at one step of a sync job, and does not know which one it had come to"
+_STARTED_ANEW = (
+    "the shard was restarted while all stopped at one step of a sync job, and does not know which: begin again once training goes on"
+)
 _LEFT_BEFORE = "this process has had slots and has left: start it again, then add it"  # its knowledge of trainers and steps is old
-_JOB_ENDED = "the trainers of a sync job have gone while its shards came to one step"
+_JOB_ENDED = "the trainers of a sync job have gone while its shards came to one step: begin again once they train"
 _READS_AHEAD, _FEW_ROWS, _LESS = 5, 4096, 0.8  # rows change while they are read ahead, and are read again
 _LOOK_TIMEOUT_S = 20.0  # a Redis Cluster has thousands of markers; there is no other work meanwhile
 log = logging.getLogger("paramserver")

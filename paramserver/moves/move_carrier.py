@@ -154,7 +154,7 @@ class MoveCarrier:
             return self.left.keep(plan.leaving, now.version, self._deadline())
         assert what == RENEW_MARKERS
         if missed := self._store.nodes.renew_markers(Deadline.after(self._timeout_s)):
-            self._say(f"a move waits until every node's marker names the new map: {'; '.join(missed)}")
+            self._say(f"a move waits until every node's marker names the new map, and cannot be aborted any more: {'; '.join(missed)}")
         return not missed
 
     def _take(self, transition: Transition) -> None:

@@ -95,7 +95,7 @@ def _let_drain(now: ClusterMap, plan: MovePlan, steps: Sequence[int]) -> Transit
     """All hold: shards that are behind go on to the step of the furthest."""
     least, last = min(steps), max(steps)
     if last - least > _MAX_STEPS_APART:
-        return _taken_back(now, plan, f"shards count the steps of the sync job otherwise ({least} and {last}): start its trainers anew")
+        return _taken_back(now, plan, f"shards count the steps of the sync job otherwise ({least} and {last}): restart its trainers")
     return Transition(_next(now, replace(plan, phase=DRAINING, last_step=last)))
 
 

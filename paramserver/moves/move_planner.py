@@ -112,7 +112,7 @@ class MovePlanner:
         places = tuple(after[number] for number in sorted(after))
         planned = replace(now, version=now.version + 1, n_shards=len(places), shards=places, plan=plan)
         if both := [shard for shard in there if planned.gives(shard).any() and planned.takes(shard).any()]:
-            raise InvalidInputError(f"shards {both} would give slots and take others in one move; do it in two")
+            raise InvalidInputError(f"shards {both} would give slots and take others in one move; nothing was changed. Ask for two moves.")
         return planned
 
     def _places(self, now: ClusterMap) -> tuple[NodePlace, ...]:

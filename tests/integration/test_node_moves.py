@@ -1,4 +1,4 @@
-"""A storage node that is lost and replaced at another address, as docs/guarantees.md says: programs that run find it by kvemb.yaml."""
+"""A storage node that is lost and replaced at another address, as docs/operations.md says: programs that run find it by kvemb.yaml."""
 
 import sys
 import time

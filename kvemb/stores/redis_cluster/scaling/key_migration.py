@@ -125,7 +125,7 @@ class KeyMigration:
         elif line.startswith(b"-IOERR"):
             error = NodeUnavailableError(
                 f"node {target.address}: does not answer node {source.address}, which has keys for it "
-                f"({line.decode('ascii', 'replace')}). No row is lost; resume when it is back, or abort."
+                f"({line.decode('ascii', 'replace')}). No row is lost. Start it again, then `kvemb moves resume`, or `kvemb moves abort`."
             )
         else:
             error = server_error(source.address, line)

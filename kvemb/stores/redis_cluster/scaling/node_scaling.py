@@ -102,7 +102,7 @@ class NodeScaling:
                 return self._replace_dead(change, view)
             self._membership.admit(address)
         if not self._begin(change):
-            raise ConfigError("a change of nodes is under way already: look at it, then resume or abort it. This one was not begun.")
+            raise ConfigError("a change of nodes is under way already: `kvemb moves` shows it. This one was not begun.")
         return self._go_on(change, progress, plan.sizes.record_bytes)
 
     def resume(self, progress: Progress | None = None) -> list[str]:

@@ -185,7 +185,7 @@ class RedisSlotMover:
             self._links.run(source.address, [("DEL", witness_key(slot)) for slot in slots], self._timeout_s)
             raise NodeLostError(
                 f"node {source.address}: slot {lost[0]} has no marker: the node has lost rows. Nothing of it was moved. The shards bring "
-                "the rows back by themselves (`kvemb status`); then resume the change."
+                "the rows back by themselves (`kvemb status`); then `kvemb moves resume`."
             )
         self._do_all(target, slots, "IMPORTING", source.name)
         self._do_all(source, slots, "MIGRATING", target.name)

@@ -158,11 +158,17 @@ class ScalingPlanner:
         view = self.view()
         if view.open_slots:
             slots = ", ".join(str(state.slot) for state in view.open_slots[:5])
-            raise ConfigError(f"slots stand open between nodes ({slots}): a change was broken off. Resume or abort it first.")
+            raise ConfigError(
+                f"slots stand open between nodes ({slots}): a change was broken off. Both nodes serve them together, no row is missing. "
+                "`kvemb moves resume` goes on with the change, `kvemb moves abort` gives every slot back."
+            )
         if "" in view.owners:
             raise NodeUnavailableError(f"slot {view.owners.index('')} has no primary (`CLUSTER INFO` tells more). Nothing was changed.")
         if not any(node.failed for node in view.primaries) and self.under_way() is not None:  # one that is down tells nothing
-            raise ConfigError("a change of nodes is under way already: look at it, then resume or abort it. Nothing was changed.")
+            raise ConfigError(
+                "a change of nodes is under way already; nothing was changed. `kvemb moves` shows it, `kvemb moves resume` goes on with "
+                "it, `kvemb moves abort` gives every slot back; either takes it over from a command that still runs."
+            )
         return view
 
     def _primary(self, view: ClusterView, address: str) -> ClusterNode:
