@@ -41,6 +41,7 @@ MODES = ("async", "sync")
 ON_LOST_NODE = ("wait", "fail")
 ON_LOST_TRAINER = ("abort", "wait", "drop")
 DURABILITIES = ("fsync", "os")
+_DURABLE = "fsync (an accepted push survives a power failure) or os (it survives the death of the shard, not of the machine)"
 _LOOPBACK_NAME = "localhost"
 
 
@@ -218,9 +219,6 @@ def _storage(tree: object, environ: Mapping[str, str]) -> StorageConfig:
     nodes = _addresses(fields, "nodes", at)
     if kind == "memcached" and {"username_env", "password_env"} & set(fields):
         raise ConfigError("storage.password_env: memcached nodes take no credentials but client certificates (storage.tls)")
-    on_lost_node = fields.get("on_lost_node", "wait")
-    if on_lost_node not in ON_LOST_NODE:
-        raise ConfigError(f"storage.on_lost_node: got {on_lost_node!r}, expected one of {', '.join(ON_LOST_NODE)}")
     return StorageConfig(
         kind=kind,
         nodes=nodes,
@@ -228,7 +226,7 @@ def _storage(tree: object, environ: Mapping[str, str]) -> StorageConfig:
         username=_secret(fields, "username_env", at, environ),
         password=_secret(fields, "password_env", at, environ),
         allow_row_loss=_flag(fields, "allow_row_loss", at),
-        on_lost_node=on_lost_node,
+        on_lost_node=_one_of(fields, "on_lost_node", at, ON_LOST_NODE),
         tls=parse_tls(fields.get("tls"), "storage.tls", environ, tokens=False),
         insecure=_flag(fields, "insecure", at),
     )
@@ -239,35 +237,13 @@ def _servers(tree: object, environ: Mapping[str, str]) -> ServersConfig:
     keys = {"shards", "mode", "trainers", "data_dir", "barrier_timeout_s", "cache_mb", "durability", "journal_max_mb", "on_lost_trainer"}
     keys |= {"metrics_port", "tls", "insecure", "away_timeout_s"}
     fields = _section(tree, "parameter_servers", keys, {"shards"})
-    mode = fields.get("mode", "async")
-    if mode not in MODES:
-        raise ConfigError(f"parameter_servers.mode: got {mode!r}, expected one of {', '.join(MODES)}")
-    trainers = fields.get("trainers", 0)
-    if isinstance(trainers, bool) or not isinstance(trainers, int) or trainers < 0:
-        raise ConfigError(f"parameter_servers.trainers: got {trainers!r}, expected a whole number")
+    mode, on_lost_trainer = _one_of(fields, "mode", at, MODES), _one_of(fields, "on_lost_trainer", at, ON_LOST_TRAINER)
+    trainers = _whole(fields, "trainers", at, 0)
     if (mode == "sync") != (trainers > 0):
         raise ConfigError("parameter_servers.trainers: give the number of trainers when mode is sync, and only then")
-    cache_mb = fields.get("cache_mb", 256)
-    if isinstance(cache_mb, bool) or not isinstance(cache_mb, int) or not 0 <= cache_mb < 1 << 24:
-        raise ConfigError(f"parameter_servers.cache_mb: got {cache_mb!r}, expected a whole number of megabytes, 0 for none")
-    durability = fields.get("durability", "fsync")
-    if durability not in DURABILITIES:
-        raise ConfigError(
-            f"parameter_servers.durability: got {durability!r}, expected fsync (an accepted push survives a power failure) or os (it "
-            "survives the death of the shard, not of the machine)"
-        )
-    journal_max_mb = fields.get("journal_max_mb", 4096)
-    if isinstance(journal_max_mb, bool) or not isinstance(journal_max_mb, int) or not 1 <= journal_max_mb < 1 << 24:
-        raise ConfigError(f"parameter_servers.journal_max_mb: got {journal_max_mb!r}, expected a whole number of megabytes of at least 1")
-    on_lost_trainer = fields.get("on_lost_trainer", "abort")
-    if on_lost_trainer not in ON_LOST_TRAINER:
-        raise ConfigError(f"parameter_servers.on_lost_trainer: got {on_lost_trainer!r}, expected one of {', '.join(ON_LOST_TRAINER)}")
     for name in ("barrier_timeout_s", "on_lost_trainer"):
         if mode == "async" and name in fields:
             raise ConfigError(f"parameter_servers.{name}: has an effect in sync mode only")
-    metrics_port = fields.get("metrics_port", 0)
-    if isinstance(metrics_port, bool) or not isinstance(metrics_port, int) or not 0 <= metrics_port < 65536:
-        raise ConfigError(f"parameter_servers.metrics_port: got {metrics_port!r}, expected a port, 0 for none")
     return ServersConfig(
         shards=_addresses(fields, "shards", at),
         mode=mode,
@@ -275,11 +251,11 @@ def _servers(tree: object, environ: Mapping[str, str]) -> ServersConfig:
         data_dir=_text(fields, "data_dir", at) if "data_dir" in fields else "kvemb-data",
         barrier_timeout_s=_positive(fields, "barrier_timeout_s", at, 60.0),
         away_timeout_s=_positive(fields, "away_timeout_s", at, 600.0),
-        cache_mb=cache_mb,
-        durability=durability,
-        journal_max_mb=journal_max_mb,
+        cache_mb=_whole(fields, "cache_mb", at, 256, end=1 << 24, expected="a whole number of megabytes, 0 for none"),
+        durability=_one_of(fields, "durability", at, DURABILITIES, _DURABLE),
+        journal_max_mb=_whole(fields, "journal_max_mb", at, 4096, least=1, end=1 << 24, expected="a whole number of megabytes, at least 1"),
         on_lost_trainer=on_lost_trainer,
-        metrics_port=metrics_port,
+        metrics_port=_whole(fields, "metrics_port", at, 0, end=65536, expected="a port, 0 for none"),
         tls=parse_tls(fields.get("tls"), "parameter_servers.tls", environ, tokens=True),
         insecure=_flag(fields, "insecure", at),
     )
@@ -338,6 +314,23 @@ def _text(fields: Mapping[str, Any], key: str, at: str) -> str:
     value = fields[key]
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{at}{key}: got {value!r}, expected text")
+    return value
+
+
+def _one_of(fields: Mapping[str, Any], key: str, at: str, known: tuple[str, ...], expected: str = "") -> str:
+    """The word that was given, or the first of those that are known."""
+    value = fields.get(key, known[0])
+    if value not in known:
+        raise ConfigError(f"{at}{key}: got {value!r}, expected {expected or 'one of ' + ', '.join(known)}")
+    return str(value)
+
+
+def _whole(
+    fields: Mapping[str, Any], key: str, at: str, default: int, *, least: int = 0, end: int = 1 << 31, expected: str = "a whole number"
+) -> int:
+    value = fields.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < end:
+        raise ConfigError(f"{at}{key}: got {value!r}, expected {expected}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""The tables of a model's weights: made or opened, and filled.
+"""The tables of a model's weights: made or opened, filled, and read whole.
 
 What must not live here: any framework, optimizers. If a table's rows are assigned, its initializer says so: CARRIED, zeros under a name
 that users do not give. So another trainer knows that it has to wait for the rows, which is not needed for rows that are drawn.
@@ -12,7 +12,7 @@ trainer that joins or starts again.
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 CHUNK_BYTES, CHUNK_ROWS = 4 << 20, 1 << 16
+READ_BYTES = 16 << 20
 STALL_S = 120.0
 """How long a trainer waits for another one that assigns and does not get on; generous, a chunk takes far less than a second."""
 _POLL_S = 0.2
@@ -225,6 +226,23 @@ def fill(tables: Sequence[SiteTable[SiteT]], carry: Carry) -> None:
     for one in tables:
         if one.first.carried:
             wait_assigned(one.table, one.site)
+
+
+def rows_of_table(table: Any, ids: NDArray[np.int64] | None = None) -> NDArray[np.float32]:
+    """Read the rows of these ids [n], or of a table with num_ids all of them, chunk by chunk: float32 [n, dim]."""
+    n_rows = table.definition.num_ids if ids is None else len(ids)
+    rows = np.empty((n_rows, table.dim), np.float32)
+    n_chunk = max(1, READ_BYTES // (4 * table.dim))
+    for low in range(0, n_rows, n_chunk):
+        high = min(low + n_chunk, n_rows)
+        rows[low:high] = table.pull(np.arange(low, high) if ids is None else ids[low:high])
+    return rows
+
+
+def check_connection(cluster: object) -> None:
+    """Refuse an object that is no connection to a cluster."""
+    if not hasattr(cluster, "create_table"):
+        raise InvalidInputError(f"cluster is a {type(cluster).__name__}; give a connection, of kvemb.connect")
 
 
 def trained_already(tables: Sequence[SiteTable[SiteT]]) -> Iterator[str]:

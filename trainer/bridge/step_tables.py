@@ -86,7 +86,7 @@ class StepTables:
 def check_table(table: object) -> None:
     """Refuse an object that is no table of kvemb."""
     if not all(hasattr(table, name) for name in ("pull", "dim", "definition", "cluster")):
-        raise InvalidInputError(f"tables must be kvemb tables (cluster.table(…)), got {type(table).__name__}")
+        raise InvalidInputError(f"table must be a kvemb table (cluster.table(…)), got {type(table).__name__}")
 
 
 def asked_of(table: TablePort, ids: NDArray[Any]) -> Asked:

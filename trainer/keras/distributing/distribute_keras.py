@@ -16,13 +16,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import keras
-import numpy as np
 
 from kvemb.errors import InvalidInputError
 from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
 
-from ...bridge.filled_tables import CARRIED, First, SiteTable, TableOptions, fill, make_table, trained_already
+from ...bridge.filled_tables import (
+    CARRIED,
+    First,
+    SiteTable,
+    TableOptions,
+    check_connection,
+    fill,
+    make_table,
+    rows_of_table,
+    trained_already,
+)
 from ...bridge.pushed_steps import MAX_UNAPPLIED, PushedSteps, check_max_unapplied
 from ...bridge.shared_lookups import SharedLookups
 from ..layers.row_embedding import RowEmbedding
@@ -150,8 +159,7 @@ def _check(model: Any, cluster: Any, optimizer: object) -> None:
             f"the model must be a keras.Model, got {model if isinstance(model, type) else type(model).__name__}"
             + (", of Keras 2 (tf_keras): look its rows up with kvemb.tensorflow, in its train_step (docs/frameworks.md)" if old else "")
         )
-    if not hasattr(cluster, "create_table"):
-        raise InvalidInputError(f"cluster is a {type(cluster).__name__}; give a connection, of kvemb.connect")
+    check_connection(cluster)
     if is_connected(model):
         raise InvalidInputError(f"model {model.name!r} is connected already: distribute is for once, and a second compile() needs none")
     if optimizer is not None and not isinstance(optimizer, OptimizerSpec | keras.optimizers.Optimizer):
@@ -301,7 +309,6 @@ def _listed(left: Sequence[tuple[str, str]]) -> str:
 
 
 MAX_BYTES = 1 << 30
-_CHUNK_BYTES = 16 << 20
 
 
 def materialize(model: Any, *, max_bytes: int = MAX_BYTES) -> Any:
@@ -330,7 +337,7 @@ def materialize(model: Any, *, max_bytes: int = MAX_BYTES) -> Any:
         copy.build(model.input_shape)
     for old, new in zip(model._flatten_layers(include_self=False), copy._flatten_layers(include_self=False), strict=True):
         if isinstance(old, RowEmbedding):
-            new.set_weights([_rows(old)])
+            new.set_weights([rows_of_table(old.table)])
         elif not old._layers:
             for to, of in zip(new.weights, [one for one in old.weights if not is_shadow(one)], strict=True):
                 to.assign(of.numpy())  # a copy: on JAX a step gives the memory of its arrays away
@@ -352,12 +359,3 @@ def _check_copied(layers: list[RowEmbedding], max_bytes: int) -> None:
 
 def _plain(layer: RowEmbedding) -> Any:
     return keras.layers.Embedding(layer.input_dim, layer.output_dim, mask_zero=layer.mask_zero, name=layer.name, dtype=layer.dtype_policy)
-
-
-def _rows(layer: RowEmbedding) -> Any:
-    table, rows = layer.table, np.empty((layer.input_dim, layer.output_dim), np.float32)
-    n_chunk = max(1, _CHUNK_BYTES // (4 * layer.output_dim))
-    for low in range(0, len(rows), n_chunk):
-        ids = np.arange(low, min(low + n_chunk, len(rows)))
-        rows[low : low + n_chunk] = table.pull(ids, return_versions=True)[0]
-    return rows

@@ -11,10 +11,10 @@ import numpy as np
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from numpy.typing import NDArray
 
-from kvemb.arrays.ids import normalize
 from kvemb.errors import InvalidInputError
 
 from ...bridge.saved_rows import StepMark
+from ...bridge.step_tables import asked_of
 from ...lookahead.cluster_ports import TablePort
 from .rows_at_hand import RowsAtHand, not_differentiated
 
@@ -204,8 +204,7 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
             if not (whole == values).all():
                 raise InvalidInputError(f"table {definition.name!r}: ids must be integers, got fractions")
             values = whole
-        flat, _ = normalize(values, definition.id_dtype, definition.name, definition.num_ids, minus_one=self.table.minus_one_allowed)
-        return flat
+        return asked_of(self.table, values)[1]
 
     def _factors(self, inputs: Any, weights: Any) -> Any:
         factors = keras.ops.ones(keras.ops.shape(inputs), "float32") if weights is None else keras.ops.cast(weights, "float32")

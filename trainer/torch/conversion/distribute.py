@@ -18,7 +18,7 @@ from kvemb.errors import InvalidInputError
 from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
 
-from ...bridge.filled_tables import Carry, First, SiteTable, TableOptions, exists, fill, make_table, open_table
+from ...bridge.filled_tables import Carry, First, SiteTable, TableOptions, check_connection, exists, fill, make_table, open_table
 from ...bridge.pushed_steps import MAX_UNAPPLIED, check_max_unapplied
 from ..lookup.table_module import modules_by_table
 from ..lookup.table_weight import become, let_go, turn_back
@@ -119,8 +119,7 @@ def distribute(
         ...     len(cluster.table("word"))
         20000
     """
-    if not hasattr(cluster, "create_table"):
-        raise InvalidInputError(f"cluster is a {type(cluster).__name__}; give a connection, of kvemb.connect")
+    check_connection(cluster)
     _check_arguments(optimizer, carry_weights, initializer, (dtype, seed, reduce))
     _check_bound(optimizer, max_unapplied)
     plan = make_plan(model, min_rows, names, leave)

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from kvemb.arrays.ids import normalize, to_caller
 from kvemb.errors import InvalidInputError
 
+from ...bridge.filled_tables import rows_of_table
 from ..collections.embedding_collections import EmbeddingBagCollection, EmbeddingCollection
 from ..lookup.table_module import LookupModule, TableModule
 from ..modules.dense_features import DenseFeatures
@@ -33,7 +34,6 @@ from .plain_tables import (
     ScaledRows,
 )
 
-CHUNK_BYTES = 16 << 20
 _KINDS = (ScaledEmbedding, Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingCollection, DenseFeatures)
 _Rows = tuple[int, str, bytes]
 """Cluster, table, and which of its ids: modules for which these are the same share their rows."""
@@ -89,7 +89,10 @@ def materialize(model: nn.Module, ids: Mapping[str, ArrayLike] | None = None, *,
         wanted = chosen.get(path)
         key = _rows_of(module, wanted)
         if key not in weights:  # modules that share a table share the weight
-            weights[key] = nn.Parameter(_rows(module.table, wanted).to(module.dtype))
+            rows = torch.from_numpy(rows_of_table(module.table, wanted))
+            if wanted is not None:  # the row of ids that are not chosen
+                rows = torch.cat([rows, rows.new_zeros(1, module.table.dim)])
+            weights[key] = nn.Parameter(rows.to(module.dtype))
         memo[id(module)] = _plain(module, wanted, weights[key])
     for collection in model.modules():
         if isinstance(collection, TableCollection):
@@ -166,17 +169,6 @@ def _check_size(found: Mapping[str, TableModule], chosen: Mapping[str, NDArray[n
 
 def _rows_of(module: TableModule, ids: NDArray[np.int64] | None) -> _Rows:
     return id(module.table.cluster), module.table.name, b"" if ids is None else ids.tobytes()
-
-
-def _rows(table: Any, ids: NDArray[np.int64] | None) -> Tensor:
-    """Read rows, chunk by chunk: float32 [n, dim], with chosen ids and a row of zeros behind them."""
-    n_rows = table.definition.num_ids if ids is None else len(ids)
-    rows = np.zeros((n_rows if ids is None else n_rows + 1, table.dim), np.float32)
-    n_chunk = max(1, CHUNK_BYTES // (4 * table.dim))
-    for low in range(0, n_rows, n_chunk):
-        high = min(low + n_chunk, n_rows)
-        rows[low:high] = table.pull(np.arange(low, high) if ids is None else ids[low:high])
-    return torch.from_numpy(rows)
 
 
 def _plain(module: TableModule, ids: NDArray[np.int64] | None, weight: nn.Parameter) -> nn.Module:

@@ -27,6 +27,7 @@ from kvemb.errors import InvalidInputError
 
 from ...bridge.saved_rows import StepMark
 from ...bridge.shared_lookups import Asked, LookupResult, SharedLookups
+from ...bridge.step_tables import asked_of, check_table
 from ...lookahead.cluster_ports import TablePort
 from .parameter_walks import STAND_IN, ParametersWithLeaves, tell_saving
 from .pending_lookups import Lookup, PendingLookups
@@ -86,9 +87,7 @@ class TableModule(LookupModule):
 
     def __init__(self, table: TablePort, padding_idx: int | None) -> None:
         super().__init__()
-        for name in ("pull", "dim", "definition", "cluster"):
-            if not hasattr(table, name):
-                raise InvalidInputError(f"table must be a kvemb table (cluster.table(…)), got {type(table).__name__}")
+        check_table(table)
         self.table = table
         self.padding_idx = padding_idx
         self._padding_id = None if padding_idx is None else checked_padding(table, padding_idx)
@@ -197,9 +196,7 @@ class TableModule(LookupModule):
         Raises:
             InvalidInputError: `input` is no integer tensor, or holds ids outside the table's domain.
         """
-        definition = self.table.definition
-        allowed = self.table.minus_one_allowed
-        flat, _ = normalize(values_of(input, self.table.name), definition.id_dtype, definition.name, definition.num_ids, minus_one=allowed)
+        flat = asked_of(self.table, values_of(input, self.table.name))[1]
         return flat if self._padding_id is None else np.append(flat, self._padding_id)
 
     def take(self, found: LookupResult, input: Tensor) -> tuple[Tensor, Tensor, int | None]:
