@@ -154,7 +154,7 @@ def load(loading: Loading, url: str, *, stall_timeout_s: float, progress: LoadPr
     chain = _verified(url, loading.tables, progress)
     url, save_id = chain.levels[0].storage.url, chain.newest.save_id
     load_id = secrets.token_hex(16)
-    _ask_all(loading, LoadRequest(load_id, url, save_id, False))
+    loading.servers.call_each("Load", LoadRequest(load_id, url, save_id, False), Empty, _deadline())
     _create_tables(loading, chain)
     _decide(loading.store, Decision(_next_serial(loading.store, loading.timeout_s), load_id, url, save_id), loading.timeout_s)
     for reply in loading.servers.try_each("Load", LoadRequest(load_id, url, save_id, True), Empty, _deadline()).values():
@@ -207,10 +207,6 @@ def _tell_lacking(chain: Chain) -> None:
             "weights_only has it",
             *(chain.levels[0].storage, ", ".join(lacking)),
         )
-
-
-def _ask_all(loading: Loading, request: LoadRequest) -> None:
-    loading.servers.call_each("Load", request, Empty, _deadline())
 
 
 def _create_tables(loading: Loading, chain: Chain) -> None:

@@ -1,6 +1,7 @@
 """The verbs `kvemb save`, `load`, `ls`, `verify` and `prune`. Their options are read in `kvemb.cli`."""
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -105,26 +106,9 @@ def verify_command(args: argparse.Namespace) -> int:
             timeout_s=cluster.config.storage.timeout_s,
             progress=lambda done, total: meter("comparing", done, total),
         )
-    print(
-        text_table(
-            [
-                ("TABLE", "ROWS", "SAME", "NEWER", "DIFFERENT", "MISSING", "IN CLUSTER", "FIRST BAD ID"),
-                *(
-                    (
-                        r.table,
-                        r.n_rows,
-                        r.n_same,
-                        r.n_newer,
-                        r.n_different,
-                        r.n_missing,
-                        counts.get(r.table, 0),
-                        "-" if r.first is None else r.first,
-                    )
-                    for r in results
-                ),
-            ]
-        )
-    )
+    head = ("TABLE", "ROWS", "SAME", "NEWER", "DIFFERENT", "MISSING", "IN CLUSTER", "FIRST BAD ID")
+    rows = [(*dataclasses.astuple(r)[:6], counts.get(r.table, 0), "-" if r.first is None else r.first) for r in results]
+    print(text_table([head, *rows]))
     return 0 if all(result.good for result in results) else 1
 
 

@@ -6,6 +6,7 @@ What must not live here: the work of a run (`pipeline`).
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Sized
 from inspect import GEN_RUNNING, getgeneratorstate
+from itertools import chain
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, cast
 
@@ -66,19 +67,6 @@ class Run(Generic[T]):
             )
 
 
-class _Lent(Generic[T]):
-    """An iterator of the caller's own: it is not closed here, and the caller may go on with it."""
-
-    def __init__(self, batches: Iterator[T]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> "_Lent[T]":
-        return self
-
-    def __next__(self) -> T:
-        return next(self._batches)
-
-
 def iterator_of(loader: Iterable[T]) -> Iterator[T]:
     """Begin to iterate a loader.
 
@@ -86,7 +74,7 @@ def iterator_of(loader: Iterable[T]) -> Iterator[T]:
         An iterator that ends with the run; if the loader is one itself, it outlives the run.
     """
     made: Iterator[T] = iter(loader)
-    return _Lent(made) if made is loader else made
+    return chain(made) if made is loader else made  # of the caller's own: it is not closed here, and the caller may go on with it
 
 
 class LoaderRuns(Generic[T]):
