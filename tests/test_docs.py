@@ -120,20 +120,6 @@ def test_every_path_in_a_document_is_there() -> None:
     assert [name for name in named if not ((ROOT / name[1]).exists() or "NNNN" in name[1])] == []
 
 
-def test_every_module_that_was_renamed_has_its_new_name() -> None:
-    rows = [
-        line.split(" | ") for line in read("CHANGELOG.md").split("### Renamed")[1].split("\n### ")[0].splitlines() if line.startswith("| `")
-    ]
-    assert rows
-    names = [name for _, now in rows for name in re.findall(r"`(kvemb\.[\w.]+)`", now)]
-    there = {name for name in names if name in SOURCES or name.rpartition(".")[2] in defined_in(name.rpartition(".")[0])}
-    assert [name for name in names if name not in there] == []
-
-
-def defined_in(module: str) -> frozenset[str]:
-    return defined(SOURCES[module].relative_to(ROOT).as_posix()) if module in SOURCES else frozenset()
-
-
 def test_a_dead_link_and_an_address_outside_of_the_site_are_found_in_its_pages(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text('<p id="x"><a href="b.html#y">b</a> <a href="#x">x</a> <a href="https://example.org">elsewhere</a>')
     (tmp_path / "b.html").write_text('<h1 id="y">b</h1><img src="data:image/png;base64,"><script src="style.css"></script>')

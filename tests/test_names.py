@@ -1,6 +1,7 @@
 """A name occurs once in the house: `Batch` means the same in every place."""
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,3 +65,16 @@ def test_what_the_short_suite_leaves_out_is_there() -> None:
             path,
             test,
         )
+
+
+def test_the_headings_of_the_changelog_are_those_that_its_readers_know() -> None:
+    """A merge that keeps both sides may bring back lines that were folded into a release: then only the new ones belong into Unreleased."""
+    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    text = (Path(__file__).resolve().parents[1] / "CHANGELOG.md").read_text(encoding="utf-8")
+    versions = [part.splitlines() for part in re.split(r"(?m)^## ", text)[1:]]
+    assert [lines[0].partition("]")[0] for lines in versions][:1] == ["[Unreleased"]
+    for lines in versions:
+        headings = [line.removeprefix("### ") for line in lines if line.startswith("### ")]
+        assert len(headings) == len(set(headings)), f"{lines[0]}: a heading twice"
+        first = lines[0].startswith("[0.1.0]")  # has no past: it says what there is
+        assert kinds.isdisjoint(headings) if first else kinds.issuperset(headings), f"{lines[0]}: {headings}"

@@ -81,8 +81,9 @@ def test_operators_find_rules_dashboard_and_chart_beside_an_installed_kvemb() ->
     assert "share/kvemb" in read("docs/kubernetes.md")
 
 
-def test_the_changelog_has_an_unreleased_section() -> None:
-    assert "\n## [Unreleased]\n" in read("CHANGELOG.md")
+def test_the_changelog_has_this_version_below_what_is_not_released() -> None:
+    sections = re.findall(r"^## \[(.*?)\]", read("CHANGELOG.md"), re.MULTILINE)
+    assert sections[:2] == ["Unreleased", PROJECT["version"]]
 
 
 def test_the_readme_names_the_commands_that_the_makefile_has() -> None:
