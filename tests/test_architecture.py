@@ -106,6 +106,9 @@ def module_name(path: Path) -> str:
 SOURCES = {module_name(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
 
 
+parsed = cache(ast.parse)
+
+
 @cache
 def read(module: str) -> str:
     return SOURCES[module].read_text(encoding="utf-8")
@@ -129,7 +132,7 @@ def is_in(module: str, packages: tuple[str, ...]) -> bool:
 
 def arrows(module: str, source: str, *, known: frozenset[str], is_package: bool = False) -> Iterator[tuple[str, int]]:
     """Yield (imported module, line). `from a import b` is an arrow to a.b where that is a module, otherwise to a."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -227,7 +230,7 @@ def test_a_module_of_at_most_sixty_lines_has_more_than_one_importer() -> None:
 
 
 def test_a_class_of_more_than_twenty_methods_says_why_it_is_one() -> None:
-    classes = [(name, node) for name in SOURCES for node in ast.walk(ast.parse(read(name))) if isinstance(node, ast.ClassDef)]
+    classes = [(name, node) for name in SOURCES for node in ast.walk(parsed(read(name))) if isinstance(node, ast.ClassDef)]
     large = [(name, node) for name, node in classes if sum(isinstance(inner, ast.FunctionDef) for inner in node.body) > 20]
     silent = [f"{name}.{node.name}" for name, node in large if not re.search(r"One class|methods", ast.get_docstring(node) or "")]
     assert not silent, "split it, or say why"
