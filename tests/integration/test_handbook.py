@@ -91,6 +91,8 @@ ELSEWHERE = {
     "kvemb completion bash > ~/.local/share/bash-completion/completions/kvemb": "test_cli.py",
     "kvemb completion zsh > ~/.zfunc/_kvemb": "test_cli.py",
     "kvemb save URL --resume": "test_save_load.py: it takes a shard that was killed",
+    "kvemb nodes replace kvemb.yaml OLD NEW": "test_nodes_command.py: it takes a server that has ended",
+    "kvemb drop TABLE --yes": "test_drop_table.py",
     "kvemb plan": "tests/unit/test_capacity.py",
     "kvemb status --watch": "below",
     "kvemb moves abort": "test_cluster_scaling.py: it takes a change that was broken off",
