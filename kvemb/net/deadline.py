@@ -1,11 +1,11 @@
 """One deadline for a whole batch, on the monotonic clock: every wait in this product takes its share from one of these.
 
-And how long to wait between tries. Which errors are worth another try is for every caller to say.
+And how long to wait between tries, and why. Which errors are worth another try is for every caller to say.
 """
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from kvemb.errors import InvalidInputError
@@ -84,3 +84,38 @@ def pauses(first_s: float, longest_s: float) -> Iterator[float]:
     while True:
         yield pause_s
         pause_s = min(2 * pause_s, longest_s)
+
+
+class WhyWaiting:
+    """Why tries fail, and since when: so that it is said once, and not at each try. One thread writes, any reads.
+
+    Args:
+        clock_s: monotonic.
+
+    Example:
+        >>> waiting = WhyWaiting()
+        >>> waiting.is_news("a node is away"), waiting.is_news("a node is away"), waiting.lasting(60.0)
+        (True, False, '')
+        >>> waiting.over()
+        >>> waiting.why
+        ''
+    """
+
+    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._clock_s, self._since_s = clock_s, 0.0
+        self.why = ""
+
+    def is_news(self, why: str) -> bool:
+        """Note why a try failed; return whether the one before did not fail, or for another reason."""
+        if not self.why:
+            self._since_s = self._clock_s()
+        before, self.why = self.why, why
+        return why != before
+
+    def over(self) -> None:
+        """Note that a try did not fail."""
+        self.why = ""
+
+    def lasting(self, longer_than_s: float) -> str:
+        """Return why tries have failed for so long; "" where they have not."""
+        return self.why if self._clock_s() - self._since_s >= longer_than_s else ""

@@ -23,7 +23,7 @@ from kvemb.errors import (
     ShardUnavailableError,
     StorageError,
 )
-from kvemb.net.deadline import Deadline
+from kvemb.net.deadline import Deadline, WhyWaiting
 from kvemb.schema.cluster_map import ClusterMap
 
 from ..engine.storage_pace import NO_BATCH, Pause
@@ -116,7 +116,7 @@ class BackgroundWork:
         self._lock = threading.Lock()
         self._asked: list[RepairTicket] = []
         self._to_compare: list[CompareTicket] = []
-        self._said = ""
+        self._scrub_waits = WhyWaiting()
         self._not_before_s = 0.0
 
     def ask_repair(self, addresses: Iterable[str] = ()) -> RepairTicket:
@@ -243,10 +243,9 @@ class BackgroundWork:
     def _step_scrub(self) -> None:
         try:
             self.scrub.step()
-            self._said = ""
+            self._scrub_waits.over()
         except LostRowError:
             raise
         except StorageError as error:
-            if self._said != (said := f"{type(error).__name__}: {error}"):
+            if self._scrub_waits.is_news(f"{type(error).__name__}: {error}"):
                 log.warning("rows that no push touches are not compared with storage now: %s", error)
-            self._said = said

@@ -11,7 +11,6 @@ from kvemb.process.metrics import MetricsCollector, MetricsEndpoint
 
 from ..recovery.start_report import StartReport
 from ..rpc.access_control import AccessControl
-from ..rpc.checkpoint_handlers import CheckpointHandlers
 from ..rpc.handlers import Handlers
 from ..rpc.service import Server
 from ..rpc.shard_metrics import StartMetrics
@@ -81,12 +80,12 @@ class Front:
         self._server, self._metrics = self._opened()
         self._on_open()
 
-    def serve(self, handlers: Handlers, checkpoints: CheckpointHandlers, figures: MetricsCollector) -> None:
+    def serve(self, handlers: Handlers, figures: MetricsCollector) -> None:
         """Let the shard's own handlers answer, and show its own figures; the ports are open."""
         assert self._server is not None
         self._figures = figures
         self._report.done()
-        self._server.open(handlers, checkpoints)
+        self._server.open(handlers)
 
     @property
     def address(self) -> str:

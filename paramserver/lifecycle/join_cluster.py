@@ -27,7 +27,7 @@ from kvemb.errors import (
     StorageError,
     WrongNodeError,
 )
-from kvemb.net.deadline import Deadline, pauses
+from kvemb.net.deadline import Deadline, WhyWaiting, pauses
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.stores.store import Store
 
@@ -58,7 +58,7 @@ class StorageWait:
 
     def __init__(self, deadline: Deadline, wait: Wait, report: StartReport) -> None:
         self.deadline, self._wait, self._report = deadline, wait, report
-        self._said = ""
+        self._waiting = WhyWaiting()
 
     def __call__(
         self,
@@ -83,15 +83,13 @@ class StorageWait:
             except errors as error:
                 if isinstance(error, NodeRefusesError) or not may_pass(error) or self.deadline.expired:
                     raise
-                if self._said != (said := str(error)):
+                if self._waiting.is_news(str(error)):
                     log.info("waiting for %s: %s", "storage" if isinstance(error, StorageError) else "shard 0", error)
-                self._said = said
-                self._report.waits(said)
+                self._report.waits(str(error))
             self._wait(min(next(waits), self.deadline.remaining_s()))
 
 
 CLUSTER, INTENT = "cluster", "provision-intent"
-log = logging.getLogger("paramserver")
 
 
 def join_cluster(store: Store, data: DataDir, shard: int, n_shards: int, *, name: str, timeout_s: float, again: StorageWait) -> Identity:

@@ -28,8 +28,6 @@ from ..apply.changed_rows import ChangedRowsFinder
 from ..apply.committer import Committer, Handover
 from ..checkpoint.loader import note_carried_out
 from ..checkpoint.saver import SaveObserver, Saver
-from ..engine.storage_pace import Pause
-from ..journal import Position
 from ..moves.handover_work import HandoverPorts, HandoverWork
 from ..moves.left_sessions import LeftSessions
 from ..moves.map_follower import MapFollower
@@ -47,8 +45,7 @@ from ..recovery.shard_parts import ShardParts, image
 from ..recovery.state_changes import slots_gone
 from ..repair.node_watch import NodeWatch
 from ..repair.scrub import Scrub
-from ..rpc.checkpoint_handlers import CheckpointHandlers
-from ..rpc.handlers import Handlers
+from ..rpc.handlers import CheckpointHandlers, Handlers
 from ..rpc.move_handlers import MoveHandlers
 from ..rpc.shard_metrics import ShardMetrics
 from ..shard_process.data_dir import DataDir, mend
@@ -119,7 +116,7 @@ class Shard:
         versions = {"epoch": engine.epoch, "k": engine.k}
         self._committer = Committer(parts.ingest, parts.tables, parts.fenced_log, handover, sync=sync, **versions, failed=self._failed)
         self._saver = self._make_saver(observer, self._committer)
-        self._checkpoints = CheckpointHandlers(self._saver, parts.registry, store.nodes, on_load)
+        checkpoints = CheckpointHandlers(self._saver, parts.registry, store.nodes, on_load)
         still_ours = parts.claim.require
         keep = partial(keep_map, data, check=still_ours)
         dropping = lambda: [table.name for table in parts.registry.dropping]  # noqa: E731
@@ -132,7 +129,7 @@ class Shard:
             else None
         )
         moves = MoveHandlers(parts, store, carrier, offers, look.set)
-        self._front, self._handlers = front, Handlers(parts, self._background, moves)
+        self._front, self._handlers = front, Handlers(parts, self._background, moves, checkpoints)
         self._follower = MapFollower(
             store,
             parts.shard,
@@ -160,14 +157,21 @@ class Shard:
         about = ShardNote(engine.epoch, 0, parts.config.cluster, f"{platform.node()}:{data.path.resolve()}")
         self._progress = HighWaterMarkReporter(store, parts.shard, about, k=lambda: engine.k, timeout_s=timeout_s)
         self._rolling_back = self._background.ask_repair(parts.repairer.addresses) if parts.timeline.roll_back else None
-        self._figures = self._make_metrics(observer)
+        self._figures = ShardMetrics(
+            parts,
+            self._applier.figures,
+            self._saver.figures,
+            saving=lambda: observer.running,
+            nodes=lambda: self._watch.seen,
+            moves=self._moved,
+        )
         self.address = front.address
 
     def serve(self) -> None:
         """Start the threads; returns at once."""
         self._applier.thread.start()
         self._committer.thread.start()
-        self._front.serve(self._handlers, self._checkpoints, self._figures)
+        self._front.serve(self._handlers, self._figures)
         self._watch.look_for_lost_nodes()
         self._watch.start()
         self._follower.thread.start()
@@ -192,16 +196,6 @@ class Shard:
         self._parts.runs.close()
         self._data.close()
         return trouble
-
-    def _make_metrics(self, observer: SaveObserver) -> ShardMetrics:
-        return ShardMetrics(
-            self._parts,
-            self._applier.figures,
-            self._saver.figures,
-            saving=lambda: observer.running,
-            nodes=lambda: self._watch.seen,
-            moves=self._moved,
-        )
 
     def _make_saver(self, observer: SaveObserver, committer: Committer) -> Saver:
         parts = self._parts
@@ -259,11 +253,14 @@ class Shard:
 
     def _make_background(self, wake: Callable[[], None], observer: SaveObserver) -> BackgroundWork:
         parts, timeout_s = self._parts, self._parts.config.storage.timeout_s
-        scrub = Scrub(parts.repairer, parts.tables, self._n_shards, timeout_s=timeout_s, busy=lambda: observer.running)
+        scrub = Scrub(
+            parts.repairer,
+            parts.tables,
+            lambda: len(parts.maps.cluster_map.shard_numbers),
+            timeout_s=timeout_s,
+            busy=lambda: observer.running,
+        )
         return BackgroundWork(parts.repairer, self._snapshots(), scrub, wake, mover=self._mover, timeout_s=timeout_s)
-
-    def _n_shards(self) -> int:
-        return len(self._store.nodes.cluster_map.shard_numbers)
 
     def _metas(self) -> dict[str, bytes]:
         """The small values that a node which joins gets copies of."""
@@ -291,13 +288,10 @@ class Shard:
             parts.fenced_log,
             Snapshotter(parts.runs, read, lambda: make_version(parts.engine.epoch, parts.engine.k)),
             parts.tables.all,
-            save=self._save_image,
+            save=lambda position, pause: save(self._data, image(parts, position)),
             max_bytes=parts.config.servers.journal_max_mb << 20,
             needed=parts.snapshot_due,
         )
-
-    def _save_image(self, position: Position, pause: Pause) -> None:
-        save(self._data, image(self._parts, position))
 
     def _note_change(self, came: Sequence[SlotEntries] = (), gone: NDArray[np.bool_] | None = None) -> None:
         """Note durably which rows came to the index, and went, as of the last batch applied; between two batches, apply thread only."""

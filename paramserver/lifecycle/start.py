@@ -12,7 +12,7 @@ from kvemb.arrays.record_cache import CacheBudget
 from kvemb.config import Config
 from kvemb.coordination.registry_format import META_NAME
 from kvemb.errors import ConfigError, JournalBehindError, ParameterServerError, ShardUnavailableError, StorageError
-from kvemb.net.deadline import Deadline
+from kvemb.net.deadline import Deadline, WhyWaiting
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.record import make_version
 from kvemb.stores.storage_kinds import open_store
@@ -314,14 +314,14 @@ class _Start:
     def _retry_until(self) -> Pause:
         """Wait between tries of a batch; give up when storage has not answered for as long as a start may wait."""
         waited_s = last_s = 0.0
-        said = ""
+        waiting = WhyWaiting()
 
         def pause(error: StorageError, pause_s: float) -> None:
-            nonlocal waited_s, last_s, said
+            nonlocal waited_s, last_s
             waited_s = pause_s + (0.0 if pause_s < last_s else waited_s)  # pauses grow, and begin again with every batch
             last_s = pause_s
             self._report.waits(str(error))
-            if said != (said := str(error)):
+            if waiting.is_news(str(error)):
                 log.info("recovery waits for storage: %s", error)
             if waited_s > self._start_timeout_s:
                 raise error

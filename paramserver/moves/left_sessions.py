@@ -32,8 +32,7 @@ def pack_sessions(sessions: Sequence[tuple[str, int, int]]) -> bytes:
 
 def sequence_in(packed: bytes, trainer: str, incarnation: int) -> int:
     """Return the last sequence of one session, 0 where there is none."""
-    found = (sequence for name, number, sequence in msgpack.unpackb(packed) if (name, number) == (trainer, incarnation))
-    return next(found, 0)
+    return next((sequence for name, number, sequence in sessions_in(packed) if (name, number) == (trainer, incarnation)), 0)
 
 
 def sessions_in(packed: bytes) -> list[tuple[str, int, int]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from kvemb.coordination.shard_notes import MAX_TROUBLE, MoveReport, report_name
 from kvemb.errors import FencedError, KvembError
-from kvemb.net.deadline import Deadline
+from kvemb.net.deadline import Deadline, WhyWaiting
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.stores.store import Store
 
@@ -60,7 +60,7 @@ class MapFollower:
         self._carry, self._timeout_s = carry, timeout_s
         self._kept: ClusterMap | None = None
         self._told: MoveReport | None = None
-        self._told_s, self._said = 0.0, ""
+        self._told_s, self._waiting = 0.0, WhyWaiting()
         self.thread = OwnedThread(self._run, name="kvemb-map", wakes=(self._due.set,))
 
     def _run(self) -> None:
@@ -71,13 +71,12 @@ class MapFollower:
                 return self._news.close()
             try:
                 self._look(told=told)
-                self._said = ""
+                self._waiting.over()
             except FencedError:
                 return self._news.close()  # the watch of the nodes says it
             except (KvembError, OSError) as error:
-                if self._said != (said := str(error)):
-                    log.warning("the cluster map cannot be followed now: %s", said)
-                self._said = said
+                if self._waiting.is_news(str(error)):
+                    log.warning("the cluster map cannot be followed now: %s", error)
 
     def _look(self, *, told: bool) -> None:
         if self._carry is None or not told:  # shard 0 has the newest, unless another process is shard 0 now

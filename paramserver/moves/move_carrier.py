@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from kvemb.coordination.shard_notes import MoveReport, newest_report, report_name
 from kvemb.coordination.shard_owners import newest_owner, owner_name
 from kvemb.errors import MoveRefusedError
-from kvemb.net.deadline import Deadline
+from kvemb.net.deadline import Deadline, WhyWaiting
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import SHARDS, MovePlan
 from kvemb.stores.store import Store
@@ -59,7 +59,7 @@ class MoveCarrier:
         self._given: tuple[ClusterMap, float] | None = None  # the map that every node has, and since when
         self._heard: tuple[int, list[MoveReport | None]] = 0, []
         self._lock = threading.Lock()
-        self._said = self._taken_back = ""
+        self._waiting, self._taken_back = WhyWaiting(), ""
 
     # --- requests of operators --------------------------------------------------------------------------------------------------
 
@@ -178,9 +178,8 @@ class MoveCarrier:
             self._say(f"nodes do not have the newest map yet: {'; '.join(missed)}")
 
     def _say(self, text: str) -> None:
-        if text != self._said:
+        if self._waiting.is_news(text):
             log.warning("%s", text)
-        self._said = text
 
     # --- inside -----------------------------------------------------------------------------------------------------------------
 

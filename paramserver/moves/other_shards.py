@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ import numpy as np
 from kvemb.client.shard_channel import ShardChannel
 from kvemb.config import ServersConfig
 from kvemb.errors import KvembError
-from kvemb.net.deadline import Deadline
+from kvemb.net.deadline import Deadline, WhyWaiting
 from kvemb.net.tls_files import TlsFiles
 from kvemb.protocol.message_format import Message
 from kvemb.protocol.messages import Empty
@@ -123,18 +122,18 @@ class GiverQuestions:
         self._shard, self._others = shard, others
         self._given_up = threading.Event()
         self.answer: GivenEntries | None = None
-        self._failing_since_s, self._why = 0.0, ""
+        self._away = WhyWaiting()
 
     @property
     def trouble(self) -> str:
         """Why a giver does not answer, once it is away for longer than a restart takes; any thread."""
-        since_s = self._failing_since_s
-        return self._why if since_s and time.monotonic() - since_s >= _TROUBLE_S else ""
+        return self._away.lasting(_TROUBLE_S)
 
     def ask(self, version: int, givers: Sequence[int]) -> None:
         """Begin to ask; `answer` has it in the end."""
         self.give_up()
-        self.answer, self._failing_since_s, self._given_up = None, 0.0, threading.Event()
+        self._away.over()
+        self.answer, self._given_up = None, threading.Event()
         arguments = (version, givers, self._given_up)
         threading.Thread(target=self._run, args=arguments, name="kvemb-handover", daemon=True).start()
 
@@ -164,15 +163,15 @@ class GiverQuestions:
                             channel.close()
                         channel = self._others.channel(giver)
                     found = self._pages(channel, version)
-                    self._failing_since_s = 0.0
+                    self._away.over()
                     if found is not None:
                         return found
                     given_up.wait(_NOT_READY_S)
                 except KvembError as error:
                     said = f"shard {giver} does not say what it hands over: {type(error).__name__}: {error}"
-                    if not self._failing_since_s:
+                    if not self._away.why:
                         log.warning("%s", said)
-                    self._failing_since_s, self._why = self._failing_since_s or time.monotonic(), said
+                    self._away.is_news(said)
                     given_up.wait(_AWAY_S)
             return None
         finally:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvemb.errors import JournalFullError, StorageError
+from kvemb.net.deadline import WhyWaiting
 from kvemb.protocol.shard_routing import MapSource
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import SHARDS
@@ -105,15 +106,13 @@ class PhaseRunner:
         self._map: ClusterMap | None = None  # whose phase is worked at
         self._slices: Iterator[float] = iter(())
         self._count = PhaseCount()
-        self._not_before_s, self._failing_since_s, self._why = 0.0, 0.0, ""
+        self._not_before_s, self._held_up = 0.0, WhyWaiting(clock)
         self.progress = MoveProgress(0, True, 0, 0)
 
     @property
     def trouble(self) -> str:
         """Why this shard does not come further, if it has not for seconds."""
-        since_s = self._failing_since_s
-        failing = since_s and self._clock() - since_s >= _TROUBLE_S
-        return self._work(self.maps.cluster_map).trouble or (self._why if failing else "")
+        return self._work(self.maps.cluster_map).trouble or self._held_up.lasting(_TROUBLE_S)
 
     @property
     def changes_runs(self) -> bool:
@@ -146,7 +145,7 @@ class PhaseRunner:
         except (StorageError, JournalFullError, OSError) as error:
             self._fail(cluster_map, self._work(cluster_map).held_up(error))
             return False
-        self._failing_since_s = 0.0
+        self._held_up.over()
         self._tell(done=wait_s is None)
         if wait_s is None:
             self._done()
@@ -166,9 +165,9 @@ class PhaseRunner:
         self.progress = MoveProgress(self._map.version, done, self._count.rows, self._count.n_rows, self._count.step)
 
     def _fail(self, cluster_map: ClusterMap, why: str) -> None:
-        if not self._failing_since_s:
+        if not self._held_up.why:
             log.warning("a move of slots is held up: %s", why)
-        self._failing_since_s, self._why = self._failing_since_s or self._clock(), why
+        self._held_up.is_news(why)
         self._begin(cluster_map)  # from the first row: finished parts are found done
         self._not_before_s = self._clock() + _RETRY_S
 

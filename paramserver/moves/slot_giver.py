@@ -44,10 +44,6 @@ class SlotGiver:
     ) -> None:
         self._tables, self._runs, self._rows, self._note_gone, self._applied = tables, runs, rows, note_gone, applied
 
-    def entries(self, slots: NDArray[np.bool_]) -> list[SlotEntries]:
-        """Return the index entries of these slots (bool [16384]), a table after the other; they are final once the shard has drained."""
-        return self._rows.entries(slots)
-
     def forget(self) -> None:
         """Forget the rows found for slots that were to move."""
         self._rows.clear()

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from kvemb.errors import FencedError, KvembError, NodeLostError, ParameterServerError, UnsafeNodeError
-from kvemb.net.deadline import Deadline
+from kvemb.net.deadline import Deadline, WhyWaiting
 from kvemb.stores.marked_nodes import LostNode
 from kvemb.stores.store import Store
 from kvemb.stores.store_nodes import NodeStats
@@ -92,7 +92,7 @@ class NodeWatch:
         self.thread = OwnedThread(self._run, name="kvemb-node-watch")
         self._before: dict[str, int] = {}
         self.seen = NodesSeen()
-        self._trouble = ""  # of asking whose the shard is
+        self._asking = WhyWaiting()  # whose the shard is
 
     def start(self) -> None:
         """Take the counters as they are now, and begin to watch."""
@@ -172,11 +172,10 @@ class NodeWatch:
         except FencedError:
             raise
         except (OSError, ParameterServerError) as error:
-            if str(error) != self._trouble:
+            if self._asking.is_news(str(error)):
                 log.warning("cannot tell whether this process still owns the shard: %s", error)
-            self._trouble = str(error)
         else:
-            self._trouble = ""
+            self._asking.over()
 
     def _run(self) -> None:
         try:

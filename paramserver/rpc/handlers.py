@@ -7,11 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from kvemb.errors import (
-    InvalidInputError,
-    ShardFailedError,
-    WrongNodeError,
-)
+from kvemb.errors import CheckpointError, InvalidInputError, ParameterServerError, ShardFailedError, WrongNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import (
     ByeRequest,
@@ -26,20 +22,30 @@ from kvemb.protocol.messages import (
     HelloRequest,
     IdsReply,
     IdsRequest,
+    LoadRequest,
     ProgressReply,
     RepairReply,
     RepairRequest,
     RowsRequest,
+    SaveReply,
+    SaveRequest,
+    SaveStatusRequest,
     StatusReply,
     StepReply,
     TableReply,
     TableRequest,
 )
+from kvemb.schema.move_plan import SHARDS
 from kvemb.schema.table_def import TableDef
+from kvemb.stores.store_nodes import StoreNodes
 
 from ..apply.background import BackgroundWork
+from ..checkpoint.loader import check
+from ..checkpoint.save_job import SaveOrder
+from ..checkpoint.saver import Saver
 from ..ingest.admission import check_push, check_rows, find_same
 from ..model.batch import ASSIGN, ERASE, RowsWork
+from ..model.table_registry import Registry
 from ..recovery.shard_parts import ShardParts
 from .drop_handlers import DropHandlers
 from .inspection_handlers import InspectionHandlers
@@ -54,8 +60,8 @@ log = logging.getLogger("paramserver")
 class Handlers:
     """The verbs of one shard, without checkpoints, drops, inspection. Thread-safe. Each takes its request and the caller's deadline."""
 
-    def __init__(self, parts: ShardParts, background: BackgroundWork, moves: MoveHandlers) -> None:
-        self._parts, self._background, self.moves = parts, background, moves
+    def __init__(self, parts: ShardParts, background: BackgroundWork, moves: MoveHandlers, checkpoints: "CheckpointHandlers") -> None:
+        self._parts, self._background, self.moves, self.checkpoints = parts, background, moves, checkpoints
         self._in_hand = BytesInHand()
         self.inspection = InspectionHandlers(parts)
         self.drop = DropHandlers(
@@ -224,3 +230,47 @@ class Handlers:
         cluster_map = self._parts.maps.cluster_map
         rows = check_rows(request.rows, self._parts.registry.find, self._parts.shard, cluster_map, kind)
         return self._parts.ingest.submit_rows(RowsWork(kind, rows), deadline.within(request.timeout_s), cluster_map.shards_serial)
+
+
+class CheckpointHandlers:
+    """Answers one shard's saves and loads. Thread-safe.
+
+    Args:
+        saver: of the shard.
+        registry: of the shard.
+        nodes: of the store; they say which map is in force.
+        on_load: called once when the shard is to start again, to load; None where no caller would start it.
+    """
+
+    def __init__(self, saver: Saver, registry: Registry, nodes: StoreNodes, on_load: Callable[[], None] | None) -> None:
+        self._saver, self._registry, self._nodes, self._on_load = saver, registry, nodes, on_load
+
+    def save(self, request: SaveRequest, deadline: Deadline) -> SaveReply:
+        """Cut the shard and begin to save it; answered once it is cut."""
+        order = SaveOrder(request.save_id, request.url, request.base_version, request.weights_only)
+        self._saver.begin(order, deadline.within(request.timeout_s))
+        return SaveReply(*self._saver.progress(request.save_id))
+
+    def status(self, request: SaveStatusRequest, deadline: Deadline) -> SaveReply:
+        """Say how far a save is; hear that all of it is whole."""
+        if request.whole:
+            self._saver.figures.end(request.save_id, done=True)
+        return SaveReply(*self._saver.progress(request.save_id))
+
+    def load(self, request: LoadRequest, deadline: Deadline) -> Empty:
+        """Check whether this shard could load a checkpoint, or begin; it stops serving then and starts again."""
+        if self._on_load is None:
+            raise ParameterServerError("this shard is not run by `kvemb shard`: stop and start it to load")
+        if self._nodes.cluster_map.plan is not None:
+            self._nodes.refresh_map(deadline)  # a move that has just ended is not said to go on
+        plan = self._nodes.cluster_map.plan
+        if plan is not None and plan.kind == SHARDS:
+            raise CheckpointError(
+                f"slots are moving between shards (phase {plan.phase}), and nothing was changed. `kvemb moves` shows how far that is; load "
+                "when it is done."
+            )
+        if request.begin:
+            self._on_load()
+        else:
+            check(request.url, request.save_id, self._registry)
+        return Empty()

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -16,41 +16,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from kvemb.errors import AccessDeniedError, KvembError, ParameterServerError, ShardStartingError, ShardUnavailableError, to_wire
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import MAX_MESSAGE_BYTES, Message
-from kvemb.protocol.messages import (
-    MAX_REQUEST_BYTES,
-    SERVICE,
-    ByeRequest,
-    CompareRequest,
-    CreateTableRequest,
-    Empty,
-    EraseTableRequest,
-    FlushRequest,
-    HelloRequest,
-    IdsRequest,
-    LoadRequest,
-    RepairRequest,
-    Reply,
-    RowsRequest,
-    SampleIdsRequest,
-    SaveRequest,
-    SaveStatusRequest,
-    ShowRowRequest,
-    StatusReply,
-    TableRequest,
-)
-from kvemb.protocol.move_messages import (
-    AbortMoveRequest,
-    LeftSessionRequest,
-    LeftSessionsRequest,
-    MoveRequest,
-    ReplaceNodeRequest,
-    SlotEntriesRequest,
-    WatermarksRequest,
-)
+from kvemb.protocol.messages import MAX_REQUEST_BYTES, SERVICE, ByeRequest, HelloRequest, Reply, StatusReply
+from kvemb.protocol.move_messages import LeftSessionRequest
 
 from ..recovery.start_report import StartReport
 from .access_control import AccessControl
-from .checkpoint_handlers import CheckpointHandlers
 from .handlers import Handlers
 from .push_streams import MAX_STREAMS, PushReceiver, Streams, connection_options
 
@@ -76,7 +46,7 @@ class _Verb(NamedTuple):
 
     request_type: type[Message]
     call: Callable[[Any, Deadline], Message]
-    waits: bool = False
+    waits: bool
 
 
 class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no types
@@ -112,10 +82,10 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no types
         self._server.start()
         self.set_serving(False)
 
-    def open(self, handlers: Handlers, checkpoints: CheckpointHandlers) -> None:
+    def open(self, handlers: Handlers) -> None:
         """Serve."""
         self._open_stream = handlers.open_stream
-        self._verbs = _verbs(handlers, checkpoints)
+        self._verbs = _verbs(handlers)
         self.set_serving(True)
 
     def set_serving(self, serving: bool) -> None:
@@ -191,41 +161,45 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no types
         return self._streams.serve(self._open_stream(requests, caller.require_seat), context)
 
 
-def _verbs(handlers: Handlers, checkpoints: CheckpointHandlers) -> dict[str, _Verb]:
-    drop, inspection, moves = handlers.drop, handlers.inspection, handlers.moves
-    return {
-        "Hello": _Verb(HelloRequest, handlers.hello),
-        "Describe": _Verb(Empty, handlers.describe),
-        "CreateTable": _Verb(CreateTableRequest, handlers.create_table, waits=True),
-        "DropTable": _Verb(TableRequest, drop.begin, waits=True),
-        "EraseTable": _Verb(EraseTableRequest, drop.erase, waits=True),
-        "EndDrop": _Verb(TableRequest, drop.end, waits=True),
-        "GetTable": _Verb(TableRequest, handlers.get_table),
-        "Assign": _Verb(RowsRequest, handlers.assign, waits=True),
-        "Erase": _Verb(RowsRequest, handlers.erase, waits=True),
-        "Flush": _Verb(FlushRequest, handlers.flush, waits=True),
-        "Count": _Verb(TableRequest, handlers.count),
-        "Step": _Verb(TableRequest, handlers.step),
-        "Ids": _Verb(IdsRequest, handlers.ids),
-        "Status": _Verb(Empty, handlers.status),
-        "Progress": _Verb(Empty, handlers.progress),
-        "Bye": _Verb(ByeRequest, handlers.bye),
-        "Save": _Verb(SaveRequest, checkpoints.save, waits=True),
-        "SaveStatus": _Verb(SaveStatusRequest, checkpoints.status),
-        "Load": _Verb(LoadRequest, checkpoints.load, waits=True),
-        "Compare": _Verb(CompareRequest, handlers.compare, waits=True),
-        "Repair": _Verb(RepairRequest, handlers.repair, waits=True),
-        "ShowRow": _Verb(ShowRowRequest, inspection.show_row, waits=True),
-        "SampleIds": _Verb(SampleIdsRequest, inspection.sample_ids),
-        "Examine": _Verb(Empty, inspection.examine, waits=True),
-        "MoveSlots": _Verb(MoveRequest, moves.begin, waits=True),
-        "ReplaceNode": _Verb(ReplaceNodeRequest, moves.replace_node, waits=True),
-        "AbortMove": _Verb(AbortMoveRequest, moves.abort, waits=True),
-        "MoveStatus": _Verb(Empty, moves.status, waits=True),
-        "SlotSizes": _Verb(Empty, moves.slot_sizes, waits=True),
-        "Watermarks": _Verb(WatermarksRequest, moves.watermarks),
-        "LeftSessions": _Verb(LeftSessionsRequest, moves.left_sessions),
-        "MoveNews": _Verb(Empty, moves.news),
-        "LeftSession": _Verb(LeftSessionRequest, moves.left_session),
-        "SlotEntries": _Verb(SlotEntriesRequest, moves.slot_entries, waits=True),
+def _verbs(handlers: Handlers) -> dict[str, _Verb]:
+    """Return every verb but Push; its request is the one that its handler is annotated with."""
+    drop, inspection, moves, checkpoints = handlers.drop, handlers.inspection, handlers.moves, handlers.checkpoints
+    at_once: dict[str, Callable[[Any, Deadline], Message]] = {
+        "Hello": handlers.hello,
+        "Describe": handlers.describe,
+        "GetTable": handlers.get_table,
+        "Count": handlers.count,
+        "Step": handlers.step,
+        "Ids": handlers.ids,
+        "Status": handlers.status,
+        "Progress": handlers.progress,
+        "Bye": handlers.bye,
+        "SaveStatus": checkpoints.status,
+        "SampleIds": inspection.sample_ids,
+        "Watermarks": moves.watermarks,
+        "LeftSessions": moves.left_sessions,
+        "MoveNews": moves.news,
+        "LeftSession": moves.left_session,
     }
+    that_wait: dict[str, Callable[[Any, Deadline], Message]] = {
+        "CreateTable": handlers.create_table,
+        "DropTable": drop.begin,
+        "EraseTable": drop.erase,
+        "EndDrop": drop.end,
+        "Assign": handlers.assign,
+        "Erase": handlers.erase,
+        "Flush": handlers.flush,
+        "Save": checkpoints.save,
+        "Load": checkpoints.load,
+        "Compare": handlers.compare,
+        "Repair": handlers.repair,
+        "ShowRow": inspection.show_row,
+        "Examine": inspection.examine,
+        "MoveSlots": moves.begin,
+        "ReplaceNode": moves.replace_node,
+        "AbortMove": moves.abort,
+        "MoveStatus": moves.status,
+        "SlotSizes": moves.slot_sizes,
+        "SlotEntries": moves.slot_entries,
+    }
+    return {name: _Verb(get_type_hints(call)["request"], call, name in that_wait) for name, call in (*at_once.items(), *that_wait.items())}

@@ -73,8 +73,8 @@ class Shard:
         self.runs = Runs(self.folder / "snapshot", limit=2, epoch=self.epoch)
         self.reconstructor = Reconstructor(self.runs, self.journal, find_table)
         self.read = from_storage(self.store, 5)
-        rows = GivenRows(self.tables, lambda: self.applied)
-        self.giver = SlotGiver(self.tables, self.runs, rows, lambda slots: self.note(gone=slots), lambda: self.applied)
+        self.given = GivenRows(self.tables, lambda: self.applied)
+        self.giver = SlotGiver(self.tables, self.runs, self.given, lambda slots: self.note(gone=slots), lambda: self.applied)
         self.taker = SlotTaker(self.tables, self.runs, self.read, self.note, epoch=lambda: self.epoch)
 
     def close(self) -> None:
@@ -157,10 +157,10 @@ def hand_over(giver: Shard, taker: Shard, slots: np.ndarray, meanwhile: Callable
         taker.note()
         taker.start(above=giver.epoch)
     for _ in range(2):
-        for _ in taker.taker.read_ahead(taker.taker.behind(giver.giver.entries(slots))):
+        for _ in taker.taker.read_ahead(taker.taker.behind(giver.given.entries(slots))):
             pass
         meanwhile()
-    taker.taker.take(giver.giver.entries(slots), giver.epoch)
+    taker.taker.take(giver.given.entries(slots), giver.epoch)
     giver.giver.drop(slots)
 
 
@@ -201,14 +201,14 @@ def test_only_rows_that_changed_are_read_again(pair: tuple[Shard, Shard], monkey
     giver, taker = pair
     giver.run(APPLY, ADAM, IDS.tolist())
     taker.start(above=giver.epoch)
-    ahead = giver.giver.entries(EVERY)
+    ahead = giver.given.entries(EVERY)
     assert sum(taker.taker.read_ahead(ahead)) == len(IDS)
     giver.run(APPLY, ADAM, [3, 4])
     giver.run(ERASE, ADAM, [5])
     giver.run(APPLY, ADAM, [100])
     read: list[int] = []
     monkeypatch.setattr(taker.taker, "_read", lambda state, ids: read.extend(ids.tolist()) or taker.read(state, ids))
-    taker.taker.take(giver.giver.entries(EVERY), giver.epoch)
+    taker.taker.take(giver.given.entries(EVERY), giver.epoch)
     assert sorted(read) == [3, 4, 100]
     assert taker.known(ADAM) == {*IDS.tolist(), 100} - {5}
     taker.check()
@@ -220,16 +220,16 @@ def test_rows_that_changed_while_they_were_read_ahead_are_read_ahead_again(
     giver, taker = pair
     giver.run(APPLY, ADAM, IDS.tolist())
     taker.start(above=giver.epoch)
-    assert sum(taker.taker.read_ahead(giver.giver.entries(EVERY))) == len(IDS)
+    assert sum(taker.taker.read_ahead(giver.given.entries(EVERY))) == len(IDS)
     giver.run(APPLY, ADAM, [3, 4])
     giver.run(ERASE, ADAM, [5])
     giver.run(APPLY, ADAM, [100])
-    (behind,) = taker.taker.behind(giver.giver.entries(EVERY))
+    (behind,) = taker.taker.behind(giver.given.entries(EVERY))
     assert behind.ids.tolist() == [3, 4, 100]
     assert sum(taker.taker.read_ahead([behind])) == 3
-    assert taker.taker.behind(giver.giver.entries(EVERY)) == []
+    assert taker.taker.behind(giver.given.entries(EVERY)) == []
     monkeypatch.setattr(taker.taker, "_read", None)  # nothing is left to be read while trainers wait
-    taker.taker.take(giver.giver.entries(EVERY), giver.epoch)
+    taker.taker.take(giver.given.entries(EVERY), giver.epoch)
     taker.check()
     taker.save()
     taker.start()
@@ -240,7 +240,7 @@ def test_a_taker_whose_epoch_is_not_above_the_givers_takes_nothing(pair: tuple[S
     giver, taker = pair
     giver.run(APPLY, ADAM, [1])
     with pytest.raises(FencedError, match="in epoch 1 cannot be taken by one in epoch 1"):
-        taker.taker.take(giver.giver.entries(EVERY), giver.epoch)
+        taker.taker.take(giver.given.entries(EVERY), giver.epoch)
     assert taker.known(ADAM) == set()
 
 
@@ -251,7 +251,7 @@ def test_a_row_that_storage_lost_is_not_taken(pair: tuple[Shard, Shard]) -> None
     memory_node(giver.nodes[0]).flush()
     memory_node(giver.nodes[1]).flush()
     with pytest.raises(StorageError):
-        taker.taker.take(giver.giver.entries(EVERY), giver.epoch)
+        taker.taker.take(giver.given.entries(EVERY), giver.epoch)
     assert taker.known(ADAM) == set()
     assert giver.known(ADAM) == set(IDS.tolist())
 
@@ -262,7 +262,7 @@ def test_a_row_that_is_older_in_storage_is_named(pair: tuple[Shard, Shard]) -> N
     taker.start(above=giver.epoch)
     giver.tables.state(ADAM).applied(np.array([2], np.uint64), make_version(1, 9))
     with pytest.raises(LostRowError, match=r"'adam', id 2: version \(1, 1\) in storage, expected version \(1, 9\) by the shard that hands"):
-        taker.taker.take(giver.giver.entries(EVERY), giver.epoch)
+        taker.taker.take(giver.given.entries(EVERY), giver.epoch)
     assert taker.known(ADAM) == set()
 
 
@@ -277,9 +277,9 @@ def test_a_full_disk_while_rows_are_taken_leaves_the_taker_as_it_was(pair: tuple
     with monkeypatch.context() as patched:
         patched.setattr(taker.runs, "publish", full)
         with pytest.raises(JournalFullError):
-            taker.taker.take(giver.giver.entries(EVERY), giver.epoch)
+            taker.taker.take(giver.given.entries(EVERY), giver.epoch)
         assert taker.known(ADAM) == set()
-    taker.taker.take(giver.giver.entries(EVERY), giver.epoch)
+    taker.taker.take(giver.given.entries(EVERY), giver.epoch)
     taker.check()
 
 
@@ -289,7 +289,7 @@ def test_a_disk_that_was_full_when_the_runs_were_to_count_can_be_tried_again(
     giver, taker = pair
     giver.run(APPLY, ADAM, IDS.tolist())
     taker.start(above=giver.epoch)
-    assert sum(taker.taker.read_ahead(giver.giver.entries(EVERY))) == len(IDS)
+    assert sum(taker.taker.read_ahead(giver.given.entries(EVERY))) == len(IDS)
 
     def full(*args: object) -> None:
         raise JournalFullError("no room")
@@ -297,8 +297,8 @@ def test_a_disk_that_was_full_when_the_runs_were_to_count_can_be_tried_again(
     with monkeypatch.context() as patched:
         patched.setattr(taker.runs, "_replace", full)
         with pytest.raises(JournalFullError):
-            taker.taker.take(giver.giver.entries(EVERY), giver.epoch)
-    taker.taker.take(giver.giver.entries(EVERY), giver.epoch)
+            taker.taker.take(giver.given.entries(EVERY), giver.epoch)
+    taker.taker.take(giver.given.entries(EVERY), giver.epoch)
     taker.check()
 
 
@@ -310,7 +310,7 @@ def test_an_abort_leaves_no_trace_at_the_taker(pair: tuple[Shard, Shard]) -> Non
     taker.start(above=giver.epoch)
     moving = EVERY.copy()
     moving[HALF.placement.slots(np.array([1], np.uint64))] = False
-    taker.taker.take(giver.giver.entries(moving), giver.epoch)
+    taker.taker.take(giver.given.entries(moving), giver.epoch)
     assert taker.giver.drop(moving) > 0
     assert taker.giver.drop(moving) == 0
     taker.start()
@@ -365,7 +365,7 @@ def test_what_a_hand_over_notes_is_of_the_rows_that_move_whatever_the_number_of_
     images = [shard.data.read(STATE) for shard in pair]
     moving = np.zeros(N_SLOTS, bool)
     moving[:100] = True
-    n_rows = len(giver.giver.entries(moving)[0].ids)
+    n_rows = len(giver.given.entries(moving)[0].ids)
     assert 0 < n_rows < 2_000
     taker.start(above=giver.epoch)
     hand_over(giver, taker, moving)

@@ -3,7 +3,6 @@
 Rows of slots under way are written at their other node, too: where a plan brings them, or where they were before (docs/adr/0058).
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvemb.coordination.markers import MARKER_KEY, Marker, diagnose
 from kvemb.errors import DeadlineExceededError, StorageError
-from kvemb.net.deadline import Deadline
+from kvemb.net.deadline import Deadline, WhyWaiting
 from kvemb.net.exchange import Conversation, run
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.keys import RowKeys
@@ -196,7 +195,7 @@ class MovingRows:
         self._moving = cluster_map.slot_nodes != self._owners
         if not self.written:  # a node on its way out keeps its rows, and need not be there any more
             self._moving &= ~np.isin(self._owners, plan.leaving if plan.phase == CLEANING else plan.joining)
-        self._failing_since_s, self._why = 0.0, ""
+        self._away = WhyWaiting()
 
     def has(self, keys: RowKeys) -> NDArray[np.bool_]:
         moving: NDArray[np.bool_] = self._moving[keys.slots()]
@@ -215,15 +214,13 @@ class MovingRows:
             return self._rows.erase(parts, deadline, owners=self._owners)
 
     def trouble(self, longer_than_s: float) -> str:
-        since_s = self._failing_since_s
-        return self._why if since_s and time.monotonic() - since_s >= longer_than_s else ""
+        return self._away.lasting(longer_than_s)
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
         try:
             yield
         except StorageError as error:
-            self._why = f"{type(error).__name__}: {error}"
-            self._failing_since_s = self._failing_since_s or time.monotonic()
+            self._away.is_news(f"{type(error).__name__}: {error}")
             raise
-        self._failing_since_s = 0.0
+        self._away.over()

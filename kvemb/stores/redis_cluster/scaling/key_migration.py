@@ -33,11 +33,9 @@ class MigrationPace:
 
     def __init__(self, bytes_per_s: float | None) -> None:
         self._bytes_per_s = bytes_per_s
-        self.moved_bytes = 0
 
     def after(self, size_bytes: int, took_s: float) -> None:
         """Wait after a MIGRATE of that size."""
-        self.moved_bytes += size_bytes
         time.sleep(max(0.0, size_bytes / self._bytes_per_s - took_s) if self._bytes_per_s else took_s)
 
 
