@@ -133,3 +133,11 @@ def test_a_dead_link_and_an_address_outside_of_the_site_are_found_in_its_pages(t
         "b.html loads //fonts.example.org/f.css",
         "style.css loads https://example.org/more.css",
     ]
+
+
+# Lines that programs write, and tests read, stay whole.
+@pytest.mark.parametrize("page", [page for page in MARKDOWN if page.startswith(("docs/adr/", "benchmarks/"))])
+def test_decisions_and_results_are_wrapped(page: str) -> None:
+    prose = re.sub(r"```.*?```", "", read(page), flags=re.DOTALL).splitlines()
+    whole = ("|", "#", "    ", "store ", "rows ")
+    assert [line for line in prose if len(line) > 125 and not line.startswith(whole)] == [], "wrap them at 120 characters"
