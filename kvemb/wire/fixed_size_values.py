@@ -1,4 +1,4 @@
-"""Reader of a batch of values of one size, each of which may be missing: the replies of pipelined GETRANGEs and of `mg`.
+"""Reader of a batch of values of one size, each of which may be missing: the replies of pipelined GETRANGEs, HMGETs of one field, and `mg`.
 
 The fast paths copy runs of hits straight out of the receive buffer, and pass over runs of misses. Where both are mixed there is no
 stride: rows are then found from the positions of the misses, still in vector operations. Only an error, or a value of another size, is
