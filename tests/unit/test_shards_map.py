@@ -31,7 +31,7 @@ class Values:
             raise NodeUnavailableError("node a:1: is down")
         return self.copy
 
-    get = look
+    one = look
 
     def swap(self, name: str, old: bytes | None, new: bytes, deadline: Deadline) -> bool:
         if self.copy != old:

@@ -37,7 +37,7 @@ class ShardsMap:
 
     def open(self, origin: Identity, deadline: Deadline) -> None:
         """Follow the newest of the copy and of the map that the identity knows; raises as `map_in_force`."""
-        copy = self._values.get(MAP_NAME, deadline)
+        copy = self._values.one(MAP_NAME, deadline)
         self.now = map_in_force([copy], (self._topology.holder_of(MAP_NAME),), origin)
 
     def refresh(self, deadline: Deadline) -> bool:

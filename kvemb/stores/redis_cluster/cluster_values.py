@@ -22,8 +22,8 @@ from kvemb.wire.resp.resp_codec import RespCodec, command
 _PAUSE_S = 0.02  # between tries while the cluster says "not now"
 
 
-class ClusterValues:
-    """Reads and writes values by their names, one copy of each.
+class ClusterValues(StoreValues):
+    """The facet `values` of a cluster that moves its own slots: one copy of each; methods without a docstring are those of `StoreValues`.
 
     Args:
         topology: which node holds which slot.
@@ -35,8 +35,11 @@ class ClusterValues:
         self._topology, self._pool, self._retry = topology, pool, retry
         self._codec = RespCodec()
 
-    def get(self, name: str, deadline: Deadline) -> bytes | None:
-        """Read a value; None where there is none."""
+    def get(self, name: str, deadline: Deadline) -> list[bytes | None]:
+        return [self.one(name, deadline)]
+
+    def one(self, name: str, deadline: Deadline) -> bytes | None:
+        """Read the one copy; None where there is none."""
         return self._retry(lambda: self.look(name, deadline), deadline)
 
     def look(self, name: str, deadline: Deadline) -> bytes | None:
@@ -46,8 +49,14 @@ class ClusterValues:
         return reply.value
 
     def put(self, name: str, value: bytes, deadline: Deadline) -> None:
-        """Write a value."""
         self._run(name, lambda: self._codec.put_step(name.encode(), value), deadline)
+
+    def copies_on(self, name: str) -> tuple[str, ...]:
+        return (self._topology.holder_of(name),)
+
+    def mend(self, name: str, copies: Sequence[bytes | None], damaged: Sequence[bool], value: bytes, deadline: Deadline) -> None:
+        if damaged[0]:
+            self.cell(name, deadline).mend(copies[0], value)
 
     def drop(self, name: str, deadline: Deadline) -> None:
         """Delete a value; one that is not there is fine."""
@@ -109,28 +118,3 @@ class ClusterValues:
         else:
             self._topology.refreshed(deadline)
         return True
-
-
-class OneCopyValues(StoreValues):
-    """The facet `values` of a cluster that moves its own slots; methods without a docstring are those of `StoreValues`.
-
-    Args:
-        values: of the cluster.
-        topology: which node holds them, for messages.
-    """
-
-    def __init__(self, values: ClusterValues, topology: ClusterTopology) -> None:
-        self._values, self._topology = values, topology
-
-    def get(self, name: str, deadline: Deadline) -> list[bytes | None]:
-        return [self._values.get(name, deadline)]
-
-    def put(self, name: str, value: bytes, deadline: Deadline) -> None:
-        self._values.put(name, value, deadline)
-
-    def copies_on(self, name: str) -> tuple[str, ...]:
-        return (self._topology.holder_of(name),)
-
-    def mend(self, name: str, copies: Sequence[bytes | None], damaged: Sequence[bool], value: bytes, deadline: Deadline) -> None:
-        if damaged[0]:
-            self._values.cell(name, deadline).mend(copies[0], value)

@@ -30,7 +30,7 @@ from kvemb.stores.read_retry import ReadRetry
 from kvemb.stores.redis_cluster.cluster_primaries import ClusterPrimaries, ShardsMap
 from kvemb.stores.redis_cluster.cluster_repair import SlotsOfPrimaries
 from kvemb.stores.redis_cluster.cluster_rows import ClusterRounds, SlotRows
-from kvemb.stores.redis_cluster.cluster_values import ClusterValues, OneCopyValues
+from kvemb.stores.redis_cluster.cluster_values import ClusterValues
 from kvemb.stores.redis_cluster.primary_links import PrimaryConnector
 from kvemb.stores.redis_cluster.slot_map import ClusterTopology
 from kvemb.stores.redis_cluster.slot_markers import SlotMarkers, slot_marker
@@ -45,6 +45,7 @@ from kvemb.stores.store_repair import StoreRepair
 class RedisClusterStore(Store):
     """A cluster that moves its own slots. `config.nodes` are starting points; the primaries are learnt from them."""
 
+    values: ClusterValues
     capabilities = Capabilities(cas=False, max_record_bytes=MAX_VALUE_BYTES, pages=True)
 
     def __init__(self, config: StorageConfig, role: str) -> None:
@@ -57,16 +58,15 @@ class RedisClusterStore(Store):
         self._pool = LinkPool(self._checked_link, self._connector.dropped, doubts)
         self._plain_pool = LinkPool(self._connector.connect, self._connector.dropped, doubts)  # to primaries in any state
         self._topology = ClusterTopology(access)
-        self._values = ClusterValues(self._topology, self._plain_pool, self._retry)
-        self._map = ShardsMap(self._values, self._topology)
-        self._whole = WholePrimaries(access, self._values)
-        self._markers = SlotMarkers(self._topology, self._values, self._plain_pool)
+        self.values = ClusterValues(self._topology, self._plain_pool, self._retry)
+        self._map = ShardsMap(self.values, self._topology)
+        self._whole = WholePrimaries(access, self.values)
+        self._markers = SlotMarkers(self._topology, self.values, self._plain_pool)
         rounds = ClusterRounds(self._topology, self._markers, self._pool, self._plain_pool)
-        self.values = OneCopyValues(self._values, self._topology)
-        primaries = SlotsOfPrimaries(access, self._topology, self._values, self._whole, self._markers, self._map, self._fence)
+        primaries = SlotsOfPrimaries(access, self._topology, self.values, self._whole, self._markers, self._map, self._fence)
         self.repair = StoreRepair(primaries, rounds, self._fence, lambda: self._map.now)
         self.rows = SlotRows(rounds, self._retry, topology=self._topology, access=access, repair=self.repair)
-        self.nodes = ClusterPrimaries(self._topology, self._values, self._map, access, self._pool)
+        self.nodes = ClusterPrimaries(self._topology, self.values, self._map, access, self._pool)
 
     # --- opening ----------------------------------------------------------------------------------------------------------------
 
@@ -95,15 +95,15 @@ class RedisClusterStore(Store):
             if value is not None and value != wanted[slot].encode():
                 raise diagnose(self._topology.slot_name(slot), wanted[slot], value)
         n_markers = sum(value is not None for value in values)
-        n_keys -= sum(self._values.get(name, deadline) is not None for name in (MEMBERS, MAP_NAME))
+        n_keys -= sum(self.values.one(name, deadline) is not None for name in (MEMBERS, MAP_NAME))
         if n_keys != n_markers:
-            where, note = ", ".join(self._config.nodes), self._values.get(note_name(0), deadline)
+            where, note = ", ".join(self._config.nodes), self.values.one(note_name(0), deadline)
             raise WrongNodeError(
                 f"{whose_keys(where, n_keys - n_markers, None, note, time.time())}. A new cluster begins on empty nodes: correct "
                 "storage.nodes in kvemb.yaml."
             )
-        self._values.put(MEMBERS, encode_members(processes), deadline)
-        self._values.put(MAP_NAME, ClusterMap.first(0, n_shards).encode(), deadline)  # before any marker, which makes a store read it
+        self.values.put(MEMBERS, encode_members(processes), deadline)
+        self.values.put(MAP_NAME, ClusterMap.first(0, n_shards).encode(), deadline)  # before any marker, which makes a store read it
         self._markers.put_all([marker.encode() for marker in wanted], deadline)
 
     def close(self) -> None:

@@ -77,11 +77,9 @@ def fetch_slot_map(candidates: Iterable[str], access: RedisAccess, deadline: Dea
         ConfigError: the node is not part of a cluster.
     """
     failures, addresses = list[KvembError](), list(candidates)
-    for index, address in enumerate(addresses):
+    for address, share in deadline.shared(addresses):
         try:
-            n_left = len(addresses) - index - 1
-            share_s = min(_ANSWER_TIMEOUT_S, deadline.remaining_s() / (n_left + 1)) if n_left else deadline.remaining_s()
-            return _ask_one(address, access, Deadline.after(share_s))
+            return _ask_one(address, access, share if address == addresses[-1] else share.within(_ANSWER_TIMEOUT_S))
         except (NodeUnavailableError, ProtocolError) as error:
             failures.append(error)
     kind = NodeRefusesError if any(isinstance(error, NodeRefusesError) for error in failures) else NodeUnavailableError

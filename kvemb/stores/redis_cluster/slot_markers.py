@@ -204,7 +204,7 @@ class SlotMarkers:
         self._require_no_error([reply.error for slot, reply in enumerate(replies) if slot not in elsewhere])
         values = [reply.value for reply in replies]
         for slot in moving:  # wherever they are by now
-            values[slot] = self._values.get(marker_keys()[slot].decode(), deadline)
+            values[slot] = self._values.one(marker_keys()[slot].decode(), deadline)
         return values
 
     def put_all(self, values: list[bytes], deadline: Deadline) -> None:

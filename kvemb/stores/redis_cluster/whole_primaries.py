@@ -46,7 +46,7 @@ class WholePrimaries:
 
     def read(self, deadline: Deadline) -> frozenset[str]:
         """Return the list as it stands in the cluster."""
-        return decode_members(self._values.get(MEMBERS, deadline))
+        return decode_members(self._values.one(MEMBERS, deadline))
 
     def has(self, process: str, deadline: Deadline) -> bool:
         """Whether a primary, whose markers were read just now, is on the list.

@@ -131,7 +131,7 @@ class NodeScaling:
         ]
 
     def _take_over(self, progress: Progress | None, *, abort: bool) -> list[str]:
-        data = self._values.get(CHANGE_NAME, self._deadline())
+        data = self._values.one(CHANGE_NAME, self._deadline())
         if data is None:
             return self._close_strays()
         change = NodeChange.decode(data)

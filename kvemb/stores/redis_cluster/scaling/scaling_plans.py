@@ -71,7 +71,7 @@ class ScalingPlanner:
 
     def under_way(self) -> NodeChange | None:
         """Return the change that is under way, None for none."""
-        data = self._values.get(CHANGE_NAME, self._deadline())
+        data = self._values.one(CHANGE_NAME, self._deadline())
         return None if data is None else NodeChange.decode(data)
 
     def add(self, address: str) -> SlotPlan[NodeChange]:
