@@ -2,7 +2,7 @@
 
 Exit codes: 0 stopped after draining; 2 wrong configuration or options; 3 could not start (storage, journal, a data folder that cannot be
 used). 4 stopped with accepted changes not applied; 5 another process has taken the shard over. The environment and the command line are
-read here only.
+read here only. How the process writes its log is here, too.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,20 +20,21 @@ from kvemb.api.plaintext import require_encrypted
 from kvemb.commands.verb_options import shard_options
 from kvemb.config import Config, load
 from kvemb.errors import ConfigError, KvembError, ParameterServerError
-from kvemb.process import replace_atomically
+from kvemb.process import formatter_of, replace_atomically
 from kvemb.process.interrupts import StopFlag
+from kvemb.schema.cluster_map import ClusterMap
 
 from .lifecycle.join_cluster import StoppedError, kept_place
 from .lifecycle.shard import Shard
 from .lifecycle.start import start
 from .rpc.access_control import AccessControl
 from .shard_process.data_dir import named
-from .shard_process.log_lines import LogLines
 
 _CONFIG, _START, _NOT_DRAINED, _FENCED = 2, 3, 4, 5
 _POLL_S = 0.1
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _LARGE_BYTES = 1 << 20
+_UNCLAIMED: dict[str, object] = {"epoch": None, "map_version": None, "plan": None}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +67,7 @@ def return_freed_memory() -> None:
             mallopt(parameter, _LARGE_BYTES)
 
 
-def _run(args: argparse.Namespace, config: Config, stop: StopFlag, lines: LogLines) -> int:
+def _run(args: argparse.Namespace, config: Config, stop: StopFlag, lines: "LogLines") -> int:
     lines.named(config.cluster)
     servers = config.servers
     # Once shards have left, the file's order is not that of numbers; the address that the shard's own folder has kept comes first.
@@ -130,13 +131,69 @@ def _tell_ready(shard: Shard, path: Path, drain_timeout_s: float) -> None:
         raise
 
 
-def _say(lines: LogLines, error: KvembError, code: int) -> int:
+def _say(lines: "LogLines", error: KvembError, code: int) -> int:
     lines.say(f"{type(error).__name__}: {_one_line(str(error))}")
     return code
 
 
 def _one_line(text: str) -> str:
     return "; ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+class LogLines(logging.Filter):
+    """Adds ids to every line of the process; they become known as the shard starts.
+
+    Args:
+        shard: number.
+        json: whether lines are JSON objects.
+        level: "debug", "info", "warning" or "error": lines below it are omitted.
+    """
+
+    def __init__(self, shard: int, *, json: bool, level: str) -> None:
+        super().__init__()
+        self._shard, self._json, self._level = shard, json, level
+        self._cluster: str | None = None
+        self._of_claim: Callable[[], dict[str, object]] = lambda: _UNCLAIMED
+
+    def begin(self) -> None:
+        """Write the log of this process to standard error from now on."""
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(self._formatter())
+        handler.addFilter(self)
+        logging.basicConfig(level=self._level.upper(), handlers=[handler])
+        # They log a traceback for every header that is no text, and every call of the health service that is none: strangers could fill
+        # the disk with them.
+        for name in ("grpc._cython.cygrpc", "grpc._common"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+    def named(self, cluster: str) -> None:
+        """Say the cluster's name in later lines."""
+        self._cluster = cluster
+
+    def claimed(self, epoch: Callable[[], int], now: Callable[[], ClusterMap]) -> None:
+        """Say epoch and plan in later lines as they are then: a shard that takes slots over rises in its epoch."""
+        self._of_claim = lambda: _ids(epoch(), now())
+
+    def say(self, text: str) -> None:
+        """Write why the process ends: a line of the log where that is JSON, otherwise the text alone."""
+        if self._json:
+            logging.getLogger("paramserver").error("%s", text)
+        else:
+            print(text, file=sys.stderr)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        vars(record).update(cluster=self._cluster, shard=self._shard, **self._of_claim())  # as `extra` of a log call does
+        return True
+
+    def _formatter(self) -> logging.Formatter:
+        if not self._json:
+            return logging.Formatter("%(asctime)s %(levelname)s shard %(shard)s: %(message)s")
+        return formatter_of(("cluster", "shard", *_UNCLAIMED), {})
+
+
+def _ids(epoch: int, now: ClusterMap) -> dict[str, object]:
+    plan = None if now.plan is None else f"{now.plan.kind} {now.plan.phase}"
+    return {"epoch": epoch, "map_version": now.version, "plan": plan}
 
 
 if __name__ == "__main__":

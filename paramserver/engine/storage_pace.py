@@ -165,7 +165,6 @@ def row_bytes(rows: CheckedRows) -> int:
 
 
 def size_bytes(tables: Sequence[CheckedRows]) -> int:
-    """Bytes that these rows count."""
     return sum(len(rows.ids) * row_bytes(rows) for rows in tables)
 
 

@@ -175,7 +175,6 @@ class MapGate:
 
     @property
     def now(self) -> ClusterMap:
-        """The map in force."""
         return self._map()
 
     def holds(self, serial: int, *, of_step: bool = False) -> bool:

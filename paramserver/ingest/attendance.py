@@ -148,7 +148,6 @@ class Attendance:
 
     @property
     def n_trainers(self) -> int:
-        """How many trainers are here."""
         return len(self.trainers)
 
 

@@ -130,7 +130,6 @@ class IngestState:
             return self.changed.wait_for(lambda: self.stopped, timeout_s)
 
     def drain(self) -> None:
-        """Take nothing new from now on."""
         self.draining = True
         self.changed.notify_all()
 

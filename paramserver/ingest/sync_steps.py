@@ -192,7 +192,6 @@ class SyncSteps:
 
     @property
     def members(self) -> list[str]:
-        """Names of the live members."""
         return [name for name, place in self.places.items() if not place.leaving]
 
     @property
@@ -334,11 +333,9 @@ class SyncSteps:
         return replace(self, hold=self.hold.begin(self.released, last, job=bool(self.places)))
 
     def go_on(self) -> "SyncSteps":
-        """Hand out steps again."""
         return replace(self, hold=replace(self.hold, last=None, shut=False))
 
     def clear(self) -> "SyncSteps":
-        """Without any waiting push."""
         return replace(self, places={name: replace(place, waiting=()) for name, place in self.places.items()})._tidied()
 
     # --- parts of these --------------------------------------------------------------------------------------------------------

@@ -165,7 +165,6 @@ class WorkQueue:
             self._state.become(self._state.steps.clear())
 
     def clear(self) -> None:
-        """Forget everything."""
         self._queue.clear()
         self.forget_unfinished()
 

@@ -59,7 +59,6 @@ class SegmentHeader:
     previous_end: int
 
     def pack(self) -> bytes:
-        """Return the header's bytes."""
         head = _HEAD.pack(MAGIC, FORMAT_VERSION, HEADER_SIZE, self.number, self.nonce, self.previous_end, 0)[:-8]
         return head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head))
 

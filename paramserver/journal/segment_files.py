@@ -12,7 +12,6 @@ _SUFFIX = ".journal"
 
 
 def path_of(folder: Path, number: int) -> Path:
-    """Return the path of a segment."""
     return folder / f"{number:012d}{_SUFFIX}"
 
 

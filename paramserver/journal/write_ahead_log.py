@@ -83,7 +83,6 @@ class Journal:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all segments."""
         with self._lock:
             return sum(segment.end for segment in self._past) + self._current.written
 
@@ -245,7 +244,6 @@ class Journal:
         os.close(old.descriptor)
 
     def _begin(self, number: int, previous_end: int) -> _Current:
-        """Create a segment with its header."""
         header = SegmentHeader(number, int.from_bytes(os.urandom(8), "little"), previous_end)
         path = segment_files.path_of(self._folder, number)
         try:

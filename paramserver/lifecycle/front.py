@@ -89,7 +89,6 @@ class Front:
 
     @property
     def address(self) -> str:
-        """Where the shard is."""
         return self._listen if self._server is None else self._server.address
 
     def collect(self) -> "Iterable[Metric]":

@@ -36,7 +36,6 @@ class CheckedRows:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the arrays."""
         return self.ids.nbytes + self.rows.nbytes + self.versions.nbytes
 
     def take(self, which: NDArray[np.bool_] | slice) -> "CheckedRows":
@@ -119,7 +118,6 @@ class Push:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all parts."""
         return sum(part.ticket.size_bytes for part in self.parts)
 
     @property
@@ -153,7 +151,6 @@ class RowsWork:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the rows."""
         return self.rows.size_bytes
 
     def finish(self, n_existed: int) -> None:
@@ -181,5 +178,4 @@ class Batch:
 
     @property
     def n_rows(self) -> int:
-        """Rows of all tables."""
         return sum(len(rows.ids) for rows in self.tables)

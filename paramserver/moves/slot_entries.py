@@ -139,7 +139,6 @@ class GivenRows:
             return [found.entries for found in self._found.values()]
 
     def clear(self) -> None:
-        """Forget them."""
         with self._lock:
             self._slots, self._found, self._final = None, {}, False
 

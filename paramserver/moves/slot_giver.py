@@ -132,7 +132,6 @@ class SlotOffers:
             self._made = {}
 
     def page(self, request: SlotEntriesRequest) -> SlotEntriesReply:
-        """Answer a taker."""
         cluster_map = self._maps.cluster_map
         plan, version, start = cluster_map.plan, cluster_map.version, max(0, request.start)
         with self._lock:

@@ -52,7 +52,6 @@ class StartReport:
         self._waits = why, self._how_far()
 
     def done(self) -> None:
-        """Record that the shard serves."""
         self.enter("")
 
     @property

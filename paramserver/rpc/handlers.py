@@ -87,7 +87,6 @@ class Handlers:
         return HelloReply(incarnation, last, self._parts.config.servers.mode, self._parts.ingest.attendance.first_step(request.trainer))
 
     def bye(self, request: ByeRequest, deadline: Deadline) -> Empty:
-        """Let a trainer go."""
         self._parts.ingest.attendance.bye(request.trainer, request.incarnation)
         log.info("trainer %s left", request.trainer)
         return Empty()
@@ -109,7 +108,6 @@ class Handlers:
         return TableReply(self._parts.registry.create(table, exist_ok=request.exist_ok).to_dict())
 
     def get_table(self, request: TableRequest, deadline: Deadline) -> TableReply:
-        """Return a table's definition."""
         return TableReply(self._parts.registry.find(request.table).to_dict())
 
     def open_stream(self, requests: Iterator[bytes], require_seat: Callable[[str], None]) -> PushReceiver:
@@ -202,7 +200,6 @@ class Handlers:
         return ProgressReply(self._parts.engine.epoch, self._parts.engine.k)
 
     def status(self, request: Empty, deadline: Deadline) -> StatusReply:
-        """Say how the shard is doing."""
         parts = self._parts
         pending, lag_s = parts.ingest.backlog.n_and_age_s()
         cache = parts.tables.cache_budget

@@ -48,7 +48,6 @@ class MoveHandlers:
         self._parts, self._store, self._carrier, self._offers, self._look = parts, store, carrier, offers, look
 
     def begin(self, request: MoveRequest, deadline: Deadline) -> MoveStatusReply:
-        """Begin a plan."""
         carrier, now = self._on_shard_0(), self._store.nodes.cluster_map
         wanted = WantedMove(
             request.version,
@@ -71,16 +70,13 @@ class MoveHandlers:
         return self.status(Empty(), deadline)
 
     def abort(self, request: AbortMoveRequest, deadline: Deadline) -> MoveStatusReply:
-        """Take a plan back."""
         self._on_shard_0().abort(request.why or "an operator asked for it")
         return self.status(Empty(), deadline)
 
     def no_shard_move(self) -> AbstractContextManager[None]:
-        """See `MoveCarrier`."""
         return self._on_shard_0().no_shard_move()
 
     def status(self, request: Empty, deadline: Deadline) -> MoveStatusReply:
-        """Say how far a plan is."""
         cluster_map = self._store.nodes.cluster_map
         heard = self._on_shard_0().heard(cluster_map)
         told = [b"" if one is None else one.encode() for one in heard]

@@ -104,7 +104,6 @@ class AnswerQueue:
         return 0.0 if self._n_open or self._replies else time.monotonic() - self._quiet_since_s
 
     def close(self) -> None:
-        """The stream is gone."""
         with self._changed:
             self.closed = True
             self._changed.notify_all()

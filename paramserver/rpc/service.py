@@ -83,7 +83,6 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no types
         self.set_serving(False)
 
     def open(self, handlers: Handlers) -> None:
-        """Serve."""
         self._open_stream = handlers.open_stream
         self._verbs = _verbs(handlers)
         self.set_serving(True)

@@ -1,1 +1,1 @@
-"""A shard as a process of its own: its data folder, its threads, its log."""
+"""A shard as a process of its own: its data folder and its threads."""

@@ -38,7 +38,6 @@ class OwnedThread:
 
     @property
     def told_to_end(self) -> bool:
-        """Whether `stop` was called."""
         return self._told.is_set()
 
     def wait(self, pause_s: float) -> bool:

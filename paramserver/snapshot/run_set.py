@@ -164,7 +164,6 @@ class Runs:
         self._replace(self._manifest.with_runs(definition, (*runs[:first], *([entry] if entry else []))))
 
     def close(self) -> None:
-        """Close the files."""
         for descriptor, _ in self._open.values():
             os.close(descriptor)
         self._open.clear()

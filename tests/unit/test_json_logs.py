@@ -10,7 +10,7 @@ import pytest
 import kvemb
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import DRAINING, SHARDS, MovePlan
-from paramserver.shard_process.log_lines import LogLines
+from paramserver.__main__ import LogLines
 
 
 @pytest.fixture
