@@ -81,12 +81,13 @@ def measured(name: str) -> measure.Measured:
 
 def test_a_report_survives_json_and_prints_aligned(tmp_path: Path) -> None:
     section = report.Section({"store": "redis", "dim": 16}, [measured("Table.pull"), measured("peer")], ["A word."])
-    plain = report.Report("pull", [section], {"redis server": "redis 7"}).to_dict(["python", "-m", "benchmarks", "a b"])
+    plain = report.Report("pull", [section], {"redis server": "redis 7"}).to_dict(["python", "-m", "benchmarks", "a b"], 0.5)
     report.write_json(tmp_path / "r.json", plain)
     read = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
     assert read == json.loads(json.dumps(plain))
     assert read["command"] == "python -m benchmarks 'a b'"
     assert read["versions"]["redis server"] == "redis 7"
+    assert read["load"]["before"] == 0.5
     assert {"cpu", "cores", "kernel", "python"} <= set(read["machine"])
     text = report.as_text(read)
     assert text == report.as_text(plain)

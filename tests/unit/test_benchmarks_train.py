@@ -36,7 +36,7 @@ def test_the_ratio_is_taken_within_a_round_and_costs_are_per_row() -> None:
     assert ours.figures["elapsed"] == Spread(3, 3, 3)
     for name, per_row in (("operations/row", 2), ("calls/row", 0.5), ("server µs/row", 2), ("PS µs/row", 3), ("trainer µs/row", 1)):
         assert ours.figures[name].median == pytest.approx(per_row), name  # type: ignore[union-attr]
-    assert "TFRA" in as_text(Report("train", [Section({}, lines=[ours, tfra])]).to_dict(["x"]))
+    assert "TFRA" in as_text(Report("train", [Section({}, lines=[ours, tfra])]).to_dict(["x"], 0.0))
 
 
 def test_adam_on_the_rows_of_a_step_is_what_our_optimizer_gives() -> None:
