@@ -229,7 +229,7 @@ def test_a_step_inside_of_a_transformation_is_refused(cluster: MemoryCluster, tr
     ("change", "why"),
     [
         ({"tables": {}}, "mapping from feature"),
-        ({"tables": {"word": "word"}}, "kvemb tables"),
+        ({"tables": {"word": "word"}}, "a kvemb table"),
         ({"optimizer": 0.1}, "optax transformation"),
         ({"timeout_s": 0}, "timeout_s"),
         ({"max_unapplied": -1}, "max_unapplied"),

@@ -172,7 +172,7 @@ def test_examples_without_any_id_are_zeros_and_ask_for_nothing(way: str) -> None
     ("call", "why"),
     [
         (lambda table: kt.embedding_lookup(table, [1.5]), "ids must be integers, got float32"),
-        (lambda table: kt.embedding_lookup("word", [1]), "kvemb tables"),
+        (lambda table: kt.embedding_lookup("word", [1]), "a kvemb table"),
         (lambda table: kt.embedding_lookup(table, [-1]), "Most likely it is padding"),
         (lambda table: kt.embedding_lookup_sparse(table, [[1]], None), "SparseTensor or tf.RaggedTensor, got list"),
         (lambda table: kt.fused_embedding_lookup_sparse(table, []), "give a list of tables"),
