@@ -29,6 +29,7 @@ GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: spli
 # Arrays without axes: of a small batch, an operation with a NumPy scalar takes three times as long.
 _MUL_1: Final = np.array(0xBF58476D1CE4E5B9, np.uint64)
 _MUL_2: Final = np.array(0x94D049BB133111EB, np.uint64)
+_UNMUL_1, _UNMUL_2 = np.uint64(0x96DE1B173F119089), np.uint64(0x319642B2D24D8EC3)  # times the above: 1
 _SHIFT_30, _SHIFT_27, _SHIFT_31 = np.array(30, np.uint64), np.array(27, np.uint64), np.array(31, np.uint64)
 _BLOCK_WORDS: Final = 1 << 14  # 128 KiB per 8-byte buffer: a handful of them stay in a core's second-level cache.
 
@@ -77,6 +78,21 @@ def mix64_inplace(z: NDArray[np.uint64], scratch: NDArray[np.uint64]) -> None:
     np.multiply(z, _MUL_2, z)
     np.right_shift(z, _SHIFT_31, scratch)
     np.bitwise_xor(z, scratch, z)
+
+
+def unmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the words that `mix64` scrambles to these: uint64, a new array of the same shape.
+
+    Example:
+        >>> unmix64(mix64(np.array([0, 1, 2**64 - 1], np.uint64)))
+        array([                   0,                    1, 18446744073709551615], dtype=uint64)
+    """
+    z: NDArray[np.uint64] = x ^ x >> np.uint64(31) ^ x >> np.uint64(62)
+    z *= _UNMUL_2
+    z ^= z >> np.uint64(27) ^ z >> np.uint64(54)
+    z *= _UNMUL_1
+    z ^= z >> np.uint64(30) ^ z >> np.uint64(60)
+    return z
 
 
 def digest64(*parts: str | bytes | int) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.hashing import digest64
+from kvemb.arrays.key_order import MOST_GROUPED_IDS, SLOT_SHIFT, KeyOrder
 from kvemb.arrays.rounding import storage_dtype
 from kvemb.errors import InvalidInputError, TableMismatchError
 from kvemb.init import ALGORITHM_VERSION, Initializer
@@ -175,6 +176,29 @@ class TableDef:
             return Placement(N_SLOTS, self.pages.rows_per_page)
         assert self.n_buckets is not None
         return Placement(self.n_buckets)
+
+    @cached_property
+    def order(self) -> KeyOrder:
+        """The order in which a shard lists the table's rows: slot after slot, and page after page."""
+        return KeyOrder(self.placement.ids_per_group if self._is_slot_major else 1)
+
+    @property
+    def _is_slot_major(self) -> bool:
+        return self.num_ids is None or self.num_ids <= MOST_GROUPED_IDS
+
+    def key_ranges(self, slots: NDArray[np.bool_]) -> list[tuple[int, int]]:
+        """Return the ranges of keys (of `order`) where all rows of some slots are, each from its first key to the one behind its last.
+
+        Rows of other slots lie there only where a table has more than 2**50 ids: then it is the whole range.
+
+        Args:
+            slots: bool [16384], which.
+        """
+        if not self._is_slot_major:
+            return [(0, 1 << 64)] if slots.any() else []
+        n_each = max(1, N_SLOTS // self.placement.n_groups)  # slots from one that may have rows to the next
+        edges = np.flatnonzero(np.diff(np.repeat(slots[::n_each], n_each), prepend=False, append=False))  # where a run begins, and ends
+        return [(first << SLOT_SHIFT, end << SLOT_SHIFT) for first, end in edges.reshape(-1, 2).tolist()]
 
     def shown_id(self, row_id: int) -> int:
         """Return an id as its caller wrote it: negative where the table's ids are signed."""
