@@ -6,10 +6,14 @@ several buckets at once when few remain: for a batch of a thousand ids the numbe
 What must not live here: anything that changes a table.
 """
 
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.hashing import digest64, mix64_inplace
+from kvemb.arrays.hashing import KeyOrder
 
 Ids = NDArray[np.uint64]
 Words = NDArray[np.uint64]
@@ -19,27 +23,85 @@ WIDTH = 8  # places of a bucket: their tags are one word
 LAST_TAKEN = np.uint64((1 << 56) - 1)  # the word of tags of a full bucket is above
 _FEW = 2048  # ids that are looked for in several buckets at once, and how many buckets that may be in all
 _FEWEST_NEXT, _NEXT_BUCKETS = 4, np.arange(16)
-# Shards are chosen by mix64(id) itself: without a key of its own, a shard's ids would all begin in the same part of its index.
-_KEY = np.uint64(digest64("row index"))
 _1, _7, _32, _255 = (np.uint64(n) for n in (1, 7, 32, 255))
 _EVERY_01, _EVERY_7F = np.uint64(0x0101_0101_0101_0101), np.uint64(0x7F7F_7F7F_7F7F_7F7F)
+_HASH_BITS = 32  # of a hash, those that say where a row's bucket is
+_CELL_BUCKETS = 4  # on average, at least
+_MOST_CELL_BITS = 14  # a cell is a slot, or several: a shard has all rows of a slot, or none
+_NEARLY_ALL = 15 / 16
 
 
-def home(ids: Ids, n_buckets: int) -> tuple[Places, NDArray[np.uint64]]:
-    """Return the bucket where each id's probes begin, ascending with the hash (int64 [n]), and its tag, 1 to 255 (uint64 [n])."""
-    hashes, scratch = ids ^ _KEY, np.empty_like(ids)
-    mix64_inplace(hashes, scratch)
-    tags = np.maximum(np.bitwise_and(hashes, _255, out=scratch), _1, out=scratch)
-    hashes >>= _32  # the upper half, from 0 to 2**32 - 1; times n_buckets / 2**32 it is the bucket
-    hashes *= np.uint64(n_buckets)  # below 2**64: a table has fewer than 2**32 buckets
-    hashes >>= _32
-    return hashes.view(np.int64), tags
+@dataclass(frozen=True, eq=False)
+class Homes:
+    """Says in which bucket the probes for an id begin: buckets ascend with the hashes, so that a range of hashes is a range of the table.
+
+    A shard has the rows of some slots alone, which are ranges of hashes. So hashes are cut into cells, and only cells with rows have
+    buckets, all equally many; without `starts` all have.
+
+    Args:
+        order: of the ids.
+        n_buckets: of the table.
+        starts: uint64 [cells], where each cell's buckets begin; in units of 2**-32 buckets, as `steps`.
+        steps: uint64 [cells], from one hash of the cell to the next; 0 where it has no buckets.
+    """
+
+    order: KeyOrder
+    n_buckets: int
+    starts: Words | None = None
+    steps: Words | None = None
+
+    @staticmethod
+    def made_for(order: KeyOrder, n_buckets: int, ids: Iterable[Ids]) -> "Homes":
+        """Spread ids over a table: blocks of uint64 [n] each."""
+        bits = min(_MOST_CELL_BITS, (n_buckets // _CELL_BUCKETS).bit_length() - 1)
+        used = np.zeros(1 << bits, bool)
+        for some in ids:
+            used[order.hashes(some) >> np.uint64(64 - bits)] = True
+        n_used = int(np.count_nonzero(used))
+        if not n_used or n_used >= _NEARLY_ALL * len(used):
+            return Homes(order, n_buckets)
+        width = (n_buckets << _HASH_BITS) // n_used
+        before = np.cumsum(used, dtype=np.uint64) - used  # uint64 [cells]: so many cells before it have rows
+        starts = np.minimum(before * np.uint64(width), np.uint64((n_buckets << _HASH_BITS) - 1))
+        return Homes(order, n_buckets, starts, used * np.uint64(width >> (_HASH_BITS - bits)))
+
+    def of(self, hashes: Words) -> tuple[Places, Words]:
+        """Return the bucket of each hash (int64 [n]), and its tag, 1 to 255 (uint64 [n]); the hashes are overwritten."""
+        tags = np.bitwise_and(hashes, _255)
+        np.maximum(tags, _1, out=tags)
+        hashes >>= _32  # the upper half, from 0 to 2**32 - 1
+        if self.starts is None or self.steps is None:
+            hashes *= np.uint64(self.n_buckets)  # below 2**64: a table has fewer than 2**32 buckets
+        else:
+            bits = _HASH_BITS - (len(self.steps) - 1).bit_length()  # of a hash within its cell
+            cells = hashes >> np.uint64(bits)
+            hashes &= np.uint64((1 << bits) - 1)
+            hashes *= self.steps.take(cells, mode="clip")
+            hashes += self.starts.take(cells, mode="clip")
+        hashes >>= _32
+        return hashes.view(np.int64), tags
+
+    def bucket(self, hash_: int) -> int:
+        """Return the bucket of one hash, [0, 2**64)."""
+        return int(self.of(np.array([hash_], np.uint64))[0][0])
+
+    def first_hash(self, bucket: int) -> int:
+        """Return the first hash, of those with 32 zeros at their end, whose bucket is this one or above; 2**64 where there is none."""
+        return bisect_left(range(1 << _HASH_BITS), bucket, key=lambda upper: self.bucket(upper << _HASH_BITS)) << _HASH_BITS
+
+    def n_strange(self, hashes: Words) -> int:
+        """Count the hashes whose cells have no buckets: they crowd in the one where the next cell's begin."""
+        if self.steps is None:
+            return 0
+        cells = hashes >> np.uint64(64 - (len(self.steps) - 1).bit_length())
+        return len(cells) - int(np.count_nonzero(self.steps.take(cells)))
 
 
-def probe(tag_words: Words, pairs: Words, ids: Ids) -> tuple[Places, Places]:
+def probe(homes: Homes, tag_words: Words, pairs: Words, ids: Ids) -> tuple[Places, Places]:
     """Look for n unique ids.
 
     Args:
+        homes: of the table.
         tag_words: uint64 [buckets], the tags of the 8 places of each bucket, the first in the lowest byte; 0 for a place that is empty.
         pairs: uint64 [2 * 8 * buckets], id and version of each place, one behind the other.
         ids: uint64 [n].
@@ -47,7 +109,7 @@ def probe(tag_words: Words, pairs: Words, ids: Ids) -> tuple[Places, Places]:
     Returns:
         The place that holds each id, -1 for none, and the bucket where its probes end: int64 [n] each.
     """
-    buckets, tags = home(ids, len(tag_words))
+    buckets, tags = homes.of(homes.order.hashes(ids))
     tags *= _EVERY_01  # uint64 [n]: the tag in each of the 8 bytes
     words = tag_words.take(buckets, mode="clip")
     alike = zero_bytes(words ^ tags)  # uint64 [n]: a bit for each place of the bucket whose tag is the id's

@@ -1,4 +1,4 @@
-"""64-bit mixing, digests and the counter generator that initial rows and stochastic rounding draw from.
+"""64-bit mixing, digests, the order of rows, and the counter generator that initial rows and stochastic rounding draw from.
 
 Pure integer arithmetic: the same bits on every CPU, platform and NumPy version. What must not live here: anything that
 knows tables, records or stores, and anything that rounds.
@@ -11,6 +11,7 @@ function is stateless, hence thread- and fork-safe.
 import hashlib
 import operator
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -211,3 +212,62 @@ def _hash_text(text: object) -> int:
     if not isinstance(text, str):
         raise InvalidInputError(f"strings must hold only str, got {text!r} ({type(text).__name__})")
     return xxhash.xxh64_intdigest(_utf8(text), seed=0)
+
+
+SLOT_SHIFT = 50
+"""Bits of a key below the slot."""
+MOST_GROUPED_IDS = 1 << SLOT_SHIFT
+_BELOW = np.uint64(MOST_GROUPED_IDS - 1)
+
+
+@dataclass(frozen=True)
+class KeyOrder:
+    """The order in which a table's rows are listed, in memory and on disk: by keys of 64 bits, each of which is one id's.
+
+    A key's upper 14 bits are the id's slot (`kvemb.schema.slots`; a table of fewer groups has them in ranges of slots). So the rows of a
+    slot, and of a bucket, lie side by side.
+
+    A key is the mixed id; where neighbouring ids share a page, the slot, and then the id itself.
+
+    Args:
+        ids_per_group: so many neighbouring ids are mixed as one; above 1, every id is below 2**50.
+
+    Example:
+        >>> order, ids = KeyOrder(2), np.array([0, 1, 2, 3], np.uint64)
+        >>> keys = order.keys(ids)
+        >>> (keys >> np.uint64(SLOT_SHIFT)).tolist(), order.ids(keys).tolist()
+        ([0, 0, 5540, 5540], [0, 1, 2, 3])
+    """
+
+    ids_per_group: int = 1
+
+    def keys(self, ids: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Return the key of each id: uint64 [n]."""
+        if self.ids_per_group == 1:
+            return mix64(ids)
+        return self._slots_of(ids) | ids
+
+    def ids(self, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Return the id of each key: uint64 [n]."""
+        return unmix64(keys) if self.ids_per_group == 1 else keys & _BELOW
+
+    @property
+    def grain(self) -> int:
+        """Rows whose keys are in one range of so many, aligned, have hashes in that range, and no others do."""
+        return 1 if self.ids_per_group == 1 else 1 << SLOT_SHIFT
+
+    def hashes(self, ids: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Return a hash of each id for a table in memory, evenly spread within its slot: uint64 [n], a new array.
+
+        Slots have the same order by hash as by key, so that rows in a range of keys are found in a range of the table. Within a slot the
+        order by key may be another: ids that share a page would be crowded there.
+        """
+        hashes = ids.copy()
+        mix64_inplace(hashes, np.empty_like(hashes))
+        if self.ids_per_group == 1:
+            return hashes
+        hashes >>= np.uint64(64 - SLOT_SHIFT)
+        return self._slots_of(ids) | hashes
+
+    def _slots_of(self, ids: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        return mix64(ids // np.uint64(self.ids_per_group)) & ~_BELOW

@@ -114,7 +114,7 @@ class RecordCache:
         self._live[places] = True
         if found is None or found.ids is not ids:
             found = self._places.find(ids)
-        self._places.put_at(found.take(new), (places + 1).view(np.uint64))
+        self._places.set_at(found.take(new), (places + 1).view(np.uint64))
         self._set(places, records, tokens, new)
         self._used[places] = False  # a row seen once is the first to go: a pass over cold rows does not drive out the hot ones
 

@@ -7,12 +7,14 @@ the (id, version) pairs every place has a tag of 8 bits of the id's hash, 0 wher
 (`kvemb.arrays.hash_probe`). All operations take batches of unique ids, a block at a time: the results of one step are still in the
 processor's cache for the next. There is no loop over rows.
 
+Rows lie in the order of their keys (`kvemb.arrays.hashing.KeyOrder`), or nearly. So they are listed in that order, a portion at a time, at
+the price of that portion alone, whatever comes, goes or moves between two portions.
+
 Memory is 17 bytes a place. Between _MAX_LOAD / _GROWTH and _MAX_LOAD of the places are taken. So a row costs 20 to 23.7 bytes from about a
-thousand rows on, at any number of them. Growth happens in place, a window of the table at a time. A larger table keeps the order of the
-hashes, so every row moves up, and the last go first. Where the system can extend an allocation (Linux remaps its pages) the peak is the new
-size and a few MB. Elsewhere it is the old and the new size, while the pairs are copied over. A row that came early is moved about 1 /
-(_GROWTH - 1) times in all. Putting rows one small batch after the other into a table that grows takes about three times as long as putting
-them all at once.
+thousand rows on, at any number of them. Growth happens in place: the rows are pushed together at the beginning, and then spread out again,
+the last ones first. Where the system can extend an allocation (Linux remaps its pages) the peak is the new size and a few MB. Elsewhere it
+is the old and the new size, while the pairs are copied over. A row that came early is moved about 1 / (_GROWTH - 1) times in all. Putting
+rows one small batch after the other into a table that grows takes about three times as long as putting them all at once.
 
 An erased id keeps its place until the next growth (a bucket that was full must stay so), and gets it back when put again. Erasing alone
 gives no memory back. Not thread-safe; its users hold the lock.
@@ -24,18 +26,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.hash_probe import WIDTH, Ids, Places, home, probe, zero_bytes
+from kvemb.arrays.hash_probe import LAST_TAKEN, WIDTH, Homes, Ids, Places, probe, zero_bytes
+from kvemb.arrays.hashing import KeyOrder
 
 Versions = NDArray[np.uint64]
 
 _ERASED = np.uint64(0xFFFF_FFFF_FFFF_FFFF)  # as a version: epoch and k both at their very end, which no shard reaches
-HASHES = 1 << 32
-"""The whole of an index, for `RowIndex.between`."""
+END = 1 << 64
+"""Behind the last key."""
 _MIN_BUCKETS = 128
 _MAX_LOAD = 0.85
 _GROWTH = 1.18
 _BLOCK_ROWS = 1 << 16
-_WINDOW_BUCKETS = 1 << 13
+_WINDOW_ROWS = 1 << 16
+_MOST_STRANGE, _STRANGE_SHARE = 1024, 1 / 1024  # rows that may crowd in few buckets, and of all rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +74,7 @@ class RowIndex:
 
     Args:
         growth: how much larger a full table gets; the more, the more memory a row takes, and the less often it is moved.
+        order: in which rows are listed.
 
     Example:
         >>> index = RowIndex()
@@ -82,11 +87,12 @@ class RowIndex:
         array([3, 3], dtype=uint64)
     """
 
-    def __init__(self, growth: float = _GROWTH) -> None:
+    def __init__(self, growth: float = _GROWTH, order: KeyOrder = KeyOrder()) -> None:  # noqa: B008 (frozen)
         self._growth = growth
+        self._homes = Homes(order, _MIN_BUCKETS)
         self._tags = np.zeros(_MIN_BUCKETS, np.uint64)  # of the 8 places of each bucket, the first in the lowest byte
         self._pairs = np.zeros(2 * WIDTH * _MIN_BUCKETS, np.uint64)  # id and version of each place, one behind the other
-        self._n_rows = self._n_used = 0
+        self._n_rows = self._n_used = self._n_strange = 0
         self._layout = 0  # rises when an id gets a place, or another place
 
     def __len__(self) -> int:
@@ -100,8 +106,8 @@ class RowIndex:
     def get(self, ids: Ids) -> Versions:
         """Return each id's version, 0 where it does not exist: uint64 [n]."""
         if len(ids) <= _BLOCK_ROWS:
-            return self._versions(self._find(ids)[0])
-        return np.concatenate([self._versions(self._find(ids[block])[0]) for block in _blocks(len(ids))])
+            return self._versions(self.find(ids).places)
+        return np.concatenate([self.get(ids[block]) for block in _blocks(len(ids))])
 
     def put(self, ids: Ids, versions: Versions) -> None:
         """Set the versions of n unique ids, known or new.
@@ -114,37 +120,34 @@ class RowIndex:
         for block in _blocks(len(ids)):
             self._put(self.find(ids[block]), versions[block], ids[block.start :])
 
-    def make_room(self, n_more: int) -> None:
-        """Grow now, so that n more rows can be put without that."""
-        if self._n_used + n_more > _MAX_LOAD * WIDTH * len(self._tags):
-            self._rebuild(n_more)
+    def make_room(self, ids: Ids) -> None:
+        """Grow now, so that n more rows can be put without that: uint64 [n]."""
+        if self._n_used + len(ids) > _MAX_LOAD * WIDTH * len(self._tags) or self._would_crowd(ids):
+            self._rebuild(len(ids), ids)
 
     def find(self, ids: Ids) -> IndexLookup:
         """Look n unique ids up, for `at` and `set_at`; the array is kept, 16 bytes a row beside it."""
         if len(ids) <= _BLOCK_ROWS:
-            return IndexLookup(ids, *self._find(ids), self._layout)
-        places, buckets = zip(*(self._find(ids[block]) for block in _blocks(len(ids))), strict=True)
-        return IndexLookup(ids, np.concatenate(places), np.concatenate(buckets), self._layout)
+            return IndexLookup(ids, *probe(self._homes, self._tags, self._pairs, ids), self._layout)
+        blocks = [self.find(ids[block]) for block in _blocks(len(ids))]
+        places, buckets = (np.concatenate([getattr(one, name) for one in blocks]) for name in ("places", "buckets"))
+        return IndexLookup(ids, places, buckets, self._layout)
 
     def at(self, found: IndexLookup) -> Versions:
         """Return the versions that ids have now, 0 where one does not exist: uint64 [n]."""
         return self._versions(self._still(found).places)
 
-    def set_at(self, found: IndexLookup, version: int) -> None:
-        """Set the version of n ids, known or new, to this one, neither 0 nor 2**64 - 1."""
-        assert 0 < version < int(_ERASED)
-        self._put(self._still(found), np.full(len(found.ids), version, np.uint64), found.ids)
-
-    def put_at(self, found: IndexLookup, versions: Versions) -> None:
-        """Set the versions of n ids, known or new, each neither 0 nor 2**64 - 1: `put` of ids that were looked up."""
-        assert not ((versions == 0) | (versions == _ERASED)).any()
-        self._put(self._still(found), versions, found.ids)
+    def set_at(self, found: IndexLookup, versions: Versions | int) -> None:
+        """Set the versions of n ids that were looked up, known or new: one for all, or uint64 [n], none of them 0 or 2**64 - 1."""
+        each = np.full(len(found.ids), versions, np.uint64)
+        assert not ((each == 0) | (each == _ERASED)).any()
+        self._put(self._still(found), each, found.ids)
 
     def erase(self, ids: Ids) -> int:
         """Forget n unique ids; return how many of them existed."""
         n_rows = self._n_rows
         for block in _blocks(len(ids)):
-            places = self._find(ids[block])[0]
+            places = self.find(ids[block]).places
             at = 2 * places[places >= 0] + 1  # where the versions of the known ids stand among the pairs
             self._n_rows -= int(np.count_nonzero(self._pairs[at] != _ERASED))
             self._pairs[at] = _ERASED
@@ -154,58 +157,47 @@ class RowIndex:
         """Return copies of all ids and their versions, in no particular order."""
         return self._rows(slice(0, len(self._tags)))
 
-    def since(self, version: int) -> tuple[Ids, Versions]:
-        """Return copies of the ids whose version is this one or above, and of their versions, in no particular order.
+    def portion(self, low: int, high: int = END, n_rows: int = _BLOCK_ROWS, *, above: int = 0) -> tuple[Ids, Versions, int]:
+        """Return the first rows of a range of keys, in the order of their keys, and the key where the next portion begins.
+
+        Whoever takes one portion after the other gets every row that is there all the time exactly once, and any other once or not at all.
+
+        Args:
+            low, high: the range, without `high`: 0 to END is all.
+            n_rows: about so many, erased ones counted; of a table in pages the rows of a slot at least.
+            above: only rows whose version is above this one are returned.
 
         Example:
-            >>> index = RowIndex()
-            >>> index.put(np.array([7, 8, 9], np.uint64), np.array([3, 1, 2], np.uint64))
-            >>> sorted(index.since(2)[0].tolist())
-            [7, 9]
+            >>> index, ids = RowIndex(), np.arange(5, dtype=np.uint64)
+            >>> index.put(ids, ids + np.uint64(1))
+            >>> index.portion(0, above=3)
+            (array([3, 4], dtype=uint64), array([4, 5], dtype=uint64), 18446744073709551616)
         """
-        pairs = self._pairs.reshape(-1, 2)  # [places, 2]: id and version
-        at = np.flatnonzero(pairs[:, 1] >= np.uint64(version))  # an empty place may have kept anything, see `_rebuild`
-        at = at[(self._tags.view(np.uint8)[at] != 0) & (pairs[at, 1] != _ERASED)]
-        return pairs[at, 0], pairs[at, 1]
+        grain, n_buckets = max(self._homes.order.grain, 1 << 32), len(self._tags)
+        first = self._homes.bucket(low // grain * grain)
+        next_ = self._homes.first_hash(first + max(1, n_rows * n_buckets // max(1, self._n_used)))
+        next_ = min(high, END, max(next_, low + 1) + -max(next_, low + 1) % grain)
+        ids, versions = self._rows_from(first, self._homes.bucket(next_ - 1), above)
+        keys = self._homes.order.keys(ids)
+        inside = keys >= np.uint64(low)
+        inside &= keys <= np.uint64(next_ - 1)
+        rows = np.flatnonzero(inside)
+        rows = rows[np.argsort(keys[rows])]
+        return ids[rows], versions[rows], next_
 
-    def between(self, low: int, high: int) -> Ids:
-        """Return the ids whose places are in one part of the table, in no particular order: 0 to HASHES is all of it.
-
-        Parts side by side have every id once. They still do when the table has grown in between, but for the few ids that found no room
-        in their own bucket.
-
-        Example:
-            >>> index = RowIndex()
-            >>> index.put(np.arange(100, dtype=np.uint64), np.ones(100, np.uint64))
-            >>> len(index.between(0, HASHES // 3)) + len(index.between(HASHES // 3, HASHES))
-            100
-        """
-        n = len(self._tags)
-        return self._rows(slice(*(min(at, HASHES) * n // HASHES for at in (low, high))))[0]
-
-    def sorted_ids(self, after: int, first: bool, limit: int) -> Ids:
-        """Return at most `limit` ids in ascending order, from `after` on: inclusive when `first`, otherwise the ones behind it.
-
-        Example:
-            >>> index = RowIndex()
-            >>> index.put(np.array([5, 3, 9], np.uint64), np.ones(3, np.uint64))
-            >>> index.sorted_ids(0, True, 2), index.sorted_ids(5, False, 2)
-            (array([3, 5], dtype=uint64), array([9], dtype=uint64))
-        """
-        ids = self.arrays()[0]
-        ids = ids[ids >= np.uint64(after)] if first else ids[ids > np.uint64(after)]
-        if len(ids) > limit:
-            ids = np.partition(ids, limit - 1)[:limit]
-        return np.sort(ids)
+    def some(self, limit: int, start: float) -> Ids:
+        """Return at most `limit` ids, those of buckets at equal distances, in no particular order: other ones with each start, [0, 1)."""
+        stride = max(1, self._n_used // limit)
+        buckets = np.arange(int(start * stride), len(self._tags), stride)
+        tags, pairs = self._tags[buckets].view(np.uint8), self._pairs.reshape(-1, WIDTH, 2)[buckets].reshape(-1, 2)
+        ids: Ids = pairs[(tags != 0) & (pairs[:, 1] != _ERASED), 0]
+        return ids[:limit]
 
     # --- looking ----------------------------------------------------------------------------------------------------------------
 
     def _still(self, found: IndexLookup) -> IndexLookup:
         """Return `found`, looked up again if the index's layout has changed. Erasing does not change it: erased ids keep their places."""
         return found if found.layout == self._layout else self.find(found.ids)
-
-    def _find(self, ids: Ids) -> tuple[Places, Places]:
-        return probe(self._tags, self._pairs, ids)
 
     def _versions(self, places: Places) -> Versions:
         versions = self._pairs.take(2 * places + 1, mode="clip")  # [n]: of an id without a place some other's
@@ -214,22 +206,34 @@ class RowIndex:
         versions[none] = 0
         return versions
 
-    def _rows(self, buckets: slice) -> tuple[Ids, Versions]:
-        """Return copies of the ids and versions in some buckets."""
+    def _rows(self, buckets: slice, above: int = 0) -> tuple[Ids, Versions]:
+        """Return copies of the ids and versions in some buckets, of the versions above one."""
         pairs = self._pairs.reshape(-1, 2)[buckets.start * WIDTH : buckets.stop * WIDTH]
         live = self._tags[buckets].view(np.uint8) != 0  # bool [places of these buckets]: holds an id that is not erased
         live &= pairs[:, 1] != _ERASED
+        if above:
+            live &= pairs[:, 1] > np.uint64(above)
         return pairs[live, 0], pairs[live, 1]
+
+    def _rows_from(self, first: int, last: int, above: int) -> tuple[Ids, Versions]:
+        """Return the ids whose probes begin in these buckets, others among them: they lie as far as the first bucket with room behind."""
+        stop, n = last, len(self._tags)
+        while self._tags[stop % n] > LAST_TAKEN and stop < last + n:
+            stop += 1
+        parts = [self._rows(slice(first, min(stop + 1, n)), above), self._rows(slice(0, max(0, min(stop + 1 - n, first))), above)]
+        ids, versions = zip(*parts, strict=True)
+        return np.concatenate(ids), np.concatenate(versions)
 
     # --- changing ---------------------------------------------------------------------------------------------------------------
 
     def _put(self, found: IndexLookup, versions: Versions, all_ids: Ids) -> None:
         """Set versions; `all_ids` are these and others that will be put next, for which a rebuild makes room as well."""
         new = np.flatnonzero(found.places < 0)
-        if self._n_used + len(new) > _MAX_LOAD * WIDTH * len(self._tags):
+        crowded = self._homes.starts is not None and self._would_crowd(found.ids[new])
+        if self._n_used + len(new) > _MAX_LOAD * WIDTH * len(self._tags) or crowded:
             # Erased ids lose their places in a rebuild: those among the ids to be put need room like new ones.
             sure = self._n_used == self._n_rows and len(all_ids) == len(found.ids)  # nothing is erased, and all were looked up
-            self._rebuild(len(new) if sure else int(np.count_nonzero(self.get(all_ids) == 0)))
+            self._rebuild(len(new) if sure else int(np.count_nonzero(self.get(all_ids) == 0)), all_ids)
             found = self.find(found.ids)
             new = np.flatnonzero(found.places < 0)
         known = found.places >= 0 if len(new) else slice(None)
@@ -246,7 +250,7 @@ class RowIndex:
 
         Several ids may claim one empty place in a round: all write, the one that is found there afterwards has won.
         """
-        tags, every_tag = home(ids, 1)[1].astype(np.uint8), self._tags.view(np.uint8)
+        tags, every_tag = self._homes.of(self._homes.order.hashes(ids))[1].astype(np.uint8), self._tags.view(np.uint8)
         self._n_used += len(ids)
         self._layout += 1
         while len(ids):
@@ -264,25 +268,52 @@ class RowIndex:
             lost = np.flatnonzero(~won)
             ids, versions, tags, buckets = ids[lost], versions[lost], tags[lost], buckets[lost]
 
-    def _rebuild(self, n_more: int) -> None:
-        """Make room for n_more rows, or give up room that erased ids took; their places become free."""
+    def _would_crowd(self, new: Ids) -> bool:
+        """Count new ids for which the table has no buckets, with those before; return whether they are too many."""
+        self._n_strange += self._homes.n_strange(self._homes.order.hashes(new))
+        return self._n_strange > max(_MOST_STRANGE, _STRANGE_SHARE * self._n_rows)
+
+    def _rebuild(self, n_more: int, coming: Ids) -> None:
+        """Make room for n_more rows, or give up room that erased ids took; their places become free.
+
+        Args:
+            n_more: rows.
+            coming: uint64 [m], ids that will be put, known or not.
+        """
         self._layout += 1
         n_old, n_new = len(self._tags), max(_MIN_BUCKETS, int((self._n_rows + n_more) * (self._growth / _MAX_LOAD / WIDTH)) + 1)
         self._resize(max(n_old, n_new))
-        starts = range(0, n_old, _WINDOW_BUCKETS)
-        self._n_used, late = 0, [self._rows(slice(0, 0))]
-        for start in reversed(starts) if n_new > n_old else starts:
-            window = slice(start, min(start + _WINDOW_BUCKETS, n_old))
-            ids, versions = self._rows(window)
-            self._tags[window] = 0
-            late.append(self._fill(ids, versions, slice(window.start * n_new // n_old, window.stop * n_new // n_old), n_new))
+        self._push_together(n_old)
+        pairs, blocks = self._pairs.reshape(-1, 2), range(0, self._n_rows, _WINDOW_ROWS)
+        listed = [*(pairs[at : min(at + _WINDOW_ROWS, self._n_rows), 0] for at in blocks), coming]
+        self._homes = Homes.made_for(self._homes.order, n_new, listed)
+        self._n_used = self._n_strange = 0
+        late, end = [self._rows(slice(0, 0))], n_new
+        for start in reversed(blocks):  # rows before `start` are still pushed together, places from `end` on are filled
+            ids, versions = pairs[start : min(start + _WINDOW_ROWS, self._n_rows)].T.copy()
+            end, some = self._fill(ids, versions, slice(-(-start // WIDTH), end))
+            late.append(some)
+        del pairs, listed  # views: see `_resize`
         self._resize(n_new)
         late_ids = np.concatenate([ids for ids, _ in late])
-        self._insert(late_ids, np.concatenate([versions for _, versions in late]), self._find(late_ids)[1])
+        self._insert(late_ids, np.concatenate([versions for _, versions in late]), self.find(late_ids).buckets)
 
-    def _fill(self, ids: Ids, versions: Versions, window: slice, n_buckets: int) -> tuple[Ids, Versions]:
-        """Put rows into empty buckets, in the order of their hashes; return the few that belong elsewhere or find no room there."""
-        buckets, tags = home(ids, n_buckets)  # [n] each
+    def _push_together(self, n_buckets: int) -> None:
+        """Move all rows to the first places, in the order in which they lie, and clear all tags."""
+        pairs, n = self._pairs.reshape(-1, 2), 0
+        for start in range(0, n_buckets, _WINDOW_ROWS // WIDTH):
+            ids, versions = self._rows(slice(start, min(start + _WINDOW_ROWS // WIDTH, n_buckets)))
+            pairs[n : n + len(ids), 0], pairs[n : n + len(ids), 1] = ids, versions
+            n += len(ids)
+        self._tags[:] = 0
+
+    def _fill(self, ids: Ids, versions: Versions, window: slice) -> tuple[int, tuple[Ids, Versions]]:
+        """Put rows into empty buckets, in the order of their hashes.
+
+        Returns:
+            The first bucket taken, and the few rows that belong elsewhere or find no room there.
+        """
+        buckets, tags = self._homes.of(self._homes.order.hashes(ids))  # [n] each
         rows = np.argsort(buckets, kind="stable")  # they are nearly in order, which makes this kind fast
         buckets = buckets[rows]
         first, last = np.searchsorted(buckets, (window.start, window.stop))
@@ -295,7 +326,7 @@ class RowIndex:
         self._tags.view(np.uint8)[at] = tags[these]
         self._n_used += n_fit
         others = np.concatenate([rows[:first], rows[first + n_fit :]])
-        return ids[others], versions[others]
+        return int(buckets[first]) if n_fit else window.stop, (ids[others], versions[others])
 
     def _resize(self, n_buckets: int) -> None:
         # refcheck counts references that are none to the memory; views of these two arrays never outlive a method.

@@ -225,7 +225,7 @@ class StepReply(Message):
 
 @dataclass(frozen=True, eq=False)
 class IdsRequest(Message):
-    """List a table's ids in ascending order, from the first id after `after` (inclusive when `first`), at most `limit`."""
+    """List a table's ids in the order of their keys, from the first one after the id `after` (inclusive when `first`), at most `limit`."""
 
     table: str
     first: bool
@@ -235,7 +235,7 @@ class IdsRequest(Message):
 
 @dataclass(frozen=True, eq=False)
 class IdsReply(Message):
-    """Ids in ascending uint64 order as raw '<u8' bytes; fewer than the limit = the end."""
+    """Ids as raw '<u8' bytes, in the order of their keys (`TableDef.order`); fewer than the limit = the end."""
 
     ids: bytes
 

@@ -13,8 +13,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.hashing import digest64
-from kvemb.arrays.key_order import MOST_GROUPED_IDS, SLOT_SHIFT, KeyOrder
+from kvemb.arrays.hashing import MOST_GROUPED_IDS, SLOT_SHIFT, KeyOrder, digest64
 from kvemb.arrays.rounding import storage_dtype
 from kvemb.errors import InvalidInputError, TableMismatchError
 from kvemb.init import ALGORITHM_VERSION, Initializer
@@ -180,11 +179,7 @@ class TableDef:
     @cached_property
     def order(self) -> KeyOrder:
         """The order in which a shard lists the table's rows: slot after slot, and page after page."""
-        return KeyOrder(self.placement.ids_per_group if self._is_slot_major else 1)
-
-    @property
-    def _is_slot_major(self) -> bool:
-        return self.num_ids is None or self.num_ids <= MOST_GROUPED_IDS
+        return KeyOrder(self.placement.ids_per_group if (self.num_ids or 0) <= MOST_GROUPED_IDS else 1)
 
     def key_ranges(self, slots: NDArray[np.bool_]) -> list[tuple[int, int]]:
         """Return the ranges of keys (of `order`) where all rows of some slots are, each from its first key to the one behind its last.
@@ -194,7 +189,7 @@ class TableDef:
         Args:
             slots: bool [16384], which.
         """
-        if not self._is_slot_major:
+        if (self.num_ids or 0) > MOST_GROUPED_IDS:
             return [(0, 1 << 64)] if slots.any() else []
         n_each = max(1, N_SLOTS // self.placement.n_groups)  # slots from one that may have rows to the next
         edges = np.flatnonzero(np.diff(np.repeat(slots[::n_each], n_each), prepend=False, append=False))  # where a run begins, and ends

@@ -54,9 +54,11 @@ class OtherNodes(Protocol):
 
     Attributes:
         written: whether rows are written there, too; otherwise they are only erased there.
+        slots: bool [16384], those that have another node, one that stays in the cluster.
     """
 
     written: bool
+    slots: NDArray[np.bool_]
 
     def has(self, keys: RowKeys) -> NDArray[np.bool_]:
         """Return which keys have another node, one that stays in the cluster: bool [n]. The calls below take such keys alone."""

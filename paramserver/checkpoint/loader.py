@@ -243,9 +243,9 @@ class Loader:
         self._done, self._rows = 0, sum(state.n_rows for state in states)
         try:
             for state in states:
-                ids, step = np.sort(state.arrays()[0]), max(1, unconditional_writer.BLOCK_BYTES // state.definition.record.size_bytes)
-                for at in range(0, len(ids), step):
-                    some = ids[at : at + step]
+                step = max(1, unconditional_writer.BLOCK_BYTES // state.definition.record.size_bytes)
+                for some, _ in state.portions(n_rows=step):
+                    some = np.sort(some)
                     self._writer.write(state.definition, some, runs.find(state.definition, some).records)
                     self._done += len(some)
                     self._report(plan.load_id, "writing")

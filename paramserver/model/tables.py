@@ -8,19 +8,21 @@ one and the same array: those of a push that was not merged with others.
 """
 
 import threading
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.record_cache import CacheBudget, RecordCache
-from kvemb.arrays.row_index import HASHES, IndexLookup, RowIndex
+from kvemb.arrays.row_index import END, IndexLookup, RowIndex
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.table_def import TableDef
 
 from ..optim import build_optimizer
 
 Ids = NDArray[np.uint64]
+PORTION_ROWS = 1 << 16
 
 
 class TableState:
@@ -38,7 +40,7 @@ class TableState:
         self.optimizer = build_optimizer(definition.optimizer)
         self.step, self.n_applied, self.n_erased = step, 0, 0  # rows written by batches, and erased, since this process started
         self.cache = RecordCache(definition.record.size_bytes, budget or CacheBudget(0))
-        self._index = RowIndex()
+        self._index = RowIndex(order=definition.order)
         self._kept: IndexLookup | None = None  # of the batch under way
         self._lock = threading.Lock()
         self.goes_whole = False
@@ -85,11 +87,11 @@ class TableState:
             self.n_erased += n_rows  # last: a thread that reads this number finds none of these rows
         return n_rows
 
-    def make_room(self, n_more: int) -> None:
-        """Let the index grow for so many more rows. Apply thread only."""
+    def make_room(self, ids: Ids) -> None:
+        """Let the index grow for n more rows. Apply thread only."""
         self._kept = None
         with self._lock:
-            self._index.make_room(n_more)
+            self._index.make_room(ids)
 
     def took(self, ids: Ids, versions: Ids) -> None:
         """Add n unique rows that another shard has handed over. Apply thread only."""
@@ -101,20 +103,41 @@ class TableState:
         """Count at least so many applies. Apply thread only."""
         self.step = max(self.step, step)
 
-    def page(self, after: int, first: bool, limit: int) -> Ids:
-        """Return ids in ascending order; see `RowIndex.sorted_ids`."""
-        with self._lock:
-            return self._index.sorted_ids(after, first, limit)
+    def portion(self, low: int = 0, high: int = END, n_rows: int = PORTION_ROWS, *, above: int = 0) -> tuple[Ids, Ids, int]:
+        """Return ids and versions of the first rows of a range of keys, and the key where the next portion begins. Any thread.
 
-    def some(self, limit: int, start: float) -> Ids:
-        """Return at most `limit` ids that lie side by side in the index, beginning at about this share of it, [0, 1). Any thread.
+        This is the one way in which rows are listed: in the order of their keys (`TableDef.order`), a bounded portion at a time. Rows may
+        come and go between two portions: see `RowIndex.portion`.
 
-        They are the rows in a part of the index that has as many places as `limit` rows take on average.
+        Args:
+            low, high: the range, without `high`.
+            n_rows: about so many.
+            above: only rows whose version is above this one.
         """
         with self._lock:
-            width = min(HASHES, max(1, HASHES * limit // max(1, len(self._index))))
-            low = int(start * (HASHES - width + 1))
-            return self._index.between(low, low + width)[:limit]
+            return self._index.portion(low, high, n_rows, above=above)
+
+    def portions(self, slots: NDArray[np.bool_] | None = None, n_rows: int = PORTION_ROWS, *, above: int = 0) -> Iterator[tuple[Ids, Ids]]:
+        """Yield the rows of some slots (bool [16384]; None: all), portion by portion; a portion may have none."""
+        for at, high in [(0, END)] if slots is None else self.definition.key_ranges(slots):
+            while at < high:
+                ids, versions, at = self.portion(at, high, n_rows, above=above)
+                ours = slice(None) if slots is None else slots[self.definition.placement.slots(ids)]
+                yield ids[ours], versions[ours]
+
+    def page(self, low: int, limit: int) -> Ids:
+        """Return the ids of the first rows from a key on, in the order of their keys: `limit` of them, or all there are. Any thread."""
+        pages, n = [np.empty(0, np.uint64)], 0
+        while low < END and n < limit:
+            ids, _, low = self.portion(low, n_rows=min(limit, PORTION_ROWS))
+            pages.append(ids)
+            n += len(ids)
+        return np.concatenate(pages)[:limit]
+
+    def some(self, limit: int, start: float) -> Ids:
+        """Return some ids; see `RowIndex.some`. Any thread."""
+        with self._lock:
+            return self._index.some(limit, start)
 
     def known(self, ids: Ids) -> NDArray[np.bool_]:
         """Return which of n rows exist: bool [n]. Any thread."""
@@ -122,19 +145,10 @@ class TableState:
             known: NDArray[np.bool_] = self._index.get(ids) != 0
             return known
 
-    def between(self, low: int, high: int) -> Ids:
-        """Return a part of the ids; see `RowIndex.between`. Apply thread only."""
-        return self._index.between(low, high)
-
     def arrays(self) -> tuple[Ids, Ids]:
-        """Return copies of all ids and versions."""
+        """Return copies of all ids and versions, in no particular order: for the saved state and the cut of a save."""
         with self._lock:
             return self._index.arrays()
-
-    def since(self, version: int) -> tuple[Ids, Ids]:
-        """Return ids and versions of the rows whose version is this one or above. Any thread."""
-        with self._lock:
-            return self._index.since(version)
 
     def _find(self, ids: Ids) -> IndexLookup:
         kept = self._kept

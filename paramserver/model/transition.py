@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.rounding import round_nearest, round_stochastic
-from kvemb.arrays.row_index import RowIndex
+from kvemb.arrays.row_index import END, RowIndex
 from kvemb.errors import FencedError, JournalBehindError, LostRowError
 from kvemb.schema.record import MAX_K, split_version
 from kvemb.schema.table_def import TableDef
@@ -121,9 +121,12 @@ class Replay:
         return np.where(erased > written, none, np.where(written > 0, written, known))
 
     def written(self) -> Iterator[tuple[TableDef, NDArray[np.uint64]]]:
-        """Yield the ids of all rows that are written, table by table."""
+        """Yield the ids of all rows that are written, table by table and portion by portion."""
         for definition, index in self._written.values():
-            yield definition, index.arrays()[0]
+            low = 0
+            while low < END:
+                ids, _, low = index.portion(low)
+                yield definition, ids
 
     def still_wanted(self, rows: CheckedRows, version: int) -> CheckedRows:
         """Return the rows that no batch behind this version erases."""

@@ -16,6 +16,7 @@ from kvemb.schema.table_def import TableDef
 from ..model.tables import Tables, TableState
 
 Ids = NDArray[np.uint64]
+_NONE = np.empty(0, np.uint64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,16 +51,10 @@ class SlotEntries:
         return SlotEntries(self.definition, changed.step, ids, versions)
 
 
-def entries_of(state: TableState, slots: NDArray[np.bool_], ids: Ids, versions: Ids) -> SlotEntries:
-    """Return those of some rows of a table that are in some slots.
-
-    Args:
-        state: of the table.
-        slots: bool [16384], which.
-        ids, versions: uint64 [n], of the rows.
-    """
-    ours = slots[state.definition.placement.slots(ids)]
-    ids, versions = ids[ours], versions[ours]
+def entries_of(state: TableState, slots: NDArray[np.bool_], above: int = 0) -> SlotEntries:
+    """Return a table's rows in some slots (bool [16384]) whose version is above one."""
+    listed = [(_NONE, _NONE), *state.portions(slots, above=above)]
+    ids, versions = (np.concatenate(arrays) for arrays in zip(*listed, strict=True))
     order = np.argsort(ids)
     return SlotEntries(state.definition, state.step, ids[order], versions[order])
 
@@ -145,6 +140,5 @@ class GivenRows:
     def _find(self, state: TableState, slots: Slots, before: Mapping[str, _Found]) -> _Found:
         version, n_erased, last = self._applied(), state.n_erased, before.get(state.definition.key)
         if last is None or last.n_erased != n_erased:
-            return _Found(entries_of(state, slots, *state.arrays()), version, n_erased)
-        ids, versions = state.since(last.version + 1)
-        return _Found(last.entries.with_changed(entries_of(state, slots, ids, versions)), version, n_erased)
+            return _Found(entries_of(state, slots), version, n_erased)
+        return _Found(last.entries.with_changed(entries_of(state, slots, last.version)), version, n_erased)

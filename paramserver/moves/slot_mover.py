@@ -6,7 +6,7 @@ a phase is done once all rows that the index knew at some moment after that have
 through again; finished ones are found done.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ from kvemb.errors import LostRowError, StorageError
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import ABORTING, CLEANING, MOVING
 from kvemb.stores.row_io import WritePart
-from kvemb.stores.store import OtherNodes, Store
+from kvemb.stores.store import Store
 
 from ..engine.row_access import RowAccess
 from ..model.tables import Tables, TableState
@@ -71,12 +71,13 @@ class SlotMover(PhaseWork):
             return
         other = self._store.rows.moving
         assert other is not None
-        todo = [(state, self._ids_at(other, state)) for state in self._tables.all()]
-        count.expect(sum(len(ids) for _, ids in todo))
         copies = plan.phase == MOVING
+        for _, ids in self._listed(other.slots):
+            count.expect(len(ids))
+            yield 0.0
         bytes_per_s = plan.max_bytes_per_s / len(cluster_map.shard_numbers)
         there = self._access.by(other)
-        for state, some in _slices(todo, copies=copies):
+        for state, some in _slices(self._listed(other.slots), copies=copies):
             n_bytes = self._copy_rows(state, some, there) * state.definition.record.size_bytes if copies else 0
             if not copies:
                 there.erase(state.definition, some)
@@ -84,9 +85,9 @@ class SlotMover(PhaseWork):
             count.gone_through(len(some))
             yield n_bytes / bytes_per_s if bytes_per_s else 0.0
 
-    def _ids_at(self, other: OtherNodes, state: TableState) -> Ids:
-        ids, _ = state.arrays()
-        return ids[other.has(self._access.keys(state.definition, ids))]
+    def _listed(self, slots: NDArray[np.bool_]) -> Iterator[tuple[TableState, Ids]]:
+        for state in self._tables.all():
+            yield from ((state, ids) for ids, _ in state.portions(slots))
 
     def _copy_rows(self, state: TableState, ids: Ids, there: RowAccess) -> int:
         """Copy those of these rows that the other node does not have at their version; return how many."""
@@ -126,7 +127,7 @@ class SlotMover(PhaseWork):
         return records
 
 
-def _slices(todo: Sequence[tuple[TableState, Ids]], *, copies: bool) -> Iterator[tuple[TableState, Ids]]:
+def _slices(todo: Iterable[tuple[TableState, Ids]], *, copies: bool) -> Iterator[tuple[TableState, Ids]]:
     for state, ids in todo:
         n_block = max(1, _SLICE_BYTES // state.definition.record.size_bytes) if copies else _ERASE_ROWS
         yield from ((state, ids[start : start + n_block]) for start in range(0, len(ids), n_block))

@@ -108,7 +108,7 @@ class SlotTaker:
     def _bring(self, one: SlotEntries) -> Iterator[int]:
         state, writer = self._tables.state(one.definition), self._runs.begin(one.definition)
         self._writers.append(writer)
-        state.make_room(len(one.ids))
+        state.make_room(one.ids)
         ids, versions, n_synced = [_NONE], [_NONE], 0
         for some in _slices(one):
             records, found = self._read(state, some)

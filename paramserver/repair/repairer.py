@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -272,11 +273,10 @@ class Repairer:
     def _on_node(self, address: str, ahead: AheadOfIndex) -> Iterator[tuple[TableState, Ids, Ids]]:
         """Yield the rows that are to be on a node, and their versions, block by block."""
         for state in self._tables.all():
-            ids, versions = _existing(state, ahead)
-            for block in self._blocks(state.definition, len(ids)):
-                here = self._store.repair.keys_of(address, self._access.keys(state.definition, ids[block]))
-                if here.any():
-                    yield state, ids[block][here], versions[block][here]
+            for ids, versions in _existing(state, ahead):
+                here = self._store.repair.keys_of(address, self._access.keys(state.definition, ids))
+                ids, versions = ids[here], versions[here]
+                yield from ((state, ids[block], versions[block]) for block in self._blocks(state.definition, len(ids)))
 
     def _bring_back(self, rows: Sequence[tuple[TableState, Ids, Ids]], access: RowAccess) -> None:
         """Rewrite rows at the versions that they should have; erase those that should not exist."""
@@ -359,15 +359,16 @@ class Repairer:
         return (slice(start, min(start + step, n)) for start in range(0, n, step))
 
 
-def _existing(state: TableState, ahead: AheadOfIndex) -> tuple[Ids, Ids]:
-    """The rows of a table that are to be in storage, and their versions."""
-    ids, versions = state.arrays()
-    if ahead.tail is None:
-        return ids, versions
-    created = [written for definition, written in ahead.tail.written() if definition.key == state.definition.key]
-    ids = np.concatenate([ids, *(written[state.versions(written) == 0] for written in created)])
-    versions = ahead.tail.wanted(state.definition, ids, state.versions(ids))
-    return ids[versions != 0], versions[versions != 0]
+def _existing(state: TableState, ahead: AheadOfIndex) -> Iterator[tuple[Ids, Ids]]:
+    """Yield the rows of a table that are to be in storage, and their versions, portion by portion."""
+    tail = ahead.tail
+    if tail is None:
+        yield from state.portions()
+        return
+    created = (ids for definition, ids in tail.written() if definition.key == state.definition.key)
+    for ids in chain((ids for ids, _ in state.portions()), (ids[state.versions(ids) == 0] for ids in created)):
+        versions = tail.wanted(state.definition, ids, state.versions(ids))
+        yield ids[versions != 0], versions[versions != 0]
 
 
 def _by_table(wanted: Sequence[WantedVersions]) -> list[WantedVersions]:

@@ -1,6 +1,6 @@
 """Compares rows that no push touches with storage, a slice between two batches: a row that was deleted or is old is found within a round.
 
-One round goes through every row of every table in the index's own order; the next one begins a minute after it began, at the earliest. A
+One round goes through every row of every table in the order of their keys; the next one begins a minute after it began, at the earliest. A
 slice takes a few milliseconds, and the next one waits fifty times as long as it took, times the number of shards: so all shards
 together take about a hundredth of a storage server's time. Rows found are restored as in any repair, and reported in the log. Apply thread
 only; `describe` for any.
@@ -9,7 +9,7 @@ only; `describe` for any.
 import time
 from collections.abc import Callable
 
-from kvemb.arrays.row_index import HASHES
+from kvemb.arrays.row_index import END
 
 from ..model.tables import Tables, TableState
 from .repairer import Repairer
@@ -49,7 +49,7 @@ class Scrub:
         self._repairer, self._tables, self._n_shards, self._timeout_s = repairer, tables, n_shards, timeout_s
         self._busy, self._clock = busy, clock
         self._todo: list[TableState] = []
-        self._at = 0  # hashes of the first of these tables that were compared
+        self._at = 0  # key of the first row of the first of these tables that is not compared yet
         self._begun_s, self.due_s = clock(), clock() + _ROUND_S
         self._n_compared = self._n_rows = self._n_rounds = self._n_restored = 0
         self._took_s = self._ended_s = 0.0
@@ -90,11 +90,10 @@ class Scrub:
         return f"{now}, {last if self._n_rounds else 'the first'}; {self._n_restored:,} rows restored"
 
     def _compare(self, table: TableState) -> None:
-        width = HASHES if table.n_rows <= _SLICE_ROWS else max(1, HASHES * _SLICE_ROWS // table.n_rows)
-        ids = table.between(self._at, self._at + width)
+        ids, _, next_ = table.portion(self._at, n_rows=_SLICE_ROWS)
         if len(ids):
             self._n_restored += self._repairer.compare(table, ids, self._timeout_s)
         self._n_compared += len(ids)
-        self._at += width
-        if self._at >= HASHES:
+        self._at = next_
+        if self._at >= END:
             self._todo, self._at = self._todo[1:], 0

@@ -97,7 +97,7 @@ class DropHandlers:
         state = self._tables.state(definition)
         if self._registry.deletes_whole(definition):
             state.let_go()
-        ids, n_erased = state.page(0, True, _PORTION), 0
+        ids, n_erased = state.page(0, _PORTION), 0
         if len(ids):
             nothing = np.empty((len(ids), 0), np.float32), np.empty(0, np.uint64)
             rows = CheckedRows(definition, ids, *nothing, definition.optimizer.check_hyper({}))

@@ -146,13 +146,14 @@ class Handlers:
         return StepReply(state.step, state.n_applied)
 
     def ids(self, request: IdsRequest, deadline: Deadline) -> IdsReply:
-        """List ids of a table on this shard in ascending order."""
+        """List ids of a table on this shard in the order of their keys."""
         if not 1 <= request.limit <= MAX_IDS:
             raise InvalidInputError(f"limit is {request.limit}; give 1 to {MAX_IDS}")
         if not 0 <= request.after < 1 << 64:
             raise InvalidInputError(f"after is {request.after}; give an id as uint64")
         state = self._parts.tables.state(self._parts.registry.find(request.table))
-        return IdsReply(state.page(request.after, request.first, request.limit).astype("<u8").tobytes())
+        after = int(state.definition.order.keys(np.array([request.after], np.uint64))[0])
+        return IdsReply(state.page(after if request.first else after + 1, request.limit).astype("<u8").tobytes())
 
     def repair(self, request: RepairRequest, deadline: Deadline) -> RepairReply:
         """Have lost nodes repaired, and the named ones compared; answered when that is done.

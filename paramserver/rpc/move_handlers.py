@@ -93,9 +93,9 @@ class MoveHandlers:
         """Say how many rows lie in each slot, and how large they are."""
         rows, size = np.zeros(N_SLOTS, np.uint64), np.zeros(N_SLOTS, np.uint64)
         for state in self._parts.tables.all():
-            with self._parts.engine.batch_boundary.between(deadline):
-                ids, _ = state.arrays()
-            counts = np.bincount(state.definition.placement.slots(ids), minlength=N_SLOTS).astype(np.uint64)
+            counts = np.zeros(N_SLOTS, np.uint64)
+            for ids, _ in state.portions():
+                counts += np.bincount(state.definition.placement.slots(ids), minlength=N_SLOTS).astype(np.uint64)
             rows += counts
             size += counts * np.uint64(state.definition.record.size_bytes)
         return SlotSizesReply(rows.astype("<u8").tobytes(), size.astype("<u8").tobytes())

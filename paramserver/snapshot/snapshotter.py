@@ -160,8 +160,7 @@ def from_storage(store: Store, timeout_s: float) -> ReadRecords:
 
 
 def _newer(table: TableState, version: int) -> Ids:
-    ids, versions = table.arrays()
-    return np.sort(ids[versions > np.uint64(version)])
+    return np.sort(np.concatenate([ids for ids, _ in table.portions(above=version)]))
 
 
 def _check(table: TableState, ids: Ids, expected: Ids, got: Ids) -> None:

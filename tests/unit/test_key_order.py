@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvemb import init, optim
-from kvemb.arrays.key_order import KeyOrder
+from kvemb.arrays.hashing import KeyOrder
 from kvemb.schema.slots import N_SLOTS
 from kvemb.schema.table_def import TableDef
 

@@ -8,7 +8,6 @@ from memory_store import memory_node
 
 import kvemb.init
 import kvemb.optim
-from kvemb.arrays.row_index import HASHES, RowIndex
 from kvemb.errors import JournalBehindError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import make_version
@@ -140,21 +139,3 @@ def test_a_row_of_a_batch_that_the_journal_lacks_is_not_set_back(shard: Shard) -
     with pytest.raises(JournalBehindError, match=r"table 'adam', id 40 has version \(1, 7\) in storage"):
         a_round(scrub, clock)
     assert shard.read(ADAM, MANY[40:41])[1].tobytes() == records.tobytes()
-
-
-def test_parts_of_an_index_have_every_id_once_also_when_it_grows_in_between() -> None:
-    index = RowIndex()
-    ids = np.random.default_rng(1).permutation(200_000).astype(np.uint64)
-    index.put(ids[:50_000], np.ones(50_000, np.uint64))
-    found, at = [], 0
-    for part in range(10):
-        if part == 4:
-            index.put(ids[50_000:], np.ones(150_000, np.uint64))
-        high = HASHES * (part + 1) // 10
-        found.append(index.between(at, high))
-        at = high
-    seen = np.concatenate(found)
-    assert len(np.unique(seen)) == len(seen)
-    assert np.isin(ids[:50_000], seen).mean() > 0.999
-    whole = np.concatenate([index.between(HASHES * part // 7, HASHES * (part + 1) // 7) for part in range(7)])
-    assert np.sort(whole).tolist() == np.sort(ids).tolist()

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvemb.arrays.row_index import Places, RowIndex
+from kvemb.arrays import row_index
+from kvemb.arrays.hash_probe import Homes, probe
 from kvemb.errors import StorageError
 from kvemb.schema.record import make_version
 from paramserver.apply.applier import part_staleness
@@ -24,13 +25,12 @@ def u64(ids: Sequence[int]) -> np.ndarray:
 def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many ids each look-up in an index was for."""
     counts: list[int] = []
-    find = RowIndex._find
 
-    def counted(self: RowIndex, ids: np.ndarray) -> tuple[Places, Places]:
+    def counted(homes: Homes, tags: np.ndarray, pairs: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         counts.append(len(ids))
-        return find(self, ids)
+        return probe(homes, tags, pairs, ids)
 
-    monkeypatch.setattr(RowIndex, "_find", counted)
+    monkeypatch.setattr(row_index, "probe", counted)
     return counts
 
 

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvemb.arrays import hash_probe, row_index
-from kvemb.arrays.hash_probe import home, probe
-from kvemb.arrays.row_index import RowIndex
+from kvemb.arrays.hash_probe import Homes, probe
+from kvemb.arrays.hashing import KeyOrder
+from kvemb.arrays.row_index import END, RowIndex
 
 IDS = st.one_of(st.integers(0, 40), st.integers(0, 2**64 - 1))
 STEP = st.tuples(st.sampled_from(["put", "erase"]), st.lists(IDS, unique=True, max_size=30))
@@ -19,8 +20,8 @@ def u64(values: object) -> np.ndarray:
     return np.array(values, dtype=np.uint64)
 
 
-@given(st.lists(STEP, max_size=30), st.integers(0, 2**64 - 1), st.booleans(), st.integers(1, 20))
-def test_an_index_is_a_dict(steps: list[tuple[str, list[int]]], after: int, first: bool, limit: int) -> None:
+@given(st.lists(STEP, max_size=30))
+def test_an_index_is_a_dict(steps: list[tuple[str, list[int]]]) -> None:
     index, model = RowIndex(), {}
     for number, (verb, ids) in enumerate(steps, start=1):
         if verb == "put":
@@ -32,10 +33,8 @@ def test_an_index_is_a_dict(steps: list[tuple[str, list[int]]], after: int, firs
         seen = sorted({row for _, batch in steps for row in batch})
         assert index.get(u64(seen)).tolist() == [model.get(row, 0) for row in seen]
         assert len(index) == len(model)
-    found, versions = index.arrays()
+    found, versions, _ = index.portion(0)
     assert dict(zip(found.tolist(), versions.tolist(), strict=True)) == model
-    expected = sorted(row for row in model if row > after or (first and row == after))[:limit]
-    assert index.sorted_ids(after, first, limit).tolist() == expected
 
 
 @given(st.lists(STEP, max_size=20), st.data())
@@ -58,7 +57,7 @@ def test_what_was_found_stays_good_whatever_happens_to_the_index(steps: list[tup
         for seen, found in looked_up:
             assert index.at(found).tolist() == [model.get(row, 0) for row in seen]
         assert len(index) == len(model)
-    found_ids, versions = index.arrays()
+    found_ids, versions, _ = index.portion(0, n_rows=1 << 20)
     assert dict(zip(found_ids.tolist(), versions.tolist(), strict=True)) == model
 
 
@@ -67,7 +66,7 @@ def test_crowded_buckets_are_searched_to_their_end_one_by_one_and_several_at_onc
     """Rows whose bucket is the last or the one before it run over into the first ones, some of them after rows of those."""
     monkeypatch.setattr(hash_probe, "_FEW", few)
     index, many = RowIndex(), _spread(0, 40_000)
-    homes = home(many, len(index._tags))[0]
+    homes = index._homes.of(KeyOrder().hashes(many))[0]
     n_buckets = len(index._tags)
     crowd = np.concatenate([many[homes == bucket][:30] for bucket in (n_buckets - 1, 0, n_buckets - 2, 5)])
     model: dict[int, int] = {}
@@ -110,9 +109,62 @@ def test_ids_of_one_shard_do_not_cluster() -> None:
     ids = ids[shard_of(ids, 64) == 3]
     index = RowIndex()
     index.put(ids, ids + np.uint64(1))
-    rows_per_bucket = np.bincount(home(ids, len(index._tags))[0], minlength=len(index._tags))
+    rows_per_bucket = np.bincount(index._homes.of(KeyOrder().hashes(ids))[0], minlength=len(index._tags))
     assert (rows_per_bucket == 0).mean() < 0.02
     assert rows_per_bucket.max() < 24
+
+
+@pytest.mark.parametrize("ids_per_group", [1, 53])
+@pytest.mark.parametrize("share", [1, 2, 64])
+def test_portions_list_the_rows_of_a_range_in_order_whatever_happens_in_between(ids_per_group: int, share: int) -> None:
+    """A shard that has every slot, every other run of slots, or few; then slots come whose rows it has no buckets for."""
+    rng, order = np.random.default_rng(share), KeyOrder(ids_per_group)
+    index, ids = RowIndex(order=order), rng.permutation(400_000).astype(np.uint64)
+    mine = order.keys(ids) >> np.uint64(56) & np.uint64(63) < np.uint64(64 // share)
+    mine, others = ids[mine], ids[~mine]
+    stay, leave, come = mine[: len(mine) // 2], mine[len(mine) // 2 : -100], mine[-100:]
+    index.put(stay, stay + np.uint64(1))
+    index.put(leave, leave + np.uint64(1))
+    seen, low, n_portions = [], 0, 0
+    while low < END:
+        some, versions, next_ = index.portion(low, n_rows=3000)
+        keys = order.keys(some)
+        assert (keys[1:] > keys[:-1]).all()
+        assert not len(keys) or (low <= int(keys[0]) and int(keys[-1]) < next_)
+        assert (versions == some + np.uint64(1)).all()
+        assert len(some) < 10_000
+        seen.append(some)
+        low, n_portions = next_, n_portions + 1
+        if n_portions == 3:
+            index.erase(leave)
+        if n_portions == 5:
+            index.put(come, come + np.uint64(1))
+            index.put(others[:100_000], others[:100_000] + np.uint64(1))  # the table grows, and rows move
+    listed = np.concatenate(seen)
+    assert len(np.unique(listed)) == len(listed)
+    assert np.isin(stay, listed).all()
+    half = 1 << 63
+    expected = stay[order.keys(stay) >= np.uint64(half)]
+    some = [index.portion(half, n_rows=1 << 20)[0], index.portion(0, half, n_rows=1 << 20)[0]]
+    assert np.isin(expected, some[0]).all()
+    assert len(some[0]) + len(some[1]) == len(index)
+    most = np.uint64(2000)
+    assert sorted(index.portion(0, n_rows=1 << 20, above=int(most))[0]) == sorted(row for row in index.arrays()[0] if row >= most)
+
+
+def test_slots_that_come_do_not_crowd() -> None:
+    """Their hashes have no buckets until the table is laid out anew."""
+    from tests.owners import shard_of
+
+    ids = np.arange(1 << 20, dtype=np.uint64)
+    shards, index = shard_of(ids, 16), RowIndex()
+    index.put(ids[shards < 8], ids[shards < 8] + np.uint64(1))
+    come = ids[shards == 12]
+    for start in range(0, len(come), 1000):
+        index.put(come[start : start + 1000], come[start : start + 1000] + np.uint64(1))
+    n_full = np.flatnonzero(index._tags <= hash_probe.LAST_TAKEN)
+    assert np.diff(n_full).max() < 300
+    assert (index.get(come) == come + np.uint64(1)).all()
 
 
 def _spread(start: int, n: int) -> np.ndarray:
@@ -203,17 +255,17 @@ def test_erased_ids_that_come_back_among_many_new_ones_find_room() -> None:
 def test_rows_that_were_looked_up_are_put_without_another_look(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
 
-    def counted(tags: np.ndarray, pairs: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def counted(homes: Homes, tags: np.ndarray, pairs: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         looked.append(len(ids))
-        return probe(tags, pairs, ids)
+        return probe(homes, tags, pairs, ids)
 
     monkeypatch.setattr(row_index, "probe", counted)
     index, ids = RowIndex(growth=4.0), np.arange(3000, dtype=np.uint64)
     found = index.find(ids[:2000])
-    index.put_at(found, ids[:2000] + np.uint64(1))  # the table grows, so that their places are looked for once more
+    index.set_at(found, ids[:2000] + np.uint64(1))  # the table grows, so that their places are looked for once more
     assert sum(n for n in looked if n >= 1000) == 2 * 2000
     looked.clear()
     found = index.find(ids[2000:])
-    index.put_at(found.take(np.arange(1000)), ids[2000:] + np.uint64(1))
+    index.set_at(found.take(np.arange(1000)), ids[2000:] + np.uint64(1))
     assert looked == [1000]
     assert np.array_equal(index.get(ids), ids + np.uint64(1))

@@ -192,13 +192,13 @@ class MovingRows:
         assert plan is not None
         self._rows, self._owners = rows, plan.slot_owners
         self.written = plan.writes_both
-        self._moving = cluster_map.slot_nodes != self._owners
+        self.slots = cluster_map.slot_nodes != self._owners
         if not self.written:  # a node on its way out keeps its rows, and need not be there any more
-            self._moving &= ~np.isin(self._owners, plan.leaving if plan.phase == CLEANING else plan.joining)
+            self.slots &= ~np.isin(self._owners, plan.leaving if plan.phase == CLEANING else plan.joining)
         self._away = WhyWaiting()
 
     def has(self, keys: RowKeys) -> NDArray[np.bool_]:
-        moving: NDArray[np.bool_] = self._moving[keys.slots()]
+        moving: NDArray[np.bool_] = self.slots[keys.slots()]
         return moving
 
     def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
