@@ -6,7 +6,7 @@ checkpoint are read one after another, and the next one is fetched meanwhile.
 """
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from kvemb.checkpoint.format.manifest_json import decode_manifest
 from kvemb.checkpoint.format.parquet_blocks import RowBlock, decode_ids, decode_rows
 from kvemb.checkpoint.format.strict_json import MAX_DOCUMENT_BYTES
 from kvemb.errors import CheckpointError, TableMismatchError
+from kvemb.process.work_ahead import work_ahead
 from kvemb.schema.table_def import TableDef
 
 
@@ -50,11 +51,8 @@ class Checkpoint:
                 yield ids
 
     def _contents(self, entries: Sequence[FileEntry]) -> Iterator[tuple[FileEntry, bytes, str]]:
-        with ThreadPoolExecutor(1, thread_name_prefix="kvemb-read") as pool:
-            coming: Future[bytes] | None = None
-            for number, entry in enumerate(entries):
-                data = self._read(entry) if coming is None else coming.result()
-                coming = pool.submit(self._read, entries[number + 1]) if number + 1 < len(entries) else None
+        with closing(work_ahead(self._read, entries, n_threads=1, name="kvemb-read")) as contents:
+            for entry, data in zip(entries, contents, strict=True):
                 yield entry, data, self.storage.where(entry.path)
 
     def _read(self, entry: FileEntry) -> bytes:

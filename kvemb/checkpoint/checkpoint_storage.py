@@ -16,7 +16,7 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from itertools import islice
@@ -114,13 +114,13 @@ class CheckpointStorage:
 
         return self._try("look at", path, ask)
 
-    def write(self, path: str, data: bytes | memoryview) -> None:
-        """Write an object, replacing an old one: afterwards it is whole and, on local disks, durable.
+    def write(self, path: str, *pieces: bytes | memoryview) -> None:
+        """Write an object of these bytes, replacing an old one: afterwards it is whole and, on local disks, durable.
 
         Raises:
             CheckpointError: the old object or none is there; a file under a temporary name may remain.
         """
-        self._try("write", path, lambda: self._write(self._full(path), data))
+        self._try("write", path, lambda: self._write(self._full(path), pieces))
 
     def names(self, folder: str = "") -> list[str]:
         """Return the paths of all objects below a folder, sorted; none when there is no such folder."""
@@ -178,11 +178,11 @@ class CheckpointStorage:
         data: bytes = self._fs.cat_file(full)
         return data
 
-    def _write(self, full: str, data: bytes | memoryview) -> None:
+    def _write(self, full: str, pieces: Sequence[bytes | memoryview]) -> None:
         if self._is_local:
-            _write_local(Path(full), data)
+            _write_local(Path(full), pieces)
             return
-        whole = bytes(data)
+        whole = b"".join(pieces)
         if self._puts_whole:
             self._fs.pipe_file(full, whole)
             return
@@ -276,7 +276,7 @@ def _read_local(path: str, n_bytes: int) -> bytes:
         return file.read(n_bytes)
 
 
-def _write_local(path: Path, data: bytes | memoryview) -> None:
+def _write_local(path: Path, pieces: Sequence[bytes | memoryview]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_atomically(path, [data], temporary=f"_tmp.{path.name}")
+    replace_atomically(path, pieces, temporary=f"_tmp.{path.name}")
     sync_folder(path.parent)

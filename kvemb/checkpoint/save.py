@@ -21,11 +21,11 @@ from kvemb.checkpoint.format.strict_json import MAX_DOCUMENT_BYTES, Fields, deco
 from kvemb.checkpoint.writer import SaveInfo, assemble, read_fragment
 from kvemb.client.all_shards import AllShards
 from kvemb.errors import CheckpointError, InvalidInputError, ShardUnavailableError, n_of
-from kvemb.net.deadline import Deadline, pauses
+from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import SaveReply, SaveRequest, SaveStatusRequest
 from kvemb.schema.slots import N_SLOTS
 
-_POLL_S, _LONGEST_POLL_S, _CALL_S, _AWAY_S, _SILENT_S = 0.01, 0.2, 10.0, 60.0, 30.0
+_POLL_S, _LONGEST_POLL_S, _POLL_SHARE, _CALL_S, _AWAY_S, _SILENT_S = 0.01, 0.2, 0.05, 10.0, 60.0, 30.0
 log = logging.getLogger("kvemb")
 
 SaveProgress = Callable[[int, int, int], None]
@@ -170,7 +170,7 @@ def _wait(servers: AllShards, save_id: str, shards: Sequence[int], progress: Sav
     heard = dict.fromkeys(shards, time.monotonic())
     stalled = Stalled()
     asked = dict.fromkeys(shards, SaveStatusRequest(save_id, False))
-    waits = pauses(_POLL_S, _LONGEST_POLL_S)
+    begun = time.monotonic()
     while True:
         replies = servers.try_each("SaveStatus", asked, SaveReply, Deadline.after(_CALL_S))
         now = time.monotonic()
@@ -186,7 +186,7 @@ def _wait(servers: AllShards, save_id: str, shards: Sequence[int], progress: Sav
             progress(sum(r.rows_done for r in known), sum(r.rows for r in known), sum(r.bytes_done for r in known))
         if all(reply.state == "done" for reply in known) and len(known) == len(shards):
             return
-        time.sleep(next(waits))
+        time.sleep(min(max(_POLL_S, _POLL_SHARE * (now - begun)), _LONGEST_POLL_S))
 
 
 class Stalled:

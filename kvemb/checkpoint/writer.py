@@ -7,6 +7,7 @@ While the save is under way, shard-<i>.json beside the data (a `Fragment`) notes
 resumable. A shard that is done stays done when the save is tried again. Of an unfinished one, files whose bytes have not changed stay.
 """
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -133,6 +134,8 @@ def _file_order(file: FileEntry) -> tuple[str, str, int, int]:
 
 
 PART_BYTES = 64 << 20
+_FIRST_PARTS = 3  # the first parts are smaller, so that a file is soon on its way while the next rows are read: 1/8, 1/4, 1/2 of a part
+_NOTE_S = 1.0
 _MAX_IDS = 1 << 23
 _N_THREADS = 2
 
@@ -156,6 +159,7 @@ class ShardWriter:
         earlier = read_fragment(storage, cut.shard)
         self._earlier = {} if earlier is None or earlier.save_id != save_id else {file.path: file for file in earlier.files}
         self._parts: dict[tuple[str, str], int] = {}
+        self._noted = 0.0
         self.n_bytes = 0
         self.n_skipped = 0
 
@@ -191,19 +195,19 @@ class ShardWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._pool.shutdown(wait=True, cancel_futures=error is not None)
 
-    def _submit(self, definition: TableDef, role: str, n_rows: int, encode: Callable[[], memoryview]) -> None:
+    def _submit(self, definition: TableDef, role: str, n_rows: int, encode: Callable[[], list[bytes | memoryview]]) -> None:
         key = (definition.name, role)
         part = self._parts[key] = self._parts.get(key, -1) + 1
         self._collect(_N_THREADS - 1)
         self._running.append(self._pool.submit(self._write, definition.name, role, part, n_rows, encode))
 
-    def _write(self, table: str, role: str, part: int, n_rows: int, encode: Callable[[], memoryview]) -> FileEntry:
-        data = encode()
-        entry = FileEntry(table, self._cut.shard, part, role, n_rows, len(data), checksum(data))
+    def _write(self, table: str, role: str, part: int, n_rows: int, encode: Callable[[], list[bytes | memoryview]]) -> FileEntry:
+        pieces = encode()
+        entry = FileEntry(table, self._cut.shard, part, role, n_rows, sum(map(len, pieces)), checksum(*pieces))
         if self._earlier.get(entry.path) == entry and self._storage.size(entry.path) == entry.size_bytes:
             self.n_skipped += 1
         else:
-            self._storage.write(entry.path, data)
+            self._storage.write(entry.path, *pieces)
         return entry
 
     def _collect(self, limit: int) -> None:
@@ -214,12 +218,13 @@ class ShardWriter:
             self._files.append(entry)
             self.n_bytes += entry.size_bytes
             written = True
-        if written:
+        if written and time.monotonic() - self._noted >= _NOTE_S:
             self._note(done=False, tables=())
 
     def _note(self, *, done: bool, tables: Sequence[tuple[TableDef, int]]) -> Fragment:
         fragment = Fragment(self._save_id, self._cut, done, tuple(tables), tuple(self._files))
         self._storage.write(fragment_path(self._cut.shard), encode_fragment(fragment))
+        self._noted = time.monotonic()
         return fragment
 
 
@@ -232,7 +237,7 @@ class PartBuffer:
         self._group_rows = min(self._part_rows, group_rows(definition, weights_only))
         self._small: list[RowBlock] = []
         self._groups: list[RowBlock] = []
-        self._n_small = self._n_rows = 0
+        self._n_small = self._n_rows = self._n_parts = 0
 
     def add(self, block: RowBlock) -> None:
         """Take rows; their arrays must not change any more."""
@@ -240,7 +245,7 @@ class PartBuffer:
         self._n_small += len(block)
         if self._n_small >= self._group_rows:
             self._group()
-        if self._n_rows >= self._part_rows:
+        if self._n_rows >= self._part_rows >> max(0, _FIRST_PARTS - self._n_parts):
             self._send()
 
     def close(self) -> None:
@@ -257,6 +262,7 @@ class PartBuffer:
     def _send(self) -> None:
         if self._n_rows:
             self._writer.add_rows(self._definition, self._groups)
+            self._n_parts += 1
         self._groups, self._n_rows = [], 0
 
 

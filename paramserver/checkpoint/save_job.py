@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +24,12 @@ from numpy.typing import NDArray
 from kvemb.arrays.row_index import RowIndex
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
 from kvemb.checkpoint.format.checkpoint_manifest import ERASED, IDS, Cut
-from kvemb.checkpoint.format.parquet_blocks import RowBlock
+from kvemb.checkpoint.format.parquet_blocks import RowBlock, group_rows
 from kvemb.checkpoint.format.strict_json import decode, encode
 from kvemb.checkpoint.writer import Fragment, ShardWriter
 from kvemb.errors import CheckpointError, LostRowError, StorageError, n_of
 from kvemb.net.deadline import Deadline
+from kvemb.process.work_ahead import work_ahead
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
 from kvemb.stores.store import Store
@@ -96,7 +97,7 @@ class CopyOnWriteRecords:
         self._file.close()
 
 
-_SLICE_BYTES = 8 << 20
+_N_READERS = 2  # while one reads from storage, the other makes columns of what it has read
 _RETRY_S = 300.0
 _PAUSE_S = 0.5
 Restore = Callable[[TableDef, Ids], None]
@@ -287,20 +288,29 @@ class SaveJob:
         ids, versions = table.ids[changed], table.versions[changed]
         order = np.argsort(ids)
         parts = writer.parts_of(definition)
-        step = max(1, _SLICE_BYTES // definition.record.size_bytes)
-        for at in range(0, len(order), step):
-            some = order[at : at + step]
+        step = group_rows(definition, self.order.weights_only)
+
+        def block(some: NDArray[np.intp]) -> RowBlock:
+            self._require_wanted()
             records = self._records(definition, ids[some], versions[some])
-            parts.add(RowBlock.of_records(definition, ids[some], records, self.order.weights_only))
-            with self._lock:
-                self._reached[definition.key] = int(ids[some[-1]])
-            self.rows_done += len(some)
-            self.bytes_done = writer.n_bytes
-            if self.error or self.thread.told_to_end:
-                raise CheckpointError(self.error or "the shard was stopped")
+            return RowBlock.of_records(definition, ids[some], records, self.order.weights_only)
+
+        slices = (order[at : at + step] for at in range(0, len(order), step))
+        with closing(work_ahead(block, slices, n_threads=_N_READERS, name="kvemb-save-read")) as blocks:
+            for rows in blocks:
+                parts.add(rows)
+                with self._lock:
+                    self._reached[definition.key] = int(rows.ids[-1])
+                self.rows_done += len(rows)
+                self.bytes_done = writer.n_bytes
+                self._require_wanted()
         parts.close()
         with self._lock:
             self._reached[definition.key] = (1 << 64) - 1
+
+    def _require_wanted(self) -> None:
+        if self.error or self.thread.told_to_end:
+            raise CheckpointError(self.error or "the shard was stopped")
 
     def _records(self, definition: TableDef, ids: Ids, versions: Ids) -> NDArray[np.uint8]:
         """Return the rows as they were at the cut, waiting for storage nodes that are away, and for the repair of nodes and rows."""

@@ -16,6 +16,7 @@ from numpy.testing import assert_array_equal
 from kvemb import optim
 from kvemb.checkpoint.format.checkpoint_manifest import FileEntry
 from kvemb.checkpoint.format.parquet_blocks import RowBlock, checksum, decode_ids, decode_rows, encode_ids, encode_rows, new_state
+from kvemb.checkpoint.format.plain_parquet import columns_of, read_group
 from kvemb.errors import CheckpointError
 from kvemb.init import uniform
 from kvemb.schema.table_def import TableDef
@@ -40,7 +41,7 @@ def file_of(definition: TableDef, n: int = 50, *, weights_only: bool = False) ->
     ids, records = records_of(definition, n)
     half = n // 2
     blocks = [RowBlock.of_records(definition, ids[rows], records[rows], weights_only) for rows in (slice(half), slice(half, n))]
-    data = bytes(encode_rows(definition, blocks, weights_only))
+    data = b"".join(encode_rows(definition, blocks, weights_only))
     return data, FileEntry(definition.name, 0, 0, "rows", len(ids), len(data), checksum(data)), blocks
 
 
@@ -84,7 +85,7 @@ def test_other_programs_read_ids_and_weights_as_numbers() -> None:
 def test_ids_alone_come_back() -> None:
     ids = np.arange(0, 3_000_000, 7, dtype=np.uint64)
     for some in (ids, ids[:0]):
-        data = bytes(encode_ids(TABLES[0], some))
+        data = b"".join(encode_ids(TABLES[0], some))
         entry = FileEntry("user", 0, 0, "ids", len(some), len(data), checksum(data))
         assert_array_equal(np.concatenate([*decode_ids(TABLES[0], data, entry, "p"), some[:0]]), some)
 
@@ -119,10 +120,43 @@ def test_bytes_that_match_their_checksum_and_are_still_wrong_are_refused_or_keep
     assert len(got) == entry.rows  # values differ, the shape does not
 
 
+def by_pyarrow(definition: TableDef) -> tuple[bytes, FileEntry]:
+    """The same rows as pyarrow writes them, in pages of its own, and so release 0.1.0."""
+    data, entry, _ = file_of(definition)
+    file, sink = pq.ParquetFile(io.BytesIO(data)), io.BytesIO()
+    with pq.ParquetWriter(sink, file.schema_arrow, compression="none", use_dictionary=False, write_statistics=["id"]) as writer:
+        for group in range(file.num_row_groups):
+            writer.write_table(file.read_row_group(group))
+    data = sink.getvalue()
+    return data, replace(entry, size_bytes=len(data), checksum=checksum(data))
+
+
+@pytest.mark.parametrize("definition", TABLES, ids=lambda t: f"{t.dtype}-{t.optimizer.kind}")
+def test_files_that_pyarrow_wrote_are_read_too(definition: TableDef) -> None:
+    ours, theirs = read(definition, *file_of(definition)[:2]), read(definition, *by_pyarrow(definition))
+    assert_array_equal(ours.records(definition, ours.versions), theirs.records(definition, theirs.versions))
+
+
+@pytest.mark.parametrize("definition", TABLES, ids=lambda t: f"{t.dtype}-{t.optimizer.kind}")
+def test_our_pages_are_read_where_they_lie_and_no_others(definition: TableDef) -> None:
+    for data, ours in ((file_of(definition)[0], True), (by_pyarrow(definition)[0], False)):
+        file = pq.ParquetFile(io.BytesIO(data))
+        found = [read_group(columns_of(file.schema_arrow), file.metadata.row_group(group), data) for group in range(2)]
+        assert [columns is not None for columns in found] == [ours, ours]
+        assert all(array.flags.aligned for columns in found for array in (columns or {}).values())
+
+
+def test_a_file_tells_the_range_of_its_ids_as_the_caller_sees_them() -> None:
+    ids = np.array([3, 9, 2**64 - 5], np.uint64)
+    for definition, expected in ((TABLES[0], (-5, 9)), (TABLES[1], (3, 2**64 - 5))):
+        told = pq.ParquetFile(io.BytesIO(b"".join(encode_ids(definition, ids)))).metadata.row_group(0).column(0).statistics
+        assert (told.min, told.max) == expected
+
+
 def test_row_groups_with_fewer_rows_than_the_footer_says_are_refused() -> None:
-    whole, entry, _ = file_of(TABLES[0])
+    whole, entry = by_pyarrow(TABLES[0])
     bad = bytearray(whole)
-    bad[3653] = 2  # found by the test above: Parquet's reader then knows of fewer row groups, without an error
+    bad[3653] = 2  # found by a test as above: Parquet's reader then knows of fewer row groups, without an error
     with pytest.raises(CheckpointError, match="rows, its footer says 50"):
         read(TABLES[0], bytes(bad), replace(entry, checksum=checksum(bytes(bad))))
 

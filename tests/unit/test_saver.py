@@ -41,17 +41,21 @@ Contents = dict[str, dict[int, bytes]]
 
 
 class Watched(MemoryStore):
-    """Storage in memory that calls back before every read of a save."""
+    """Storage in memory that calls back before every read of a save, for one of its threads at a time: batches have one writer."""
 
     before: Callable[[], None] | None = None
+    inside = threading.local()
+    one_writer = threading.Lock()
 
     def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
-        if self.before is not None and threading.current_thread().name == "kvemb-save":
-            before, self.before = self.before, None  # its batches read, too
-            try:
-                before()
-            finally:
-                self.before = before
+        inside = getattr(self.inside, "now", False)  # the callback's batches read, too
+        if self.before is not None and not inside and threading.current_thread().name.startswith("kvemb-save"):
+            with self.one_writer:
+                self.inside.now = True
+                try:
+                    self.before()
+                finally:
+                    self.inside.now = False
         return super().read(parts, deadline)
 
 
@@ -143,7 +147,7 @@ def loaded(url: str) -> Contents:
 
 @pytest.fixture
 def shard(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Shard:
-    monkeypatch.setattr(save_job, "_SLICE_BYTES", 30 * USER.record.size_bytes)
+    monkeypatch.setattr(save_job, "group_rows", lambda definition, weights_only: 30)
     monkeypatch.setattr(save_job, "_PAUSE_S", 0.01)
     folder = tmp_path / "data"
     folder.mkdir()

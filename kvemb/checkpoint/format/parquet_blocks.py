@@ -4,8 +4,8 @@ Columns: id (int64 or uint64, by the table's id_dtype); version (uint64: epoch <
 Then slots, the optimizer's state: fixed-size list of float; absent where there is none. bfloat16 weights stand there as floats. Parquet has
 neither that type nor 16-bit integers: their bits alone would take as many bytes, and no other program could read them.
 
-Uncompressed: zstd saved a tenth of the bytes at half the speed (docs/adr/0012). And a file that is not compressed cannot unfold into more
-memory than it has bytes. The checksum is taken over the very bytes that are parsed.
+Uncompressed, in pages of our own (`plain_parquet`): zstd saved a tenth of the bytes at half the speed (docs/adr/0012). And a file that is
+not compressed cannot unfold into more memory than it has bytes. The checksum is taken over the very bytes that are parsed.
 
 The two optional libraries are imported on first use, with an error that says how to get them. Between records and data files rows travel
 as blocks of columns.
@@ -20,9 +20,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvemb.arrays.ids import to_caller
 from kvemb.arrays.rounding import storage_dtype, to_float32
 from kvemb.checkpoint.format.checkpoint_manifest import FileEntry
+from kvemb.checkpoint.format.plain_parquet import PlainWriter, columns_of, read_group
 from kvemb.errors import CheckpointError, ConfigError
 from kvemb.schema.record import HEADER_SIZE
 from kvemb.schema.table_def import TableDef
@@ -119,7 +119,7 @@ def row_bytes(definition: TableDef, weights_only: bool) -> int:
     return 16 + weights + (0 if weights_only else 4 * definition.record.state_size)
 
 
-GROUP_BYTES = 16 << 20
+GROUP_BYTES = 8 << 20
 _MAX_GROUP_ROWS = 1 << 18
 _MAX_GROUPS = 1 << 14
 _FOOTER_BYTES = 16 << 20
@@ -127,35 +127,38 @@ _ENCODINGS = {"PLAIN", "RLE"}
 
 
 def group_rows(definition: TableDef, weights_only: bool = False) -> int:
-    """Return how many rows one row group holds: about 16 MiB."""
+    """Return how many rows one row group holds: about 8 MiB."""
     return max(1, min(_MAX_GROUP_ROWS, GROUP_BYTES // row_bytes(definition, weights_only)))
 
 
-def checksum(data: bytes | memoryview) -> str:
-    """Return the checksum that manifests carry: xxh3, 128 bits, in hex.
+def checksum(*pieces: bytes | memoryview) -> str:
+    """Return the checksum that manifests carry, of these bytes behind each other: xxh3, 128 bits, in hex.
 
     Example:
-        >>> checksum(b"row")
-        'b95419994944a4b5da0e947a60ca106d'
+        >>> checksum(b"row"), checksum(b"r", b"ow") == checksum(b"row")
+        ('b95419994944a4b5da0e947a60ca106d', True)
     """
-    return xxhash.xxh3_128_hexdigest(data)
+    state = xxhash.xxh3_128()
+    for piece in pieces:
+        state.update(piece)
+    return state.hexdigest()
 
 
-def encode_rows(definition: TableDef, blocks: Sequence[RowBlock], weights_only: bool) -> memoryview:
-    """Return a data file; each block is a row group.
+def encode_rows(definition: TableDef, blocks: Sequence[RowBlock], weights_only: bool) -> list[bytes | memoryview]:
+    """Return the pieces of a data file; each block is a row group. They share memory with the blocks.
 
     Args:
         definition: the table.
-        blocks: ascending by id, within and from one to the next.
+        blocks: ascending by id, within and from one to the next; none is empty.
         weights_only: leave the state out.
     """
     return _encode(_schema(definition, weights_only), [_columns(definition, block, weights_only) for block in blocks])
 
 
-def encode_ids(definition: TableDef, ids: NDArray[np.uint64]) -> memoryview:
-    """Return a data file of ids alone: uint64 [n], ascending."""
+def encode_ids(definition: TableDef, ids: NDArray[np.uint64]) -> list[bytes | memoryview]:
+    """Return the pieces of a data file of ids alone: uint64 [n], ascending."""
     steps = range(0, len(ids), _MAX_GROUP_ROWS)
-    return _encode(_id_schema(definition), [[_id_array(definition, ids[at : at + _MAX_GROUP_ROWS])] for at in steps])
+    return _encode(_id_schema(definition), [[ids[at : at + _MAX_GROUP_ROWS]] for at in steps])
 
 
 def decode_rows(definition: TableDef, data: bytes, entry: FileEntry, weights_only: bool, where: str) -> Iterator[RowBlock]:
@@ -190,14 +193,10 @@ def decode_ids(definition: TableDef, data: bytes, entry: FileEntry, where: str) 
         yield ids
 
 
-def _encode(schema: Any, groups: Sequence[Sequence[Any]]) -> memoryview:
-    pa, parquet = require_extra("pyarrow"), require_extra("pyarrow.parquet")
-    sink = pa.BufferOutputStream()
-    # Statistics of ids only, so that other programs can look rows up; statistics of weights would cost time and tell nothing.
-    with parquet.ParquetWriter(sink, schema, compression="none", use_dictionary=False, write_statistics=["id"]) as writer:
-        for columns in groups:
-            writer.write_table(pa.Table.from_arrays(list(columns), schema=schema), row_group_size=len(columns[0]))
-    return memoryview(sink.getvalue())
+def _encode(schema: Any, groups: Sequence[Sequence[NDArray[Any]]]) -> list[bytes | memoryview]:
+    writer = PlainWriter(schema, "id")
+    pieces = [piece for columns in groups for piece in writer.add(columns)]
+    return [*pieces, writer.footer()]
 
 
 def _decode(schema: Any, data: bytes, entry: FileEntry, min_row_bytes: int, where: str) -> Iterator[dict[str, NDArray[Any]]]:
@@ -205,12 +204,15 @@ def _decode(schema: Any, data: bytes, entry: FileEntry, min_row_bytes: int, wher
         raise CheckpointError(f"{where}: {len(data)} bytes, expected {entry.size_bytes}: truncated or replaced")
     if checksum(data) != entry.checksum:
         raise CheckpointError(f"{where}: damaged, its checksum is not the one in the manifest")
-    pa, parquet = require_extra("pyarrow"), require_extra("pyarrow.parquet")
+    pa, parquet, columns = require_extra("pyarrow"), require_extra("pyarrow.parquet"), columns_of(schema)
     try:
         file = parquet.ParquetFile(pa.BufferReader(data), thrift_string_size_limit=_FOOTER_BYTES, thrift_container_size_limit=_FOOTER_BYTES)
         _check_shape(file, schema, entry, min_row_bytes, where)
         for group in range(file.num_row_groups):
-            table = file.read_row_group(group, use_threads=False)
+            if (found := read_group(columns, file.metadata.row_group(group), data)) is not None:
+                yield found
+                continue
+            table = file.read_row_group(group, use_threads=False)  # as an earlier release wrote it, or another program
             if table.num_rows != (expected := file.metadata.row_group(group).num_rows):
                 raise CheckpointError(f"{where}: damaged: row group {group} has {table.num_rows} rows, its footer says {expected}")
             yield _arrays(table, schema, where)
@@ -260,25 +262,13 @@ def _array(chunk: Any, kind: Any) -> NDArray[Any]:
     return np.asarray(chunk.flatten().to_numpy(zero_copy_only=True)).reshape(len(chunk), kind.list_size)
 
 
-def _columns(definition: TableDef, block: RowBlock, weights_only: bool) -> list[Any]:
-    pa = require_extra("pyarrow")
-    weights = _lists(_readable(definition, block.weights), _weight_type(definition))
-    columns = [_id_array(definition, block.ids), pa.array(block.versions), weights]
+def _columns(definition: TableDef, block: RowBlock, weights_only: bool) -> list[NDArray[Any]]:
+    """The columns of `_schema`, [n] or [n, width]."""
+    columns: list[NDArray[Any]] = [block.ids, block.versions, _readable(definition, block.weights)]
     if _has_state(definition, weights_only):
         assert block.state is not None
-        columns.append(_lists(block.state, pa.float32()))
+        columns.append(block.state)
     return columns
-
-
-def _lists(values: NDArray[Any], kind: Any) -> Any:
-    """Return a fixed-size list array over [n, width] values, in their own memory."""
-    pa = require_extra("pyarrow")
-    flat = pa.Array.from_buffers(kind, values.size, [None, pa.py_buffer(np.ascontiguousarray(values))])
-    return pa.FixedSizeListArray.from_arrays(flat, type=_list_type(kind, values.shape[1]))
-
-
-def _id_array(definition: TableDef, ids: NDArray[np.uint64]) -> Any:
-    return require_extra("pyarrow").array(to_caller(np.ascontiguousarray(ids), definition.id_dtype))
 
 
 def _schema(definition: TableDef, weights_only: bool) -> Any:
