@@ -41,7 +41,8 @@ from ..recovery.shard_parts import ShardParts, image
 from ..recovery.state_file import TableImage
 from ..shard_process.data_dir import DataDir
 from ..snapshot.run_set import Runs
-from ..snapshot.sorted_run import ROWS
+from ..snapshot.run_writer import RunWriter
+from ..snapshot.sorted_run import ROWS, Part
 from . import unconditional_writer
 from .load_plan import LoadPlan, decode_load_plan, encode_load_plan
 from .unconditional_writer import UnconditionalWriter
@@ -170,15 +171,11 @@ class Loader:
         epoch = self._parts.engine.epoch
         runs, version = Runs(self._staged(decision.load_id), epoch=epoch, still_ours=self._still_ours), make_version(epoch, 0)
         self._done, self._rows = 0, sum(level.manifest.n_rows for level in chain.levels) // len(self._store.nodes.cluster_map.shard_numbers)
-        writers = []
+        writers: list[RunWriter] = []
         for saved in chain.newest.tables:
             definition = self._parts.registry.find_last(saved.definition.name)
             definition.require_same(saved.definition)
-            writers.append(writer := runs.begin(definition))
-            for ids, records in self._own_rows(chain, definition, version):
-                writer.add(ROWS, ids, records)
-                self._done += len(ids)
-                self._report(decision.load_id, "reading")
+            writers += runs.in_order(definition, self._counted(self._own_rows(chain, definition, version), decision.load_id))
         runs.publish(writers, version)
         erase = {}
         for definition in [*self._parts.registry.tables, *self._parts.registry.dropping]:
@@ -191,14 +188,20 @@ class Loader:
         self._data.write(PLAN, encode_load_plan(plan), self._still_ours)
         return plan
 
-    def _own_rows(self, chain: Chain, definition: TableDef, version: int) -> Iterator[tuple[Ids, NDArray[np.uint8]]]:
+    def _own_rows(self, chain: Chain, definition: TableDef, version: int) -> Iterator[Part]:
         mine, cluster_map = self._parts.shard, self._store.nodes.cluster_map
         sources: Sequence[int] = [mine] if self._same_shards(chain.newest) else range(chain.newest.n_shards)
         for block in chain.rows_of(definition, sources):
             own = cluster_map.shards_of(definition.placement.slots(block.ids)) == mine
             some = block if own.all() else block.take(own)
             if len(some):
-                yield some.ids, some.records(definition, version)
+                yield ROWS, some.ids, np.full(len(some), version, np.uint64), some.records(definition, version)
+
+    def _counted(self, parts: Iterator[Part], load_id: str) -> Iterator[Part]:
+        for part in parts:
+            yield part
+            self._done += len(part[1])
+            self._report(load_id, "reading")
 
     def _same_shards(self, manifest: CheckpointManifest) -> bool:
         """Whether the shard of our number wrote all of our rows, and no others."""
@@ -245,7 +248,6 @@ class Loader:
             for state in states:
                 step = max(1, unconditional_writer.BLOCK_BYTES // state.definition.record.size_bytes)
                 for some, _ in state.portions(n_rows=step):
-                    some = np.sort(some)
                     self._writer.write(state.definition, some, runs.find(state.definition, some).records)
                     self._done += len(some)
                     self._report(plan.load_id, "writing")
@@ -287,6 +289,5 @@ def _without(arrays: Sequence[Ids], loaded: Ids) -> Ids:
 
 
 def _ids(runs: Runs, definition: TableDef) -> Ids:
-    """Every id of a table in a snapshot of one run: uint64 [n], ascending."""
-    found = list(runs.ids(definition))
-    return np.concatenate(found) if found else np.empty(0, np.uint64)
+    """Every id of a table in a snapshot: uint64 [n], ascending."""
+    return np.sort(np.concatenate([np.empty(0, np.uint64), *(ids for ids, _ in runs.between(definition))]))

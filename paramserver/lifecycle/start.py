@@ -222,6 +222,8 @@ class _Start:
             timeline = Timeline(state.epoch, recovery.k, self._where, roll_back=self._roll_back)
             snapshot = data.path / SNAPSHOT
             runs = Runs(snapshot, epoch=state.epoch, still_ours=still_ours)
+            for known in tables.all():
+                runs.upgrade(known.definition)
             repairer = self._repairer(timeline, journal, runs, registry, tables, still_ours)
             observer = SaveObserver(make_version(state.epoch, state.k))
             ports = EnginePorts(repairer, observer)

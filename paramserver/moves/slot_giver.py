@@ -16,10 +16,8 @@ from kvemb.schema.move_plan import DRAINING, MOVING, SHARDS
 
 from ..model.tables import Tables, TableState
 from ..snapshot.run_set import Runs
-from ..snapshot.sorted_run import ERASED
 from .slot_entries import GivenRows, Ids, SlotEntries
 
-_SLICE_ROWS = 1 << 18
 _LOOKED_AT = 64  # rows: all of a table are noted at once
 
 
@@ -82,9 +80,8 @@ class SlotGiver:
         writers = [self._runs.begin(state.definition) for state, _ in dropped]
         try:
             for writer, (_, ids) in zip(writers, dropped, strict=True):
-                for start in range(0, len(ids), _SLICE_ROWS):
-                    some = ids[start : start + _SLICE_ROWS]
-                    writer.add(ERASED, some, np.full(len(some), self._applied(), "<u8").view(np.uint8).reshape(len(some), 8))
+                order = writer.definition.order
+                writer.add_erased(order.ids(np.sort(order.keys(ids))), np.full(len(ids), self._applied(), np.uint64))
             if writers:
                 self._runs.publish(writers, self._runs.cut)
         except BaseException:

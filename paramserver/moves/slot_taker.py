@@ -14,9 +14,8 @@ from kvemb.schema.record import split_version
 
 from ..model.tables import Tables, TableState
 from ..snapshot.run_set import Runs
+from ..snapshot.run_writer import RunWriter
 from ..snapshot.snapshotter import ReadRecords
-from ..snapshot.sorted_run import ROWS
-from ..snapshot.sorted_run_writer import RunWriter
 from .slot_entries import Ids, SlotEntries, versions_among
 
 _SLICE_BYTES, _SYNCED_BYTES = 4 << 20, 16 << 20
@@ -110,9 +109,9 @@ class SlotTaker:
         self._writers.append(writer)
         state.make_room(one.ids)
         ids, versions, n_synced = [_NONE], [_NONE], 0
-        for some in _slices(one):
+        for some, _ in _slices(one):
             records, found = self._read(state, some)
-            writer.add(ROWS, some[found], records[found])
+            writer.add_rows(some[found], records[found])
             if writer.size_bytes - n_synced >= _SYNCED_BYTES:
                 writer.sync()
                 n_synced = writer.size_bytes
@@ -132,14 +131,13 @@ class SlotTaker:
         rest = self._not_on_disk(one)
         if not len(rest.ids):
             return []
-        state, writer, start = self._tables.state(one.definition), self._runs.begin(one.definition), 0
+        state, writer = self._tables.state(one.definition), self._runs.begin(one.definition)
         try:
-            for some in _slices(rest):
+            for some, versions in _slices(rest):
                 records, found = self._read(state, some)
                 got = np.where(found, one.definition.record.versions(records), np.uint64(0))
-                _require(state, some, got, rest.versions[start : start + len(some)])
-                writer.add(ROWS, some, records)
-                start += len(some)
+                _require(state, some, got, versions)
+                writer.add_rows(some, records)
         except BaseException:
             writer.drop()
             raise
@@ -154,9 +152,11 @@ def _newest(ids: Ids, versions: Ids, later_ids: Ids, later_versions: Ids) -> tup
     return ids[order], versions[order]
 
 
-def _slices(one: SlotEntries) -> Iterator[Ids]:
-    n_slice = max(1, _SLICE_BYTES // one.definition.record.size_bytes)
-    return (one.ids[start : start + n_slice] for start in range(0, len(one.ids), n_slice))
+def _slices(one: SlotEntries) -> Iterator[tuple[Ids, Ids]]:
+    """Return ids and versions, some at a time, in the order in which runs have them."""
+    n_slice, order = max(1, _SLICE_BYTES // one.definition.record.size_bytes), np.argsort(one.definition.order.keys(one.ids))
+    some = (order[start : start + n_slice] for start in range(0, len(order), n_slice))
+    return ((one.ids[at], one.versions[at]) for at in some)
 
 
 def _require(state: TableState, ids: Ids, got: Ids, expected: Ids) -> None:

@@ -91,11 +91,12 @@ class Reconstructor:
         portion: list[tuple[int, NDArray[np.intp]]] = []
         left = self._pass_bytes
         for which, one in enumerate(wanted):
-            order, size = np.argsort(one.ids), one.table.definition.record.size_bytes
+            # order, intp [r]: the rows in the order in which the runs have them, so that a pass reads its part of each run
+            order, size = np.argsort(one.table.definition.order.keys(one.ids)), one.table.definition.record.size_bytes
             while len(order):
                 n = min(_MAX_ROWS, max(left // size, 0 if portion else 1))
                 if n:
-                    portion.append((which, order[:n]))
+                    portion.append((which, order[:n][np.argsort(one.ids[order[:n]])]))
                 left, order = left - len(order[:n]) * size, order[n:]
                 if len(order):
                     yield portion

@@ -1,36 +1,36 @@
-"""Many sorted runs become one: of each id the newest state. Pure, block by block: memory holds one block of each run."""
+"""Many sorted runs become one: of each key the newest state. Pure, block by block: memory holds one block of each run."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .sorted_run import ERASED, ROWS, Bytes, Ids, SortedRun
+from kvemb.arrays.ids import as_items, as_rows
 
-Versions = Callable[[Bytes], Ids]
-"""Records uint8 [n, record bytes] -> their versions."""
+from .sorted_run import ERASED, ROWS, Ids, Part, SortedRun
 
 
-def merged(runs: Sequence[SortedRun], versions: Versions, *, forget_up_to: int) -> Iterator[tuple[int, Ids, Bytes]]:
-    """Yield (kind, ids, rest) as `SortedRunEncoder.add` takes them.
+def merged(runs: Sequence[SortedRun], *, forget_up_to: int, low: int = 0, records: bool = True) -> Iterator[Part]:
+    """Yield the newest state of each key, as `RunWriter.add` takes it.
 
     Args:
-        runs: of one table, oldest first: the newest run that has an id decides. (Versions cannot decide across runs: a row that another
+        runs: of one table, oldest first: the newest run that has a key decides. (Versions cannot decide across runs: a row that another
             shard handed over may be older than the note that this shard had it no more.)
-        versions: of that table's records.
         forget_up_to: notes of erased rows up to this version are omitted; 0 where an older run, which is not among these, may have them.
+        low: keys below it may be omitted.
+        records: whether the records are wanted.
     """
-    cursors = [_Cursor(run, kind, age) for age, run in enumerate(runs) for kind in (ROWS, ERASED)]
+    cursors = [_Cursor(run.blocks(kind, low, records=records), kind, age) for age, run in enumerate(runs) for kind in (ROWS, ERASED)]
     while cursors := [cursor for cursor in cursors if cursor.load()]:
-        bound = min(cursor.ids[-1] for cursor in cursors)  # up to this id, every run's rows are at hand
-        taken: list[list[tuple[Ids, Bytes]]] = [[], []]
-        ages: list[list[NDArray[np.intp]]] = [[], []]
-        for cursor in cursors:
-            ids, rest = cursor.take(bound)
-            taken[cursor.kind].append((ids, rest))
-            ages[cursor.kind].append(np.full(len(ids), cursor.age))
-        rows, erased = (_concatenated(parts, runs[0].record_bytes if kind == ROWS else 8) for kind, parts in enumerate(taken))
-        yield from _newest(rows, erased, np.concatenate([*ages[ROWS], *ages[ERASED]]), versions, forget_up_to)
+        bound = min(cursor.keys[-1] for cursor in cursors)  # up to this key, every run's rows are at hand
+        here = [cursor for cursor in cursors if cursor.keys[0] <= bound]
+        taken = [cursor.take(bound) for cursor in here]
+        for kind, keys, versions, rest in taken if len(taken) == 1 else _newest(taken, [cursor.age for cursor in here]):
+            some = versions > np.uint64(forget_up_to) if kind == ERASED else None
+            if some is None or some.all():
+                yield kind, keys, versions, rest
+            elif some.any():
+                yield kind, keys[some], versions[some], rest[some]
 
 
 def merge_from(sizes: Sequence[int], limit: int) -> int | None:
@@ -55,53 +55,47 @@ def merge_from(sizes: Sequence[int], limit: int) -> int | None:
 class _Cursor:
     """The reading position in the blocks of one kind of one run."""
 
-    def __init__(self, run: SortedRun, kind: int, age: int) -> None:
+    def __init__(self, blocks: Iterator[Part], kind: int, age: int) -> None:
         self.kind, self.age = kind, age
-        self._blocks = run.blocks(kind)
-        self.ids: Ids = np.empty(0, np.uint64)
-        self._rest: Bytes = np.empty((0, 0), np.uint8)
+        self._blocks = blocks
+        self.keys: Ids = np.empty(0, np.uint64)
+        self._versions, self._rest = self.keys, np.empty((0, 0), np.uint8)
 
     def load(self) -> bool:
         """Have at least one row at hand; return False at the end."""
-        while len(self.ids) == 0:
+        while len(self.keys) == 0:
             block = next(self._blocks, None)
             if block is None:
                 return False
-            self.ids, self._rest = block
+            _, self.keys, self._versions, self._rest = block
         return True
 
-    def take(self, bound: np.uint64) -> tuple[Ids, Bytes]:
-        """Take the rows up to an id, it included."""
-        n = int(np.searchsorted(self.ids, bound, side="right"))
-        taken = self.ids[:n], self._rest[:n]
-        self.ids, self._rest = self.ids[n:], self._rest[n:]
+    def take(self, bound: np.uint64) -> Part:
+        """Take the rows up to a key, it included."""
+        n = int(np.searchsorted(self.keys, bound, side="right"))
+        taken = self.kind, self.keys[:n], self._versions[:n], self._rest[:n]
+        self.keys, self._versions, self._rest = self.keys[n:], self._versions[n:], self._rest[n:]
         return taken
 
 
-def _concatenated(parts: list[tuple[Ids, Bytes]], width: int) -> tuple[Ids, Bytes]:
-    empty = np.empty(0, np.uint64), np.empty((0, width), np.uint8)
-    ids, rest = zip(empty, *parts, strict=True)
-    return np.concatenate(ids), np.concatenate(rest)
-
-
-def _newest(
-    rows: tuple[Ids, Bytes], erased: tuple[Ids, Bytes], ages: NDArray[np.intp], versions: Versions, forget_up_to: int
-) -> Iterator[tuple[int, Ids, Bytes]]:
-    """Of each id among rows and erased ones (`ages`: their runs), the state of the newest run, and there of the highest version."""
-    # [m] each: the rows first, the erased ids behind them; an id once for every run and kind that has it.
-    ids = np.concatenate([rows[0], erased[0]])
-    all_versions = np.concatenate([versions(rows[1]), erased_versions(erased[1])])
-    order = np.lexsort((all_versions, ages, ids))  # intp [m]: by id, within an id by age, within an age by version
-    # intp [n]: the place of each unique id's newest state; live: places among the rows, gone: places among the erased.
-    last: NDArray[np.intp] = order[np.append(ids[order][1:] != ids[order][:-1], True)] if len(order) else order
-    live, gone = last[last < len(rows[0])], last[last >= len(rows[0])] - len(rows[0])
-    if len(live):
-        yield ROWS, rows[0][live], rows[1][live]
-    gone = gone[erased_versions(erased[1])[gone] > np.uint64(forget_up_to)]
-    if len(gone):
-        yield ERASED, erased[0][gone], erased[1][gone]
-
-
-def erased_versions(rest: Bytes) -> Ids:
-    """Return the versions of erased ids: uint8 [n, 8] -> uint64 [n]."""
-    return np.ascontiguousarray(rest).view("<u8")[:, 0].astype(np.uint64, copy=False)
+def _newest(parts: Sequence[Part], ages: Sequence[int]) -> Iterator[Part]:
+    """Of each key among some parts, by the age of their runs, the state of the newest run, and there of the highest version."""
+    # [m] each: the parts one behind the other, rows of a run before its erased ids; a key once for every part that has it.
+    keys, versions = (np.concatenate([part[column] for part in parts]) for column in (1, 2))
+    kinds, runs = (np.repeat(one, [len(part[1]) for part in parts]) for one in ([part[0] for part in parts], ages))
+    order: NDArray[np.intp] = np.argsort(keys, kind="stable")  # by key, and within a key by age: parts are in order, which makes this fast
+    same = keys[order[1:]] == keys[order[:-1]]  # bool [m - 1]: whether the next one has the same key
+    # A run may have both a row and its erasing: where the row is newer they change places.
+    swap = np.flatnonzero(same)
+    swap = swap[(runs[order[swap]] == runs[order[swap + 1]]) & (versions[order[swap]] > versions[order[swap + 1]])]
+    order[swap], order[swap + 1] = order[swap + 1], order[swap]
+    last = order[np.append(~same, True)]  # intp [n]: the place of each unique key's newest state
+    for kind in (ROWS, ERASED):
+        at = last[kinds[last] == kind]
+        if len(at):
+            rest = [part[3] for part in parts if part[0] == kind]
+            if rest[0].shape[1]:
+                some = as_rows(as_items(np.concatenate(rest))[(np.cumsum(kinds == kind) - 1)[at]])
+            else:
+                some = np.empty((len(at), 0), np.uint8)
+            yield kind, keys[at], versions[at], some

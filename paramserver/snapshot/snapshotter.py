@@ -17,8 +17,7 @@ from kvemb.stores.store import Store
 from ..engine.row_access import RowAccess
 from ..model.tables import TableState
 from .run_set import Runs
-from .sorted_run import ERASED, ROWS
-from .sorted_run_writer import RunWriter
+from .run_writer import RunWriter
 
 Ids = NDArray[np.uint64]
 Bytes = NDArray[np.uint8]
@@ -36,7 +35,7 @@ class SnapshotProgress:
     Args:
         n_rows: rows written.
         n_erased: rows of older runs found to be gone.
-        size_bytes: written, merging of runs not included.
+        size_bytes: of the records written, merging of runs not included.
     """
 
     n_rows: int = 0
@@ -97,18 +96,20 @@ class Snapshotter:
         """
         gone: list[tuple[Ids, Ids]] = []
         changed = [newer]
-        for ids in self._runs.ids(table.definition):
+        for ids, _ in self._runs.between(table.definition):
             versions = table.versions(ids)
             dead = ids[versions == 0]  # uint64 [m]: in an older run, and not in the index
-            dead = dead[self._runs.find(table.definition, dead).exists]  # the others are noted already
             gone.append((dead, np.full(len(dead), self._applied(), np.uint64)))
             changed.append(ids[versions > np.uint64(cut)])
             yield progress
-        yield from self._rows(writer, table, np.unique(np.concatenate(changed)), gone, progress)
-        # uint64 [e], the erased ids, unique and ascending; intp [e], where each is first; uint64 [e], the version as of which it is gone.
-        ids, first = np.unique(np.concatenate([newer[:0], *(ids for ids, _ in gone)]), return_index=True)
+        order = table.definition.order
+        keys = np.unique(order.keys(np.concatenate(changed)))  # uint64 [m]: of all rows to be written
+        yield from self._rows(writer, table, order.ids(keys), gone, progress)
+        # uint64 [e], the erased ids' keys, unique and ascending; intp [e], where each is first, with the version as of which it is gone.
+        keys, first = np.unique(order.keys(np.concatenate([newer[:0], *(ids for ids, _ in gone)])), return_index=True)
         as_of = np.concatenate([newer[:0], *(versions for _, versions in gone)])[first]
-        self._add(writer, ERASED, ids, as_of.astype("<u8").view(np.uint8).reshape(len(ids), 8), progress)
+        writer.add_erased(order.ids(keys), as_of)
+        progress.n_erased += len(keys)
 
     def _rows(
         self, writer: RunWriter, table: TableState, ids: Ids, gone: list[tuple[Ids, Ids]], progress: SnapshotProgress
@@ -122,18 +123,10 @@ class Snapshotter:
             gone.append((dead, np.full(len(dead), self._applied(), np.uint64)))  # erased since the cut
             records, found = self._read(table, these)
             _check(table, these, expected, np.where(found, table.definition.record.versions(records), np.uint64(0)))
-            self._add(writer, ROWS, these, records, progress)
+            writer.add_rows(these, records)
+            progress.size_bytes += records.nbytes
+            progress.n_rows += len(these)
             yield progress
-
-    @staticmethod
-    def _add(writer: RunWriter, kind: int, ids: Ids, rest: Bytes, progress: SnapshotProgress) -> None:
-        before = writer.size_bytes
-        writer.add(kind, ids, rest)
-        progress.size_bytes += writer.size_bytes - before
-        if kind == ROWS:
-            progress.n_rows += len(ids)
-        else:
-            progress.n_erased += len(ids)
 
 
 def from_storage(store: Store, timeout_s: float) -> ReadRecords:
@@ -160,7 +153,7 @@ def from_storage(store: Store, timeout_s: float) -> ReadRecords:
 
 
 def _newer(table: TableState, version: int) -> Ids:
-    return np.sort(np.concatenate([ids for ids, _ in table.portions(above=version)]))
+    return np.concatenate([ids for ids, _ in table.portions(above=version)])
 
 
 def _check(table: TableState, ids: Ids, expected: Ids, got: Ids) -> None:

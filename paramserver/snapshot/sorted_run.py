@@ -1,16 +1,26 @@
-"""One sorted run of a table's rows as bytes: rows in the order of their ids, and ids that were erased. Pure: bytes come through a function.
+"""One sorted run of a table's rows: rows in the order of their keys, and ids that were erased. Pure: bytes come through functions.
 
-    header, 16 bytes: magic 8 | format version u32 | record size u32
-    blocks:           ids '<u8' [n], ascending | rows: u8 [n, record size], erased: '<u8' [n], the version as of which the id is gone
-    footer:           '<u8' [n_blocks, 7]: kind (0 rows, 1 erased), offset, n, first id, last id, xxh3-64 of the ids, of the rest
-    tail, 32 bytes:   footer offset u64 | n_blocks u64 | xxh3-64 of header, footer and the two before u64 | magic 8
+    header:   magic 8 | format version u32 | record size u32 | rows of a block u32 | rows between fences u32 | zeros
+    blocks:   pairs (key, version) '<u8' [n, 2], keys ascending | of rows their records u8 [n, record size] | zeros
+    footer:   '<u8' [n_blocks, 7]: kind (0 rows, 1 erased), offset, n, first key, last key, xxh3-64 of the pairs, of what is behind them
+              | fences '<u8': of the rows, and then of the erased, every 64th key
+    tail, 32 bytes: footer offset u64 | n_blocks u64 | xxh3-64 of header, footer and the two before u64 | magic 8
 
-A run does not change once it is written. Erased ids are kept because the journal's entry that erased a row may be discarded while an older
-run still has the row: created again later, the row must begin with its first value.
+Keys are those of `kvemb.arrays.key_order`. Header and blocks are filled up with zeros, so that the pairs between two fences never lie on
+two pages. Of one kind all blocks are full but the last: the place of a row follows from its number. Records of 0 bytes make a run of
+versions alone.
+
+Keys are looked up in the fences, which are in memory, and then among the pairs of one page of the mapped file. Before that the pairs of a
+block are read once and compared with their checksum. A run does not change once it is written. Erased ids are kept because the journal's
+entry that erased a row may be discarded while an older run still has the row: created again later, it must begin with its first value.
+
+Format 1 (kvemb 0.1.0) has ids in their own order in the place of keys, and no fences. Such a run can be read from end to end (`blocks`).
 """
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,77 +29,43 @@ from numpy.typing import NDArray
 
 from kvemb.arrays.ids import as_items, as_rows
 from kvemb.errors import JournalDamagedError, other_format
+from kvemb.schema.record import stored_versions
 
 Ids = NDArray[np.uint64]
 Bytes = NDArray[np.uint8]
+Rows = NDArray[np.int64]
 ReadAt = Callable[[int, int], bytes]
 """(offset, size) -> the file's bytes there; fewer at its end."""
+Each = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+"""`map`, or that of some threads."""
+Part = tuple[int, Ids, Ids, Bytes]
+"""Kind, keys uint64 [n] ascending, versions uint64 [n], records uint8 [n, record bytes]: [n, 0] of erased ids, or if none are asked for."""
 
 ROWS, ERASED = 0, 1
 MAGIC, END_MAGIC = b"kvembrun", b"runkvemb"
-FORMAT_VERSION = 1
-BLOCK_BYTES = 512 << 10
-_HEAD = struct.Struct("<8sII")
-_TAIL = struct.Struct("<QQQ8s")
-_KIND, _OFFSET, _N, _FIRST, _LAST, _IDS_SUM, _REST_SUM = range(7)
-_COLUMNS = 7
+FORMAT_VERSION = 2
+_READS = (1, FORMAT_VERSION)
+BLOCK_ROWS, BLOCK_BYTES, FENCE_ROWS = 4096, 512 << 10, 64
+"""Of a block that is written: at most so many rows, of about so many bytes; and rows from one fence to the next. Powers of two."""
+HEAD = struct.Struct("<8sIIII")
+_HEAD_1 = 16  # bytes of the header of format 1
+TAIL = struct.Struct("<QQQ8s")
+_KIND, _OFFSET, _N, _FIRST, _LAST, _PAIRS_SUM, _REST_SUM = range(7)
+COLUMNS = 7
+_LOOKED_AT = 2048  # keys that one thread looks for
+_PORTIONS = 32  # of blocks that are to be checked: each is one thread's
+_NOTHING = np.empty(0, np.intp), np.empty(0, np.int64), np.empty(0, np.uint64)
 
 
-class SortedRunEncoder:
-    """Turns blocks of rows into the bytes of a run, in the order in which they are to be written.
-
-    Args:
-        record_bytes: size of a record.
+def rows_of_a_block(record_bytes: int) -> int:
+    """Return how many rows a full block has.
 
     Example:
-        >>> encoder = SortedRunEncoder(4)
-        >>> pieces = [encoder.header(), *encoder.add(ROWS, np.array([3, 9], np.uint64), np.ones((2, 4), np.uint8)), encoder.footer()]
-        >>> data = b"".join(pieces)
-        >>> run = SortedRun(lambda offset, size: data[offset : offset + size], len(data), "example")
-        >>> [(ids.tolist(), rows.shape) for ids, rows in run.blocks(ROWS)]
-        [([3, 9], (2, 4))]
+        >>> rows_of_a_block(0), rows_of_a_block(76), rows_of_a_block(3000), rows_of_a_block(1 << 20)
+        (4096, 4096, 128, 64)
     """
-
-    def __init__(self, record_bytes: int) -> None:
-        self.record_bytes = record_bytes
-        self.size_bytes = _HEAD.size
-        self.n_rows = [0, 0]
-        self._blocks: list[list[int]] = []
-        self._last = [-1, -1]
-
-    def header(self) -> bytes:
-        """Return the file's first bytes."""
-        return _HEAD.pack(MAGIC, FORMAT_VERSION, self.record_bytes)
-
-    def add(self, kind: int, ids: Ids, rest: Bytes) -> Iterator[memoryview]:
-        """Yield the bytes of rows, or of erased ids, behind those of the same kind that were added before.
-
-        Args:
-            kind: ROWS or ERASED.
-            ids: uint64 [n], ascending, behind the last ones.
-            rest: uint8 [n, record bytes], or [n, 8] with versions.
-        """
-        assert len(ids) == 0 or (int(ids[0]) > self._last[kind] and bool((ids[1:] > ids[:-1]).all()))
-        n_block = max(1, BLOCK_BYTES // (8 + rest.shape[1]))
-        for start in range(0, len(ids), n_block):
-            yield from self._block(kind, ids[start : start + n_block], rest[start : start + n_block])
-
-    def footer(self) -> bytes:
-        """Return the file's last bytes; nothing may be added afterwards."""
-        footer = np.array(self._blocks, "<u8").reshape(-1, _COLUMNS).tobytes()
-        place = struct.pack("<QQ", self.size_bytes, len(self._blocks))
-        checksum = xxhash.xxh3_64_intdigest(self.header() + footer + place)
-        self.size_bytes += len(footer) + _TAIL.size
-        return footer + place + struct.pack("<Q8s", checksum, END_MAGIC)
-
-    def _block(self, kind: int, ids: Ids, rest: Bytes) -> Iterator[memoryview]:
-        pieces = [_raw(ids.astype("<u8", copy=False)), _raw(rest)]
-        sums = [xxhash.xxh3_64_intdigest(piece) for piece in pieces]
-        self._blocks.append([kind, self.size_bytes, len(ids), int(ids[0]), int(ids[-1]), *sums])
-        self._last[kind] = int(ids[-1])
-        self.n_rows[kind] += len(ids)
-        self.size_bytes += ids.nbytes + rest.nbytes
-        yield from pieces
+    most = BLOCK_BYTES // max(1, record_bytes)
+    return max(FENCE_ROWS, min(BLOCK_ROWS, 1 << max(0, most.bit_length() - 1)))
 
 
 class SortedRun:
@@ -97,102 +73,201 @@ class SortedRun:
 
     Args:
         read_at: the file's bytes.
+        words: '<u8', the file mapped; whole words.
         size_bytes: of the file.
         where: its path, for messages.
+        each: checks several blocks at once.
 
     Raises:
         JournalDamagedError: header or footer do not hold the bytes that were written. The methods raise it for a block.
     """
 
-    def __init__(self, read_at: ReadAt, size_bytes: int, where: str) -> None:
-        self._read_at, self._where, self.size_bytes = read_at, where, size_bytes
-        head = read_at(0, _HEAD.size)
-        if size_bytes < _HEAD.size + _TAIL.size or head[:8] != MAGIC:
-            raise self._damaged(0, "it is no run of rows, or cut off")
-        _, version, self.record_bytes = _HEAD.unpack(head)
-        if version != FORMAT_VERSION:
-            raise JournalDamagedError(other_format(f"{where}: offset {len(MAGIC)}: the run of rows", version, (FORMAT_VERSION,)))
-        footer = self._read_footer(head)
+    def __init__(self, read_at: ReadAt, words: NDArray[Any], size_bytes: int, where: str, each: Each = map) -> None:
+        self._read_at, self._words, self.size_bytes, self._where, self._each = read_at, words, size_bytes, where, each
+        head = self._read_head()
+        footer, fences = self._read_footer(head)
+        self._check_footer(footer, len(head))
         self._blocks = [footer[footer[:, _KIND] == kind] for kind in (ROWS, ERASED)]
-        self._check_blocks(footer)
+        self.n_rows = tuple(int(blocks[:, _N].sum()) for blocks in self._blocks)
+        self._fences = self._split_fences(fences)
+        self._starts = [(blocks[:, _OFFSET] // np.uint64(8)).astype(np.int64) for blocks in self._blocks]  # in words
+        self._checked = [np.zeros(len(blocks), bool) for blocks in self._blocks]
 
-    def ids(self, kind: int) -> Iterator[Ids]:
-        """Yield the ids block by block, ascending."""
-        for block in self._blocks[kind]:
-            yield self._ids(block)
+    @property
+    def memory_bytes(self) -> int:
+        """Memory that the run takes while it is open, the system's cache of its pages apart."""
+        return sum(one.nbytes for some in (self._blocks, self._fences, self._starts, self._checked) for one in some)
 
-    def blocks(self, kind: int) -> Iterator[tuple[Ids, Bytes]]:
-        """Yield ids uint64 [n] and their records (uint8 [n, record bytes]) or versions (uint8 [n, 8]), ascending."""
-        for block in self._blocks[kind]:
-            yield self._ids(block), self._rest(block)
-
-    def find(self, kind: int, ids: Ids) -> Iterator[tuple[NDArray[np.intp], Bytes]]:
-        """Yield, for those ids that are here, their positions in `ids` and their records or versions, block by block.
+    def blocks(self, kind: int, low: int = 0, *, records: bool = True) -> Iterator[Part]:
+        """Yield the rows, or the erased ids, block by block.
 
         Args:
             kind: ROWS or ERASED.
-            ids: uint64 [n], ascending.
+            low: blocks that end before this key are left out.
+            records: whether the records are to be read, too.
         """
         blocks = self._blocks[kind]
-        if len(ids) == 0 or len(blocks) == 0:
-            return
-        holder = np.searchsorted(blocks[:, _LAST], ids)  # intp [n]: the only block that can hold each id; n_blocks: none
-        starts = np.flatnonzero(np.diff(holder, prepend=-1))  # where the ids of the next block begin
-        for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
-            if holder[start] == len(blocks) or blocks[holder[start], _FIRST] > ids[stop - 1]:
+        for block in blocks[int(np.searchsorted(blocks[:, _LAST], np.uint64(low))) :]:
+            if self.format == 1:
+                yield self._block_1(kind, block)
                 continue
-            block, asked = blocks[holder[start]], ids[start:stop]
-            block_ids = self._ids(block)  # uint64 [m], ascending
-            at = np.searchsorted(block_ids, asked)  # places in the block; never behind its end: no id asked is above its last one
-            hit = block_ids[at] == asked  # bool, of each id asked: whether the block has it
-            if hit.any():
-                yield start + np.flatnonzero(hit), as_rows(as_items(self._rest(block))[at[hit]])
+            pairs = self._pairs(block)
+            some = self._rest(block) if records and kind == ROWS else np.empty((len(pairs), 0), np.uint8)
+            yield kind, pairs[:, 0], pairs[:, 1], some
 
-    def _read_footer(self, head: bytes) -> NDArray[Any]:
-        at = self.size_bytes - _TAIL.size
-        tail = self._read_at(at, _TAIL.size)
-        if len(tail) < _TAIL.size or tail[-8:] != END_MAGIC:
+    def find(self, kind: int, keys: Ids) -> tuple[NDArray[np.intp], Rows, Ids]:
+        """Return, for those keys that are here, their positions in `keys`, the numbers of their rows, and their versions.
+
+        Args:
+            kind: ROWS or ERASED.
+            keys: uint64 [n], ascending.
+
+        Returns:
+            intp [m], int64 [m], uint64 [m].
+        """
+        fences = self._fences[kind]
+        before = int(np.searchsorted(keys, fences[0])) if len(fences) else len(keys)  # keys below all that are here
+        keys = keys[before:]
+        if not len(keys):
+            return _NOTHING
+        rows = (np.searchsorted(fences, keys, side="right") - 1) * self._fence_rows  # int64 [n]: the only 64 rows that may have the key
+        blocks = rows // self._block_rows
+        self._check(kind, blocks[np.flatnonzero(np.diff(blocks, prepend=-1))])
+        starts = self._starts[kind]
+        # low, int64 [n]: the word where the highest key that is not above is known to be; it rises to that place. Threads look at several
+        # pages at once, because one that is not in memory is waited for, without the interpreter's lock (`take`).
+        low = starts[blocks] + 2 * (rows % self._block_rows)
+        rows -= low // 2
+        last = starts[-1] + 2 * (int(self._blocks[kind][-1, _N]) - 1)  # the word of the last key of all
+        n = -(-len(keys) // _LOOKED_AT)
+        parts = zip(np.array_split(low, n), np.array_split(keys, n), strict=True)
+        for _ in (map if n == 1 else self._each)(partial(self._bisect, last), parts):  # low's parts are views
+            pass
+        at = np.flatnonzero(self._words.take(low, mode="clip") == keys)
+        low = low[at]
+        return at + before, rows[at] + low // 2, self._words.take(low + 1, mode="clip").astype(np.uint64, copy=False)
+
+    def _bisect(self, last: int, part: tuple[Rows, Ids]) -> None:
+        """Raise the words of `low` (int64 [n]) to where the highest key is that is not above the one of `keys` (uint64 [n])."""
+        low, keys = part
+        step = self._fence_rows
+        while step > 1:
+            step //= 2
+            middle = np.minimum(low + 2 * step, last)
+            np.copyto(low, middle, where=self._words.take(middle, mode="clip") <= keys)
+
+    def records(self, rows: Rows) -> Bytes:
+        """Return the records of rows by number (int64 [m], ascending): uint8 [m, record bytes]."""
+        found = np.empty((len(rows), self.record_bytes), np.uint8)
+        blocks = rows // self._block_rows
+        edges = [*np.flatnonzero(np.diff(blocks, prepend=-1)), len(rows)]  # where the rows of the next block begin
+        for start, stop in pairwise(edges):
+            some = as_items(self._rest(self._blocks[ROWS][blocks[start]]))
+            found[start:stop] = as_rows(some[rows[start:stop] % self._block_rows])
+        return found
+
+    def _read_head(self) -> bytes:
+        head = self._read_at(0, HEAD.size)
+        if len(head) < HEAD.size or head[:8] != MAGIC:
+            raise self._damaged(0, "it is no run of rows, or cut off")
+        _, self.format, self.record_bytes, self._block_rows, self._fence_rows = HEAD.unpack(head)
+        if self.format not in _READS:
+            raise JournalDamagedError(other_format(f"{self._where}: offset {len(MAGIC)}: the run of rows", self.format, _READS))
+        if self.format == 1:
+            return head[:_HEAD_1]
+        if not 0 < self._fence_rows <= self._block_rows or any(n & (n - 1) for n in (self._fence_rows, self._block_rows)):
+            raise self._damaged(0, "its header claims blocks that cannot be")
+        return self._read_at(0, 16 * self._fence_rows)
+
+    def _read_footer(self, head: bytes) -> tuple[NDArray[Any], Ids]:
+        at = self.size_bytes - TAIL.size
+        tail = self._read_at(max(0, at), TAIL.size)
+        if len(tail) < TAIL.size or tail[-8:] != END_MAGIC:
             raise self._damaged(at, "it does not end as a run")
-        offset, n_blocks, checksum, _ = _TAIL.unpack(tail)
-        if offset < _HEAD.size or n_blocks > self.size_bytes or offset + 8 * _COLUMNS * n_blocks != at:
+        offset, n_blocks, checksum, _ = TAIL.unpack(tail)
+        size = at - offset
+        if offset < len(head) or n_blocks > self.size_bytes or size < 8 * COLUMNS * n_blocks or size % 8:
             raise self._damaged(at, "its tail claims a footer that does not fit")
-        footer = self._read_at(offset, 8 * _COLUMNS * n_blocks)
-        if xxhash.xxh3_64_intdigest(head + footer + tail[:16]) != checksum:
+        data = self._read_at(offset, size)
+        if xxhash.xxh3_64_intdigest(head + data + tail[:16]) != checksum:
             raise self._damaged(offset, "the checksum of its header and footer does not match")
-        return np.frombuffer(footer, "<u8").astype(np.uint64, copy=False).reshape(n_blocks, _COLUMNS)
+        numbers = np.frombuffer(data, "<u8").astype(np.uint64, copy=False)
+        return numbers[: COLUMNS * n_blocks].reshape(n_blocks, COLUMNS), numbers[COLUMNS * n_blocks :]
 
-    def _check_blocks(self, footer: NDArray[Any]) -> None:
+    def _check_footer(self, footer: NDArray[Any], start: int) -> None:
         """Check that blocks follow each other without gaps, and in order: allocation and search in a reader rely on it."""
-        row_bytes = [8 + self.record_bytes, 16]
-        end = _HEAD.size
-        for kind, offset, n in footer[:, :3].tolist():
-            if kind not in (ROWS, ERASED) or offset != end or not 0 < n <= self.size_bytes:
-                raise self._damaged(offset, "its footer claims a block that does not fit")
-            end += n * row_bytes[kind]
-        if end != self.size_bytes - _TAIL.size - footer.nbytes:
-            raise self._damaged(end, "blocks and footer do not meet")
-        for blocks in self._blocks:
+        kinds, offsets, counts = footer[:, _KIND], footer[:, _OFFSET], footer[:, _N]
+        if (kinds > ERASED).any() or (offsets > self.size_bytes).any():
+            raise self._damaged(0, "its footer claims blocks that there cannot be")
+        pair, align = (8, 1) if self.format == 1 else (16, 16 * self._fence_rows)
+        row_bytes = np.array([pair + self.record_bytes, 16], np.uint64)[kinds]
+        if (counts == 0).any() or (counts > np.uint64(self.size_bytes) // row_bytes).any():
+            raise self._damaged(0, "its footer claims a block that does not fit")
+        ends = offsets + (counts * row_bytes + np.uint64(align - 1)) // np.uint64(align) * np.uint64(align)
+        end = self.size_bytes - TAIL.size - footer.nbytes - 8 * self._n_fences(footer)
+        if [start, *ends.tolist()] != [*offsets.tolist(), end]:
+            raise self._damaged(0, "blocks and footer do not meet")
+        for blocks in (footer[kinds == kind] for kind in (ROWS, ERASED)):
             if (blocks[:, _FIRST] > blocks[:, _LAST]).any() or (blocks[1:, _FIRST] <= blocks[:-1, _LAST]).any():
-                raise self._damaged(0, "its blocks are not in the order of their ids")
+                raise self._damaged(0, "its blocks are not in order")
+            if self.format > 1 and ((blocks[:-1, _N] != self._block_rows).any() or (blocks[-1:, _N] > self._block_rows).any()):
+                raise self._damaged(0, "its blocks are not full")
 
-    def _ids(self, block: NDArray[Any]) -> Ids:
+    def _n_fences(self, footer: NDArray[Any]) -> int:
+        if self.format == 1:
+            return 0
+        return sum(-(-int(footer[footer[:, _KIND] == kind, _N].sum()) // self._fence_rows) for kind in (ROWS, ERASED))
+
+    def _split_fences(self, fences: Ids) -> list[Ids]:
+        if self.format == 1:
+            return []
+        n = -(-self.n_rows[ROWS] // self._fence_rows)
+        both = [fences[:n], fences[n:]]
+        for some, blocks in zip(both, self._blocks, strict=True):
+            firsts = some[:: self._block_rows // self._fence_rows]
+            if not np.array_equal(firsts, blocks[:, _FIRST]) or (some[1:] <= some[:-1]).any() or (some[-1:] > blocks[-1:, _LAST]).any():
+                raise self._damaged(0, "its fences do not fit its blocks")
+        return both
+
+    def _check(self, kind: int, blocks: Rows) -> None:
+        """Read the pairs of blocks (int64 [b], unique) that nobody has looked at before: from here on the mapped file can be trusted."""
+        new = blocks[~self._checked[kind][blocks]]
+        if len(new):
+            for _ in self._each(self._check_some, np.array_split(self._blocks[kind][new], min(len(new), _PORTIONS))):
+                pass
+            self._checked[kind][new] = True
+
+    def _check_some(self, blocks: NDArray[Any]) -> None:
+        for block in blocks:
+            self._pairs(block)
+
+    def _pairs(self, block: NDArray[Any]) -> Ids:
+        """Keys and versions of a block: uint64 [n, 2]."""
         offset, n = int(block[_OFFSET]), int(block[_N])
-        data = self._read_at(offset, 8 * n)
-        if len(data) != 8 * n or xxhash.xxh3_64_intdigest(data) != block[_IDS_SUM]:
-            raise self._damaged(offset, "the checksum of the block's ids does not match")
-        return np.frombuffer(data, "<u8").astype(np.uint64, copy=False)
+        return self._read(offset, 16 * n, block[_PAIRS_SUM], "keys").view("<u8").reshape(n, 2).astype(np.uint64, copy=False)
 
     def _rest(self, block: NDArray[Any]) -> Bytes:
-        kind, offset, n = (int(value) for value in block[:3])
-        offset, size = offset + 8 * n, n * (self.record_bytes if kind == ROWS else 8)
+        """The records of a block of rows: uint8 [n, record bytes]."""
+        offset, n = int(block[_OFFSET]), int(block[_N])
+        size, align = n * self.record_bytes, 16 * self._fence_rows
+        data = self._read(offset + 16 * n, -(-(offset + 16 * n + size) // align) * align - offset - 16 * n, block[_REST_SUM], "records")
+        return data[:size].reshape(n, self.record_bytes)
+
+    def _block_1(self, kind: int, block: NDArray[Any]) -> Part:
+        """Rows, or erased ids, of a block of format 1, with ids in the place of keys."""
+        offset, n = int(block[_OFFSET]), int(block[_N])
+        ids = self._read(offset, 8 * n, block[_PAIRS_SUM], "ids").view("<u8").astype(np.uint64, copy=False)
+        width = self.record_bytes if kind == ROWS else 8
+        rest = self._read(offset + 8 * n, n * width, block[_REST_SUM], "records").reshape(n, width)
+        if kind == ROWS:
+            return kind, ids, stored_versions(rest), rest
+        return kind, ids, rest.view("<u8")[:, 0].astype(np.uint64, copy=False), rest[:, :0]
+
+    def _read(self, offset: int, size: int, checksum: int, what: str) -> Bytes:
         data = self._read_at(offset, size)
-        if len(data) != size or xxhash.xxh3_64_intdigest(data) != block[_REST_SUM]:
-            raise self._damaged(offset, "the checksum of the block does not match")
-        return np.frombuffer(data, np.uint8).reshape(n, -1)
+        if len(data) != size or xxhash.xxh3_64_intdigest(data) != checksum:
+            raise self._damaged(offset, f"the checksum of the block's {what} does not match")
+        return np.frombuffer(data, np.uint8)
 
     def _damaged(self, offset: int, why: str) -> JournalDamagedError:
         return JournalDamagedError(f"{self._where}: offset {offset}: {why}. Put a good copy of the file back, or load a checkpoint.")
-
-
-def _raw(array: NDArray[Any]) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

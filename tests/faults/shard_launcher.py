@@ -28,7 +28,7 @@ from paramserver.moves.move_carrier import MoveCarrier
 from paramserver.moves.slot_giver import SlotGiver
 from paramserver.moves.slot_taker import SlotTaker
 from paramserver.snapshot import Runs
-from paramserver.snapshot.sorted_run_writer import RunWriter
+from paramserver.snapshot.run_writer import RunWriter
 
 POINTS = (
     "before fetch",

@@ -1,16 +1,21 @@
 """States of a table as a snapshot run holds them."""
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import strategies as st
 
 import kvemb.init
 import kvemb.optim
 from kvemb.schema.table_def import TableDef
 from paramserver.snapshot import Runs, sorted_run
-from paramserver.snapshot.sorted_run import ERASED, ROWS, SortedRun, SortedRunEncoder
+from paramserver.snapshot.run_writer import RunWriter
+from paramserver.snapshot.sorted_run import ERASED, ROWS, SortedRun
 
 TABLE = TableDef("t", 2, kvemb.optim.sgd(0.5), kvemb.init.zeros())
 RECORD = TABLE.record
@@ -25,31 +30,59 @@ def records(ids: list[int], versions: list[int]) -> np.ndarray:
     return RECORD.encode(u64(ids), u64(versions), weights, np.empty((len(ids), 0), np.float32))
 
 
-def erased(versions: list[int]) -> np.ndarray:
-    return u64(versions).view(np.uint8).reshape(len(versions), 8)
-
-
 State = dict[int, tuple[int, bool]]
 """id -> (version, whether it exists)."""
 
 
-def encoded(state: State) -> bytes:
-    encoder = SortedRunEncoder(RECORD.size_bytes)
-    pieces: list[bytes | memoryview] = [encoder.header()]
-    live, gone = (sorted(i for i in state if state[i][1] is exists) for exists in (True, False))
-    pieces += encoder.add(ERASED, u64(gone), erased([state[i][0] for i in gone]))
+def in_order(ids: Iterable[int]) -> list[int]:
+    """Ids in the order in which runs have them."""
+    return TABLE.order.ids(np.sort(TABLE.order.keys(u64(ids)))).tolist()
+
+
+def add(writer: RunWriter, state: State) -> None:
+    """Write a state, its rows in two parts."""
+    live, gone = (in_order(i for i in state if state[i][1] is exists) for exists in (True, False))
+    writer.add_erased(u64(gone), u64(state[i][0] for i in gone))
     for part in (live[:3], live[3:]):
-        pieces += encoder.add(ROWS, u64(part), records(part, [state[i][0] for i in part]))
-    pieces.append(encoder.footer())
-    data = b"".join(pieces)
-    assert len(data) == encoder.size_bytes
-    return data
+        writer.add_rows(u64(part), records(part, [state[i][0] for i in part]))
+
+
+def encoded(state: State) -> bytes:
+    with TemporaryDirectory() as folder:
+        writer = RunWriter(path := Path(folder) / "run", 1, TABLE, RECORD.size_bytes)
+        add(writer, state)
+        if writer.finish() is None:
+            writer.drop()
+            return b""
+        assert path.stat().st_size == writer.size_bytes
+        return path.read_bytes()
+
+
+def encoded_1(state: State) -> bytes:
+    """A run of format 1, as kvemb 0.1.0 wrote it: by ids, in blocks of three."""
+    head, blocks, data = struct.pack("<8sII", b"kvembrun", 1, RECORD.size_bytes), [], b""
+    for kind in (ERASED, ROWS):
+        ids = sorted(i for i in state if state[i][1] is (kind == ROWS))
+        for some in (ids[at : at + 3] for at in range(0, len(ids), 3)):
+            versions = [state[i][0] for i in some]
+            parts = u64(some).tobytes(), (records(some, versions) if kind == ROWS else u64(versions)).tobytes()
+            sums = (xxhash.xxh3_64_intdigest(part) for part in parts)
+            blocks.append([kind, len(head + data), len(some), some[0], some[-1], *sums])
+            data += b"".join(parts)
+    footer = u64(number for block in blocks for number in block).tobytes()
+    place = struct.pack("<QQ", len(head + data), len(blocks))
+    return head + data + footer + place + struct.pack("<Q8s", xxhash.xxh3_64_intdigest(head + footer + place), b"runkvemb")
 
 
 def state_of(run: SortedRun) -> State:
-    rows = [(i, v, True) for ids, rest in run.blocks(ROWS) for i, v in zip(ids.tolist(), RECORD.versions(rest).tolist(), strict=True)]
-    gone = [(i, v, False) for ids, rest in run.blocks(ERASED) for i, v in zip(ids.tolist(), rest.view("<u8")[:, 0].tolist(), strict=True)]
-    return {i: (v, exists) for i, v, exists in rows + gone}
+    parts = [part for kind in (ROWS, ERASED) for part in run.blocks(kind)]
+    for kind, keys, versions, rows in parts:
+        assert kind == ERASED or rows.tobytes() == records(TABLE.order.ids(keys).tolist(), versions.tolist()).tobytes()
+    return {
+        i: (v, kind == ROWS)
+        for kind, keys, versions, _ in parts
+        for i, v in zip(TABLE.order.ids(keys).tolist(), versions.tolist(), strict=True)
+    }
 
 
 STATES = st.dictionaries(st.integers(0, 2**64 - 1), st.tuples(st.integers(1, 2**50), st.booleans()), max_size=30)
@@ -57,10 +90,7 @@ FEW_STATES = st.dictionaries(st.integers(0, 12), st.booleans(), max_size=8)
 
 
 def publish(runs: Runs, state: State, cut: int) -> None:
-    writer = runs.begin(TABLE)
-    live, gone = (sorted(i for i in state if state[i][1] is exists) for exists in (True, False))
-    writer.add(ROWS, u64(live), records(live, [state[i][0] for i in live]))
-    writer.add(ERASED, u64(gone), erased([state[i][0] for i in gone]))
+    add(writer := runs.begin(TABLE), state)
     runs.publish([writer], cut)
 
 
@@ -71,6 +101,10 @@ def check(runs: Runs, wanted: State) -> None:
     live = [i for i in ids if base.exists[i]]
     assert base.versions[live].tolist() == [wanted[i][0] for i in live]
     assert base.records[live].tobytes() == records(live, [wanted[i][0] for i in live]).tobytes()
+    versions, exists = runs.versions(TABLE, u64(ids))
+    assert (exists.tolist(), versions.tolist()) == (base.exists.tolist(), base.versions.tolist())
+    listed = [(i, v) for some, versions in runs.between(TABLE) for i, v in zip(some.tolist(), versions.tolist(), strict=True)]
+    assert listed == [(i, wanted[i][0]) for i in in_order(wanted) if wanted[i][1]]
 
 
 def reading(data: bytes) -> Callable[[int, int], bytes]:
@@ -78,9 +112,11 @@ def reading(data: bytes) -> Callable[[int, int], bytes]:
 
 
 def opened(data: bytes) -> SortedRun:
-    return SortedRun(reading(data), len(data), "the/run")
+    return SortedRun(reading(data), np.frombuffer(data, "<u8", len(data) // 8), len(data), "the/run")
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sorted_run, "BLOCK_BYTES", 100)
+    """Blocks of 4 rows, fences 2 rows apart."""
+    for name, value in (("BLOCK_ROWS", 4), ("FENCE_ROWS", 2)):
+        monkeypatch.setattr(sorted_run, name, value)

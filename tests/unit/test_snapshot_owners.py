@@ -6,9 +6,8 @@ import pytest
 
 from kvemb.errors import FencedError, JournalFullError
 from paramserver.snapshot import Runs
-from paramserver.snapshot.sorted_run import ROWS
-from paramserver.snapshot.sorted_run_writer import RunWriter
-from tests.unit.snapshot_states import TABLE, State, check, publish, records, small_blocks, u64
+from paramserver.snapshot.run_writer import RunWriter
+from tests.unit.snapshot_states import TABLE, State, check, in_order, publish, records, small_blocks, u64
 
 __all__ = ["small_blocks"]  # the fixture
 
@@ -31,8 +30,8 @@ class Owners:
 
 
 def begun(runs: Runs, state: State) -> RunWriter:
-    writer, ids = runs.begin(TABLE), sorted(state)
-    writer.add(ROWS, u64(ids), records(ids, [state[i][0] for i in ids]))
+    writer, ids = runs.begin(TABLE), in_order(state)
+    writer.add_rows(u64(ids), records(ids, [state[i][0] for i in ids]))
     return writer
 
 

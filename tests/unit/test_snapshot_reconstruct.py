@@ -418,7 +418,8 @@ _STEP = st.one_of(_CHANGE, st.sampled_from(["snapshot"] * 4 + ["reopen", "give u
 @given(st.lists(_STEP, min_size=5, max_size=40), st.lists(_CHANGE, max_size=20))
 def test_whatever_happened_every_row_is_made_anew(tmp_path_factory: pytest.TempPathFactory, steps: list, during: list) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sorted_run, "BLOCK_BYTES", 200)
+        patch.setattr(sorted_run, "BLOCK_ROWS", 4)
+        patch.setattr(sorted_run, "FENCE_ROWS", 2)
         patch.setattr(snapshotter, "_SLICE_BYTES", 150)
         shard, left = Shard(tmp_path_factory.mktemp("shard")), iter(during)
 

@@ -2,8 +2,10 @@
 
 import os
 import struct
+from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 import xxhash
 from hypothesis import given
@@ -11,12 +13,13 @@ from hypothesis import strategies as st
 
 import kvemb.init
 import kvemb.optim
-from kvemb.errors import JournalDamagedError, RecordError
+from kvemb.errors import JournalDamagedError, JournalFullError, RecordError
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
-from paramserver.snapshot import Runs
+from paramserver.snapshot import Runs, run_set
+from paramserver.snapshot.run_manifest import RunEntry, SnapshotManifest, TableRuns, encode_snapshot_manifest
 from paramserver.snapshot.run_merge import merge_from, merged
-from paramserver.snapshot.sorted_run import ERASED, ROWS, SortedRunEncoder
+from paramserver.snapshot.sorted_run import ERASED, ROWS
 from tests.unit.snapshot_states import (
     FEW_STATES,
     RECORD,
@@ -25,7 +28,8 @@ from tests.unit.snapshot_states import (
     State,
     check,
     encoded,
-    erased,
+    encoded_1,
+    in_order,
     opened,
     publish,
     records,
@@ -39,42 +43,87 @@ __all__ = ["small_blocks"]  # the fixture
 
 @given(STATES)
 def test_a_run_is_read_back(state: State) -> None:
-    run = opened(encoded(state))
-    assert state_of(run) == state
-    assert sum(len(ids) for kind in (ROWS, ERASED) for ids in run.ids(kind)) == len(state)
-    assert [i for ids in run.ids(ROWS) for i in ids.tolist()] == sorted(i for i in state if state[i][1])
+    if state:
+        assert state_of(opened(encoded(state))) == state
 
 
 @given(STATES, st.lists(st.integers(0, 2**64 - 1), max_size=10))
 def test_rows_are_found(state: State, others: list[int]) -> None:
-    run, ids = opened(encoded(state)), u64(sorted({*others, *list(state)[::2]}))
+    if not state:
+        return
+    run, ids = opened(encoded(state)), in_order({*others, *list(state)[::2]})
     for kind in (ROWS, ERASED):
-        found = {int(ids[at]): rest.tobytes() for ats, rests in run.find(kind, ids) for at, rest in zip(ats, rests, strict=True)}
-        wanted = sorted(i for i in set(ids.tolist()) & set(state) if state[i][1] is (kind == ROWS))
-        rest = (records if kind == ROWS else lambda ids, versions: erased(versions))(wanted, [state[i][0] for i in wanted])
-        assert found == {i: one.tobytes() for i, one in zip(wanted, rest, strict=True)}
+        at, rows, versions = run.find(kind, TABLE.order.keys(u64(ids)))
+        wanted = [i for i in ids if i in state and state[i][1] is (kind == ROWS)]
+        assert [ids[place] for place in at] == wanted
+        assert versions.tolist() == [state[i][0] for i in wanted]
+        if kind == ROWS:
+            assert run.records(rows).tobytes() == records(wanted, versions.tolist()).tobytes()
 
 
 DATA = encoded({i * 3: (i + 1, i % 4 > 0) for i in range(20)})
+OLD = encoded_1({i * 3: (i + 1, i % 4 > 0) for i in range(20)})
 
 
-@given(st.integers(0, 8 * len(DATA) - 1))
-def test_a_flipped_bit_is_refused(bit: int) -> None:
-    data = bytearray(DATA)
-    data[bit // 8] ^= 1 << bit % 8
+@given(st.booleans(), st.integers(0, 8 * max(len(DATA), len(OLD)) - 1))
+def test_a_flipped_bit_is_refused_or_fills_up_a_block(old: bool, bit: int) -> None:
+    run = OLD if old else DATA
+    data = bytearray(run)
+    data[bit // 8 % len(run)] ^= 1 << bit % 8
+    if run[bit // 8 % len(run)] == 0 and not old:
+        with suppress(JournalDamagedError):
+            assert state_of(opened(bytes(data))) == state_of(opened(run))
+        return
     with pytest.raises(JournalDamagedError, match=r"the/run: offset \d+: "):
-        state_of(opened(bytes(data)))
+        list(merged([opened(bytes(data))], forget_up_to=0))
 
 
-@given(st.integers(0, len(DATA) - 1))
-def test_a_truncated_run_is_refused(size: int) -> None:
+@given(st.booleans(), st.integers(0, max(len(DATA), len(OLD)) - 1))
+def test_a_truncated_run_is_refused(old: bool, size: int) -> None:
+    run = OLD if old else DATA
     with pytest.raises(JournalDamagedError, match="the/run"):
-        opened(DATA[:size])
+        opened(run[: size % len(run)])
+
+
+def test_a_page_that_was_torn_is_noticed_by_the_first_look_at_it(tmp_path: Path) -> None:
+    """Also where only versions are asked for, which are read from the mapped file."""
+    state = {i: (i + 1, True) for i in range(40)}
+    runs = Runs(tmp_path)
+    publish(runs, state, 9)
+    runs.close()
+    path = next(tmp_path.glob("*.run"))
+    data = bytearray(path.read_bytes())
+    torn = data.index(TABLE.order.keys(u64(in_order(state)[20:21])).tobytes())
+    data[torn : torn + 16] = bytes(16)
+    path.write_bytes(data)
+    runs, ids = Runs(tmp_path), in_order(state)
+    assert runs.versions(TABLE, u64(ids[:20]))[0].tolist() == [i + 1 for i in ids[:20]]
+    for _ in range(2):
+        with pytest.raises(JournalDamagedError, match=r"\.run: offset \d+: the checksum of the block's keys does not match"):
+            runs.versions(TABLE, u64(ids[20:21]))
+    assert runs.versions(TABLE, u64(ids[24:]))[0].tolist() == [i + 1 for i in ids[24:]]
+    runs.close()
+
+
+def test_a_disk_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = Runs(tmp_path)
+    publish(runs, {1: (5, True)}, 9)
+    runs.find(TABLE, u64([]))  # opens the run
+
+    def fail(*_: int) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", fail)
+        with pytest.raises(JournalDamagedError, match=r"\.run: offset 32: Input/output error"):
+            runs.versions(TABLE, u64([1]))
+    check(runs, {1: (5, True)})
+    runs.close()
 
 
 @given(st.binary(max_size=300))
 def test_noise_is_no_run(noise: bytes) -> None:
-    for data in (noise, DATA[:16] + noise + DATA[-32:], DATA + noise[:1] + b"x"):
+    for data in (noise, DATA[:32] + noise + DATA[-32:], DATA + noise[:1] + b"x"):
         with pytest.raises(JournalDamagedError, match="the/run"):
             opened(data)
 
@@ -83,8 +132,8 @@ def test_noise_is_no_run(noise: bytes) -> None:
 def test_a_footer_whose_checksum_is_right_may_still_be_wrong(numbers: list[int]) -> None:
     """A program that can write the file can write checksums; allocated memory stays bounded by the file's size."""
     footer = u64(numbers[: len(numbers) // 7 * 7]).tobytes()
-    place = struct.pack("<QQ", 16, len(footer) // 56)
-    data = DATA[:16] + footer + place
+    place = struct.pack("<QQ", 32, len(footer) // 56)
+    data = DATA[:32] + footer + place
     data += struct.pack("<Q8s", xxhash.xxh3_64_intdigest(data), b"runkvemb")
     with pytest.raises(JournalDamagedError, match="the/run"):
         opened(data)
@@ -102,11 +151,16 @@ def newest(states: list[State]) -> State:
 def test_merging_keeps_the_newest_state_of_each_id(states: list[dict[int, bool]], keep_erased: bool) -> None:
     forget = 0 if keep_erased else 10 * len(states)
     history = histories(states)
-    encoder, pieces = SortedRunEncoder(RECORD.size_bytes), []
-    for part in merged([opened(encoded(state)) for state in history], RECORD.versions, forget_up_to=forget):
-        pieces += [bytes(piece) for piece in encoder.add(*part)]
-    result = state_of(opened(b"".join([encoder.header(), *pieces, encoder.footer()])))
+    runs = [opened(encoded(state)) for state in history if state]
+    parts = list(merged(runs, forget_up_to=forget))
+    ids = [TABLE.order.ids(keys).tolist() for _, keys, _, _ in parts]
+    result = {i: (v, part[0] == ROWS) for some, part in zip(ids, parts, strict=True) for i, v in zip(some, part[2].tolist(), strict=True)}
     assert result == {i: one for i, one in newest(history).items() if one[1] or keep_erased}
+    for some, (kind, _, versions, rows) in zip(ids, parts, strict=True):
+        assert kind == ERASED or rows.tobytes() == records(some, versions.tolist()).tobytes()
+    for wanted in (ROWS, ERASED):
+        listed = [i for some, part in zip(ids, parts, strict=True) for i in some if part[0] == wanted]
+        assert listed == in_order(listed)
 
 
 @given(st.lists(st.integers(1, 1000), max_size=12), st.integers(1, 6))
@@ -142,8 +196,9 @@ def test_a_folder_shows_the_newest_state_before_and_after_merging(
 def test_a_row_and_its_erase_in_one_run_are_told_apart_by_their_versions(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     writer = runs.begin(TABLE)
-    writer.add(ROWS, u64([1, 2]), records([1, 2], [10, 30]))
-    writer.add(ERASED, u64([1, 2]), erased([20, 20]))
+    both = in_order([1, 2])
+    writer.add_rows(u64(both), records(both, [{1: 10, 2: 30}[i] for i in both]))
+    writer.add_erased(u64(both), u64([20, 20]))
     runs.publish([writer], 5)
     base = runs.find(TABLE, u64([1, 2]))
     assert (base.exists.tolist(), base.versions.tolist()) == ([False, True], [20, 30])
@@ -159,7 +214,7 @@ def test_erased_rows_stay_erased_when_only_the_newest_runs_are_merged(tmp_path: 
     list(runs.merge(TABLE))
     merged = [path.stat().st_size for path in tmp_path.glob("*.run")]
     assert (len(merged), sum(merged) < size) == (2, True)
-    check(runs, {**{i: (5, True) for i in range(100)}, 3: (26, True), 4: (25, False)})
+    check(runs, {**{i: (5, True) for i in range(100)}, 3: (26, True), 4: (25, False), 200: (15, True)})
     runs.close()
 
 
@@ -181,7 +236,7 @@ def test_what_a_crash_left_over_is_deleted_and_a_writer_at_work_is_not(tmp_path:
     (tmp_path / "000000000077.run").write_bytes(b"half")
     (tmp_path / "manifest.tmp").write_bytes(b"half")
     at_work = runs.begin(TABLE)
-    at_work.add(ROWS, u64([3]), records([3], [6]))
+    at_work.add_rows(u64([3]), records([3], [6]))
     publish(runs, {2: (7, True)}, 10)
     runs.publish([at_work], 11)
     check(runs, {1: (5, True), 2: (7, True), 3: (6, True)})
@@ -255,7 +310,7 @@ def test_another_run_under_the_name_is_refused(tmp_path: Path) -> None:
 def test_records_of_other_ids_are_refused(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     writer = runs.begin(TABLE)
-    writer.add(ROWS, u64([1, 2]), records([1, 3], [5, 5]))
+    writer.add_rows(u64(in_order([1, 2])), records([{1: 1, 2: 3}[i] for i in in_order([1, 2])], [5, 5]))
     runs.publish([writer], 5)
     with pytest.raises(RecordError, match="id 2"):
         runs.find(TABLE, u64([1, 2]))
@@ -268,4 +323,88 @@ def test_a_table_of_another_definition_is_refused(tmp_path: Path) -> None:
     other = TableDef("t", 3, kvemb.optim.sgd(0.5), kvemb.init.zeros())
     with pytest.raises(JournalDamagedError, match="another definition"):
         runs.find(other, u64([1]))
+    runs.close()
+
+
+def test_a_part_of_the_rows_is_listed(tmp_path: Path) -> None:
+    runs, ids = Runs(tmp_path), in_order(range(30))
+    publish(runs, {i: (5, True) for i in range(30)}, 9)
+    publish(runs, {i: (15, False) for i in ids[::3]}, 19)
+    keys = TABLE.order.keys(u64(ids)).tolist()
+    for first, end in ((0, 30), (7, 19), (12, 12), (29, 30)):
+        high = keys[end] if end < 30 else 1 << 64
+        listed = [i for some, _ in runs.between(TABLE, keys[first], high) for i in some.tolist()]
+        assert listed == [i for at, i in enumerate(ids) if first <= at < end and at % 3]
+    runs.close()
+
+
+@given(st.lists(FEW_STATES, min_size=1, max_size=4))
+def test_runs_of_the_release_before_are_brought_into_order_once(
+    tmp_path_factory: pytest.TempPathFactory, states: list[dict[int, bool]]
+) -> None:
+    folder, history = tmp_path_factory.mktemp("runs"), [state for state in histories(states) if state]
+    entries = []
+    for number, state in enumerate(history, 1):
+        data = encoded_1(state)
+        (folder / f"{number:012d}.run").write_bytes(data)
+        entries.append(RunEntry(number, len(data)))
+    manifest = SnapshotManifest(7, {TABLE.key: TableRuns(TABLE.schema, RECORD.size_bytes, tuple(entries))})
+    (folder / "manifest").write_bytes(encode_snapshot_manifest(manifest))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_set, "_SORTED_BYTES", 60)
+        for _ in range(2):
+            runs = Runs(folder)
+            check(runs, newest(history))
+            assert runs.cut == 7
+            runs.close()
+    assert {path.read_bytes()[8] for path in folder.glob("*.run")} <= {2}
+
+
+def test_a_disk_that_is_full_while_old_runs_are_brought_into_order_leaves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encoded_1(state := {i: (5, True) for i in range(15)})
+    (tmp_path / "000000000001.run").write_bytes(data)
+    manifest = SnapshotManifest(7, {TABLE.key: TableRuns(TABLE.schema, RECORD.size_bytes, (RunEntry(1, len(data)),))})
+    (tmp_path / "manifest").write_bytes(encode_snapshot_manifest(manifest))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    runs = Runs(tmp_path)
+    for name in ("segment_files.write_all", "segment_files.sync", "segment_files.create"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"paramserver.journal.{name}", full)
+            with pytest.raises(JournalFullError, match="No space left"):
+                runs.upgrade(TABLE)
+        assert (tmp_path / "000000000001.run").read_bytes() == data
+    check(runs, state)
+    runs.close()
+
+
+def test_a_run_of_versions_alone_tells_versions_and_hides_no_record(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    publish(runs, {1: (5, True), 2: (5, True)}, 9)
+    writer = runs.begin(TABLE, records=False)
+    writer.add(ROWS, TABLE.order.keys(u64([1])), u64([8]), np.empty((1, 0), np.uint8))
+    writer.add_erased(u64([2]), u64([9]))
+    runs.publish([writer], 9)
+    versions, exists = runs.versions(TABLE, u64([1, 2, 3]))
+    assert (versions.tolist(), exists.tolist()) == ([8, 9, 0], [True, False, False])
+    assert runs.find(TABLE, u64([1, 2])).versions.tolist() == [5, 5]
+    runs.close()
+
+
+def test_many_rows_are_found_by_fences_and_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # blocks of their own size
+    random, runs = np.random.default_rng(0), Runs(tmp_path)
+    keys = np.unique(random.integers(0, 2**64, 50_000, np.uint64))
+    writer = runs.begin(TABLE, records=False)
+    for start in range(0, len(keys), 7000):
+        some = keys[start : start + 7000]
+        writer.add(ROWS, some, np.arange(start + 1, start + 1 + len(some), dtype=np.uint64), np.empty((len(some), 0), np.uint8))
+    runs.publish([writer], 1)
+    at = random.permutation(len(keys))[:20_000]
+    others = np.setdiff1d(np.concatenate([keys[:5000] + np.uint64(1), np.array([0, 2**64 - 1], np.uint64)]), keys)
+    versions, exists = runs.versions(TABLE, TABLE.order.ids(np.concatenate([keys[at], others])))
+    assert exists.tolist() == [True] * len(at) + [False] * len(others)
+    assert versions.tolist() == [*(at + 1).tolist(), *[0] * len(others)]
     runs.close()

@@ -19,7 +19,7 @@ NAMES: dict[str, tuple[ModuleType | type, dict[str, object]]] = {
     "state": (state_file, {"FORMAT_VERSION": 4, "_READS": (4,)}),
     "segment": (segment, {"FORMAT_VERSION": 2}),
     "manifest": (run_manifest, {"FORMAT_VERSION": 2}),
-    "run": (sorted_run, {"FORMAT_VERSION": 2}),
+    "run": (sorted_run, {"FORMAT_VERSION": 3, "_READS": (3,)}),
 }
 """Formats that this release does not read."""
 
