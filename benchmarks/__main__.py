@@ -15,6 +15,7 @@ from benchmarks import (
     durability,
     elastic,
     frameworks,
+    index,
     latency,
     memory,
     new_rows,
@@ -49,11 +50,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "memory": Benchmark(memory.memory, memory.add_arguments),
     "elastic": Benchmark(elastic.elastic, elastic.add_arguments),
     "frameworks": Benchmark(frameworks.frameworks, frameworks.add_arguments),
+    "index": Benchmark(index.index, index.add_arguments),
     "scale": Benchmark(scale.scale, scale.add_arguments),
 }
 
 
-BY_NAME_ONLY = ("dlrm", "elastic", "frameworks")
+BY_NAME_ONLY = ("dlrm", "elastic", "frameworks", "index")
 """Left out when no name is given: they take minutes of their own, and all others together are to take less than fifteen."""
 
 
