@@ -153,6 +153,18 @@ class RowIndex:
             self._pairs[at] = _ERASED
         return n_rows - self._n_rows
 
+    def forget_up_to(self, version: int) -> None:
+        """Forget the ids whose version is this one or below, and give their memory back."""
+        pairs = self._pairs.reshape(-1, 2)
+        for start in range(0, len(pairs), _BLOCK_ROWS):
+            some = pairs[start : start + _BLOCK_ROWS, 1]
+            old = some <= np.uint64(version)  # places that hold no id among them, which may have kept anything
+            old &= self._tags.view(np.uint8)[start : start + _BLOCK_ROWS] != 0
+            some[old] = _ERASED
+            self._n_rows -= int(np.count_nonzero(old))
+        del pairs, some
+        self._rebuild(0, np.empty(0, np.uint64))
+
     def arrays(self) -> tuple[Ids, Versions]:
         """Return copies of all ids and their versions, in no particular order."""
         return self._rows(slice(0, len(self._tags)))

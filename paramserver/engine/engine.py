@@ -196,7 +196,7 @@ class Engine:
         state = self._tables.state(rows.definition)
         if change.kind == ERASE:
             self._observer.erased(rows.definition, rows.ids, change.version)
-            return state.erased(rows.ids)
+            return state.erased(rows.ids, change.version)
         n_rows = state.n_rows
         state.applied(rows.ids, change.version)
         return len(rows.ids) - (state.n_rows - n_rows)

@@ -1,4 +1,9 @@
-"""A shard's tables in memory: definition, update method, index and step of each. The lock that the index needs is here.
+"""A shard's tables: definition, update method, rows and step of each. The lock that the index needs is here.
+
+A table's rows are known by its index, in memory, and by the shard's row log, on disk. The index has every row that has changed since the
+log was last written (published), and as many of the others as the shard's memory for indexes allows: those that were written last. Rows
+that were erased since stand apart. Only right after the log is published rows leave the index. So while that has every row, the log is not
+asked; and where it is asked, it is right about every row that is neither in the index nor apart.
 
 Only the apply thread changes a table; other threads count and list. So the apply thread's own reads of the index need no lock.
 
@@ -8,8 +13,9 @@ one and the same array: those of a push that was not merged with others.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,29 +29,61 @@ from ..optim import build_optimizer
 
 Ids = NDArray[np.uint64]
 PORTION_ROWS = 1 << 16
+_SAMPLED_ROWS = 1 << 16
+_MOST_RANGES = 256  # of which each costs as much as some thousand rows
+_LEFT = 0.75  # of the memory for indexes: the rest is for what changes until they are too large again
+
+
+class RowLog(Protocol):
+    """The rows of a shard on its disk (`paramserver.snapshot.run_set`, which may not be imported here). Any thread."""
+
+    def versions(self, definition: TableDef, ids: Ids) -> tuple[Ids, NDArray[np.bool_]]:
+        """Return the versions of n rows, uint64 [n], and which of them exist, bool [n]."""
+
+    def between(self, definition: TableDef, low: int, high: int) -> Iterator[tuple[Ids, Ids]]:
+        """Yield ids and versions of the rows in a range of keys, in order, some thousands at a time."""
 
 
 class TableState:
-    """One table in a shard's memory: index, cache of records, optimizer, step.
+    """One table of a shard: its rows, cache of records, optimizer, step.
+
+    One class: its methods read or change one index, under one lock, of which some rows are apart or on disk.
 
     Args:
         definition: the table.
         step: applies of this table on this shard so far.
         rows: (ids, versions) of the rows that exist, from a clean stop; None for a table without rows.
         budget: of the shard's cache of records; None for no cache.
+        log: knows the rows that the index lacks; None: the index has all.
+        n_in_log: rows of which the index is not told, since the log has them.
     """
 
-    def __init__(self, definition: TableDef, step: int = 0, rows: tuple[Ids, Ids] | None = None, budget: CacheBudget | None = None) -> None:
+    def __init__(
+        self,
+        definition: TableDef,
+        step: int = 0,
+        rows: tuple[Ids, Ids] | None = None,
+        budget: CacheBudget | None = None,
+        *,
+        log: RowLog | None = None,
+        n_in_log: int = 0,
+    ) -> None:
         self.definition = definition
         self.optimizer = build_optimizer(definition.optimizer)
         self.step, self.n_applied, self.n_erased = step, 0, 0  # rows written by batches, and erased, since this process started
         self.cache = RecordCache(definition.record.size_bytes, budget or CacheBudget(0))
         self._index = RowIndex(order=definition.order)
         self._kept: IndexLookup | None = None  # of the batch under way
+        self._asked: IndexLookup | None = None  # the same, once the log was asked for the rows that it lacks
+        self._log, self._in_memory = log, not n_in_log  # whether the index has all rows
+        self._gone = RowIndex(order=definition.order)  # erased rows, and the versions as of which they are gone
+        self._published = 0  # version up to which the log has every change
+        self._n_rows = n_in_log
         self._lock = threading.Lock()
         self.goes_whole = False
         if rows is not None:
             self._index.put(*rows)
+            self._n_rows += len(rows[0])
 
     def let_go(self) -> None:
         """From now on erased rows may stay in storage: the table is being dropped, and its buckets are deleted in the end."""
@@ -54,7 +92,12 @@ class TableState:
     @property
     def n_rows(self) -> int:
         """Rows that exist."""
-        return len(self._index)
+        return self._n_rows
+
+    @property
+    def index_bytes(self) -> int:
+        """Memory of the index."""
+        return self._index.size_bytes
 
     def versions(self, ids: Ids, *, keep: bool = False) -> Ids:
         """Return the version of each id, 0 where it does not exist: uint64 [n]. Apply thread only.
@@ -63,10 +106,12 @@ class TableState:
             ids: uint64 [n].
             keep: these are n unique rows of a batch to be applied; their array does not change until it is.
         """
-        if not keep:
-            return self._index.get(ids)
-        self._kept = self._find(ids)
-        return self._index.at(self._kept)
+        if keep:
+            self._kept = self._find(ids)
+        versions = self._index.at(self._kept) if keep and self._kept is not None else self._index.get(ids)
+        if not self._in_memory and (self._asked is None or self._asked.ids is not ids):
+            self._fill_in(ids, versions, self._gone, keep=keep)
+        return versions
 
     def count_step(self) -> None:
         """Record one more apply. Apply thread only."""
@@ -74,30 +119,61 @@ class TableState:
 
     def applied(self, ids: Ids, version: int) -> None:
         """Record that n unique rows now have this version. Apply thread only."""
-        found, self._kept = self._find(ids), None
+        if not self._in_memory:
+            self.versions(ids, keep=True)  # afterwards the index lacks new rows alone
+        found, self._kept, self._asked = self._find(ids), None, None
         self.n_applied += len(ids)
         with self._lock:
+            self._n_rows -= len(self._index)
             self._index.set_at(found, version)
+            self._n_rows += len(self._index)
 
-    def erased(self, ids: Ids) -> int:
-        """Record that n unique rows are gone; return how many existed. Apply thread only."""
-        self._kept = None
+    def erased(self, ids: Ids, version: int) -> int:
+        """Record that n unique rows are gone as of this version; return how many existed. Apply thread only."""
+        existed = ids[self.versions(ids, keep=True) != 0]
+        self._kept = self._asked = None
         with self._lock:
-            n_rows = self._index.erase(ids)
-            self.n_erased += n_rows  # last: a thread that reads this number finds none of these rows
-        return n_rows
+            self._index.erase(existed)
+            if self._log is not None:
+                self._gone.put(existed, np.full(len(existed), version, np.uint64))
+            self._n_rows -= len(existed)
+            self.n_erased += len(existed)  # last: a thread that reads this number finds none of these rows
+        return len(existed)
 
     def make_room(self, ids: Ids) -> None:
         """Let the index grow for n more rows. Apply thread only."""
-        self._kept = None
+        self._kept = self._asked = None
         with self._lock:
             self._index.make_room(ids)
 
     def took(self, ids: Ids, versions: Ids) -> None:
         """Add n unique rows that another shard has handed over. Apply thread only."""
-        self._kept = None
+        self._kept = self._asked = None
         with self._lock:
+            self._n_rows -= len(self._index)
             self._index.put(ids, versions)
+            self._n_rows += len(self._index)
+            self._gone.erase(ids)
+
+    def published(self, version: int) -> None:
+        """Note that the row log has every change up to a version: so it knows which rows were erased until then. Apply thread only."""
+        self._published = version
+        ids, versions, _ = self._gone.portion(0, n_rows=len(self._gone) + 1, above=version)
+        with self._lock:
+            self._gone = RowIndex(order=self.definition.order)  # a new one: another thread may be listing rows
+            self._gone.put(ids, versions)
+
+    def let_leave(self, share: float) -> None:
+        """Let the rows that were written longest ago leave the index, right after `published`, until about this share of it is left."""
+        assert self._log is not None
+        versions = np.sort(self._index.get(self._index.some(_SAMPLED_ROWS, 0.0)))
+        if not len(versions):
+            return
+        oldest = versions[min(len(versions) - 1, int((1 - share) * len(versions)))]
+        with self._lock:
+            self._in_memory = False
+            self._kept = self._asked = None
+            self._index.forget_up_to(min(int(oldest), self._published))
 
     def raise_step(self, step: int) -> None:
         """Count at least so many applies. Apply thread only."""
@@ -115,11 +191,26 @@ class TableState:
             above: only rows whose version is above this one.
         """
         with self._lock:
-            return self._index.portion(low, high, n_rows, above=above)
+            ids, versions, next_ = self._index.portion(low, high, n_rows, above=above)
+            gone = self._gone
+        if self._in_memory or above >= self._published:
+            return ids, versions, next_
+        found = [(ids, versions)]
+        for logged, as_logged in self._in_log.between(self.definition, low, next_):
+            with self._lock:  # a row may have come into the index since, or changed there
+                now = self._index.get(logged)
+                now = np.where(now != 0, now, as_logged)
+                live = (gone.get(logged) == 0) & (self._gone.get(logged) == 0) & (now > np.uint64(above))
+            found.append((logged[live], now[live]))
+            if (n_rows := n_rows - len(logged)) <= 0:
+                next_ = int(self.definition.order.keys(logged[-1:])[0]) + 1
+                break
+        return *self._merged(found, next_), next_
 
     def portions(self, slots: NDArray[np.bool_] | None = None, n_rows: int = PORTION_ROWS, *, above: int = 0) -> Iterator[tuple[Ids, Ids]]:
         """Yield the rows of some slots (bool [16384]; None: all), portion by portion; a portion may have none."""
-        for at, high in [(0, END)] if slots is None else self.definition.key_ranges(slots):
+        ranges = [(0, END)] if slots is None else self.definition.key_ranges(slots)
+        for at, high in ranges if len(ranges) <= _MOST_RANGES else [(0, END)]:
             while at < high:
                 ids, versions, at = self.portion(at, high, n_rows, above=above)
                 ours = slice(None) if slots is None else slots[self.definition.placement.slots(ids)]
@@ -142,13 +233,51 @@ class TableState:
     def known(self, ids: Ids) -> NDArray[np.bool_]:
         """Return which of n rows exist: bool [n]. Any thread."""
         with self._lock:
-            known: NDArray[np.bool_] = self._index.get(ids) != 0
-            return known
+            versions, gone = self._index.get(ids), self._gone
+        if not self._in_memory:
+            self._fill_in(ids, versions, gone)
+        known: NDArray[np.bool_] = versions != 0
+        return known
+
+    def gone(self) -> Iterator[tuple[Ids, Ids]]:
+        """Yield the rows that were erased since the row log was published, and as of which version, portion by portion."""
+        low = 0
+        while low < END:
+            ids, versions, low = self._gone.portion(low)
+            yield ids, versions
 
     def arrays(self) -> tuple[Ids, Ids]:
         """Return copies of all ids and versions, in no particular order: for the saved state and the cut of a save."""
+        if not self._in_memory:
+            ids, versions = zip(*self.portions(), strict=True)
+            return np.concatenate(ids), np.concatenate(versions)
         with self._lock:
             return self._index.arrays()
+
+    @property
+    def _in_log(self) -> RowLog:
+        assert self._log is not None
+        return self._log
+
+    def _fill_in(self, ids: Ids, versions: Ids, gone: RowIndex, *, keep: bool = False) -> None:
+        """Look in the log for those of n rows whose version is 0, and fill them in; with `keep` the index has them from now on."""
+        lacking = np.flatnonzero(versions == 0)
+        if len(lacking):
+            logged, exist = self._in_log.versions(self.definition, ids[lacking])
+            with self._lock:
+                exist &= gone.get(ids[lacking]) == 0
+                versions[lacking[exist]] = logged[exist]
+                if keep:
+                    self._index.put(ids[lacking[exist]], logged[exist])
+        if keep:
+            self._asked = self._kept
+
+    def _merged(self, found: Sequence[tuple[Ids, Ids]], end: int) -> tuple[Ids, Ids]:
+        """Return rows in the order of their keys, up to that before `end`; of one that comes twice, as it came first."""
+        ids, versions = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+        keys, first = np.unique(self.definition.order.keys(ids), return_index=True)
+        first = first[keys <= np.uint64(end - 1)]
+        return ids[first], versions[first]
 
     def _find(self, ids: Ids) -> IndexLookup:
         kept = self._kept
@@ -161,10 +290,15 @@ class Tables:
     Args:
         states: known from a clean stop.
         budget: for the caches of tables met later; None for no cache.
+        log: of the rows that the indexes lack.
+        index_bytes: memory of all indexes, about: what has not been published comes on top; 0: as much as all rows take.
     """
 
-    def __init__(self, states: list[TableState], budget: CacheBudget | None = None) -> None:
+    def __init__(
+        self, states: list[TableState], budget: CacheBudget | None = None, *, log: RowLog | None = None, index_bytes: int = 0
+    ) -> None:
         self.cache_budget = budget or CacheBudget(0)
+        self._log, self._index_bytes = log, index_bytes
         self._map: ClusterMap | None = None
         self._states = {state.definition.key: state for state in states}
         self._lock = threading.Lock()
@@ -173,13 +307,22 @@ class Tables:
         """Return the table's state; a table met for the first time has no rows."""
         with self._lock:
             if definition.key not in self._states:
-                self._states[definition.key] = TableState(definition, budget=self.cache_budget)
+                self._states[definition.key] = TableState(definition, budget=self.cache_budget, log=self._log)
             return self._states[definition.key]
 
     def forget(self, definition: TableDef) -> None:
         """Forget a table that was dropped, once nothing changes it any more."""
         with self._lock:
             self._states.pop(definition.key, None)
+
+    def published(self, version: int) -> None:
+        """Note that the row log has every change up to a version, durably. Rows leave indexes that are too large. Apply thread only."""
+        states = self.all()
+        for state in states:
+            state.published(version)
+        n_bytes = sum(state.index_bytes for state in states)
+        for state in states if 0 < self._index_bytes < n_bytes else []:
+            state.let_leave(_LEFT * self._index_bytes / n_bytes)
 
     def follow(self, cluster_map: ClusterMap) -> None:
         """Forget the cached tokens of rows whose slots have changed their node, where they are not valid; call it before each batch.

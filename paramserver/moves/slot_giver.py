@@ -62,7 +62,7 @@ class SlotGiver:
         self._write_notes([(state, ids) for state, ids in dropped if len(ids)])
         self._rows.clear()
         for state, ids in dropped:
-            state.erased(ids)
+            state.erased(ids, self._applied())
             state.cache.forget(ids)
         self._note_gone(slots)
         return sum(len(ids) for _, ids in dropped)

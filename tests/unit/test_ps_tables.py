@@ -58,7 +58,7 @@ def test_rows_that_came_or_went_since_they_were_looked_up_are_noticed() -> None:
     assert table.versions(ids, keep=True).tolist() == [0, 0]
     table.applied(u64([4, 5]), 7)
     assert table.versions(ids, keep=True).tolist() == [0, 7]
-    assert table.erased(u64([4])) == 1
+    assert table.erased(u64([4]), 8) == 1
     table.applied(ids, 8)
     assert table.versions(u64([3, 4, 5])).tolist() == [8, 8, 7]
     assert table.n_rows == 3
