@@ -13,7 +13,6 @@ from benchmarks.ids import row_ids
 from benchmarks.measure import cpu_s
 from benchmarks.servers import ids_of
 from kvemb.api import Cluster
-from kvemb.api.open_cluster import OpenCluster
 from kvemb.api.table import Table
 from kvemb.errors import KvembError
 from kvemb.protocol.messages import StatusReply
@@ -146,7 +145,7 @@ def require_equal(rows: NDArray[np.float32], expected: NDArray[np.float32]) -> N
         raise WrongApplyError(f"{int(wrong.sum())} rows are not the sum of their gradients; the first is id {first}")
 
 
-def shard_status(opened: OpenCluster) -> StatusReply:
+def shard_status(opened: Cluster) -> StatusReply:
     """What the one shard says of itself.
 
     Raises:

@@ -167,7 +167,7 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any], environ: Mapping[st
     try:
         config = parse(yaml.load(path.read_text(encoding="utf-8"), _Loader), environ)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}. Give the path of a kvemb.yaml.") from error
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}. Give the path of a kvemb.yaml; `kvemb init` writes one.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     except ConfigError as error:
@@ -357,13 +357,18 @@ def _secret(fields: Mapping[str, Any], key: str, at: str, environ: Mapping[str, 
     return environ[name]
 
 
+def is_address(text: str) -> bool:
+    """Whether this is "host:port"."""
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isascii() and port.isdigit() and 0 < int(port) < 65536
+
+
 def _addresses(fields: Mapping[str, Any], key: str, at: str) -> tuple[str, ...]:
     value = fields[key]
     if not isinstance(value, list) or not value:
         raise ConfigError(f'{at}{key}: got {value!r}, expected a list of "host:port"')
     for index, address in enumerate(value):
-        host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
-        if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
+        if not isinstance(address, str) or not is_address(address):
             raise ConfigError(f'{at}{key}[{index}]: got {address!r}, expected "host:port"')
     if len(set(value)) != len(value):
         raise ConfigError(f"{at}{key}: an address stands twice in {value!r}")

@@ -4,8 +4,8 @@ What must not live here: batches (kvemb.api.several_tables), the verbs of a tabl
 """
 
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
-from kvemb.api.open_cluster import OpenCluster
 from kvemb.api.shared_connection import SharedConnection
 from kvemb.api.table import Table
 from kvemb.config import Config
@@ -14,6 +14,9 @@ from kvemb.errors import InvalidInputError, UnknownTableError
 from kvemb.net.deadline import Deadline
 from kvemb.process import ForkLock
 from kvemb.schema.table_def import TableDef
+
+if TYPE_CHECKING:  # the cluster makes these
+    from kvemb.api.cluster import Cluster
 
 
 class OpenTables:
@@ -25,7 +28,7 @@ class OpenTables:
         cluster: the tables' `cluster`.
     """
 
-    def __init__(self, config: Config, shared: SharedConnection, cluster: OpenCluster) -> None:
+    def __init__(self, config: Config, shared: SharedConnection, cluster: "Cluster") -> None:
         self._config, self._shared, self._cluster = config, shared, cluster
         self._tables: dict[str, Table] = {}
         self._lock = ForkLock()

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvemb.api.open_cluster import OpenCluster
 from kvemb.api.shared_connection import SharedConnection
 from kvemb.arrays.ids import to_caller
 from kvemb.arrays.rounding import storage_dtype
@@ -20,7 +19,8 @@ from kvemb.datapath.pull import prepare_pull
 from kvemb.datapath.push import prepare_assign, prepare_erase, prepare_push
 from kvemb.schema.table_def import TableDef
 
-if TYPE_CHECKING:  # gRPC is imported when a cluster with parameter servers is opened
+if TYPE_CHECKING:  # gRPC is imported when a cluster with parameter servers is opened; the cluster makes its tables
+    from kvemb.api.cluster import Cluster
     from kvemb.client.ack import Ack
 
 
@@ -36,7 +36,7 @@ class Table:
     work.
     """
 
-    def __init__(self, definition: TableDef, shared: SharedConnection, cluster: OpenCluster) -> None:
+    def __init__(self, definition: TableDef, shared: SharedConnection, cluster: Cluster) -> None:
         self._definition, self._shared, self._cluster = definition, shared, cluster
         self._hyper: Mapping[str, float] = {}  # replaced as a whole, never changed
         self._wire_dtype = "float32"
@@ -58,7 +58,7 @@ class Table:
         return self._definition
 
     @property
-    def cluster(self) -> OpenCluster:
+    def cluster(self) -> Cluster:
         """The cluster that the table was opened from."""
         return self._cluster
 
@@ -291,6 +291,5 @@ class Table:
         return f"<Table {d.name!r}: dim {d.dim}, {d.dtype}, {d.optimizer.kind}, {d.id_dtype} ids>"
 
 
-def _table_of(cluster: OpenCluster, name: str) -> Table:
-    table: Table = cluster.table(name)
-    return table
+def _table_of(cluster: Cluster, name: str) -> Table:
+    return cluster.table(name)

@@ -18,7 +18,7 @@ from kvemb.client.all_shards import AllShards
 from kvemb.client.slot_moves import INDEX_BYTES, MoveState, NodeMoves, ShardScaling, SlotMoves
 from kvemb.commands.terminal_output import ProgressMeter, text_table
 from kvemb.commands.verb_options import words_of
-from kvemb.config import Config, StorageConfig, load
+from kvemb.config import Config, StorageConfig, is_address, load
 from kvemb.errors import ConfigError, MoveRefusedError, ShardUnavailableError, n_of
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_link import connector_of
@@ -57,7 +57,7 @@ class _OwnersFront(Protocol):
 
 def nodes_command(args: argparse.Namespace) -> int:
     """Show the nodes, or move slots between them."""
-    action, source, words = words_of(args, NODE_ACTIONS)
+    action, source, words = _addresses_of(args, NODE_ACTIONS)
     config = load(source, os.environ)
     if config.storage.kind == REDIS_CLUSTER:
         with NodeScaling(config.storage, max_mb_per_s=args.max_mb_per_s or None) as nodes:
@@ -71,9 +71,17 @@ def nodes_command(args: argparse.Namespace) -> int:
 
 def shards_command(args: argparse.Namespace) -> int:
     """Show the shards, or move slots between them."""
-    action, source, words = words_of(args, SHARD_ACTIONS)
+    action, source, words = _addresses_of(args, SHARD_ACTIONS)
     with closing(AllShards.of(load(source, os.environ).servers)) as servers:
         return _run(_ShardsFront(ShardScaling(servers)), action, words, args)
+
+
+def _addresses_of(args: argparse.Namespace, actions: Sequence[str]) -> tuple[str, str, list[str]]:
+    action, source, words = words_of(args, actions)
+    for word in words:
+        if action in ("add", "remove", "replace") and not is_address(word):
+            raise ConfigError(f"kvemb {args.verb} {action}: got {word!r}, expected host:port")
+    return action, source, words
 
 
 def _run(front: _OwnersFront, action: str, words: Sequence[str], args: argparse.Namespace) -> int:

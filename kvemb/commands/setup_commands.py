@@ -17,6 +17,7 @@ import yaml
 from kvemb.config import Config, load, parse
 from kvemb.errors import ConfigError, n_of
 from kvemb.net.deadline import Deadline
+from kvemb.net.name_lookup import is_loopback
 from kvemb.net.tls_link import connector_of
 from kvemb.protocol.roles import ADMIN, SCHEME, SHARD, TRAINER
 from kvemb.stores.redis_server.acl_users import ACL_USERS, check_user
@@ -64,7 +65,7 @@ def init_command(args: argparse.Namespace) -> int:
         name: "[" + ", ".join(f'"{address}"' for address in given) + "]" for name, given in (("nodes", nodes), ("shards", args.shards))
     }
     text = _TEMPLATE.format(cluster=yaml.safe_dump(args.cluster).splitlines()[0], kind=args.store, **lists)
-    parse(yaml.safe_load(text), {})
+    config = parse(yaml.safe_load(text), {})
     try:
         with open(path, "x", encoding="utf-8") as file:
             file.write(text)
@@ -73,11 +74,18 @@ def init_command(args: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
     where = "" if path == Path("kvemb.yaml") else f" {os.fspath(path)}"
-    print(f"wrote {path}. With {n_of(len(nodes), f'empty {args.store} node')} running, start the shards:")
+    print(f"wrote {path}.{_unencrypted(config)} With {n_of(len(nodes), f'empty {args.store} node')} running, start the shards:")
     for shard in range(len(args.shards)):
         print(f"  kvemb shard --config {path} --shard {shard}")
     print(f"then look for faults:\n  kvemb doctor{where}")
     return 0
+
+
+def _unencrypted(config: Config) -> str:
+    """Return in words what keeps shards from starting with a new file, "" for nothing: it has addresses of other machines and no tls."""
+    sections = {"storage": config.storage.nodes, "parameter_servers": config.servers.shards}
+    beyond = " and ".join(name for name, addresses in sections.items() if not all(map(is_loopback, addresses)))
+    return beyond and f" It has addresses of other machines: first give {beyond} the line tls, or insecure: true (docs/security.md)."
 
 
 _SECTION = "tls: {{ca: {ca}, cert_env: KVEMB_TLS_CERT, key_env: KVEMB_TLS_KEY}}"

@@ -121,7 +121,8 @@ def _shard_row(shard: ShardStatus) -> tuple[str, ...]:
 
 
 def _trouble(shard: ShardStatus) -> str:
-    return " ".join((shard.error if shard.reply is None else shard.reply.starting or shard.reply.failure).split())
+    error = shard.error.removeprefix(f"shard {shard.shard} ({shard.address}): ")
+    return " ".join((error if shard.reply is None else shard.reply.starting or shard.reply.failure).split())
 
 
 def doctor_command(args: argparse.Namespace) -> int:

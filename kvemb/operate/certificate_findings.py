@@ -52,7 +52,11 @@ def judge_certificates(config: Config, timeout_s: float, now_s: float | None = N
 
 def _judge_plain_text(section: str, insecure: bool, addresses: tuple[str, ...]) -> Iterator[Finding]:
     beyond = [address for address in addresses if not is_loopback(address)]
-    if insecure and beyond:
+    if beyond and not insecure:
+        what = f"{section}.tls is missing, and {beyond[0]} is not an address of this machine's own: shards and trainers refuse to start"
+        mend = f"Give {section}.tls, or {section}.insecure: true on a network that nothing else reaches (docs/security.md)."
+        yield error("not-encrypted", section, what, mend)
+    elif beyond:
         what = f"{section}.insecure is true: a reader of the network to {beyond[0]} reads rows and gradients, and may change them"
         yield warning("not-encrypted", section, what, f"Give {section}.tls, and take insecure out (docs/security.md).")
 

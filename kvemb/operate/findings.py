@@ -23,7 +23,7 @@ class Finding:
         name: of the kind of finding, for scripts: it does not change.
         level: ERROR: rows or pushes are in danger, or nothing goes on. WARNING: that may come, or the cost is higher than needed.
         where: node, shard or file.
-        what: the fault.
+        what: the fault; without `where`, with which the messages of errors begin.
         mend: the next step.
     """
 
@@ -32,6 +32,9 @@ class Finding:
     where: str
     what: str
     mend: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "what", self.what.removeprefix(f"{self.where}: "))
 
 
 def error(name: str, where: str, what: str, mend: str) -> Finding:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.errors import InvalidInputError, MapChangedError, MoveRefusedError
+from kvemb.errors import InvalidInputError, MapChangedError, MoveRefusedError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import BY_COMMAND, GONE, IN_FILE, ClusterMap, NodePlace
 from kvemb.schema.move_plan import MOVING, NODES, SHARDS, MovePlan
@@ -83,7 +83,10 @@ class MovePlanner:
         joining = tuple(range(now.n_nodes, now.n_nodes + len(wanted.join)))
         _check(now, places, wanted, slot_nodes)
         for number, address in zip(joining, wanted.join, strict=True):
-            self._store.nodes.prepare(address, number, self._metas(), deadline)
+            try:
+                self._store.nodes.prepare(address, number, self._metas(), deadline)
+            except NodeUnavailableError as error:
+                raise NodeUnavailableError(f"{error} Nothing was changed.") from error
         plan = MovePlan(NODES, MOVING, slot_nodes, wanted.leave, joining, wanted.max_bytes_per_s)
         places = (*places, *(NodePlace(address, BY_COMMAND) for address in wanted.join))
         return replace(now, version=now.version + 1, n_nodes=len(places), places=places, plan=plan)

@@ -150,7 +150,7 @@ def test_a_node_that_is_nearly_full_is_named(cluster: LocalCluster) -> None:
         ("parameter_servers", lambda s: s["shards"].reverse(), "shard-swapped", "into their order"),
         ("parameter_servers", lambda s: s["shards"].pop(), "shard-count", "were started with"),
         ("parameter_servers", lambda s: s.update(mode="sync", trainers=2), "shard-mode", "same kvemb.yaml"),
-        ("storage", lambda s: s["nodes"].__setitem__(1, "no-such-host.invalid:6379"), "node-name", "or DNS"),
+        ("storage", lambda s: s.update(nodes=[s["nodes"][0], "no-such-host.invalid:6379"], insecure=True), "node-name", "or DNS"),
     ],
 )
 def test_a_file_that_is_not_the_clusters_is_told(

@@ -254,3 +254,7 @@ def test_plain_text_where_tls_is_expected_and_plain_text_on_purpose_are_named(se
     (plain,) = judge_certificates(load(tree, {}), 1)
     assert (plain.name, plain.level) == ("not-encrypted", "warning")
     assert "parameter_servers.tls" in plain.mend
+    del tree["parameter_servers"]["insecure"]
+    (unsaid,) = judge_certificates(load(tree, {}), 1)
+    assert (unsaid.name, unsaid.level) == ("not-encrypted", "error"), "shards refuse to start with it"
+    assert "parameter_servers.insecure: true" in unsaid.mend

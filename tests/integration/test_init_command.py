@@ -71,6 +71,12 @@ def test_a_file_that_is_there_stays_and_wrong_addresses_write_none(written: Path
     assert not (tmp_path / "new.yaml").exists()
 
 
+def test_a_file_with_other_machines_says_what_it_lacks_before_shards_start(tmp_path: Path) -> None:
+    said = run("init", str(tmp_path / "far.yaml"), "--nodes", "10.0.0.1:6379", "--shards", "10.0.1.1:7070").stdout
+    assert "first give storage and parameter_servers the line tls, or insecure: true (docs/security.md)" in said
+    assert "first" not in run("init", str(tmp_path / "near.yaml")).stdout
+
+
 def test_a_cluster_starts_from_it(tmp_path: Path, require_server: Callable[[str], str]) -> None:
     require_server("memcached")
     path, (port,) = tmp_path / "mine.yaml", free_ports(1)

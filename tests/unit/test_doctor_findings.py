@@ -55,6 +55,12 @@ def test_a_shards_work(change: dict[str, object], found: str) -> None:
     assert names(replace(FACTS, status=replace(STATUS, **change))) == [found]  # type: ignore[arg-type]
 
 
+def test_a_node_or_shard_that_is_away_is_named_once() -> None:
+    (node,) = judge_node(replace(NODE, error=f"node {NODE.address}: cannot connect"), {})
+    (shard,) = judge_shard(ShardFacts(0, "a:1", error="shard 0 (a:1): Status: no answer"), CONFIG, "1")
+    assert (node.what, shard.what) == ("cannot connect", "Status: no answer")
+
+
 def test_an_old_server_and_a_failed_snapshot() -> None:
     assert [one.name for one in judge_node(replace(NODE, server="redis 5.0.7"), SETTINGS)] == ["node-version"]
     assert [one.name for one in judge_node(NODE, {**SETTINGS, "rdb_last_bgsave_status": "err"})] == ["node-snapshot-failed"]
