@@ -300,7 +300,8 @@ def _path(source: str | os.PathLike[str]) -> Path:
 
 def _section(tree: object, at: str, known: set[str], required: set[str]) -> Mapping[str, Any]:
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{at or 'the file'}: got {type(tree).__name__}, expected a mapping with {', '.join(sorted(known))}")
+        found = "nothing" if tree is None else type(tree).__name__
+        raise ConfigError(f"{at or 'the file'}: got {found}, expected a mapping with {', '.join(sorted(known))}")
     prefix = f"{at}." if at else ""
     for key in tree:
         if key not in known:
@@ -313,7 +314,7 @@ def _section(tree: object, at: str, known: set[str], required: set[str]) -> Mapp
 def _text(fields: Mapping[str, Any], key: str, at: str) -> str:
     value = fields[key]
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{at}{key}: got {value!r}, expected text")
+        raise ConfigError(f"{at}{key}: got {value!r}, expected text, not empty")
     return value
 
 

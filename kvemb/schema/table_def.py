@@ -328,7 +328,8 @@ class TableDef:
         unknown = sorted(set(fields) - _KEYS)
         missing = sorted({"name", "dim", "optimizer", "initializer"} - set(fields))
         if unknown or missing:
-            raise InvalidInputError(f"table definition: unknown keys {unknown}, missing keys {missing}")
+            wrong = {"unknown": unknown, "missing": missing}
+            raise InvalidInputError("table definition: " + "; ".join(f"{what}: {', '.join(keys)}" for what, keys in wrong.items() if keys))
         rest = {"init_algorithm": _UNNAMED_ALGORITHM} | {key: fields[key] for key in fields if key not in ("optimizer", "initializer")}
         return TableDef(
             optimizer=OptimizerSpec.from_dict(fields["optimizer"]),

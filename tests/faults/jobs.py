@@ -1,27 +1,17 @@
 """What a trainer does in the tests of faults: one table of whole numbers, pushes that add, pulls that check."""
 
-import queue
 import time
 from collections.abc import Callable
 
-import grpc
 import numpy as np
 
 import kvemb
 from kvemb.client.ack import Ack
-from kvemb.errors import KvembError, from_wire
+from kvemb.errors import KvembError
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.message_format import Message, TableRows
+from kvemb.protocol.message_format import TableRows
 from kvemb.protocol.messages import (
-    SERVICE,
-    DescribeReply,
-    Empty,
-    HelloReply,
-    HelloRequest,
     PushPart,
-    PushReply,
-    Reply,
-    StatusReply,
     digest_tables,
 )
 from kvemb.schema.cluster_map import ClusterMap
@@ -76,97 +66,6 @@ def nodes_of(table: kvemb.Table, n_nodes: int, ids: np.ndarray) -> np.ndarray:
         return np.asarray(ClusterMap.first(len(config.nodes), 1).slot_nodes[slots])
     bounds = np.array([N_SLOTS * node // n_nodes for node in range(1, n_nodes)])
     return np.searchsorted(bounds, slots, side="right")
-
-
-class RawShard:
-    """A shard spoken to message by message, as no client of ours would."""
-
-    def __init__(self, address: str) -> None:
-        self.channel = grpc.insecure_channel(address)
-
-    def call(self, method: str, request: Message, reply_type: "type[Message]") -> Message:
-        """One call; raises what the shard answers."""
-        reply = self.raw(method, request.encode())
-        if reply.error:
-            raise from_wire(reply.error)
-        return reply_type.decode(reply.body)
-
-    def raw(self, method: str, data: bytes) -> Reply:
-        """Any bytes as a request."""
-        return Reply.decode(self.channel.unary_unary(f"/{SERVICE}/{method}")(data, timeout=PATIENCE_S, wait_for_ready=True))
-
-    def hello(self, trainer: str, incarnation: int = 0) -> HelloReply:
-        """Introduce a trainer."""
-        about = self.call("Describe", Empty(), DescribeReply)
-        assert isinstance(about, DescribeReply)
-        reply = self.call("Hello", HelloRequest(trainer, incarnation, about.cluster_id, 1), HelloReply)
-        assert isinstance(reply, HelloReply)
-        return reply
-
-    def status(self) -> StatusReply:
-        """What operators see."""
-        reply = self.call("Status", Empty(), StatusReply)
-        assert isinstance(reply, StatusReply)
-        return reply
-
-    def close(self) -> None:
-        """End the channel."""
-        self.channel.close()
-
-    def __enter__(self) -> "RawShard":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class RawStream:
-    """A push stream, part by part; replies are taken in order."""
-
-    def __init__(self, shard: RawShard) -> None:
-        self._parts: queue.Queue[bytes | None] = queue.Queue()
-        self._call = shard.channel.stream_stream(f"/{SERVICE}/Push")(iter(self._parts.get, None), timeout=PATIENCE_S)
-
-    def send(self, part: PushPart | bytes) -> None:
-        """Send a part, or any bytes."""
-        self._parts.put(part if isinstance(part, bytes) else part.encode())
-
-    def next(self) -> PushReply:
-        """The next reply."""
-        return PushReply.decode(next(self._call))
-
-    def outcome(self) -> PushReply:
-        """The next reply that is no mere acceptance."""
-        while True:
-            reply = self.next()
-            if reply.state != "accepted":
-                return reply
-
-    def error(self) -> KvembError:
-        """The next reply, which must be a refusal."""
-        reply = self.outcome()
-        assert reply.state == "failed", reply
-        return from_wire(reply.error)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether neither side has ended it."""
-        return bool(self._call.is_active())
-
-    def end(self) -> None:
-        """Send nothing more."""
-        self._parts.put(None)
-
-    def close(self) -> None:
-        """End the stream."""
-        self._parts.put(None)
-        self._call.cancel()
-
-    def __enter__(self) -> "RawStream":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def raw_part(

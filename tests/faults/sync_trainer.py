@@ -33,7 +33,7 @@ def die_on_the_way_to_shard_1(table: kvemb.Table, column: int, step: int) -> Non
     send = PushSender.send
 
     def send_or_die(self: PushSender, *args: object) -> None:
-        if self._channel.shard == 1:
+        if self.channel.shard == 1:
             eventually(lambda: table.pull(IDS[:1], timeout_s=_LOOK_S)[0, column] == step, "shard 0 did not apply its part")
             os.kill(os.getpid(), signal.SIGKILL)
         send(self, *args)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ import redis
 from chaos.cluster import FaultyCluster
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jobs import PATIENCE_S, RawShard, RawStream, add, counting_table, eventually, nodes_of, raw_part, require
+from jobs import PATIENCE_S, add, counting_table, eventually, nodes_of, raw_part, require
 
 import kvemb
 from kvemb.checkpoint.chain import open_chain
@@ -27,6 +27,7 @@ from kvemb.schema.buckets import BucketKeys
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.pages import PagedKeys
 from kvemb.testing.real_servers import memcached_client, redis_client
+from tests.raw_shard import RawShard, RawStream
 
 IDS = np.arange(200)
 METHODS = ("Describe", "Hello", "CreateTable", "GetTable", "Assign", "Erase", "Flush", "Count", "Ids", "Status", "Bye")

@@ -8,12 +8,13 @@ import pytest
 from chaos import processes
 from chaos.cluster import FaultyCluster
 from chaos.proxy import DOWN, Flow
-from jobs import PATIENCE_S, RawShard, RawStream, add, counting_table, eventually, raw_part, require
+from jobs import PATIENCE_S, add, counting_table, eventually, raw_part, require
 
 import kvemb
 from kvemb.errors import FencedError, PushRejectedError, ShardUnavailableError
 from kvemb.protocol.messages import SERVICE
 from paramserver.rpc.push_streams import MAX_STREAMS_OF_PEER
+from tests.raw_shard import RawShard, RawStream
 
 IDS = np.arange(50)
 

@@ -10,7 +10,7 @@ from chaos import processes, storage
 from chaos.cluster import FaultyCluster
 from chaos.ledger import TABLE
 from chaos.proxy import Flow
-from jobs import PATIENCE_S, RawShard, add, counting_table, eventually, nodes_of, require
+from jobs import PATIENCE_S, add, counting_table, eventually, nodes_of, require
 from matrix import one_of
 from training import Training
 
@@ -18,6 +18,7 @@ import kvemb
 from kvemb.errors import NodeLostError, NodeUnavailableError
 from kvemb.schema.keys import RowKeys
 from kvemb.testing.real_servers import memcached_client
+from tests.raw_shard import RawShard
 
 IDS = np.arange(2000)
 

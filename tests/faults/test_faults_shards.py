@@ -11,13 +11,14 @@ import yaml
 from chaos import processes
 from chaos.cluster import FaultyCluster
 from chaos.run import LedgerRun
-from jobs import PATIENCE_S, RawShard, RawStream, add, counting_table, eventually, ids_of_shard, raw_part, require
+from jobs import PATIENCE_S, add, counting_table, eventually, ids_of_shard, raw_part, require
 from shard_launcher import POINTS
 from training import Training
 
 import kvemb
 from kvemb.local_cluster.processes import LocalProcessError
 from kvemb.net.deadline import Deadline
+from tests.raw_shard import RawShard, RawStream
 
 IDS = np.arange(100)
 

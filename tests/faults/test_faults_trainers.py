@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from chaos.cluster import FaultyCluster
-from jobs import PATIENCE_S, RawShard, eventually
+from jobs import PATIENCE_S, eventually
 from sync_trainer import IDS, NAMES, open_table
 
 import kvemb
 from kvemb.local_cluster.processes import LocalProcess, python_env
+from tests.raw_shard import RawShard
 
 PROGRAM = str(Path(__file__).with_name("sync_trainer.py"))
 DIES_IN, GATE, STEPS = 6, 9, 12

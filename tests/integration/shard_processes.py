@@ -1,7 +1,6 @@
 """Shards as processes of their own on one storage server, and a trainer that speaks their protocol by hand."""
 
 import os
-import queue
 import signal
 import socket
 import subprocess
@@ -9,9 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
-import grpc
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -19,26 +16,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import kvemb.init
 import kvemb.optim
 from kvemb.config import StorageConfig
-from kvemb.errors import (
-    KvembError,
-    from_wire,
-)
 from kvemb.local_cluster.processes import free_ports
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.message_format import MAX_MESSAGE_BYTES, Message, TableRows
+from kvemb.protocol.message_format import TableRows
 from kvemb.protocol.messages import (
-    SERVICE,
     CountReply,
     CreateTableRequest,
-    DescribeReply,
-    Empty,
     FlushReply,
     FlushRequest,
     HelloReply,
-    HelloRequest,
     PushPart,
-    PushReply,
-    Reply,
     TableReply,
     TableRequest,
     digest_tables,
@@ -46,11 +33,10 @@ from kvemb.protocol.messages import (
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
 from kvemb.stores.storage_kinds import open_store
+from tests.raw_shard import PATIENCE_S, RawShard
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 90.0
 TABLE = TableDef("user", 2, kvemb.optim.sgd(0.5), kvemb.init.normal(std=1.0))
-M = TypeVar("M", bound=Message)
 
 
 class Process:
@@ -81,30 +67,15 @@ def until(ready: Callable[[], bool], process: Process) -> None:
         time.sleep(0.02)
 
 
-class Shard:
+class Shard(RawShard):
     """One running shard, and a raw client of it."""
 
     def __init__(self, process: Process, address: str) -> None:
-        self.process, self.address = process, address
-        # The client may send more than the server takes: the server must be the one that refuses.
-        limits = [("grpc.max_send_message_length", 2 * MAX_MESSAGE_BYTES), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
-        self.channel = grpc.insecure_channel(address, options=limits)
-
-    def raw(self, method: str, data: bytes) -> Reply:
-        return Reply.decode(self.channel.unary_unary(f"/{SERVICE}/{method}")(data, timeout=PATIENCE_S, wait_for_ready=True))
-
-    def call(self, method: str, request: Message, reply_type: type[M]) -> M:
-        reply = self.raw(method, request.encode())
-        if reply.error:
-            raise from_wire(reply.error)
-        return reply_type.decode(reply.body)
+        super().__init__(address)
+        self.process = process
 
     def create(self, table: TableDef = TABLE, *, exist_ok: bool = False) -> TableDef:
         return TableDef.from_dict(self.call("CreateTable", CreateTableRequest(table.to_dict(), exist_ok), TableReply).table)
-
-    def hello(self, trainer: str = "a", incarnation: int = 0) -> HelloReply:
-        about = self.call("Describe", Empty(), DescribeReply)
-        return self.call("Hello", HelloRequest(trainer, incarnation, about.cluster_id, 1), HelloReply)
 
     def flush(self) -> None:
         self.call("Flush", FlushRequest(PATIENCE_S), FlushReply)
@@ -115,38 +86,6 @@ class Shard:
     def health(self) -> int:
         reply = health_pb2_grpc.HealthStub(self.channel).Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
         return int(reply.status)
-
-
-class Pushes:
-    """A push stream, part by part."""
-
-    def __init__(self, shard: Shard) -> None:
-        self._parts: queue.Queue[bytes | None] = queue.Queue(100)
-        self._replies = shard.channel.stream_stream(f"/{SERVICE}/Push")(iter(self._parts.get, None), timeout=PATIENCE_S)
-
-    def send(self, part: PushPart) -> None:
-        self._parts.put(part.encode())
-
-    def send_raw(self, data: bytes) -> None:
-        self._parts.put(data)
-
-    def next(self) -> PushReply:
-        return PushReply.decode(next(self._replies))
-
-    def error(self) -> KvembError:
-        reply = self.next()
-        assert reply.state == "failed"
-        return from_wire(reply.error)
-
-    def applied(self, part: PushPart) -> PushReply:
-        """Send a part and see it through."""
-        self.send(part)
-        assert self.next().state == "accepted"
-        return self.next()
-
-    def end(self) -> list[bytes]:
-        self._parts.put(None)
-        return list(self._replies)
 
 
 def part(hello: HelloReply, sequence: int, ids: list[int], grad: float = 1.0, *, trainer: str = "a", table: TableDef = TABLE) -> PushPart:

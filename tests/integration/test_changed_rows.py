@@ -24,7 +24,8 @@ from kvemb.local_cluster.processes import free_ports
 from kvemb.protocol.messages import digest_tables
 from kvemb.protocol.shard_routing import split
 from tests.integration.shard_processes import Cluster as Shards
-from tests.integration.shard_processes import Pushes, Server, part, redis_command
+from tests.integration.shard_processes import Server, part, redis_command
+from tests.raw_shard import RawStream
 
 IDS = np.arange(400)
 PATIENCE_S = 60.0
@@ -320,16 +321,16 @@ def test_a_part_that_is_answered_again_says_nothing_and_storage_has_its_rows(tmp
             replace(first.tables[0], ids=np.array([2, 3], np.uint64), rows=np.empty((2, 0), np.float32), versions=np.zeros(2, np.uint64))
         ]
         asking = replace(first, prefetched=prefetched, digest=digest_tables(first.tables, prefetched))
-        (changed,) = Pushes(shard).applied(asking).changed_rows
+        (changed,) = RawStream(shard).applied(asking).changed_rows
         assert (changed.at.tolist(), changed.versions.tolist()) == ([0], [1 << 48 | 1])
         rows = shards.weights([2])
         assert changed.rows == rows.tobytes()
-        assert Pushes(shard).applied(asking).changed_rows == []  # over a new connection
+        assert RawStream(shard).applied(asking).changed_rows == []  # over a new connection
         shard.process.child.kill()
         shard.process.wait()
         shard = shards.start()
         assert shard.hello("a", hello.incarnation).last_sequence == 1
-        again = Pushes(shard).applied(asking)
+        again = RawStream(shard).applied(asking)
         assert (again.state, again.changed_rows) == ("applied", [])
         np.testing.assert_array_equal(shards.weights([2]), rows)
     finally:

@@ -37,7 +37,6 @@ from kvemb.protocol.messages import (
     IdsReply,
     IdsRequest,
     PushPart,
-    PushReply,
     RowsRequest,
     StatusReply,
     TableReply,
@@ -45,8 +44,9 @@ from kvemb.protocol.messages import (
     digest_tables,
 )
 from kvemb.schema.table_def import TableDef
-from tests.integration.shard_processes import TABLE, Cluster, Pushes, Server, Shard, cluster, first_rows, part, server, until
+from tests.integration.shard_processes import TABLE, Cluster, Server, Shard, cluster, first_rows, part, server, until
 from tests.owners import shard_of
+from tests.raw_shard import RawStream
 
 __all__ = ["cluster", "server"]  # fixtures
 
@@ -54,7 +54,7 @@ __all__ = ["cluster", "server"]  # fixtures
 def test_a_push_becomes_rows_in_storage(cluster: Cluster) -> None:
     shard = cluster.start()
     shard.create()
-    hello, pushes = shard.hello(), Pushes(shard)
+    hello, pushes = shard.hello(), RawStream(shard)
     assert (hello.incarnation, hello.last_sequence, hello.mode) == (1, 0, "async")
     reply = pushes.applied(part(hello, 1, [3, 8]))
     assert (reply.state, reply.k) == ("applied", 1)
@@ -67,7 +67,7 @@ def test_a_push_becomes_rows_in_storage(cluster: Cluster) -> None:
     assert sorted(np.frombuffer(ids, "<u8").tolist()) == [3, 8, 9]
     status = shard.call("Status", Empty(), StatusReply)
     assert (status.epoch, status.k, status.rows_applied, status.n_rows, status.n_trainers, status.failure) == (1, 2, 4, 3, 1, "")
-    assert [PushReply.decode(data).state for data in pushes.end()] == ["applied"]
+    assert [reply.state for reply in pushes.rest()] == ["applied"]
     shard.call("Bye", ByeRequest("a", hello.incarnation), Empty)
     assert shard.call("Status", Empty(), StatusReply).n_trainers == 0
 
@@ -86,9 +86,9 @@ def test_every_shard_owns_its_ids_and_knows_shard_0s_tables(cluster: Cluster, n_
         ids = np.arange(20, dtype=np.uint64)
         for number, shard in enumerate(shards):
             hello, mine = shard.hello("a", incarnation), ids[shard_of(ids, 2) == number].tolist()
-            assert Pushes(shard).applied(part(hello, 1, mine)).state == "applied"
+            assert RawStream(shard).applied(part(hello, 1, mine)).state == "applied"
             with_foreign = part(hello, 2, ids.tolist())
-            pushes = Pushes(shard)
+            pushes = RawStream(shard)
             pushes.send(with_foreign)
             assert "belongs to shard" in str(pushes.error())
         assert sum(shard.count() for shard in shards) == 20
@@ -125,7 +125,7 @@ def test_tables_have_one_identity(cluster: Cluster) -> None:
 def test_a_nan_refuses_the_whole_part_names_the_first_id_and_the_sequence_may_be_used_again(cluster: Cluster) -> None:
     shard = cluster.start()
     shard.create()
-    hello, pushes = shard.hello(), Pushes(shard)
+    hello, pushes = shard.hello(), RawStream(shard)
     rows = np.ones((3, 2), np.float32)
     rows[1, 1] = rows[2, 0] = np.nan
     bad = TableRows("user", TABLE.schema, np.array([4, 5, 6], np.uint64), rows)
@@ -141,7 +141,7 @@ def test_strangers_and_older_incarnations_are_refused(cluster: Cluster) -> None:
     shard = cluster.start()
     shard.create()
     old, _new = shard.hello(), shard.hello()
-    pushes = Pushes(shard)
+    pushes = RawStream(shard)
     pushes.send(part(old, 1, [1]))
     assert isinstance(pushes.error(), FencedError)
     with pytest.raises(WrongNodeError, match="cluster"):
@@ -152,7 +152,7 @@ def test_a_part_that_was_routed_by_an_older_map_is_refused_and_the_same_by_the_m
     shard = cluster.start()
     shard.create()
     hello = shard.hello()
-    pushes = Pushes(shard)
+    pushes = RawStream(shard)
     pushes.send(replace(part(hello, 1, [1]), map_serial=0))
     error = pushes.error()
     assert isinstance(error, SlotsMovedError)
@@ -165,7 +165,7 @@ def test_sigterm_drains_saves_and_a_restart_goes_on(cluster: Cluster) -> None:
     shard = cluster.start()
     shard.create()
     assert shard.health() == health_pb2.HealthCheckResponse.SERVING
-    hello, pushes = shard.hello(), Pushes(shard)
+    hello, pushes = shard.hello(), RawStream(shard)
     for sequence in range(1, 6):
         pushes.send(part(hello, sequence, [sequence, 100]))
     assert [pushes.next().sequence for _ in range(10)].count(5) == 2
@@ -178,7 +178,7 @@ def test_sigterm_drains_saves_and_a_restart_goes_on(cluster: Cluster) -> None:
     assert (status.epoch, status.k, status.rows_applied) == (2, before.k, before.rows_applied)
     back = again.hello("a", hello.incarnation)
     assert (back.incarnation, back.last_sequence) == (1, 5)
-    pushes = Pushes(again)
+    pushes = RawStream(again)
     assert pushes.applied(part(hello, 5, [5, 100])).state == "applied"  # a duplicate: nothing changes
     assert pushes.applied(part(hello, 6, [100])).k == status.k + 1
     np.testing.assert_allclose(cluster.weights([100]), first_rows([100]) - np.float32(3.0), rtol=1e-6)  # six pushes, however merged
@@ -197,7 +197,7 @@ def test_sigterm_again_and_again_until_the_end_does_not_change_the_exit_code(clu
 def test_what_was_accepted_before_a_sigterm_is_applied(cluster: Cluster, server: Server) -> None:
     shard = cluster.start()
     shard.create()
-    hello, pushes = shard.hello(), Pushes(shard)
+    hello, pushes = shard.hello(), RawStream(shard)
     server.pause()
     pushes.send(part(hello, 1, [1]))
     assert pushes.next().state == "accepted"
@@ -214,7 +214,7 @@ def test_what_was_accepted_before_a_sigterm_is_applied(cluster: Cluster, server:
 def test_a_shard_that_cannot_drain_says_what_is_not_applied_and_exits_4(cluster: Cluster, server: Server) -> None:
     shard = cluster.start(0, "--drain-timeout", "0.2")
     shard.create()
-    hello, pushes = shard.hello(), Pushes(shard)
+    hello, pushes = shard.hello(), RawStream(shard)
     server.process.end()
     pushes.send(part(hello, 1, [1]))
     assert pushes.next().state == "accepted"
@@ -230,7 +230,7 @@ def test_a_shard_that_cannot_drain_says_what_is_not_applied_and_exits_4(cluster:
 def test_after_kill_9_a_restart_goes_on_from_the_journal(cluster: Cluster) -> None:
     shard = cluster.start()
     shard.create()
-    hello, pushes = shard.hello(), Pushes(shard)
+    hello, pushes = shard.hello(), RawStream(shard)
     for sequence in range(1, 4):
         assert pushes.applied(part(hello, sequence, [sequence, 100])).k == sequence
     shard.process.end()
@@ -240,7 +240,7 @@ def test_after_kill_9_a_restart_goes_on_from_the_journal(cluster: Cluster) -> No
     assert status.journal_bytes > 0
     back = again.hello("a", hello.incarnation)
     assert (back.incarnation, back.last_sequence) == (1, 3)
-    pushes = Pushes(again)
+    pushes = RawStream(again)
     assert pushes.applied(part(hello, 3, [3, 100])).state == "applied"  # a duplicate: nothing changes
     assert pushes.applied(part(hello, 4, [100])).k == 4
     np.testing.assert_allclose(cluster.weights([100]), first_rows([100]) - np.float32(2.0), rtol=1e-6)
@@ -254,7 +254,7 @@ def test_after_kill_9_a_restart_goes_on_from_the_journal(cluster: Cluster) -> No
 def test_a_changed_name_of_the_cluster_is_refused_and_the_old_one_goes_on(cluster: Cluster) -> None:
     shard = cluster.start()
     shard.create()
-    assert Pushes(shard).applied(part(shard.hello(), 1, [1])).state == "applied"
+    assert RawStream(shard).applied(part(shard.hello(), 1, [1])).state == "applied"
     shard.process.end()
     config = cluster.folder / "kvemb.yaml"
     config.write_text(config.read_text().replace("cluster: test", "cluster: another"))
@@ -279,7 +279,7 @@ def test_a_start_that_cannot_be_is_one_line(tmp_path: Path, options: list[str], 
 def test_a_start_that_finds_its_port_taken_does_not_use_up_the_saved_state(cluster: Cluster, server: Server) -> None:
     shard = cluster.start()
     shard.create()
-    assert Pushes(shard).applied(part(shard.hello(), 1, [1])).state == "applied"
+    assert RawStream(shard).applied(part(shard.hello(), 1, [1])).state == "applied"
     shard.process.child.send_signal(signal.SIGTERM)
     assert shard.process.wait() == 0
     code, text = cluster.refused(0, "--listen", f"127.0.0.1:{server.port}")
@@ -300,7 +300,7 @@ def test_a_sync_step_is_released_to_all_at_once(cluster: Cluster) -> None:
     a, b = shard.hello("a"), shard.hello("b")
     with pytest.raises(KvembError, match="a, b"):
         shard.hello("c")
-    of_a, of_b = Pushes(shard), Pushes(shard)
+    of_a, of_b = RawStream(shard), RawStream(shard)
     for sequence in (1, 2):
         of_a.send(part(a, sequence, [1], 4.0, table=table))
         assert of_b.applied(part(b, sequence, [1, 2], 2.0, trainer="b", table=table)).k == sequence
@@ -318,7 +318,7 @@ def test_the_same_on_memcached(tmp_path: Path, require_server: Callable[[str], s
     try:
         shard = cluster.start()
         shard.create()
-        hello, pushes = shard.hello(), Pushes(shard)
+        hello, pushes = shard.hello(), RawStream(shard)
         for sequence in (1, 2):
             assert pushes.applied(part(hello, sequence, [1, 2**63])).k == sequence
         np.testing.assert_array_equal(cluster.weights([2**63]), first_rows([2**63]) - np.float32(0.5) - np.float32(0.5))

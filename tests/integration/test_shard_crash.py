@@ -31,7 +31,8 @@ from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
 from kvemb.stores.storage_kinds import open_store
 from tests.integration.counting_trainers import KINDS, N_IDS, PATIENCE_S, Trainer, wait_for
-from tests.integration.shard_processes import Cluster, Pushes, Server, first_rows, part, until
+from tests.integration.shard_processes import Cluster, Server, first_rows, part, until
+from tests.raw_shard import RawStream
 
 
 @pytest.fixture(params=one_of("memcached", "redis"))
@@ -102,7 +103,7 @@ def test_a_shard_that_hung_in_a_batch_and_was_taken_over_neither_answers_nor_wri
     shards, server = cluster
     old = shards.start()
     old.create()
-    hello, pushes = old.hello(), Pushes(old)
+    hello, pushes = old.hello(), RawStream(old)
     assert pushes.applied(part(hello, 1, [1, 2])).k == 1
     server.pause()
     pushes.send(part(hello, 2, [1, 3]))
@@ -116,7 +117,7 @@ def test_a_shard_that_hung_in_a_batch_and_was_taken_over_neither_answers_nor_wri
     status = new.call("Status", Empty(), StatusReply)
     assert (status.epoch, status.k, status.n_rows) == (2, 2, 3)
     assert new.hello("a", hello.incarnation).last_sequence == 2
-    of_new = Pushes(new)
+    of_new = RawStream(new)
     assert of_new.applied(part(hello, 3, [1, 2, 3])).k == 3
     before = shards.weights([1, 2, 3])
     expected = first_rows([1, 2, 3])
@@ -125,7 +126,7 @@ def test_a_shard_that_hung_in_a_batch_and_was_taken_over_neither_answers_nor_wri
     np.testing.assert_allclose(before, expected, rtol=1e-6)
 
     os.kill(old.process.child.pid, signal.SIGCONT)
-    of_old = Pushes(old)
+    of_old = RawStream(old)
     of_old.send(part(hello, 3, [1, 4]))  # what it would have taken as the next part
     with pytest.raises((grpc.RpcError, KvembError, StopIteration)) as caught:  # the last: it ended the stream without a word
         raise of_old.error()
@@ -163,7 +164,7 @@ def test_a_full_disk_stops_acknowledgements_says_so_and_recovers(cluster: tuple[
         shard = shards.start()
         ended.callback(shard.process.end)
         shard.create()
-        hello, pushes = shard.hello(), Pushes(shard)
+        hello, pushes = shard.hello(), RawStream(shard)
         assert pushes.applied(part(hello, 1, [1])).k == 1
         filler = shards.folder / "data" / "filler"
         with filler.open("wb", buffering=0) as file, suppress(OSError):
@@ -208,7 +209,7 @@ def test_a_shard_that_starts_on_a_full_disk_names_its_folder_and_starts_when_the
             shard = shards.start()
             ended.callback(shard.process.end)
             shard.create()
-            assert Pushes(shard).applied(part(shard.hello(), 1, list(range(1, 2000)))).k == 1
+            assert RawStream(shard).applied(part(shard.hello(), 1, list(range(1, 2000)))).k == 1
             shard.process.end()
         for n_pages in (0, 1, 1) if served_before else (0, 1, 1, 1, 1):  # it ends at another of its files each time
             filler = fill(disk, n_pages << 12)

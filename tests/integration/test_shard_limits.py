@@ -25,7 +25,8 @@ from paramserver.ingest.work_queue import Limits
 from paramserver.lifecycle.start import start
 from paramserver.model import table_registry
 from paramserver.rpc import push_streams
-from tests.integration.shard_processes import PATIENCE_S, TABLE, Cluster, Pushes, Server, Shard, cluster, part, server
+from tests.integration.shard_processes import PATIENCE_S, TABLE, Cluster, Server, Shard, cluster, part, server
+from tests.raw_shard import RawStream
 
 __all__ = ["cluster", "server"]  # fixtures
 
@@ -78,7 +79,7 @@ def launch(cluster: Cluster) -> Iterator[Callable[[], InProcess]]:
         yield one
 
 
-def sees_through(pushes: Callable[[], Pushes], sent: Callable[[], PushPart]) -> PushReply:
+def sees_through(pushes: Callable[[], RawStream], sent: Callable[[], PushPart]) -> PushReply:
     """Send a part, over new streams where the shard has no place for them yet, as kvemb's client does."""
     deadline = Deadline.after(PATIENCE_S)
     while True:
@@ -94,12 +95,12 @@ def test_idle_push_streams_keep_no_new_trainer_out(cluster: Cluster) -> None:
     shard = cluster.start()
     shard.create()
     peers = [Peer(shard.address) for _ in range(1 + push_streams.MAX_STREAMS // push_streams.MAX_STREAMS_OF_PEER)]
-    idle = [Pushes(peer) for peer in peers for _ in range(push_streams.MAX_STREAMS_OF_PEER)]
+    idle = [RawStream(peer) for peer in peers for _ in range(push_streams.MAX_STREAMS_OF_PEER)]
     assert len(idle) > push_streams.MAX_STREAMS
     hello = shard.hello("late")
-    assert sees_through(lambda: Pushes(shard), lambda: part(hello, 1, [3], trainer="late")).state == "applied"
+    assert sees_through(lambda: RawStream(shard), lambda: part(hello, 1, [3], trainer="late")).state == "applied"
     deadline, least = Deadline.after(PATIENCE_S), len(idle) + 1 - push_streams.MAX_STREAMS
-    while (n_ended := sum(pushes._replies.done() for pushes in idle)) < least and not deadline.expired:
+    while (n_ended := sum(not pushes.is_open for pushes in idle)) < least and not deadline.expired:
         time.sleep(0.02)  # the news of an end may come after the answer
     assert n_ended >= least
     for peer in peers:
@@ -113,16 +114,16 @@ def test_one_connection_may_open_so_many_streams_and_others_are_served_all_the_s
     made = launch()
     greedy, other = made.peer(), made.peer()
     other.create()
-    kept = [Pushes(greedy) for _ in range(push_streams.MAX_STREAMS_OF_PEER)]
+    kept = [RawStream(greedy) for _ in range(push_streams.MAX_STREAMS_OF_PEER)]
     hello = greedy.hello()
     for pushes in kept:
         pushes.send(part(hello, 1, [1]))
         assert pushes.next().state in ("accepted", "applied")
     with pytest.raises(grpc.RpcError) as caught:
-        Pushes(greedy).next()
+        RawStream(greedy).next()
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert f"{push_streams.MAX_STREAMS_OF_PEER} push streams of this connection" in str(caught.value.details())
-    assert Pushes(other).applied(part(other.hello("b"), 1, [1], trainer="b")).state == "applied"
+    assert RawStream(other).applied(part(other.hello("b"), 1, [1], trainer="b")).state == "applied"
 
 
 def test_a_stream_that_is_idle_is_ended_and_its_trainer_does_not_notice(
@@ -142,10 +143,10 @@ def test_a_shard_that_stops_ends_its_trainers_streams(launch: Callable[[], InPro
     made = launch()
     shard = made.peer()
     shard.create()
-    pushes = Pushes(shard)
+    pushes = RawStream(shard)
     assert pushes.applied(part(shard.hello(), 1, [1])).state == "applied"
     assert made.shard.stop(5.0) == ""
-    assert pushes._replies.code() is grpc.StatusCode.OK, "not cancelled when the time for last replies was over"
+    assert pushes.stream.code() is grpc.StatusCode.OK, "not cancelled when the time for last replies was over"
 
 
 def readers() -> int:
@@ -163,12 +164,12 @@ def test_a_message_longer_than_any_trainer_sends_is_refused_before_it_is_read(la
     made = launch()
     shard = made.peer()
     shard.create()
-    pushes = Pushes(shard)
-    pushes.send_raw(bytes(MAX_REQUEST_BYTES + 1))
+    pushes = RawStream(shard)
+    pushes.send(bytes(MAX_REQUEST_BYTES + 1))
     with pytest.raises(grpc.RpcError) as caught:
         pushes.next()
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert Pushes(shard).applied(part(shard.hello(), 1, [1])).state == "applied"
+    assert RawStream(shard).applied(part(shard.hello(), 1, [1])).state == "applied"
 
 
 def test_parts_without_room_are_held_up_to_a_limit_and_the_others_are_sent_again(
@@ -182,13 +183,13 @@ def test_parts_without_room_are_held_up_to_a_limit_and_the_others_are_sent_again
     shard.create()
     ids = list(range(50))
     hello = {name: shard.hello(name) for name in "abc"}
-    first, second = Pushes(shard), Pushes(shard)
+    first, second = RawStream(shard), RawStream(shard)
     server.pause()
     first.send(part(hello["a"], 1, ids))
     assert first.next().state == "accepted"
     second.send(part(hello["b"], 1, ids, trainer="b"))  # has pushed nothing yet, and waits for room all the same
     until(lambda: made.bytes_in_hand() > 0)
-    third = Pushes(shard)
+    third = RawStream(shard)
     third.send(part(hello["c"], 1, ids, trainer="c"))
     with pytest.raises(grpc.RpcError) as caught:
         third.next()
@@ -197,7 +198,7 @@ def test_parts_without_room_are_held_up_to_a_limit_and_the_others_are_sent_again
     assert "wait for room in this shard, at most 1000 may" in str(caught.value.details())
     assert first.next().state == "applied"
     assert [second.next().state for _ in range(2)] == ["accepted", "applied"]
-    last = sees_through(lambda: Pushes(shard), lambda: part(hello["c"], 1, ids, trainer="c"))
+    last = sees_through(lambda: RawStream(shard), lambda: part(hello["c"], 1, ids, trainer="c"))
     assert last.state == "applied"
     assert shard.call("Status", Empty(), StatusReply).rows_applied == 3 * len(ids)
 
@@ -209,13 +210,13 @@ def test_names_that_never_push_are_forgotten_before_they_keep_a_trainer_out(
     made = launch()
     shard = made.peer()
     shard.create()
-    hello, pushes = shard.hello("old"), Pushes(shard)
+    hello, pushes = shard.hello("old"), RawStream(shard)
     assert pushes.applied(part(hello, 1, [1], trainer="old")).state == "applied"
     for number in range(50):
         shard.hello(f"name-{number}")
     assert shard.call("Status", Empty(), StatusReply).n_trainers == 10
     late = shard.hello("late")
-    assert Pushes(shard).applied(part(late, 1, [1], trainer="late")).state == "applied"
+    assert RawStream(shard).applied(part(late, 1, [1], trainer="late")).state == "applied"
     assert pushes.applied(part(hello, 2, [1], trainer="old")).state == "applied", "one that has pushed is known still"
 
 
@@ -246,7 +247,7 @@ def test_what_a_shard_keeps_on_disk_is_its_own_users_alone(cluster: Cluster) -> 
     finally:
         os.umask(before)
     shard.create()
-    hello, pushes = shard.hello(), Pushes(shard)
+    hello, pushes = shard.hello(), RawStream(shard)
     for sequence in range(1, 4):
         assert pushes.applied(part(hello, sequence, list(range(40_000)))).state == "applied"
     until(lambda: any(folder.rglob("*.run")))
