@@ -80,7 +80,7 @@ def _addresses_of(args: argparse.Namespace, actions: Sequence[str]) -> tuple[str
     action, source, words = words_of(args, actions)
     for word in words:
         if action in ("add", "remove", "replace") and not is_address(word):
-            raise ConfigError(f"kvemb {args.verb} {action}: got {word!r}, expected host:port")
+            raise ConfigError(f"{action}: got {word!r}, expected host:port")
     return action, source, words
 
 
@@ -177,7 +177,7 @@ class _NodesFront:
     def is_dead(self, words: Sequence[str]) -> bool:
         """Whether the first of two addresses does not answer."""
         if len(words) != 2:
-            raise ConfigError("kvemb nodes replace: give host:port of the old node and of the new one")
+            raise ConfigError("replace: give host:port of the old node and of the new one")
         return not any(node.address == words[0] and not node.error for node in survey(self._config).nodes)
 
     def replace_dead(self, words: Sequence[str], args: argparse.Namespace) -> int:
@@ -225,10 +225,10 @@ class _ShardsFront:
 def _planned(moves: NodeMoves | ShardScaling, noun: str, action: str, words: Sequence[str], weights: Weights) -> SlotPlan[ClusterMap]:
     if action == "rebalance":
         if words:
-            raise ConfigError(f"kvemb {noun}s rebalance: {' '.join(words)}: give shares as --weights ADDR=2,ADDR=1")
+            raise ConfigError(f"rebalance: {' '.join(words)}: give shares as --weights ADDR=2,ADDR=1")
         return moves.rebalance(weights)
     if not words:
-        raise ConfigError(f"kvemb {noun}s {action}: give host:port of the {noun}")
+        raise ConfigError(f"{action}: give host:port of the {noun}")
     return (moves.add if action == "add" else moves.remove)(*words, weights=weights)
 
 

@@ -54,7 +54,7 @@ def test_a_node_joins_and_is_replaced_when_dead_and_what_is_asked_for_is_said_be
         assert (unasked.returncode, third.address in run("nodes", path).stdout) == (1, False)
         assert "say --yes" in unasked.stderr
         no_port = run("nodes", "add", path, "localhost", "--dry-run")
-        assert (no_port.returncode, no_port.stderr) == (2, "kvemb nodes: kvemb nodes add: got 'localhost', expected host:port\n")
+        assert (no_port.returncode, no_port.stderr) == (2, "kvemb nodes: add: got 'localhost', expected host:port\n")
         nobody = run("nodes", "add", path, f"127.0.0.1:{free_ports(1)[0]}", "--yes")
         assert nobody.returncode == 1
         assert nobody.stderr.endswith("Nothing was changed.\n")
