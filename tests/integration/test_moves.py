@@ -65,6 +65,7 @@ def test_on_memcached_rows_are_judged_at_each_node_that_they_are_written_to(requ
         plan = nodes.add(third.address)
         n_moving = int((plan.after[definition.placement.slots(ids.astype(np.uint64))] == 2).sum())
         assert n_moving > 400
+        keys = [bytes(key) for key in definition.keys(ids.astype(np.uint64), pages=False).encode()]
 
         def push(n: int) -> dict[str, int]:
             """What the third node has counted while these rows were pushed so often."""
@@ -77,13 +78,12 @@ def test_on_memcached_rows_are_judged_at_each_node_that_they_are_written_to(requ
         try:
             nodes.begin(plan)
             deadline = Deadline.after(PATIENCE_S)
-            while stats_of(client)["curr_items"] < 0.4 * plan.n_rows:  # the other shard has copied its rows
+            while len(client.get_many(keys)) < n_moving:  # the other shard copies its rows
                 assert not deadline.expired
                 time.sleep(0.02)
             assert push(3)["cas_hits"] >= 3 * n_moving
-            for key in map(bytes, definition.keys(ids.astype(np.uint64), pages=False).encode()):
-                if (value := client.get(key)) is not None:
-                    client.set(key, value, noreply=False)  # another program has been there
+            for key, value in client.get_many(keys).items():
+                client.set(key, value, noreply=False)  # another program has been there
             assert push(2)["cas_hits"] >= 2 * n_moving
         finally:
             local.shards[1].signal(signal.SIGCONT)

@@ -21,7 +21,7 @@ from kvemb.stores.storage_kinds import open_store
 from kvemb.testing.bucket_contract import BucketedStoreContract
 from kvemb.testing.contract_nodes import StoreOnNodes
 from kvemb.testing.repair_contract import RepairContract
-from kvemb.testing.store_contract import CLUSTER, GENERATION, Nodes, records_of, require_rows, within, write
+from kvemb.testing.store_contract import CLUSTER, GENERATION, Nodes, keys_for, records_of, require_rows, within, write
 from tests.integration.tls_storage import TlsNodes
 
 
@@ -49,8 +49,8 @@ class _OverTls(StoreOnNodes):
 
     def test_a_batch_far_larger_than_any_buffer_comes_whole(self, nodes: Nodes) -> None:
         """Thousands of TLS records per connection: none may be left lying in the TLS layer, where no poll tells of it."""
-        keys = self.keys(200_000)
         with nodes.store() as store:
+            keys = keys_for(store, 200_000)
             store.provision(CLUSTER, GENERATION, within(30))
             store.open(within(30))
             write(store, keys, records_of(keys))
