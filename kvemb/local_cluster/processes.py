@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
 
@@ -101,9 +101,12 @@ class LocalProcess:
         return "\n".join(f"  {line}" for line in lines[-_LOG_TAIL:]) or "  (none)"
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal; nothing happens when it has ended."""
+        """Send a signal; nothing happens when it has ended. After SIGSTOP all its threads stand still when this returns."""
         if self.poll() is None:
             self._child.send_signal(number)
+            if number == signal.SIGSTOP:
+                with suppress(ChildProcessError):  # it has ended, and another thread has its exit code
+                    os.waitid(os.P_PID, self._child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def stop(self, grace_s: float) -> int:
         """Ask it to end, then make it end; return its exit code."""

@@ -1,6 +1,5 @@
 """Real servers under the store contract: started once, emptied between tests, and all the ways to mishandle them."""
 
-import os
 import shutil
 import signal
 from collections.abc import Callable, Sequence
@@ -131,11 +130,11 @@ class ServerNodes(Nodes):
 
     def pause(self, index: int) -> None:
         """See `Nodes.pause`."""
-        os.kill(self.servers[index].process.pid, signal.SIGSTOP)
+        self.servers[index].process.signal(signal.SIGSTOP)
 
     def resume(self, index: int) -> None:
         """See `Nodes.resume`."""
-        os.kill(self.servers[index].process.pid, signal.SIGCONT)
+        self.servers[index].process.signal(signal.SIGCONT)
 
     def _cluster_serves(self) -> bool:
         with ExitStack() as stack:
