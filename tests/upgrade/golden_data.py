@@ -73,11 +73,18 @@ def facts(folder: Path) -> dict[str, Any]:
     return found
 
 
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpack an archive of ours into a folder."""
+    with tarfile.open(archive) as files:
+        files.extraction_filter = getattr(tarfile, "data_filter", None)  # since 3.11.4, and asked for from 3.12 on
+        files.extractall(folder)
+
+
 @contextmanager
 def unpacked(archive: Path) -> Iterator[Path]:
     """Golden data in a folder of their own."""
-    with tempfile.TemporaryDirectory(prefix="kvemb-golden-") as folder, tarfile.open(archive) as files:
-        files.extractall(folder, filter="data")
+    with tempfile.TemporaryDirectory(prefix="kvemb-golden-") as folder:
+        unpack(archive, Path(folder))
         yield Path(folder)
 
 

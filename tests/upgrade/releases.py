@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from golden_data import unpack
+
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import LocalProcess, python_env
 
@@ -56,8 +58,7 @@ def present() -> Release:
 
 def older(folder: Path, archive: str = "kvemb-0.1.0.dev0.tar.xz") -> Release:
     """Install the older release into a folder."""
-    with tarfile.open(GOLDEN / archive) as files:
-        files.extractall(folder, filter="data")
+    unpack(GOLDEN / archive, folder)
     # -S: the file that puts the checkout on every path lies in site-packages, whose packages are wanted all the same.
     packages = [path for path in sys.path if path.endswith("-packages")]
     return Release("older", [sys.executable, "-S", "-P"], python_env() | {"PYTHONPATH": os.pathsep.join([str(folder), *packages])})
