@@ -321,7 +321,10 @@ def test_a_part_that_is_answered_again_says_nothing_and_storage_has_its_rows(tmp
             replace(first.tables[0], ids=np.array([2, 3], np.uint64), rows=np.empty((2, 0), np.float32), versions=np.zeros(2, np.uint64))
         ]
         asking = replace(first, prefetched=prefetched, digest=digest_tables(first.tables, prefetched))
-        (changed,) = RawStream(shard).applied(asking).changed_rows
+        stream = RawStream(shard)
+        released = stream.applied(asking)
+        (changed,) = released.changed_rows
+        assert (released.state, stream.next().state) == ("released", "applied")  # now storage has the rows
         assert (changed.at.tolist(), changed.versions.tolist()) == ([0], [1 << 48 | 1])
         rows = shards.weights([2])
         assert changed.rows == rows.tobytes()
