@@ -1,6 +1,5 @@
 """Rows that trainers of a sync job have prefetched for later steps: the release brings exactly those that changed, as storage has them."""
 
-import os
 import signal
 import threading
 import time
@@ -98,8 +97,8 @@ def test_a_step_is_released_before_storage_has_it_and_pulls_wait_for_that() -> N
         create(trainer, "t")
         push(trainer, {"t": IDS[:100]}, rng).wait_applied()  # from here on the shards have these rows at hand
         before, prefetched = pull(trainer, {"t": IDS[:50]})
-        storage = local.servers[0].process.pid
-        os.kill(storage, signal.SIGSTOP)
+        storage = local.servers[0].process
+        storage.signal(signal.SIGSTOP)
         try:
             ack = push(trainer, {"t": IDS[:100]}, rng, prefetched)
             ack.wait_released(PATIENCE_S)
@@ -111,7 +110,7 @@ def test_a_step_is_released_before_storage_has_it_and_pulls_wait_for_that() -> N
             with pytest.raises(ShardUnavailableError, match=r"push 2 of trainer 'a': not applied within 0\.2 s by shard 0"):
                 trainer.pull({"t": IDS[:50]}, timeout_s=0.2)
         finally:
-            os.kill(storage, signal.SIGCONT)
+            storage.signal(signal.SIGCONT)
         rows = trainer.pull({"t": IDS[:50]}, timeout_s=PATIENCE_S)["t"]
         assert ack.applied
         assert trainer.all_stored
@@ -127,7 +126,7 @@ def test_every_part_of_a_push_that_holds_rows_is_released_early(monkeypatch: pyt
         create(trainer, "t")
         push(trainer, {"t": IDS[:100]}, rng).wait_applied()
         _, prefetched = pull(trainer, {"t": IDS[:50]})
-        os.kill(local.servers[0].process.pid, signal.SIGSTOP)
+        local.servers[0].process.signal(signal.SIGSTOP)
         try:
             ack = push(trainer, {"t": IDS[:100]}, rng, prefetched)
             ack.wait_released(PATIENCE_S)
@@ -136,7 +135,7 @@ def test_every_part_of_a_push_that_holds_rows_is_released_early(monkeypatch: pyt
             assert len(ack.changed_rows["t"].ids) == 50
             assert len(ack._parts) > 4
         finally:
-            os.kill(local.servers[0].process.pid, signal.SIGCONT)
+            local.servers[0].process.signal(signal.SIGCONT)
 
 
 @pytest.mark.parametrize("verb", ["len", "export", "close"])
@@ -150,14 +149,14 @@ def test_what_tells_of_rows_waits_until_storage_has_a_released_step(verb: str) -
         table = trainer.table("t")
         verbs: dict[str, Callable[[], object]] = {"len": lambda: len(table), "export": table.export, "close": trainer.close}
         waiting = threading.Thread(target=verbs[verb])
-        os.kill(local.servers[0].process.pid, signal.SIGSTOP)
+        local.servers[0].process.signal(signal.SIGSTOP)
         try:
             push(trainer, {"t": IDS[:100]}, rng, prefetched).wait_released(PATIENCE_S)
             waiting.start()
             waiting.join(0.5)
             assert waiting.is_alive()
         finally:
-            os.kill(local.servers[0].process.pid, signal.SIGCONT)
+            local.servers[0].process.signal(signal.SIGCONT)
         waiting.join(PATIENCE_S)
         assert (pull(reader, {"t": IDS[:50]})[0]["t"] != before["t"]).any(axis=1).all()
         trainer.close()
@@ -173,7 +172,7 @@ def test_a_connection_that_is_closed_waits_for_nothing() -> None:
         push(trainer, {"t": IDS[:100]}, rng).wait_applied()
         _, prefetched = pull(trainer, {"t": IDS[:50]})
         table = trainer.table("t")
-        os.kill(local.servers[0].process.pid, signal.SIGSTOP)
+        local.servers[0].process.signal(signal.SIGSTOP)
         try:
             push(trainer, {"t": IDS[:100]}, rng, prefetched).wait_released(PATIENCE_S)
             with pytest.raises(InvalidInputError, match="more matters"), trainer:
@@ -183,7 +182,7 @@ def test_a_connection_that_is_closed_waits_for_nothing() -> None:
                 table.pull(IDS[:3], timeout_s=PATIENCE_S)
             assert time.monotonic() - began_s < PATIENCE_S / 2
         finally:
-            os.kill(local.servers[0].process.pid, signal.SIGCONT)
+            local.servers[0].process.signal(signal.SIGCONT)
 
 
 def test_rows_prefetched_over_several_steps_need_not_be_of_pushed_tables(alone: LocalCluster) -> None:
