@@ -19,8 +19,8 @@ from benchmarks.options import whole
 from benchmarks.report import Line, Report, Section
 from kvemb.arrays.hashing import mix64
 from kvemb.schema.table_def import TableDef
-from paramserver.snapshot import Runs
-from paramserver.snapshot.sorted_run import BLOCK_ROWS, ROWS
+from paramserver.row_log import Runs
+from paramserver.row_log.sorted_run import BLOCK_ROWS, ROWS
 
 Ids = NDArray[np.uint64]
 _TABLE = TableDef("index", 4, kvemb.optim.sgd(lr=1.0), kvemb.init.zeros())

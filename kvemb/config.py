@@ -91,6 +91,7 @@ class ServersConfig:
         away_timeout_s: how long a shard may be away (it restarts and replays a journal, say) before a call that waits for it fails: steps,
             pushes, flushes and all others without a time of their own. Pulls go on meanwhile.
         cache_mb: memory in which each shard keeps records that it wrote lately, so as not to fetch them again; 0 for none.
+        index_mb: memory in which each shard keeps versions of rows, 24 bytes each, about; those of the others are on its disk.
         durability: when a push counts as accepted. "fsync": its journal entry is on disk; "os": the operating system has it, so it survives
             the death of the shard, not of the machine.
         journal_max_mb: size of a shard's journal at which it takes a local checkpoint and discards what that holds.
@@ -107,6 +108,7 @@ class ServersConfig:
     barrier_timeout_s: float = 60.0
     away_timeout_s: float = 600.0
     cache_mb: int = 256
+    index_mb: int = 1024
     durability: str = "fsync"
     journal_max_mb: int = 4096
     on_lost_trainer: str = "abort"
@@ -235,7 +237,7 @@ def _storage(tree: object, environ: Mapping[str, str]) -> StorageConfig:
 def _servers(tree: object, environ: Mapping[str, str]) -> ServersConfig:
     at = "parameter_servers."
     keys = {"shards", "mode", "trainers", "data_dir", "barrier_timeout_s", "cache_mb", "durability", "journal_max_mb", "on_lost_trainer"}
-    keys |= {"metrics_port", "tls", "insecure", "away_timeout_s"}
+    keys |= {"index_mb", "metrics_port", "tls", "insecure", "away_timeout_s"}
     fields = _section(tree, "parameter_servers", keys, {"shards"})
     mode, on_lost_trainer = _one_of(fields, "mode", at, MODES), _one_of(fields, "on_lost_trainer", at, ON_LOST_TRAINER)
     trainers = _whole(fields, "trainers", at, 0)
@@ -252,6 +254,7 @@ def _servers(tree: object, environ: Mapping[str, str]) -> ServersConfig:
         barrier_timeout_s=_positive(fields, "barrier_timeout_s", at, 60.0),
         away_timeout_s=_positive(fields, "away_timeout_s", at, 600.0),
         cache_mb=_whole(fields, "cache_mb", at, 256, end=1 << 24, expected="a whole number of megabytes, 0 for none"),
+        index_mb=_whole(fields, "index_mb", at, 1024, end=1 << 24, expected="a whole number of megabytes, 0 for none"),
         durability=_one_of(fields, "durability", at, DURABILITIES, _DURABLE),
         journal_max_mb=_whole(fields, "journal_max_mb", at, 4096, least=1, end=1 << 24, expected="a whole number of megabytes, at least 1"),
         on_lost_trainer=on_lost_trainer,

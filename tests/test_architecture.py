@@ -62,7 +62,7 @@ ROOMS = {
         {"paramserver", "paramserver.optim", "paramserver.shard_process"},
         {"paramserver.model"},
         {"paramserver.engine", "paramserver.ingest", "paramserver.journal"},
-        {"paramserver.snapshot"},
+        {"paramserver.row_log"},
         {"paramserver.repair"},
         {"paramserver.recovery", "paramserver.moves"},
         {"paramserver.apply", "paramserver.checkpoint"},

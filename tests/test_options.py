@@ -32,6 +32,8 @@ IN_THE_CLEAR = f"{TLS}:test_plain_text_beyond_this_machine_takes_a_word_in_the_f
 SCRAPED = "tests/integration/test_metrics.py:test_every_shard_serves_its_figures_on_a_port_of_its_own"
 
 # By function, or by class of which each field is a key of kvemb.yaml: its options, and where their effect is shown.
+INDEX_ON_DISK = "tests/integration/test_index_on_disk.py:test_rows_that_do_not_fit_into_the_memory_for_indexes_are_known_by_the_row_log"
+
 SHOWN_BY = {
     "kvemb/api/connector.py:connect": {
         "source": "tests/unit/test_config.py:test_a_mapping_is_read_as_a_file_would_be",
@@ -159,6 +161,7 @@ SHOWN_BY = {
         "memory_mb": f"{LOCAL}:test_servers_and_shards_have_the_memory_that_was_asked_for",
         "barrier_timeout_s": HANDED_ON,
         "cache_mb": f"{LOCAL}:test_servers_and_shards_have_the_memory_that_was_asked_for",
+        "index_mb": INDEX_ON_DISK,
         "durability": HANDED_ON,
         "journal_max_mb": HANDED_ON,
         "metrics_port": SCRAPED,
@@ -192,6 +195,7 @@ SHOWN_BY = {
         "on_lost_trainer": f"{TRAINERS}:test_drop_goes_on_without_the_trainer_also_over_a_restart_and_lets_it_in_again",
         "away_timeout_s": f"{FAILURES}:test_a_shard_may_be_away_for_as_long_as_kvemb_yaml_says",
         "cache_mb": f"{LOCAL}:test_servers_and_shards_have_the_memory_that_was_asked_for",
+        "index_mb": INDEX_ON_DISK,
         "durability": "tests/unit/test_ps_start_options.py:test_a_shard_syncs_its_journal_unless_it_is_told_not_to",
         "journal_max_mb": "tests/faults/test_faults_archive.py:test_shards_killed_at_the_steps_of_local_snapshots_go_on_where_they_were",
         "metrics_port": SCRAPED,

@@ -1,6 +1,6 @@
 """Checkpoints seen from the client: saved, loaded, listed, verified and pruned; and the files under a checkpoint's URL.
 
-    <url>/<table>/shard-<i>-part-<j>.parquet            rows: id, version, weights[, slots], ascending by the ids' 64 bits
+    <url>/<table>/shard-<i>-part-<j>.parquet            rows: id, version, weights[, slots], in the order of their keys
     <url>/<table>/_erased/shard-<i>-part-<j>.parquet    incremental: ids erased since the base
     <url>/<table>/_ids/shard-<i>-part-<j>.parquet       incremental: every existing id, where the erased ones are not known
     <url>/saving.json                                   the fields that all shards share, while a save is under way

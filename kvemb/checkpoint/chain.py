@@ -1,8 +1,8 @@
 """A full checkpoint and the incremental ones built on it, read as one: newest wins, erased rows stay away.
 
-All files of one table and saved shard are sorted by id, so the levels are merged as streams. One block of every stream is in memory, and
-each turn takes all ids up to the smallest of the blocks' last ids. Memory is one block per stream, for any sizes. The data files of one
-checkpoint are read one after another, and the next one is fetched meanwhile.
+All files of one table and saved shard are in one order (`CheckpointManifest.order`), so the levels are merged as streams. One block of
+every stream is in memory, and each turn takes all rows up to the smallest of the blocks' last keys. Memory is one block per stream, for
+any sizes. The data files of one checkpoint are read one after another, and the next one is fetched meanwhile.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
-from kvemb.checkpoint.format.checkpoint_manifest import ERASED, IDS, MANIFEST, CheckpointManifest, FileEntry
+from kvemb.checkpoint.format.checkpoint_manifest import ERASED, IDS, MANIFEST, CheckpointManifest, FileEntry, SortKeys
 from kvemb.checkpoint.format.manifest_json import decode_manifest
 from kvemb.checkpoint.format.parquet_blocks import RowBlock, decode_ids, decode_rows
 from kvemb.checkpoint.format.strict_json import MAX_DOCUMENT_BYTES
@@ -31,23 +31,23 @@ class Checkpoint:
     manifest: CheckpointManifest
 
     def rows(self, definition: TableDef, shard: int) -> Iterator[RowBlock]:
-        """Yield the rows that one shard saved of a table, ascending by id.
+        """Yield the rows that one shard saved of a table, in order.
 
         Raises:
             CheckpointError: a file is missing or damaged.
         """
-        last = -1
+        last, order = -1, self.manifest.order(definition)
         for entry, data, where in self._contents(self.manifest.files_of(definition.name, shard)):
-            for block in decode_rows(definition, data, entry, self.manifest.weights_only, where):
-                last = _check_order(block.ids, last, where)
+            for block in decode_rows(definition, data, entry, self.manifest.weights_only, where, order):
+                last = _check_ends(order(block.ids[[0, -1]]), last, where) if len(block) else last
                 yield block
 
     def ids(self, definition: TableDef, shard: int, role: str) -> Iterator[NDArray[np.uint64]]:
-        """Yield the ids of one shard's files of this role, ascending; raises as `rows`."""
-        last = -1
+        """Yield the ids of one shard's files of this role, in order; raises as `rows`."""
+        last, order = -1, self.manifest.order(definition)
         for entry, data, where in self._contents(self.manifest.files_of(definition.name, shard, role)):
-            for ids in decode_ids(definition, data, entry, where):
-                last = _check_order(ids, last, where)
+            for ids in decode_ids(definition, data, entry, where, order):
+                last = _check_ends(order(ids[[0, -1]]), last, where) if len(ids) else last
                 yield ids
 
     def _contents(self, entries: Sequence[FileEntry]) -> Iterator[tuple[FileEntry, bytes, str]]:
@@ -73,10 +73,10 @@ def open_checkpoint(url: str) -> Checkpoint:
     return Checkpoint(storage, decode_manifest(storage.read(MANIFEST, MAX_DOCUMENT_BYTES), storage.where(MANIFEST)))
 
 
-def _check_order(ids: NDArray[np.uint64], last: int, where: str) -> int:
-    if len(ids) and int(ids[0]) <= last:
+def _check_ends(ends: NDArray[np.uint64], last: int, where: str) -> int:
+    if int(ends[0]) <= last:
         raise CheckpointError(f"{where}: its ids are not behind those of the part before")
-    return int(ids[-1]) if len(ids) else last
+    return int(ends[1])
 
 
 MAX_LEVELS = 64
@@ -100,7 +100,7 @@ class Chain:
         return sum(level.manifest.size_bytes for level in self.levels)
 
     def rows(self, definition: TableDef, shard: int) -> Iterator[RowBlock]:
-        """Yield the rows that one shard had of a table, ascending by id.
+        """Yield the rows that one shard had of a table, in order.
 
         Raises:
             CheckpointError: a file is missing or damaged.
@@ -114,13 +114,14 @@ class Chain:
             yield from _merge(merging)
 
     def rows_of(self, definition: TableDef, shards: Sequence[int]) -> Iterator[RowBlock]:
-        """Yield the rows that several shards had of a table, ascending by id; raises as `rows`."""
-        streams = [_BlockCursor(self.rows(definition, shard)) for shard in shards]
+        """Yield the rows that several shards had of a table, in order; raises as `rows`."""
+        order = self.newest.order(definition)
+        streams = [_BlockCursor(self.rows(definition, shard), order) for shard in shards]
         while filled := [stream for stream in streams if stream.fill()]:
             bound = min(stream.last for stream in filled)
             taken = [block for stream in filled if isinstance(block := stream.take(bound), RowBlock)]
             merged = RowBlock.concatenate(taken)
-            yield merged if len(taken) == 1 else merged.take(np.argsort(merged.ids))
+            yield merged if len(taken) == 1 else merged.take(np.argsort(order(merged.ids)))
 
 
 def open_chain(url: str) -> Chain:
@@ -156,7 +157,7 @@ def _check_link(upper: Checkpoint, lower: Checkpoint) -> None:
     assert above.base is not None
     if below.save_id != above.base.save_id:
         raise CheckpointError(f"{where}: built on save {above.base.save_id}; {lower.storage!r} now holds save {below.save_id}")
-    same = [(one.cluster_id, one.n_shards, one.slots, one.weights_only) for one in (above, below)]
+    same = [(one.cluster_id, one.n_shards, one.slots, one.weights_only, one.by_key) for one in (above, below)]
     if same[0] != same[1]:
         raise CheckpointError(f"{where}: of another cluster, other shards or another kind than its base {lower.storage!r}")
     if any(ours.version < theirs.version for ours, theirs in zip(above.cuts, below.cuts, strict=True)):
@@ -174,9 +175,11 @@ def _check_link(upper: Checkpoint, lower: Checkpoint) -> None:
 class _BlockCursor:
     """Blocks of one kind of one level, of which the first rows are taken away again and again."""
 
-    def __init__(self, blocks: Iterator[RowBlock] | Iterator[Ids]) -> None:
+    def __init__(self, blocks: Iterator[RowBlock] | Iterator[Ids], order: SortKeys) -> None:
         self._blocks: Iterator[Any] = blocks
         self._block: RowBlock | Ids | None = None
+        self._order = order
+        self._keys = np.empty(0, np.uint64)  # of the block at hand
 
     def fill(self) -> bool:
         """Hold a block that is not empty, if any remains."""
@@ -184,20 +187,21 @@ class _BlockCursor:
             self._block = next(self._blocks, None)
             if self._block is None:
                 return False
+            self._keys = self._order(_ids(self._block))
         return True
 
     @property
     def last(self) -> int:
-        """The last id of the block at hand."""
-        return int(_ids(self._block)[-1])
+        """The last key of the block at hand."""
+        return int(self._keys[-1])
 
     def take(self, bound: int) -> RowBlock | Ids | None:
-        """Take away and return the block's rows up to this id; None when there are none."""
+        """Take away and return the block's rows up to this key; None when there are none."""
         if self._block is None or not len(self._block):
             return None
-        ids = _ids(self._block)
-        n = int(np.searchsorted(ids, np.uint64(bound), side="right"))
+        n = int(np.searchsorted(self._keys, np.uint64(bound), side="right"))
         taken, self._block = _slice(self._block, slice(0, n)), _slice(self._block, slice(n, None))
+        self._keys = self._keys[n:]
         return taken if n else None
 
 
@@ -208,14 +212,16 @@ class _Level:
     rows: _BlockCursor
     erased: _BlockCursor
     all_ids: _BlockCursor | None
+    order: SortKeys
 
     @staticmethod
     def of(level: Checkpoint, definition: TableDef, shard: int) -> "_Level":
-        has_ids = bool(level.manifest.files_of(definition.name, shard, IDS))
+        has_ids, order = bool(level.manifest.files_of(definition.name, shard, IDS)), level.manifest.order(definition)
         return _Level(
-            _BlockCursor(level.rows(definition, shard)),
-            _BlockCursor(level.ids(definition, shard, ERASED)),
-            _BlockCursor(level.ids(definition, shard, IDS)) if has_ids else None,
+            _BlockCursor(level.rows(definition, shard), order),
+            _BlockCursor(level.ids(definition, shard, ERASED), order),
+            _BlockCursor(level.ids(definition, shard, IDS), order) if has_ids else None,
+            order,
         )
 
     @property
@@ -224,40 +230,41 @@ class _Level:
 
 
 def _merge(levels: Sequence[_Level]) -> Iterator[RowBlock]:
-    """Take one turn: everything up to the smallest last id."""
+    """Take one turn: everything up to the smallest last key."""
+    order = levels[0].order
     bound = min(stream.last for level in levels for stream in level.streams if stream.fill())
     kept: list[RowBlock] = []
-    hidden: list[Ids] = []  # ids that newer levels have, as rows or as erased
-    only: list[Ids] = []  # for each newer level that lists them: the ids that may exist
+    hidden: list[Ids] = []  # keys of ids that newer levels have, as rows or as erased
+    only: list[Ids] = []  # for each newer level that lists them: the keys of ids that may exist
     for level in levels:
         rows, erased = level.rows.take(bound), level.erased.take(bound)
         if isinstance(rows, RowBlock):
-            keep = np.ones(len(rows), bool)
-            for ids in hidden:
-                keep &= ~_is_in(rows.ids, ids)
-            for ids in only:
-                keep &= _is_in(rows.ids, ids)
+            keep, keys = np.ones(len(rows), bool), order(rows.ids)
+            for some in hidden:
+                keep &= ~_is_in(keys, some)
+            for some in only:
+                keep &= _is_in(keys, some)
             kept.append(rows if keep.all() else rows.take(keep))
-            hidden.append(rows.ids)
+            hidden.append(keys)
         if isinstance(erased, np.ndarray):
-            hidden.append(erased)
+            hidden.append(order(erased))
         if level.all_ids is not None:
             there = level.all_ids.take(bound)
-            only.append(there if isinstance(there, np.ndarray) else np.empty(0, np.uint64))
+            only.append(order(there) if isinstance(there, np.ndarray) else np.empty(0, np.uint64))
     kept = [block for block in kept if len(block)]
     if len(kept) == 1:
         yield kept[0]
     elif kept:
         merged = RowBlock.concatenate(kept)
-        yield merged.take(np.argsort(merged.ids))
+        yield merged.take(np.argsort(order(merged.ids)))
 
 
-def _is_in(ids: Ids, of: Ids) -> NDArray[np.bool_]:
-    """Which ids stand in another ascending array: bool [n]."""
+def _is_in(keys: Ids, of: Ids) -> NDArray[np.bool_]:
+    """Which keys stand in another ascending array: bool [n]."""
     if not len(of):
-        return np.zeros(len(ids), bool)
-    at = np.minimum(np.searchsorted(of, ids), len(of) - 1)
-    found: NDArray[np.bool_] = of[at] == ids
+        return np.zeros(len(keys), bool)
+    at = np.minimum(np.searchsorted(of, keys), len(of) - 1)
+    found: NDArray[np.bool_] = of[at] == keys
     return found
 
 

@@ -117,6 +117,8 @@ def _open_base(saving: Saving, storage: CheckpointStorage, base: str, weights_on
             f"{below.storage!r}: of cluster {manifest.cluster_id} with {n_of(manifest.n_shards, 'shard')}, which may have owned "
             "other rows; not a base for this one. Save without a base."
         )
+    if not manifest.by_key:
+        raise CheckpointError(f"{below.storage!r}: saved by an earlier release, with rows in another order; save without a base, once")
     if manifest.weights_only != weights_only:
         raise InvalidInputError("weights_only must be as in the base")
     return below
@@ -236,7 +238,7 @@ def _finish(storage: CheckpointStorage, info: SaveInfo, shards: Sequence[int], b
         shard = next(number for number, fragment in found.items() if fragment is None)
         raise CheckpointError(
             f"{storage.where(fragment_path(shard))}: shard {shard} says that it is done, but nothing is here; the URL must mean the same "
-            "place on the machines of all shards and of this process"
+            "place on the machines of all shards and of this process, and all must be of one minor version (docs/upgrade.md)"
         )
     manifest = assemble(info, fragments)
     if below is not None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvemb.arrays.ids import to_caller
 from kvemb.checkpoint.chain import Chain, Checkpoint, open_chain
-from kvemb.checkpoint.format.checkpoint_manifest import ROWS, FileEntry
+from kvemb.checkpoint.format.checkpoint_manifest import ROWS, FileEntry, SortKeys
 from kvemb.checkpoint.format.parquet_blocks import RowBlock, decode_ids, decode_rows
 from kvemb.errors import CheckpointError
 from kvemb.net.deadline import Deadline
@@ -88,7 +88,7 @@ class _Counter:
 
 
 def _look_at(chain: Chain, level: Checkpoint, entry: FileEntry, counter: _Counter) -> tuple[tuple[int, int] | None, str]:
-    """Return ((first id, last id) or None, the fault or "") of one file."""
+    """Return ((first, last) of its sort keys or None, the fault or "") of one file."""
     try:
         return _ids_of(chain, level, entry), ""
     except CheckpointError as error:
@@ -107,16 +107,16 @@ def _ids_of(chain: Chain, level: Checkpoint, entry: FileEntry) -> tuple[int, int
     def is_own(ids: NDArray[np.uint64]) -> bool:
         return slot_shards is None or bool((slot_shards[placement.slots(ids)] == entry.shard).all())
 
-    first = last = None
+    first, last, order = None, None, manifest.order(table.definition)
     if entry.role == ROWS:
         low, high = _versions_between(chain, level, entry.shard)
-        for block in decode_rows(table.definition, data, entry, manifest.weights_only, where):
+        for block in decode_rows(table.definition, data, entry, manifest.weights_only, where, order):
             if ((block.versions <= np.uint64(low)) | (block.versions > np.uint64(high))).any():
                 raise CheckpointError(f"{where}: versions outside ({low}, {high}], the cuts of its base and its own")
-            first, last = _span(block.ids, first, last, is_own, where)
+            first, last = _span(block.ids, first, last, is_own, order, where)
     else:
-        for ids in decode_ids(table.definition, data, entry, where):
-            first, last = _span(ids, first, last, is_own, where)
+        for ids in decode_ids(table.definition, data, entry, where, order):
+            first, last = _span(ids, first, last, is_own, order, where)
     return None if first is None or last is None else (first, last)
 
 
@@ -128,13 +128,19 @@ def _versions_between(chain: Chain, level: Checkpoint, shard: int) -> tuple[int,
 
 
 def _span(
-    ids: NDArray[np.uint64], first: int | None, last: int | None, is_own: Callable[[NDArray[np.uint64]], bool], where: str
+    ids: NDArray[np.uint64],
+    first: int | None,
+    last: int | None,
+    is_own: Callable[[NDArray[np.uint64]], bool],
+    order: SortKeys,
+    where: str,
 ) -> tuple[int | None, int | None]:
     if not len(ids):
         return first, last
     if not is_own(ids):
         raise CheckpointError(f"{where}: holds ids of other shards than its own")
-    return (int(ids[0]) if first is None else first), int(ids[-1])
+    ends = order(ids[[0, -1]]).tolist()
+    return (ends[0] if first is None else first), ends[1]
 
 
 _BLOCK_BYTES = 8 << 20

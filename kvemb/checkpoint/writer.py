@@ -25,7 +25,7 @@ from kvemb.checkpoint.format.strict_json import MAX_DOCUMENT_BYTES, decode, enco
 from kvemb.errors import CheckpointError, InvalidInputError
 from kvemb.schema.table_def import TableDef
 
-FORMAT = "kvemb-checkpoint-shard"
+FORMAT = "kvemb-checkpoint-shard-2"  # without a number: of 0.1, whose rows stand in the order of their ids
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,8 @@ def _file_order(file: FileEntry) -> tuple[str, str, int, int]:
 PART_BYTES = 64 << 20
 _FIRST_PARTS = 3  # the first parts are smaller, so that a file is soon on its way while the next rows are read: 1/8, 1/4, 1/2 of a part
 _NOTE_S = 1.0
-_MAX_IDS = 1 << 23
+MAX_IDS = 1 << 23
+"""Of one file of ids alone."""
 _N_THREADS = 2
 
 
@@ -164,13 +165,13 @@ class ShardWriter:
         self.n_skipped = 0
 
     def add_rows(self, definition: TableDef, blocks: Sequence[RowBlock]) -> None:
-        """Write a data file of these blocks, ascending by id, also behind the blocks added of this table before."""
+        """Write a data file of these blocks, in order, also behind the blocks added of this table before."""
         self._submit(definition, ROWS, sum(map(len, blocks)), lambda: encode_rows(definition, blocks, self._weights_only))
 
     def add_ids(self, definition: TableDef, role: str, ids: NDArray[np.uint64]) -> None:
-        """Write ids alone, ascending: those erased, or all existing ones (then also when there are none)."""
-        for at in range(0, max(1, len(ids)), _MAX_IDS):
-            some = ids[at : at + _MAX_IDS]
+        """Write ids alone, in order: those erased, or all existing ones (then also when there are none)."""
+        for at in range(0, max(1, len(ids)), MAX_IDS):
+            some = ids[at : at + MAX_IDS]
             self._submit(definition, role, len(some), lambda some=some: encode_ids(definition, some))  # type: ignore[misc]
 
     def parts_of(self, definition: TableDef) -> "PartBuffer":

@@ -41,9 +41,10 @@ parameter_servers:
   shards: {shards}  # kvemb shard --shard 0, 1, …
   # data_dir: kvemb-data  # journals and indexes, from this file's folder on: keep them on a disk that lasts
   # durability: fsync  # or os: an acknowledged push survives the process, not the machine
-  # journal_max_mb: 4096  # then a shard takes a local snapshot and cuts its journal
+  # journal_max_mb: 4096  # then a shard flushes to its row log and cuts its journal
   # away_timeout_s: 600.0  # how long a shard may be away before what waits for it fails; pulls go on
   # cache_mb: 256  # records that a shard keeps so as not to fetch them again
+  # index_mb: 1024  # versions of rows that a shard keeps in memory, 24 bytes each; the others are on its disk
   # mode: async  # or sync: all trainers' parts of a step at once
   # trainers: 4  # sync only: how many
   # barrier_timeout_s: 60.0  # sync only: how long a step waits for a trainer

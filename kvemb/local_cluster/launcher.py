@@ -40,7 +40,7 @@ class LocalCluster:
         trainers: number of trainers of a sync job; 0 in async mode.
         memory_mb: memory of each storage server.
         barrier_timeout_s: see kvemb.yaml; sync mode only.
-        cache_mb, durability, journal_max_mb, metrics_port: of each shard, see kvemb.yaml, whose defaults hold unless given.
+        cache_mb, index_mb, durability, journal_max_mb, metrics_port: of each shard, see kvemb.yaml, whose defaults hold unless given.
 
     Raises:
         ConfigError: an argument is out of range, or a server program is missing.
@@ -58,6 +58,7 @@ class LocalCluster:
         memory_mb: int = 1024,
         barrier_timeout_s: float | None = None,
         cache_mb: int | None = None,
+        index_mb: int | None = None,
         durability: str | None = None,
         journal_max_mb: int | None = None,
         metrics_port: int | None = None,
@@ -70,7 +71,7 @@ class LocalCluster:
         self.store = store
         self._n_nodes, self._n_shards, self._memory_mb = nodes, shards, memory_mb
         self._servers_section: dict[str, object] = {"mode": mode} | ({"trainers": trainers} if trainers else {})
-        options: dict[str, object] = {"barrier_timeout_s": barrier_timeout_s, "cache_mb": cache_mb}
+        options: dict[str, object] = {"barrier_timeout_s": barrier_timeout_s, "cache_mb": cache_mb, "index_mb": index_mb}
         options |= {"durability": durability, "journal_max_mb": journal_max_mb, "metrics_port": metrics_port}
         self._servers_section |= {name: value for name, value in options.items() if value is not None}
         self.servers: list[StorageServer] = []

@@ -1,4 +1,4 @@
-"""The apply thread's work between batches, a slice at a time: requested repairs, moves, local snapshots, and the comparison of cold rows.
+"""The apply thread's work between batches, a slice at a time: requested repairs, moves, flushes to the row log, comparison of cold rows.
 
 All of it needs index and storage at rest, which they are only between batches. A task that fails because storage or disk does not answer is
 tried again later; one that finds rows lost has them repaired.
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from kvemb.errors import (
     DeadlineExceededError,
-    ForeignPageError,
     JournalFullError,
     KvembError,
     LostRowError,
@@ -32,9 +31,10 @@ from ..model.tables import TableState
 from ..moves.phase_runner import PhaseRunner
 from ..repair.repairer import Repairer
 from ..repair.scrub import Scrub
-from ..snapshot.snapshot_schedule import LocalSnapshots
+from ..row_log.log_flush import FlushSchedule
 
 _RETRY_S = 5.0
+_REPLAYED_BYTES = 4 << 20  # of the journal
 _AFTER_A_HANDOVER_S = 0.1
 log = logging.getLogger("paramserver")
 
@@ -92,7 +92,7 @@ class BackgroundWork:
 
     Args:
         repairer: restores rows.
-        snapshots: taken as the journal grows.
+        flushes: to the row log.
         scrub: compares rows that no push touches.
         mover: does the shard's part in plans; None where there are none.
         wake: makes the apply thread call `step`.
@@ -102,7 +102,7 @@ class BackgroundWork:
     def __init__(
         self,
         repairer: Repairer,
-        snapshots: LocalSnapshots,
+        flushes: FlushSchedule,
         scrub: Scrub,
         wake: Callable[[], None],
         *,
@@ -112,7 +112,7 @@ class BackgroundWork:
         self._mover = mover
         self._at_rest: ClusterMap | None = None  # a map without a plan, which the mover has followed: nothing is to be done for it
         self.applied: Position | None = None  # as `step` was told last
-        self._repairer, self._snapshots, self._wake, self.scrub, self._timeout_s = repairer, snapshots, wake, scrub, timeout_s
+        self._repairer, self._flushes, self._wake, self.scrub, self._timeout_s = repairer, flushes, wake, scrub, timeout_s
         self._lock = threading.Lock()
         self._asked: list[RepairTicket] = []
         self._to_compare: list[CompareTicket] = []
@@ -135,24 +135,18 @@ class BackgroundWork:
         self._wake()
         return ticket
 
-    def restore(self, table: TableState, ids: NDArray[np.uint64], timeout_s: float) -> None:
-        """Have rows compared, and their whole node where a page is of another type; return when that is done, or after `timeout_s`.
+    def flush_for_save(self) -> threading.Event:
+        """Have the shard flush to its row log, unless the journal can bring forward in no time what changed since; returns at once.
 
-        Where storage does not answer, or time is up, the rows may not be restored yet; the log says so.
-
-        Raises:
-            LostRowError: a row cannot be restored; the shard stops.
+        Returns:
+            An event that is set when it is done.
         """
-        deadline = Deadline.after(timeout_s)
-        try:
-            try:
-                self.ask_compare(table, ids).wait(deadline)
-            except ForeignPageError as error:
-                self.ask_repair([error.address]).wait(deadline)
-        except LostRowError:
-            raise
-        except StorageError as error:
-            log.warning("table %r: %d rows are not restored yet: %s", table.definition.name, len(ids), error)
+        if self._flushes.behind_bytes <= _REPLAYED_BYTES:
+            (done := threading.Event()).set()
+            return done
+        done = self._flushes.ask()
+        self._wake()
+        return done
 
     def due_in_s(self) -> float:
         """Seconds until `step` has something to do without a request."""
@@ -181,8 +175,8 @@ class BackgroundWork:
         if to_compare:
             self._compare(to_compare)
         now_s = time.monotonic()
-        due = self._snapshots.journal.size_bytes > self._snapshots.due_bytes and now_s >= self._not_before_s
-        if (due and self._step_snapshot(applied, pause)) or moving:
+        due = self._flushes.journal.size_bytes > self._flushes.due_bytes and now_s >= self._not_before_s
+        if (due and self._step_flush(applied, pause)) or moving:
             return True
         if now_s >= self.scrub.due_s:
             self._step_scrub()
@@ -193,20 +187,20 @@ class BackgroundWork:
         if now is self._at_rest:
             return False
         if mover.changes_runs:
-            self._snapshots.give_up()
+            self._flushes.give_up()
             self._not_before_s = time.monotonic() + _AFTER_A_HANDOVER_S
         more = mover.step(loaded=loaded)
         self._at_rest = now if now.plan is None and mover.due_in_s() is None else None
         return more
 
-    def _step_snapshot(self, applied: Position, pause: Pause) -> bool:
+    def _step_flush(self, applied: Position, pause: Pause) -> bool:
         try:
-            return self._snapshots.step(applied, pause)
+            return self._flushes.step(applied)
         except (LostRowError, RecordError) as error:
-            log.error("while a local snapshot was taken: %s", error)
+            log.error("while the shard flushed to its row log: %s", error)
             self._repairer.nodes(NO_BATCH, pause, suspects=self._repairer.addresses)
         except (StorageError, JournalFullError, OSError) as error:
-            log.warning("a local snapshot was given up and will be taken later: %s", error)
+            log.warning("a flush to the row log was given up and will be tried again: %s", error)
             self._not_before_s = time.monotonic() + _RETRY_S
         return False
 

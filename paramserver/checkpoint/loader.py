@@ -1,24 +1,21 @@
 """Loading a checkpoint into one shard. It happens while the shard starts: a shard that is told to load stops cleanly and starts again.
 
-    reading    the checkpoint's rows that this shard owns go to the folder `staged-…`, as a local snapshot; nothing else has changed,
+    reading    the checkpoint's rows that this shard owns become runs of its row log, which do not count yet; nothing else has changed,
                and a checkpoint that turns out damaged leaves the shard as it was
-    plan       the file `load`: the rows to be erased, and that the snapshot is whole
-    switch     the snapshot, then the saved state (index, steps) are replaced; the journal goes on behind its old entries
+    plan       the file `load`: the rows to be erased
+    switch     a saved state names these runs alone, with the checkpoint's steps; the journal goes on behind its old entries
     writing    every row goes to storage, unconditionally; rows that the checkpoint does not have are erased
     done       the file `loaded` holds the decision's serial, `load` is gone
 
-A crash in `reading` starts it again; after a later one the load goes on from the plan, without the checkpoint. Acknowledged changes from
-before the load are gone with it, as a load intends.
+A crash before the switch starts the reading again; after it the load goes on from the plan, without the checkpoint. Acknowledged changes
+from before the load are gone with it, as a load intends.
 """
 
 import logging
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,19 +33,16 @@ from kvemb.stores.store import Store
 
 from ..engine.storage_pace import Pause
 from ..model.table_registry import Registry
-from ..recovery.claim_shard import save
-from ..recovery.shard_parts import ShardParts, image
-from ..recovery.state_file import TableImage
+from ..recovery.shard_parts import ShardParts, state_of
+from ..row_log.run_writer import RunWriter
+from ..row_log.sorted_run import ROWS, Part
+from ..row_log.state_file import LoggedTable
 from ..shard_process.data_dir import DataDir
-from ..snapshot.run_set import Runs
-from ..snapshot.run_writer import RunWriter
-from ..snapshot.sorted_run import ROWS, Part
 from . import unconditional_writer
 from .load_plan import LoadPlan, decode_load_plan, encode_load_plan
 from .unconditional_writer import UnconditionalWriter
 
-PLAN, SWITCHED, LOADED = "load", "load.switched", "loaded"
-SNAPSHOT, STAGED = "snapshot", "staged"
+PLAN, LOADED = "load", "loaded"
 _REPORT_S = 1.0
 Ids = NDArray[np.uint64]
 log = logging.getLogger("paramserver")
@@ -122,13 +116,10 @@ class Loader:
             return
         load_id = decision.load_id if decision is not None else plan.load_id if plan is not None else ""
         try:
-            if plan is None or (decision is not None and plan.load_id != decision.load_id):
-                assert decision is not None
-                plan = self._read(decision, {} if plan is None else plan.erase)
-                self._switch(plan)
-                raise LoadedError
-            if self._state_is_older(plan):
-                self._switch(plan)
+            if plan is None or plan.version > self._parts.runs.cut or (decision is not None and plan.load_id != decision.load_id):
+                if decision is None:
+                    return  # nodes are to be repaired first: without them it is not known whether the load is still wanted
+                self._switch(*self._read(decision, {} if plan is None else plan.erase))
                 raise LoadedError
             self._write(plan)
         except (KvembError, OSError) as error:
@@ -157,7 +148,7 @@ class Loader:
         raw = self._data.read(PLAN)
         return None if raw is None else decode_load_plan(raw, str(self._data.path / PLAN))
 
-    def _read(self, decision: Decision, erase_too: dict[str, Ids]) -> LoadPlan:
+    def _read(self, decision: Decision, erase_too: dict[str, Ids]) -> tuple[LoadPlan, list[RunWriter]]:
         """Bring the rows that this shard owns from the checkpoint to its own disk.
 
         Args:
@@ -166,27 +157,27 @@ class Loader:
         """
         log.info("loading %s", decision.url)
         chain = check(decision.url, decision.save_id, self._parts.registry)
-        for old in self._data.path.glob(f"{STAGED}-*"):
-            shutil.rmtree(old)
-        epoch = self._parts.engine.epoch
-        runs, version = Runs(self._staged(decision.load_id), epoch=epoch, still_ours=self._still_ours), make_version(epoch, 0)
+        runs, version = self._parts.runs, make_version(self._parts.engine.epoch, 0)
         self._done, self._rows = 0, sum(level.manifest.n_rows for level in chain.levels) // len(self._store.nodes.cluster_map.shard_numbers)
         writers: list[RunWriter] = []
+        loaded: dict[str, list[Ids]] = {}
         for saved in chain.newest.tables:
             definition = self._parts.registry.find_last(saved.definition.name)
             definition.require_same(saved.definition)
-            writers += runs.in_order(definition, self._counted(self._own_rows(chain, definition, version), decision.load_id))
-        runs.publish(writers, version)
+            parts = self._own_rows(chain, definition, version)
+            ids = loaded[definition.key] = []
+            writers += runs.in_order(definition, self._counted(parts, decision.load_id, ids))
         erase = {}
         for definition in [*self._parts.registry.tables, *self._parts.registry.dropping]:
             left = erase_too.get(definition.key, np.empty(0, np.uint64))
-            erase[definition.key] = _without([self._parts.tables.state(definition).arrays()[0], left], _ids(runs, definition))
-        runs.close()
+            ids = loaded.get(definition.key, [])
+            there = np.sort(np.concatenate([left[:0], *ids]))
+            erase[definition.key] = _without([self._parts.tables.state(definition).arrays()[0], left], there)
         newest = chain.newest
         steps = {self._parts.registry.find_last(saved.definition.name).key: self._step(newest, saved) for saved in newest.tables}
         plan = LoadPlan(decision.serial, decision.load_id, version, steps, erase)
         self._data.write(PLAN, encode_load_plan(plan), self._still_ours)
-        return plan
+        return plan, writers
 
     def _own_rows(self, chain: Chain, definition: TableDef, version: int) -> Iterator[Part]:
         mine, cluster_map = self._parts.shard, self._store.nodes.cluster_map
@@ -197,9 +188,10 @@ class Loader:
             if len(some):
                 yield ROWS, some.ids, np.full(len(some), version, np.uint64), some.records(definition, version)
 
-    def _counted(self, parts: Iterator[Part], load_id: str) -> Iterator[Part]:
+    def _counted(self, parts: Iterator[Part], load_id: str, ids: list[Ids]) -> Iterator[Part]:
         for part in parts:
             yield part
+            ids.append(part[1])
             self._done += len(part[1])
             self._report(load_id, "reading")
 
@@ -211,53 +203,32 @@ class Loader:
         """Docs/adr/0004: the same shard's, or where other shards have the rows now the largest."""
         return saved.steps[self._parts.shard] if self._same_shards(manifest) else max(saved.steps)
 
-    def _staged(self, load_id: str) -> Path:
-        return self._data.path / f"{STAGED}-{load_id}"
-
-    def _state_is_older(self, plan: LoadPlan) -> bool:
-        """Whether the crash came before the saved state was replaced: its index would know the loaded rows otherwise."""
-        return self._staged(plan.load_id).exists() or self._data.read(SWITCHED) != plan.load_id.encode()
-
-    def _switch(self, plan: LoadPlan) -> None:
-        """Replace snapshot and state."""
-        staged, snapshot = self._staged(plan.load_id), self._data.path / SNAPSHOT
-        self._still_ours()  # a process that was shut out while it read must not take its successor's snapshot away
-        if staged.exists():
-            shutil.rmtree(snapshot, ignore_errors=True)
-            os.replace(staged, snapshot)
-        runs = Runs(snapshot)
-        try:
-            tables = []
-            for key, step in plan.steps.items():
-                definition = self._parts.registry.find_key(key)
-                ids = _ids(runs, definition)
-                tables.append(TableImage(definition, step, ids, np.full(len(ids), plan.version, np.uint64)))
-        finally:
-            runs.close()
-        end = self._parts.fenced_log.journal.end
-        save(self._data, replace(image(self._parts, end), tables=tuple(tables)))
+    def _switch(self, plan: LoadPlan, writers: Sequence[RunWriter]) -> None:
+        """Let the runs that were read be the row log."""
+        self._still_ours()  # a process that was shut out while it read writes nothing more
+        tables, end = [], self._parts.fenced_log.journal.end
+        for key, step in plan.steps.items():
+            n_rows = sum(writer.n_rows for writer in writers if writer.definition.key == key)
+            tables.append(LoggedTable(self._parts.registry.find_key(key), step, n_rows, erased_since=plan.version))
+        state = replace(state_of(self._parts, end), tables=tuple(tables), cut=plan.version)
+        self._parts.runs.publish(writers, state, alone=True)
         self._parts.fenced_log.discard_before(end)
-        self._data.write(SWITCHED, [plan.load_id.encode()], self._still_ours)
 
     def _write(self, plan: LoadPlan) -> None:
         """Bring storage to the state of the index."""
-        begun, runs = time.monotonic(), Runs(self._data.path / SNAPSHOT)
+        begun, runs = time.monotonic(), self._parts.runs
         states = [self._parts.tables.state(self._parts.registry.find_key(key)) for key in plan.steps]
         self._done, self._rows = 0, sum(state.n_rows for state in states)
-        try:
-            for state in states:
-                step = max(1, unconditional_writer.BLOCK_BYTES // state.definition.record.size_bytes)
-                for some, _ in state.portions(n_rows=step):
-                    self._writer.write(state.definition, some, runs.find(state.definition, some).records)
-                    self._done += len(some)
-                    self._report(plan.load_id, "writing")
-        finally:
-            runs.close()
+        for state in states:
+            step = max(1, unconditional_writer.BLOCK_BYTES // state.definition.record.size_bytes)
+            for some, _ in state.portions(n_rows=step):
+                self._writer.write(state.definition, some, runs.find(state.definition, some).records)
+                self._done += len(some)
+                self._report(plan.load_id, "writing")
         for key, ids in plan.erase.items():
             self._writer.erase(self._parts.registry.find_key(key), ids)
         self._data.write(LOADED, [b"%d\n" % plan.serial], self._still_ours)
         self._data.remove(PLAN)
-        self._data.remove(SWITCHED)
         log.info("loaded %d rows in %.1f s", self._done, time.monotonic() - begun)
         self._reported = 0.0
         self._report(plan.load_id, "done")
@@ -286,8 +257,3 @@ def _without(arrays: Sequence[Ids], loaded: Ids) -> Ids:
     there: NDArray[np.bool_] = (at < len(loaded)) & (np.append(loaded, np.uint64(0))[at] == ids)
     left: Ids = ids[~there]
     return left
-
-
-def _ids(runs: Runs, definition: TableDef) -> Ids:
-    """Every id of a table in a snapshot: uint64 [n], ascending."""
-    return np.sort(np.concatenate([np.empty(0, np.uint64), *(ids for ids, _ in runs.between(definition))]))

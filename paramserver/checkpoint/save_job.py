@@ -1,19 +1,14 @@
-"""One save of one shard: the cut, and the thread that streams the rows as they were at the cut while training goes on.
+"""One save of one shard: the cut, and the thread that writes the rows as they were at the cut while training goes on.
 
-Copy on write: rows are read from storage in the order of their ids. A row that a later batch writes over or erases before its turn is
-handed to `CopyOnWriteRecords` first, and taken from there. The engine does that: it has the old record anyway. So the checkpoint is exact:
-it holds every batch up to the cut and none after it, and needs no journal to be loaded.
-
-`CopyOnWriteRecords` keeps the old records in a file without a name, and finds them by id. The page cache holds the file while there is
-memory, else the disk does. So a long save of a busy table cannot use up the shard's memory: about 23 bytes a row stay there, for its place.
+The row log and the journal hold every row of the cut, so storage is asked for nothing. The log's runs stay as they are for this reader.
+Rows that changed behind the log's cut are brought forward by the journal first (`Reconstructor`), and take part as one more run, the
+newest. So the checkpoint is exact: it holds every batch up to the cut and none after it, and needs no journal to be loaded.
 """
 
 import logging
-import os
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,105 +16,67 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.row_index import RowIndex
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
 from kvemb.checkpoint.format.checkpoint_manifest import ERASED, IDS, Cut
-from kvemb.checkpoint.format.parquet_blocks import RowBlock, group_rows
+from kvemb.checkpoint.format.parquet_blocks import RowBlock
 from kvemb.checkpoint.format.strict_json import decode, encode
-from kvemb.checkpoint.writer import Fragment, ShardWriter
-from kvemb.errors import CheckpointError, LostRowError, StorageError, n_of
-from kvemb.net.deadline import Deadline
+from kvemb.checkpoint.writer import MAX_IDS, Fragment, ShardWriter
+from kvemb.errors import CheckpointError
 from kvemb.process.work_ahead import work_ahead
 from kvemb.schema.table_def import TableDef
-from kvemb.stores.row_io import ReadPart
-from kvemb.stores.store import Store
 
-from ..engine.storage_pace import PASSING
+from ..model.tables import TableState
+from ..row_log import Reconstructor, RunView, WantedVersions, sorted_run
+from ..row_log.run_merge import Blocks, merged
+from ..row_log.sorted_run import ROWS, Part
 from ..shard_process.data_dir import replace_privately
 from ..shard_process.owned_thread import OwnedThread
 
 Ids = NDArray[np.uint64]
 Bytes = NDArray[np.uint8]
-
-
-class CopyOnWriteRecords:
-    """Keeps the records of one table as they were at a save's cut. Thread-safe.
-
-    Args:
-        folder: where the file lies.
-        record_bytes: of one record.
-    """
-
-    def __init__(self, folder: Path, record_bytes: int) -> None:
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (closed by `close`)
-        self._record_bytes = record_bytes
-        self._places = RowIndex()  # id -> 1 + number of its record in the file
-        self._n = 0
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return self._n
-
-    def put(self, ids: Ids, records: Bytes) -> None:
-        """Keep n records; an id that has one already keeps that one.
-
-        Args:
-            ids: uint64 [n], unique.
-            records: uint8 [n, record bytes]; copied.
-
-        Raises:
-            OSError: nothing was kept.
-        """
-        with self._lock:
-            new = self._places.get(ids) == 0
-            data = np.ascontiguousarray(records[new]).reshape(-1).data
-            at = self._n * self._record_bytes
-            while len(data):
-                written = os.pwrite(self._file.fileno(), data, at)
-                data, at = data[written:], at + written
-            n_new = int(new.sum())
-            self._places.put(ids[new], np.arange(self._n + 1, self._n + 1 + n_new, dtype=np.uint64))
-            self._n += n_new
-
-    def find(self, ids: Ids) -> tuple[NDArray[np.bool_], Bytes]:
-        """Return which ids have a record (bool [n]) and the records of those, in order (uint8 [found, record bytes])."""
-        with self._lock:
-            places = self._places.get(ids)
-            found = places != 0
-            rows = places[found].astype(np.int64) - 1
-            if not len(rows):
-                return found, np.empty((0, self._record_bytes), np.uint8)
-            kept = np.memmap(self._file, np.uint8, "r", shape=(self._n, self._record_bytes))
-            return found, np.asarray(kept[rows])
-
-    def close(self) -> None:
-        """Let the file go."""
-        self._file.close()
-
-
-_N_READERS = 2  # while one reads from storage, the other makes columns of what it has read
-_RETRY_S = 300.0
-_PAUSE_S = 0.5
-Restore = Callable[[TableDef, Ids], None]
-"""Has rows compared with the index and restored. Returns when that is done, or takes longer; raises LostRowError where it cannot be."""
+_NEVER = (1 << 64) - 1
 log = logging.getLogger("paramserver")
 
 
 @dataclass(frozen=True, eq=False)
 class TableCut:
-    """The rows of one table that existed at the cut of a save, with their versions.
+    """One table at the cut of a save.
 
     Args:
-        definition, step: of the table.
-        ids, versions: uint64 [n], of every row that existed, in any order.
-        erased: ids erased since the base's cut, None where that is not known; empty in a full save.
+        table: its definition and optimizer are used.
+        step: applies so far.
+        n_rows: rows that existed.
+        late: rows that are newer than in the row log, uint64 [n] ids and versions, in the order of their keys.
+        gone: rows that were erased since the log was written, likewise, with the versions as of which they are gone.
+        erased_known: whether log and `gone` note every row that was erased since the base.
     """
 
-    definition: TableDef
+    table: TableState
     step: int
-    ids: Ids
-    versions: Ids
-    erased: Ids | None
+    n_rows: int
+    late: tuple[Ids, Ids]
+    gone: tuple[Ids, Ids]
+    erased_known: bool
+
+    @property
+    def definition(self) -> TableDef:
+        """The table."""
+        return self.table.definition
+
+
+class _LateRun:
+    """The rows of a table that changed behind the row log, as one more run."""
+
+    def __init__(self, table: TableCut, records: Bytes) -> None:
+        self._order, self._table, self._records = table.definition.order, table, records
+
+    def blocks(self, kind: int, low: int = 0, *, records: bool = True, above: int = 0) -> Iterator[Part]:
+        """See `SortedRun.blocks`."""
+        ids, versions = self._table.late if kind == ROWS else self._table.gone
+        step, rest = sorted_run.BLOCK_ROWS, self._records if kind == ROWS and records else np.empty((len(ids), 0), np.uint8)
+        for at in range(0, len(ids), step):
+            some = slice(at, at + step)
+            yield kind, self._order.keys(ids[some]), versions[some], rest[some]
 
 
 class SaveFigures:
@@ -204,10 +161,9 @@ class SaveJob:
         order: of the client.
         cut: where the shard was cut.
         tables: as of the cut.
-        store: open; read from the job's own thread.
-        folder: for the records of rows that change meanwhile.
-        timeout_s: of one storage call.
-        restore: has rows restored that another program deleted or wrote over in storage.
+        view: the row log as of the cut.
+        reconstructor: of that view.
+        is_ours: which ids of a table this shard owned at the cut: bool [n].
         figures: told when it fails.
     """
 
@@ -216,21 +172,19 @@ class SaveJob:
         order: SaveOrder,
         cut: Cut,
         tables: Sequence[TableCut],
-        store: Store,
-        folder: Path,
-        timeout_s: float,
-        restore: Restore,
+        view: RunView,
+        reconstructor: Reconstructor,
+        *,
+        is_ours: Callable[[TableDef, Ids], NDArray[np.bool_]],
         figures: SaveFigures,
     ) -> None:
-        self._figures = figures
+        self._figures, self._is_ours = figures, is_ours
         self.order, self.cut, self.error = order, cut, ""
         self.fragment: Fragment | None = None
-        self._tables, self._store, self._timeout_s, self._restore = tables, store, timeout_s, restore
-        self._kept = {table.definition.key: CopyOnWriteRecords(folder, table.definition.record.size_bytes) for table in tables}
-        self._reached = {table.definition.key: -1 for table in tables}  # the last id that needs no record kept any more
-        self._lock = threading.Lock()
-        self.n_rows = sum(int((table.versions > np.uint64(order.base_version)).sum()) for table in tables)
+        self._tables, self._view, self._reconstructor = tables, view, reconstructor
+        self.n_rows = sum(self._about(table) for table in tables)
         self.rows_done = self.bytes_done = 0
+        self.reads_journal = True
         self.thread = OwnedThread(self._run, name="kvemb-save")
 
     @property
@@ -238,111 +192,92 @@ class SaveJob:
         """Whether it has not come to an end."""
         return not self.error and self.fragment is None
 
-    def keep(self, definition: TableDef, ids: Ids, versions: Ids, records: NDArray[np.uint8]) -> None:
-        """Hear of rows that are about to be written over or erased; apply thread. Never raises: training goes on, the save fails."""
-        if not self.running or definition.key not in self._kept:
-            return
-        with self._lock:
-            reached = self._reached[definition.key]
-            wanted = (versions <= np.uint64(self.cut.version)) & (versions > np.uint64(self.order.base_version))
-            if reached >= 0:
-                wanted &= ids > np.uint64(reached)
-            if not wanted.any():
-                return
-            try:
-                self._kept[definition.key].put(ids[wanted], records[wanted])
-            except (OSError, ValueError) as error:  # ValueError: the file was closed, the job has just ended
-                self._fail(f"rows that were written over could not be kept: {error}")
+    def _about(self, table: TableCut) -> int:
+        """Rows to be saved: exactly in a full save, at most in an increment."""
+        if not self.order.incremental:
+            return table.n_rows
+        return min(table.n_rows, len(table.late[0]) + sum(run.n_rows[ROWS] for run in self._runs(table, self.order.base_version)))
+
+    def _runs(self, table: TableCut, above: int) -> list[sorted_run.SortedRun]:
+        """Return the runs that may hold versions above one."""
+        return [run for run in self._view.of(table.definition) if run.newest > above]
 
     def _run(self) -> None:
         begun = time.monotonic()
         try:
             storage = CheckpointStorage(self.order.url)
             with ShardWriter(storage, self.order.save_id, self.cut, weights_only=self.order.weights_only) as writer:
-                for table in self._tables:
-                    self._save_table(table, writer)
+                late = self._late_runs()
+                for table, newest in zip(self._tables, late, strict=True):
+                    self._save_table(table, newest, writer)
                 fragment = writer.finish([(table.definition, table.step) for table in self._tables])
                 self.bytes_done = writer.n_bytes
-            self.fragment = fragment
-            took_s, n_kept = time.monotonic() - begun, sum(map(len, self._kept.values()))
-            log.info("saved %d rows in %.1f s; %d were written over meanwhile", self.rows_done, took_s, n_kept)
+            self.fragment, self._view = fragment, RunView(0, {})  # runs that were merged since are closed
+            log.info("saved %d rows in %.1f s", self.rows_done, time.monotonic() - begun)
         except Exception as error:
             self._figures.end(self.order.save_id, done=False)
             self._fail(f"{type(error).__name__}: {error}")
         finally:
-            for kept in self._kept.values():
-                kept.close()
+            self.reads_journal = False
 
     def _fail(self, text: str) -> None:
         if not self.error:
             self.error = text
             log.error("save %s to %s failed: %s", self.order.save_id, self.order.url, text)
 
-    def _save_table(self, table: TableCut, writer: ShardWriter) -> None:
-        definition, base = table.definition, np.uint64(self.order.base_version)
-        if self.order.incremental and table.erased is None:
-            writer.add_ids(definition, IDS, np.sort(table.ids))
-        elif table.erased is not None and len(table.erased):
-            writer.add_ids(definition, ERASED, table.erased)
-        changed = table.versions > base
-        ids, versions = table.ids[changed], table.versions[changed]
-        order = np.argsort(ids)
-        parts = writer.parts_of(definition)
-        step = group_rows(definition, self.order.weights_only)
+    def _late_runs(self) -> list[_LateRun]:
+        records = self._reconstructor.records([WantedVersions(table.table, *table.late) for table in self._tables])
+        self.reads_journal = False
+        return [_LateRun(table, some) for table, some in zip(self._tables, records, strict=True)]
 
-        def block(some: NDArray[np.intp]) -> RowBlock:
-            self._require_wanted()
-            records = self._records(definition, ids[some], versions[some])
-            return RowBlock.of_records(definition, ids[some], records, self.order.weights_only)
-
-        slices = (order[at : at + step] for at in range(0, len(order), step))
-        with closing(work_ahead(block, slices, n_threads=_N_READERS, name="kvemb-save-read")) as blocks:
-            for rows in blocks:
-                parts.add(rows)
-                with self._lock:
-                    self._reached[definition.key] = int(rows.ids[-1])
-                self.rows_done += len(rows)
-                self.bytes_done = writer.n_bytes
+    def _save_table(self, table: TableCut, late: _LateRun, writer: ShardWriter) -> None:
+        base = self.order.base_version
+        if self.order.incremental and not table.erased_known:
+            self._save_ids(table, late, writer)
+        runs: list[Blocks] = [*self._runs(table, base), late]
+        parts, gone, keep = writer.parts_of(table.definition), [np.empty(0, np.uint64)], table.erased_known and self.order.incremental
+        states = merged(runs, forget_up_to=base if keep else _NEVER, above=base)
+        with closing(work_ahead(lambda part: self._block(table, part), states, n_threads=1, name="kvemb-save-read")) as blocks:
+            for kind, rows in blocks:
                 self._require_wanted()
+                if kind == ROWS and len(rows):
+                    parts.add(rows)
+                    self.rows_done += len(rows)
+                    self.bytes_done = writer.n_bytes
+                elif kind != ROWS:
+                    gone.append(rows.ids)
         parts.close()
-        with self._lock:
-            self._reached[definition.key] = (1 << 64) - 1
+        erased = np.concatenate(gone)
+        erased = erased[self._is_ours(table.definition, erased)]  # of slots that have gone since, their new shard tells
+        if len(erased):
+            writer.add_ids(table.definition, ERASED, erased)
+
+    def _block(self, table: TableCut, part: Part) -> tuple[int, RowBlock]:
+        """Return one kind's rows that are newer than the base; of erased ones the ids alone."""
+        kind, keys, versions, records = part
+        definition = table.definition
+        newer = versions > np.uint64(self.order.base_version)
+        if not newer.all():
+            keys, versions, records = keys[newer], versions[newer], records[newer]
+        ids = definition.order.ids(keys)
+        if kind != ROWS:
+            return kind, RowBlock(ids, versions, np.empty((len(ids), 0)), None)
+        definition.record.check(records, ids, np.ones(len(ids), bool), lambda row: f"the row log, id {int(ids[row])}")
+        return kind, RowBlock.of_records(definition, ids, records, self.order.weights_only)
+
+    def _save_ids(self, table: TableCut, late: _LateRun, writer: ShardWriter) -> None:
+        """Write the ids of all rows, since not all erased ones are known."""
+        waiting, n = [np.empty(0, np.uint64)], 0
+        for _, keys, _, _ in merged([*self._view.of(table.definition), late], forget_up_to=_NEVER, records=False):
+            self._require_wanted()
+            waiting.append(table.definition.order.ids(keys))
+            n += len(keys)
+            if n >= MAX_IDS:
+                writer.add_ids(table.definition, IDS, np.concatenate(waiting))
+                waiting, n = [waiting[0]], 0
+        if n or not table.n_rows:
+            writer.add_ids(table.definition, IDS, np.concatenate(waiting))
 
     def _require_wanted(self) -> None:
         if self.error or self.thread.told_to_end:
             raise CheckpointError(self.error or "the shard was stopped")
-
-    def _records(self, definition: TableDef, ids: Ids, versions: Ids) -> NDArray[np.uint8]:
-        """Return the rows as they were at the cut, waiting for storage nodes that are away, and for the repair of nodes and rows."""
-        until = time.monotonic() + _RETRY_S
-        while True:
-            try:
-                records, lost = self._read(definition, ids, versions)
-                if not len(lost):
-                    return records
-                waiting: StorageError = LostRowError(
-                    f"table {definition.name!r}: storage lacks {n_of(len(lost), 'row')} as the shard's index has them, the first is id "
-                    f"{definition.shown_id(int(lost[0]))}, and they were not restored in time"
-                )
-                self._restore(definition, lost)
-            except PASSING as error:
-                waiting = error
-            if time.monotonic() > until or self.thread.wait(_PAUSE_S):
-                raise waiting
-
-    def _read(self, definition: TableDef, ids: Ids, versions: Ids) -> tuple[NDArray[np.uint8], Ids]:
-        """Return the records as of the cut, as far as they are found, and the ids of those that storage should have and has not."""
-        record = definition.record
-        keys = definition.keys(ids, pages=self._store.capabilities.pages)
-        wanted_bytes = record.prefix_bytes if self.order.weights_only else record.size_bytes
-        part = ReadPart(keys, record.size_bytes, wanted_bytes, foreign=True)
-        read = self._store.rows.read([part], Deadline.after(self._timeout_s))[0].in_key_order()
-        ours = read.found & record.belong(read.records, ids)
-        stored = np.where(ours, record.versions(read.records), np.uint64(0))
-        late = np.flatnonzero(stored != versions)
-        if not len(late):
-            return read.records, ids[late]
-        records = read.records.copy()
-        found, kept = self._kept[definition.key].find(ids[late])
-        records[late[found]] = kept[:, :wanted_bytes]
-        return records, ids[late[~found]]

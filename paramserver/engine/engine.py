@@ -21,8 +21,8 @@ from ..model.batch import APPLY, ERASE, Batch, CheckedRows
 from ..model.tables import Tables
 from ..model.transition import Replay, Timeline
 from .batch_records import PreparedRows
-from .piece_writer import Change, Computed, EnginePorts, PieceWriter
-from .storage_pace import PASSING, Pace, Pause, cut, size_bytes, until_stored
+from .piece_writer import Change, Computed, PieceWriter
+from .storage_pace import PASSING, Pace, Pause, RepairPort, cut, size_bytes, until_stored
 
 
 class BatchBoundary:
@@ -97,7 +97,7 @@ class Engine:
         timeline: this process's epoch, and the last batch of those before.
         k: of the last batch applied.
         timeout_s: deadline of one storage call.
-        ports: repair, and the observer of writes.
+        repair: restores rows that storage has lost.
         rows_applied: so far, all processes of the shard together.
     """
 
@@ -109,14 +109,14 @@ class Engine:
         *,
         k: int,
         timeout_s: float,
-        ports: EnginePorts,
+        repair: RepairPort,
         rows_applied: int = 0,
     ) -> None:
         self._tables, self._pace = tables, Pace(timeout_s)
-        self._writer = PieceWriter(store, tables, timeline, timeout_s, ports.observer)
+        self._writer = PieceWriter(store, tables, timeline, timeout_s)
         self._timeline, self.k, self.rows_applied = timeline, k, rows_applied
         self.batch_boundary = BatchBoundary()
-        self._observer, self._repair = ports.observer, ports.repair
+        self._repair = repair
 
     def run(
         self,
@@ -195,7 +195,6 @@ class Engine:
     def _commit(self, change: Change, rows: CheckedRows) -> int:
         state = self._tables.state(rows.definition)
         if change.kind == ERASE:
-            self._observer.erased(rows.definition, rows.ids, change.version)
             return state.erased(rows.ids, change.version)
         n_rows = state.n_rows
         state.applied(rows.ids, change.version)

@@ -7,49 +7,19 @@ Nor which rows make a piece, how an error of storage is met, and when the index 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvemb.errors import StorageError, n_of
-from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import WritePart, WriteResult
 from kvemb.stores.store import Store
 
 from ..model.batch import ERASE, CheckedRows
 from ..model.tables import Tables
 from ..model.transition import Replay, Timeline, new_records, records_to_write, rows_to_erase
-from .batch_records import Fetched, FetchedRecords, PreparedRows, RecordArena
+from .batch_records import Fetched, PreparedRows, RecordArena
 from .row_access import RowAccess, until_none_is_left
-from .storage_pace import CHANGED_BY_ANOTHER_WRITER, AheadOfIndex, RepairPort
-
-
-class WriteObserver(Protocol):
-    """Told of rows before they change, on the apply thread: a save that is under way (`paramserver.checkpoint.saver`)."""
-
-    reads: bool
-    """Whether records are wanted at all, also of rows about to be erased, which must be read for it."""
-
-    def overwriting(self, definition: TableDef, ids: NDArray[np.uint64], versions: NDArray[np.uint64], records: NDArray[np.uint8]) -> None:
-        """Rows that exist are about to be written over or erased: their versions and whole records, good during this call only."""
-
-    def erased(self, definition: TableDef, ids: NDArray[np.uint64], version: int) -> None:
-        """Rows were erased by the batch of this version."""
-
-
-@dataclass(frozen=True)
-class EnginePorts:
-    """The engine's partners beside storage and tables: repair, and the observer of writes.
-
-    Args:
-        repair: restores rows that storage has lost.
-        observer: told of rows before they change.
-    """
-
-    repair: RepairPort
-    observer: WriteObserver
-
+from .storage_pace import CHANGED_BY_ANOTHER_WRITER, AheadOfIndex
 
 # Rows are computed in blocks of so many weights: the arrays of one step are still in the processor's cache for the next. The optimizers
 # take blocks of the same size (measured there).
@@ -92,12 +62,10 @@ class PieceWriter:
         tables: whose indexes and caches are read; stored rows are put into the caches.
         timeline: this process's epoch, and the last batch of those before.
         timeout_s: deadline of one storage call.
-        observer: told of rows before they change.
     """
 
-    def __init__(self, store: Store, tables: Tables, timeline: Timeline, timeout_s: float, observer: WriteObserver) -> None:
+    def __init__(self, store: Store, tables: Tables, timeline: Timeline, timeout_s: float) -> None:
         self._store, self._tables, self._timeline = store, tables, timeline
-        self._observer = observer
         self._access, self._arena = RowAccess(store, timeout_s), RecordArena()
         self._computed: Computed | None = None  # still to be called for the batch at work
         self.prepared: list[PreparedRows] = []  # in the last round
@@ -202,7 +170,6 @@ class PieceWriter:
                 self._access.write_second(definition, these.ids[~todo], old.records[~todo])
                 write[block] = todo
                 these, old = these.take(todo), old.take(todo)
-            self._tell(definition, these.ids, old)
             start, stop = stop, stop + len(these.ids)
             new_records(state, change.kind, these, old.records, old.found, version=change.version, out=records[start:stop])
             new[start:stop] = ~old.found
@@ -213,21 +180,8 @@ class PieceWriter:
             rows, at = rows.take(write), at[write]
         return PreparedRows(rows, WritePart(self._access.keys(definition, rows.ids, new[:stop]), records[:stop], tokens[:stop]), at)
 
-    def _tell(self, definition: TableDef, ids: NDArray[np.uint64], old: FetchedRecords) -> None:
-        """Tell a save of those rows about to change that exist."""
-        if not self._observer.reads:
-            return
-        if not old.found.all():
-            ids, old = ids[old.found], old.take(old.found)
-        if len(ids):
-            self._observer.overwriting(definition, ids, definition.record.versions(old.records), old.records)
-
     def _erase(self, todo: Sequence[CheckedRows], change: Change) -> None:
         empty = np.empty((0, 0), np.uint8)
-        if self._observer.reads:
-            for rows in todo:
-                for block, old in self._fetch([rows])[0].blocks(max(1, _BLOCK_WEIGHTS // rows.definition.dim)):
-                    self._tell(rows.definition, rows.ids[block], old)
         for rows in todo:
             self._tables.state(rows.definition).cache.forget(rows.ids)
         if change.replay is None:  # a replay may be later than the end of the drop

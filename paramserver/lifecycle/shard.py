@@ -3,12 +3,8 @@
 import logging
 import platform
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from functools import partial
-
-import numpy as np
-from numpy.typing import NDArray
 
 from kvemb.checkpoint.load import META_NAME as LOAD_NAME
 from kvemb.checkpoint.load import newest_decision
@@ -18,7 +14,6 @@ from kvemb.coordination.shard_owners import newest_owner, owner_name
 from kvemb.errors import FencedError, KvembError, NodeLostError, StorageError, UnsafeNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import make_version
-from kvemb.schema.table_def import TableDef
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
 
@@ -27,7 +22,7 @@ from ..apply.background import BackgroundWork
 from ..apply.changed_rows import ChangedRowsFinder
 from ..apply.committer import Committer, Handover
 from ..checkpoint.loader import note_carried_out
-from ..checkpoint.saver import SaveObserver, Saver
+from ..checkpoint.saver import Saver
 from ..moves.handover_work import HandoverPorts, HandoverWork
 from ..moves.left_sessions import LeftSessions
 from ..moves.map_follower import MapFollower
@@ -35,23 +30,20 @@ from ..moves.move_carrier import MoveCarrier
 from ..moves.move_planner import MovePlanner
 from ..moves.other_shards import GiverQuestions, MoveNews, OtherShards
 from ..moves.phase_runner import PhaseRunner
-from ..moves.slot_entries import GivenRows, SlotEntries
+from ..moves.slot_entries import GivenRows
 from ..moves.slot_giver import SlotGiver, SlotOffers
 from ..moves.slot_mover import MoveFigures, SlotMover
 from ..moves.slot_taker import SlotTaker
-from ..recovery.claim_shard import note_change, save
 from ..recovery.high_water_mark import HighWaterMarkReporter
-from ..recovery.shard_parts import ShardParts, image
-from ..recovery.state_changes import slots_gone
+from ..recovery.shard_parts import ShardParts, state_of
 from ..repair.node_watch import NodeWatch
 from ..repair.scrub import Scrub
+from ..row_log.log_flush import FlushSchedule, LogFlush, from_storage
+from ..row_log.state_file import ShardState
 from ..rpc.handlers import CheckpointHandlers, Handlers
 from ..rpc.move_handlers import MoveHandlers
 from ..rpc.shard_metrics import ShardMetrics
 from ..shard_process.data_dir import DataDir, mend
-from ..snapshot import Snapshotter
-from ..snapshot.snapshot_schedule import LocalSnapshots
-from ..snapshot.snapshotter import from_storage
 from .front import Front
 from .join_cluster import keep_map
 
@@ -60,24 +52,11 @@ _GRACE_S = 0.5  # for last replies on their way
 log = logging.getLogger("paramserver")
 
 
-@dataclass(frozen=True)
-class RecoveredShard:
-    """A shard that has recovered and does not serve yet.
-
-    Args:
-        parts: its parts.
-        observer: of its engine.
-    """
-
-    parts: ShardParts
-    observer: SaveObserver
-
-
 class Shard:
     """A shard that serves; made by `start`.
 
     Args:
-        recovered: the parts that it is made of.
+        parts: of a shard that has recovered.
         store, data, front: open; it closes them.
         on_fenced: called once when another process has taken the shard over; the caller then calls `stop`.
         on_load: called when the shard is told to load a checkpoint; the caller then calls `stop`, and `start` again. None: it refuses.
@@ -85,7 +64,7 @@ class Shard:
 
     def __init__(
         self,
-        recovered: RecoveredShard,
+        parts: ShardParts,
         store: Store,
         data: DataDir,
         front: Front,
@@ -93,16 +72,16 @@ class Shard:
         on_fenced: Callable[[], None] = lambda: None,
         on_load: Callable[[], None] | None = None,
     ) -> None:
-        parts, handover, observer = recovered.parts, Handover(), recovered.observer
+        handover = Handover()
         self._parts, self._store, self._data, self._on_fenced = parts, store, data, on_fenced
         sync, timeout_s, engine = parts.config.servers.mode == "sync", parts.config.storage.timeout_s, parts.engine
-        self.fenced, self._erased_log = False, observer.erased_log
+        self.fenced = False
         look = threading.Event()  # at map and reports: set where they have changed
         rows = GivenRows(parts.tables, lambda: make_version(engine.epoch, engine.k))
         offers = SlotOffers(store.nodes, rows, parts.shard, lambda: engine.epoch, parts.ingest.attendance.members)
         self._moved = MoveFigures()
-        self._mover = self._make_mover(offers, rows, observer, look.set)
-        self._background = self._make_background(handover.wake, observer)
+        self._mover = self._make_mover(offers, rows, look.set)
+        self._background = self._make_background(handover.wake)
         self._applier = Applier(
             parts.ingest,
             engine,
@@ -115,7 +94,7 @@ class Shard:
         )
         versions = {"epoch": engine.epoch, "k": engine.k}
         self._committer = Committer(parts.ingest, parts.tables, parts.fenced_log, handover, sync=sync, **versions, failed=self._failed)
-        self._saver = self._make_saver(observer, self._committer)
+        self._saver = Saver(parts, store.nodes, lambda: self._committer.k, self._background.flush_for_save, data.path)
         checkpoints = CheckpointHandlers(self._saver, parts.registry, store.nodes, on_load)
         still_ours = parts.claim.require
         keep = partial(keep_map, data, check=still_ours)
@@ -161,7 +140,7 @@ class Shard:
             parts,
             self._applier.figures,
             self._saver.figures,
-            saving=lambda: observer.running,
+            saving=lambda: self._saver.running,
             nodes=lambda: self._watch.seen,
             moves=self._moved,
         )
@@ -197,39 +176,24 @@ class Shard:
         self._data.close()
         return trouble
 
-    def _make_saver(self, observer: SaveObserver, committer: Committer) -> Saver:
-        parts = self._parts
-        return Saver(
-            parts.shard,
-            self._store,
-            parts.tables,
-            parts.engine,
-            observer=observer,
-            committed_k=lambda: committer.k,
-            restore=self._restore,
-            definitions=parts.registry.reloaded,
-            folder=self._data.path,
-            timeout_s=parts.config.storage.timeout_s,
-        )
-
-    def _make_mover(self, offers: SlotOffers, rows: GivenRows, observer: SaveObserver, done: Callable[[], None]) -> PhaseRunner:
+    def _make_mover(self, offers: SlotOffers, rows: GivenRows, done: Callable[[], None]) -> PhaseRunner:
         parts, store, engine = self._parts, self._store, self._parts.engine
         timeout_s = parts.config.storage.timeout_s
         nodes = SlotMover(store, parts.tables, parts.repairer, self._moved, timeout_s=timeout_s)
         applied = lambda: make_version(engine.epoch, engine.k)  # noqa: E731
-        giver = SlotGiver(parts.tables, parts.runs, rows, lambda slots: self._note_change(gone=slots), applied)
+        giver = SlotGiver(parts.tables, parts.runs, rows, self._state_now, applied)
         taker = SlotTaker(
             parts.tables,
             parts.runs,
             from_storage(store, timeout_s),
-            lambda entries: self._note_change(came=entries),
+            self._state_now,
             epoch=lambda: engine.epoch,
             raise_step=lambda state, step: self._committer.raise_step(state, step),
         )
         ports = HandoverPorts(
             rise=lambda above: parts.claim.rise_above(above, self._risen),
             quiet=lambda: parts.ingest.backlog.quiet,
-            saving=lambda: observer.running,
+            saving=lambda: self._saver.running,
             steps=parts.ingest.steps.follow if parts.config.servers.mode == "sync" else None,
             expect=parts.ingest.steps.expect,
             joins=self._joins,
@@ -248,19 +212,12 @@ class Shard:
     def _risen(self, epoch: int) -> None:
         """Write in a higher epoch from now on."""
         self._parts.engine.rise(epoch, self._committer.rise(epoch))
-        self._erased_log.forget(make_version(epoch, 0))
         log.info("epoch %d from now on, above that of the shards whose slots come", epoch)
 
-    def _make_background(self, wake: Callable[[], None], observer: SaveObserver) -> BackgroundWork:
+    def _make_background(self, wake: Callable[[], None]) -> BackgroundWork:
         parts, timeout_s = self._parts, self._parts.config.storage.timeout_s
-        scrub = Scrub(
-            parts.repairer,
-            parts.tables,
-            lambda: len(parts.maps.cluster_map.shard_numbers),
-            timeout_s=timeout_s,
-            busy=lambda: observer.running,
-        )
-        return BackgroundWork(parts.repairer, self._snapshots(), scrub, wake, mover=self._mover, timeout_s=timeout_s)
+        scrub = Scrub(parts.repairer, parts.tables, lambda: len(parts.maps.cluster_map.shard_numbers), timeout_s=timeout_s)
+        return BackgroundWork(parts.repairer, self._flushes(), scrub, wake, mover=self._mover, timeout_s=timeout_s)
 
     def _metas(self) -> dict[str, bytes]:
         """The small values that a node which joins gets copies of."""
@@ -272,35 +229,29 @@ class Shard:
                 found[name] = owner.encode()
         return found
 
-    def _restore(self, definition: TableDef, ids: NDArray[np.uint64]) -> None:
-        self._background.restore(self._parts.tables.state(definition), ids, self._parts.config.storage.timeout_s)
-
     def _tell_progress(self) -> None:
         """Note on the nodes how far the shard is; while rows are still to be set back, the older note must refuse another start."""
         ticket = self._rolling_back
         if ticket is None or (ticket.finished and ticket.error is None):
             self._progress.tell()
 
-    def _snapshots(self) -> LocalSnapshots:
+    def _flushes(self) -> FlushSchedule:
         parts = self._parts
         read = from_storage(self._store, parts.config.storage.timeout_s)
-        return LocalSnapshots(
+        return FlushSchedule(
             parts.fenced_log,
-            Snapshotter(parts.runs, read, lambda: make_version(parts.engine.epoch, parts.engine.k)),
-            parts.tables.all,
-            save=lambda position, pause: save(self._data, image(parts, position)),
+            LogFlush(parts.runs, parts.tables, read, lambda: make_version(parts.engine.epoch, parts.engine.k)),
+            parts.tables,
+            state=lambda position: state_of(parts, position),
             max_bytes=parts.config.servers.journal_max_mb << 20,
-            needed=parts.snapshot_due,
+            held=lambda: self._saver.reads_journal,
         )
 
-    def _note_change(self, came: Sequence[SlotEntries] = (), gone: NDArray[np.bool_] | None = None) -> None:
-        """Note durably which rows came to the index, and went, as of the last batch applied; between two batches, apply thread only."""
-        position, rows = self._background.applied, {one.definition.key: (one.ids, one.versions) for one in came}
+    def _state_now(self) -> ShardState:
+        """Return the state as of the last batch applied; between two batches, apply thread only."""
+        position = self._background.applied
         assert position is not None
-        none = np.empty(0, np.uint64)
-        change = image(self._parts, position, lambda state: rows.get(state.definition.key, (none, none)))
-        if not note_change(self._data, change if gone is None else replace(change, gone=slots_gone(gone))):
-            save(self._data, image(self._parts, position))
+        return state_of(self._parts, position)
 
     def _evicted(self, address: str, error: NodeLostError) -> None:
         storage = self._parts.config.storage
@@ -323,7 +274,7 @@ class Shard:
     def _save(self) -> str:
         # Not the journal's end: a step that was journaled while the threads were told to end is replayed at the next start.
         try:
-            save(self._data, image(self._parts, self._applier.applied))
+            self._parts.runs.save(state_of(self._parts, self._applier.applied))
         except OSError as error:
             return f"everything is applied, but the state could not be saved in {self._data.path}: {error.strerror}; {mend(error)}."
         except FencedError as error:

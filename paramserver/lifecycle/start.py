@@ -14,13 +14,10 @@ from kvemb.coordination.registry_format import META_NAME
 from kvemb.errors import ConfigError, JournalBehindError, ParameterServerError, ShardUnavailableError, StorageError
 from kvemb.net.deadline import Deadline, WhyWaiting
 from kvemb.schema.cluster_map import ClusterMap
-from kvemb.schema.record import make_version
 from kvemb.stores.storage_kinds import open_store
 
 from ..checkpoint.loader import LoadedError, Loader
-from ..checkpoint.saver import SaveObserver
 from ..engine.engine import Engine
-from ..engine.piece_writer import EnginePorts
 from ..engine.storage_pace import Pause
 from ..ingest.admission import MapGate
 from ..ingest.ingest import Ingest
@@ -30,26 +27,27 @@ from ..journal import Journal, Position
 from ..journal.write_ahead_log import FencedLog
 from ..model.bucket_settings import settle_limits
 from ..model.table_registry import Registry
-from ..model.tables import Tables, TableState
+from ..model.tables import Tables
 from ..model.transition import Timeline
 from ..moves.left_sessions import sessions_in
 from ..moves.other_shards import OtherShards
-from ..recovery.claim_shard import CLUSTER_NAME, STATE, Claim, claim_shard, save
+from ..recovery.claim_shard import CLUSTER_NAME, Claim, claim_shard
 from ..recovery.high_water_mark import require_reached
+from ..recovery.known_rows import known_tables
 from ..recovery.replay import Recovery
-from ..recovery.shard_parts import ShardParts, image
+from ..recovery.shard_parts import ShardParts, state_of
 from ..recovery.start_report import CLAIMING, JOINING, LOADING, READING, REPLAYING, StartReport
-from ..recovery.state_changes import with_changes
-from ..recovery.state_file import ShardState, TableImage
+from ..recovery.upgrade import SNAPSHOT, image_of, remove_old_files
 from ..repair.repairer import Repairer
+from ..row_log import Reconstructor, Runs
+from ..row_log.saved_state import SavedState
+from ..row_log.state_file import ShardState
 from ..shard_process.data_dir import DataDir, folder_of, mend, named
-from ..snapshot import Reconstructor, Runs
-from ..snapshot.snapshot_schedule import reaches_back
 from .front import Front
 from .join_cluster import StoppedError, StorageWait, join_cluster, keep_identity
-from .shard import RecoveredShard, Shard
+from .shard import Shard
 
-JOURNAL, SNAPSHOT = "journal", "snapshot"  # folders in the data folder
+JOURNAL = "journal"  # the folder in the data folder
 _LARGEST_SEGMENT = 256 << 20
 _ISSUED_BEHIND_THE_END = 1 << 20
 OnClaimed = Callable[[Callable[[], int], Callable[[], ClusterMap]], None]
@@ -165,11 +163,11 @@ class _Start:
                 return Shard(started, self._store, self._data, front, on_fenced=on_fenced, on_load=on_load)
         except BaseException:
             if started is not None:
-                started.parts.fenced_log.journal.close()
+                started.fenced_log.journal.close()
             self._store.close()
             raise
 
-    def recovered(self) -> RecoveredShard:
+    def recovered(self) -> ShardParts:
         """Return the parts of a shard whose tables, sessions and rows are those of the journal's end."""
         timeout_s, servers, shard, data = self._config.storage.timeout_s, self._config.servers, self._shard, self._data
         report = self._report
@@ -210,25 +208,21 @@ class _Start:
         still_ours = claim.require
         fenced_log = FencedLog(journal, still_ours)
         try:
-            saved, state = state, with_changes(data, state, STATE, journal, registry.find_key)
+            saved, image = SavedState(data, state, still_ours), image_of(data)
+            runs = Runs(data.path / SNAPSHOT, saved, epoch=state.epoch)
+            runs.upgrade()
             budget = CacheBudget(servers.cache_mb << 20)
-            tables = Tables([_table(registry, one, budget) for one in state.tables], budget)
+            index_bytes = servers.index_mb << 20
+            known = known_tables(saved.now, runs, journal, registry.find_key, budget=budget, index_bytes=index_bytes, image=image)
+            tables = Tables(known, budget, log=runs, index_bytes=index_bytes)
             sessions = Sessions(shard == 0, state.next_incarnation + self._skipped_incarnations, list(state.sessions))
             members = Membership(servers.trainers, state.members, state.complete)
-            assert state.journal is not None
             recovery = Recovery(journal, Position(*state.journal), state.k, registry.find_key)
             report.enter(READING, recovery.looked_through)
             recovery.scan()
             timeline = Timeline(state.epoch, recovery.k, self._where, roll_back=self._roll_back)
-            snapshot = data.path / SNAPSHOT
-            runs = Runs(snapshot, epoch=state.epoch, still_ours=still_ours)
-            for known in tables.all():
-                runs.upgrade(known.definition)
             repairer = self._repairer(timeline, journal, runs, registry, tables, still_ours)
-            observer = SaveObserver(make_version(state.epoch, state.k))
-            ports = EnginePorts(repairer, observer)
-            engine = Engine(self._store, tables, timeline, k=state.k, timeout_s=timeout_s, ports=ports, rows_applied=state.rows_applied)
-            due = not reaches_back(journal, runs.cut, state.k, registry.find_key)
+            engine = Engine(self._store, tables, timeline, k=state.k, timeout_s=timeout_s, repair=repairer, rows_applied=state.rows_applied)
             report.enter(REPLAYING, recovery.applied)
             recovered = recovery.run(engine, tables, sessions, members, self._retry_until())
             for table in registry.gone:  # the replay may have needed them
@@ -252,13 +246,13 @@ class _Start:
                 repairer,
                 self._store.nodes,
                 claim,
-                due,
+                saved,
             )
-            self._settle(parts, changed=state is not saved)
+            self._settle(parts, changed=image is not None)
             loader = Loader(parts, self._store, self._data, self._retry_until())
             report.enter(LOADING, loader.how_far)
             loader.run()
-            return RecoveredShard(parts, observer)
+            return parts
         except JournalBehindError:
             journal.give_up()
             raise
@@ -293,7 +287,7 @@ class _Start:
             tables,
             self._shard,
             timeline=timeline,
-            reconstruct=Reconstructor(runs, journal, registry.find_key).records,
+            reconstruct=Reconstructor(lambda: runs.view, journal, registry.find_key).records,
             timeout_s=self._config.storage.timeout_s,
             metas=lambda: [(META_NAME, registry.encoded)],
             still_ours=still_ours,
@@ -309,7 +303,8 @@ class _Start:
         if not parts.recovered.entries and not changed:
             return
         try:
-            save(self._data, image(parts, parts.fenced_log.journal.end))
+            parts.runs.save(state_of(parts, parts.fenced_log.journal.end))
+            remove_old_files(self._data)
         except OSError as error:
             raise ParameterServerError(f"the state cannot be saved in {self._data.path}: {error.strerror}; {mend(error)}") from error
 
@@ -330,10 +325,3 @@ class _Start:
             self._wait(pause_s)
 
         return pause
-
-
-def _table(registry: Registry, image: TableImage, budget: CacheBudget) -> TableState:
-    registered = registry.find_key(image.definition.key)
-    if registered != image.definition:
-        raise ParameterServerError(f"table {image.definition.name!r}: the saved state knows {image.definition}, the registry {registered}")
-    return TableState(registered, image.step, (image.ids, image.versions), budget)

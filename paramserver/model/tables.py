@@ -14,6 +14,7 @@ one and the same array: those of a push that was not merged with others.
 
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -32,16 +33,36 @@ PORTION_ROWS = 1 << 16
 _SAMPLED_ROWS = 1 << 16
 _MOST_RANGES = 256  # of which each costs as much as some thousand rows
 _LEFT = 0.75  # of the memory for indexes: the rest is for what changes until they are too large again
+_TOO_LARGE, _UNPUBLISHED_BYTES = 1.25, 16 << 20
 
 
 class RowLog(Protocol):
-    """The rows of a shard on its disk (`paramserver.snapshot.run_set`, which may not be imported here). Any thread."""
+    """The rows of a shard on its disk (`paramserver.row_log.run_set`, which may not be imported here). Any thread."""
 
     def versions(self, definition: TableDef, ids: Ids) -> tuple[Ids, NDArray[np.bool_]]:
         """Return the versions of n rows, uint64 [n], and which of them exist, bool [n]."""
 
     def between(self, definition: TableDef, low: int, high: int) -> Iterator[tuple[Ids, Ids]]:
         """Yield ids and versions of the rows in a range of keys, in order, some thousands at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowsAtStart:
+    """The rows of a table when its shard starts.
+
+    Args:
+        published: version up to which the log has every change.
+        rows: (ids, versions) of those that are newer than in the log.
+        gone: (ids, versions) of rows that were erased since the log was published, and as of which version.
+        logged: (ids, versions) of all rows that the log has, where the index is to have them.
+        n_rows: that exist; None: as many as the index has.
+    """
+
+    published: int
+    rows: tuple[Ids, Ids]
+    gone: tuple[Ids, Ids]
+    logged: tuple[Ids, Ids] | None = None
+    n_rows: int | None = None
 
 
 class TableState:
@@ -52,10 +73,10 @@ class TableState:
     Args:
         definition: the table.
         step: applies of this table on this shard so far.
-        rows: (ids, versions) of the rows that exist, from a clean stop; None for a table without rows.
+        rows: (ids, versions) of the rows that exist; None for a table without rows.
         budget: of the shard's cache of records; None for no cache.
         log: knows the rows that the index lacks; None: the index has all.
-        n_in_log: rows of which the index is not told, since the log has them.
+        known: the rows, where the log has some; in the place of `rows`.
     """
 
     def __init__(
@@ -66,7 +87,7 @@ class TableState:
         budget: CacheBudget | None = None,
         *,
         log: RowLog | None = None,
-        n_in_log: int = 0,
+        known: RowsAtStart | None = None,
     ) -> None:
         self.definition = definition
         self.optimizer = build_optimizer(definition.optimizer)
@@ -75,15 +96,20 @@ class TableState:
         self._index = RowIndex(order=definition.order)
         self._kept: IndexLookup | None = None  # of the batch under way
         self._asked: IndexLookup | None = None  # the same, once the log was asked for the rows that it lacks
-        self._log, self._in_memory = log, not n_in_log  # whether the index has all rows
+        self._log, self._in_memory = log, known is None or known.logged is not None  # whether the index has all rows
         self._gone = RowIndex(order=definition.order)  # erased rows, and the versions as of which they are gone
         self._published = 0  # version up to which the log has every change
-        self._n_rows = n_in_log
         self._lock = threading.Lock()
         self.goes_whole = False
-        if rows is not None:
+        if known is not None:
+            self._published = known.published
+            for some in (known.logged, known.rows):
+                self._index.put(*some) if some is not None else None
+            self._index.erase(known.gone[0])
+            self._gone.put(*known.gone)
+        elif rows is not None:
             self._index.put(*rows)
-            self._n_rows += len(rows[0])
+        self._n_rows = len(self._index) if known is None or known.n_rows is None else known.n_rows
 
     def let_go(self) -> None:
         """From now on erased rows may stay in storage: the table is being dropped, and its buckets are deleted in the end."""
@@ -140,19 +166,27 @@ class TableState:
             self.n_erased += len(existed)  # last: a thread that reads this number finds none of these rows
         return len(existed)
 
+    def gave(self, ids: Ids) -> None:
+        """Forget n unique rows that existed: another shard has them now, and the log notes that they are gone. Apply thread only."""
+        self._kept = self._asked = None
+        with self._lock:
+            self._index.erase(ids)
+            self._gone.erase(ids)
+            self._n_rows -= len(ids)
+            self.n_erased += len(ids)
+
     def make_room(self, ids: Ids) -> None:
         """Let the index grow for n more rows. Apply thread only."""
         self._kept = self._asked = None
         with self._lock:
             self._index.make_room(ids)
 
-    def took(self, ids: Ids, versions: Ids) -> None:
-        """Add n unique rows that another shard has handed over. Apply thread only."""
+    def took(self, ids: Ids, versions: Ids, n_new: int) -> None:
+        """Add n unique rows that another shard has handed over, and the log has; `n_new` of them were not here. Apply thread only."""
         self._kept = self._asked = None
         with self._lock:
-            self._n_rows -= len(self._index)
             self._index.put(ids, versions)
-            self._n_rows += len(self._index)
+            self._n_rows += n_new
             self._gone.erase(ids)
 
     def published(self, version: int) -> None:
@@ -240,7 +274,7 @@ class TableState:
         return known
 
     def gone(self) -> Iterator[tuple[Ids, Ids]]:
-        """Yield the rows that were erased since the row log was published, and as of which version, portion by portion."""
+        """Yield the rows that were erased since the row log was published, and as of which version, in the order of their keys."""
         low = 0
         while low < END:
             ids, versions, low = self._gone.portion(low)
@@ -291,11 +325,11 @@ class Tables:
         states: known from a clean stop.
         budget: for the caches of tables met later; None for no cache.
         log: of the rows that the indexes lack.
-        index_bytes: memory of all indexes, about: what has not been published comes on top; 0: as much as all rows take.
+        index_bytes: memory of all indexes, about: what has not been published comes on top; None: as much as all rows take.
     """
 
     def __init__(
-        self, states: list[TableState], budget: CacheBudget | None = None, *, log: RowLog | None = None, index_bytes: int = 0
+        self, states: list[TableState], budget: CacheBudget | None = None, *, log: RowLog | None = None, index_bytes: int | None = None
     ) -> None:
         self.cache_budget = budget or CacheBudget(0)
         self._log, self._index_bytes = log, index_bytes
@@ -321,8 +355,15 @@ class Tables:
         for state in states:
             state.published(version)
         n_bytes = sum(state.index_bytes for state in states)
-        for state in states if 0 < self._index_bytes < n_bytes else []:
-            state.let_leave(_LEFT * self._index_bytes / n_bytes)
+        if self._index_bytes is not None and self._index_bytes < n_bytes:
+            for state in states:
+                state.let_leave(_LEFT * self._index_bytes / n_bytes)
+
+    @property
+    def index_is_large(self) -> bool:
+        """Whether the indexes take so much more memory than they may that rows should leave before the journal asks for it. Any thread."""
+        most = self._index_bytes
+        return most is not None and sum(state.index_bytes for state in self.all()) > _TOO_LARGE * most + _UNPUBLISHED_BYTES
 
     def follow(self, cluster_map: ClusterMap) -> None:
         """Forget the cached tokens of rows whose slots have changed their node, where they are not valid; call it before each batch.

@@ -198,9 +198,9 @@ class HandoverWork(PhaseWork):
         slots = cluster_map.gives(self._shard)
         if not slots.any():
             return
-        # The taker may have done its part of a repair before it knew these rows. But once rows are noted as gone they cannot be
-        # reconstructed here; so the note is made when no such repair is under way.
-        while not self._giver.begun(slots) and (lost := self._store.repair.lost_nodes(Deadline.after(_LOOK_TIMEOUT_S))):
+        # The taker may have done its part of a repair before it knew these rows. But once they are forgotten here they cannot be
+        # reconstructed here; so they are when no such repair is under way.
+        while lost := self._store.repair.lost_nodes(Deadline.after(_LOOK_TIMEOUT_S)):
             yield _RETRY_S
             log.info("a move of slots waits for the repair of %s", ", ".join(node.address for node in lost))
         n_rows = self._giver.drop(slots)

@@ -5,7 +5,8 @@ when they are given, and when forgotten. What must not live here: the phases of 
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,11 +15,10 @@ from kvemb.protocol.move_messages import SlotEntriesReply, SlotEntriesRequest
 from kvemb.protocol.shard_routing import MapSource
 from kvemb.schema.move_plan import DRAINING, MOVING, SHARDS
 
-from ..model.tables import Tables, TableState
-from ..snapshot.run_set import Runs
-from .slot_entries import GivenRows, Ids, SlotEntries
-
-_LOOKED_AT = 64  # rows: all of a table are noted at once
+from ..model.tables import Tables
+from ..row_log.run_set import Runs
+from ..row_log.state_file import ShardState
+from .slot_entries import GivenRows, SlotEntries
 
 
 class SlotGiver:
@@ -26,21 +26,14 @@ class SlotGiver:
 
     Args:
         tables: of the shard.
-        runs: its local snapshot.
+        runs: its row log.
         rows: finds the rows of the slots.
-        note_gone: notes durably that the index has no row of some slots any more, bool [16384].
-        applied: returns the version of the last batch applied.
+        state: returns the shard's, as of the last batch applied.
+        applied: returns the version of that batch.
     """
 
-    def __init__(
-        self,
-        tables: Tables,
-        runs: Runs,
-        rows: GivenRows,
-        note_gone: Callable[[NDArray[np.bool_]], None],
-        applied: Callable[[], int],
-    ) -> None:
-        self._tables, self._runs, self._rows, self._note_gone, self._applied = tables, runs, rows, note_gone, applied
+    def __init__(self, tables: Tables, runs: Runs, rows: GivenRows, state: Callable[[], ShardState], applied: Callable[[], int]) -> None:
+        self._tables, self._runs, self._rows, self._state, self._applied = tables, runs, rows, state, applied
 
     def forget(self) -> None:
         """Forget the rows found for slots that were to move."""
@@ -49,41 +42,31 @@ class SlotGiver:
     def drop(self, slots: NDArray[np.bool_]) -> int:
         """Forget every row of these slots, durably; return how many. Called again it changes nothing.
 
-        The local snapshot notes that they are gone. Otherwise a row that comes back with its slot, erased and created again elsewhere,
-        would be reconstructed from this shard's old records. Between the note and the end of this call none of them can be reconstructed
-        here: a shard that dies there must call it again before it repairs anything.
+        The row log notes that they are gone. Otherwise a row that comes back with its slot, erased and created again elsewhere, would be
+        reconstructed from this shard's old records.
 
         Raises:
-            JournalFullError: nothing changed; call again.
-            OSError, FencedError: they are forgotten, and not durably; call again.
+            JournalFullError, FencedError: nothing changed; call again.
         """
-        known = {one.definition.key: one.ids for one in self._rows.entries(slots)}
-        dropped = [(state, known[state.definition.key]) for state in self._tables.all() if state.definition.key in known]
-        self._write_notes([(state, ids) for state, ids in dropped if len(ids)])
+        dropped = [one for one in self._rows.entries(slots) if len(one.ids)]
+        if dropped:
+            self._note(dropped)
         self._rows.clear()
-        for state, ids in dropped:
-            state.erased(ids, self._applied())
-            state.cache.forget(ids)
-        self._note_gone(slots)
-        return sum(len(ids) for _, ids in dropped)
+        for one in dropped:
+            state = self._tables.state(one.definition)
+            state.gave(one.ids)
+            state.cache.forget(one.ids)
+        return sum(len(one.ids) for one in dropped)
 
-    def begun(self, slots: NDArray[np.bool_]) -> bool:
-        """Whether a `drop` of these slots was broken off: their rows are noted as gone, and the index has them still."""
-        for known in self._rows.entries(slots):
-            ids, versions = known.ids[:_LOOKED_AT], known.versions[:_LOOKED_AT]
-            noted = self._runs.find(known.definition, ids)
-            if (~noted.exists & (noted.versions >= versions)).any():
-                return True
-        return False
-
-    def _write_notes(self, dropped: Sequence[tuple[TableState, Ids]]) -> None:
-        writers = [self._runs.begin(state.definition) for state, _ in dropped]
+    def _note(self, dropped: list[SlotEntries]) -> None:
+        now, as_of = self._state(), self._applied()
+        writers = [self._runs.begin(one.definition) for one in dropped]
         try:
-            for writer, (_, ids) in zip(writers, dropped, strict=True):
-                order = writer.definition.order
-                writer.add_erased(order.ids(np.sort(order.keys(ids))), np.full(len(ids), self._applied(), np.uint64))
-            if writers:
-                self._runs.publish(writers, self._runs.cut)
+            for writer, one in zip(writers, dropped, strict=True):
+                order, table = writer.definition.order, now.of(one.definition)
+                writer.add_erased(order.ids(np.sort(order.keys(one.ids))), np.full(len(one.ids), as_of, np.uint64))
+                now = now.with_table(replace(table, n_rows=table.n_rows - len(one.ids)))
+            self._runs.publish(writers, now)
         except BaseException:
             for writer in writers:
                 writer.drop()

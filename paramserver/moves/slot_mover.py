@@ -21,7 +21,7 @@ from kvemb.stores.store import Store
 from ..engine.row_access import RowAccess
 from ..model.tables import Tables, TableState
 from ..repair.repairer import Repairer, kept_records
-from ..snapshot import WantedVersions
+from ..row_log import WantedVersions
 from .phase_runner import PhaseCount, PhaseWork
 
 Ids = NDArray[np.uint64]

@@ -6,16 +6,18 @@ one. Apply thread only. What must not live here: when slots are handed over.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from kvemb.errors import FencedError, LostRowError
-from kvemb.schema.record import split_version
+from kvemb.schema.record import make_version, split_version
 
 from ..model.tables import Tables, TableState
-from ..snapshot.run_set import Runs
-from ..snapshot.run_writer import RunWriter
-from ..snapshot.snapshotter import ReadRecords
+from ..row_log.log_flush import ReadRecords
+from ..row_log.run_set import Runs
+from ..row_log.run_writer import RunWriter
+from ..row_log.state_file import ShardState
 from .slot_entries import Ids, SlotEntries, versions_among
 
 _SLICE_BYTES, _SYNCED_BYTES = 4 << 20, 16 << 20
@@ -27,9 +29,9 @@ class SlotTaker:
 
     Args:
         tables: of the shard.
-        runs: its local snapshot.
+        runs: its row log.
         read: the records of rows in storage.
-        note_came: notes durably that the index has these rows now.
+        state: returns the shard's, as of the last batch applied.
         epoch: returns that of this shard.
         raise_step: lets a table count at least so many applies.
     """
@@ -39,12 +41,12 @@ class SlotTaker:
         tables: Tables,
         runs: Runs,
         read: ReadRecords,
-        note_came: Callable[[Sequence[SlotEntries]], None],
+        state: Callable[[], ShardState],
         *,
         epoch: Callable[[], int],
         raise_step: Callable[[TableState, int], None] = TableState.raise_step,
     ) -> None:
-        self._tables, self._runs, self._read, self._note_came, self._epoch = tables, runs, read, note_came, epoch
+        self._tables, self._runs, self._read, self._state, self._epoch = tables, runs, read, state, epoch
         self._raise_step = raise_step
         self._writers: list[RunWriter] = []
         self._ahead: dict[str, tuple[Ids, Ids]] = {}  # by the table's key: ids, ascending, and versions of rows that are on disk already
@@ -75,7 +77,6 @@ class SlotTaker:
             FencedError: this shard's epoch is not above the giver's; nothing changed. It is to start again above that.
             LostRowError: storage does not have a row as its giver knows it; nothing changed. Once it is repaired, call again.
             StorageError, JournalFullError: nothing changed; call again.
-            OSError, FencedError: the rows are known and not durable; call again.
         """
         if giver_epoch >= self._epoch():
             raise FencedError(
@@ -83,20 +84,27 @@ class SlotTaker:
                 "than what it was given. Nothing was taken; it is to start again with a higher epoch."
             )
         rest: list[RunWriter] = []
+        n_new: list[int] = []  # of each table, rows that are not here
         try:
+            now = self._state()
+            as_of = make_version(now.epoch, now.k)
             for one in entries:
-                rest += self._bring_rest(one)
-            self._runs.publish([*self._writers, *rest], self._runs.cut)
+                rest += self._bring_rest(one, as_of)
+                n_new.append(int(np.count_nonzero(self._tables.state(one.definition).versions(one.ids) == 0)))
+            for one, n in zip(entries, n_new, strict=True):
+                table = now.of(one.definition)
+                # What other shards have erased of these slots until now is not known here.
+                now = now.with_table(replace(table, step=max(table.step, one.step), n_rows=table.n_rows + n, erased_since=as_of))
+            self._runs.publish([*self._writers, *rest], now)
         except BaseException:
             for writer in rest:
                 writer.drop()
             raise
         self._writers, self._ahead = [], {}
-        for one in entries:
+        for one, n in zip(entries, n_new, strict=True):
             state = self._tables.state(one.definition)
-            state.took(one.ids, one.versions)
+            state.took(one.ids, one.versions, n)
             self._raise_step(state, one.step)
-        self._note_came(entries)
 
     def give_up(self) -> None:
         """Forget the rows that were read ahead."""
@@ -126,10 +134,11 @@ class SlotTaker:
         differ = versions_among(one.ids, *self._ahead.get(one.definition.key, (_NONE, _NONE))) != one.versions
         return SlotEntries(one.definition, one.step, one.ids[differ], one.versions[differ])
 
-    def _bring_rest(self, one: SlotEntries) -> list[RunWriter]:
-        """Write a run of the rows that are not on disk as the giver knows them."""
-        rest = self._not_on_disk(one)
-        if not len(rest.ids):
+    def _bring_rest(self, one: SlotEntries, as_of: int) -> list[RunWriter]:
+        """Write a run of the rows that are not on disk as the giver knows them, and of those on disk that it has erased since."""
+        rest, (ahead, _) = self._not_on_disk(one), self._ahead.get(one.definition.key, (_NONE, _NONE))
+        erased = ahead[~np.isin(ahead, one.ids, assume_unique=True)]
+        if not len(rest.ids) and not len(erased):
             return []
         state, writer = self._tables.state(one.definition), self._runs.begin(one.definition)
         try:
@@ -138,6 +147,8 @@ class SlotTaker:
                 got = np.where(found, one.definition.record.versions(records), np.uint64(0))
                 _require(state, some, got, versions)
                 writer.add_rows(some, records)
+            order = one.definition.order
+            writer.add_erased(order.ids(np.sort(order.keys(erased))), np.full(len(erased), as_of, np.uint64))
         except BaseException:
             writer.drop()
             raise

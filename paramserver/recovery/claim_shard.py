@@ -6,7 +6,6 @@ journal, which holds the rest; it is replaced as a whole.
 """
 
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,17 +18,16 @@ from kvemb.coordination.shard_notes import ShardNote, newest_note, note_name, wh
 from kvemb.coordination.shard_owners import Owner, newest_owner, owner_name, require_not_fenced
 from kvemb.errors import FencedError, LostRowError, ParameterServerError
 from kvemb.net.deadline import Deadline
-from kvemb.schema.record import MAX_EPOCH
+from kvemb.schema.record import MAX_EPOCH, make_version
 from kvemb.stores.store import Store
 
+from ..row_log.saved_state import STATE
+from ..row_log.state_file import ShardState, encode_state
 from ..shard_process.data_dir import DataDir, sweep
-from .state_changes import MOST, changes, checksum_of, clear_changes, name_behind
-from .state_file import ShardState, decode_state, encode_state
+from .upgrade import read_state
 
 CLUSTER_NAME = "cluster-name"  # the file that keeps the name by which trainers know the cluster
 EPOCH = "epoch"
-STATE = "state"
-JOURNAL_START = (0, 0)
 T = TypeVar("T")
 log = logging.getLogger("paramserver")
 
@@ -87,18 +85,19 @@ def claim_shard(
     found = _Traces(shard, cluster_id, stored, kept, note, ", ".join(store.nodes.addresses))
     state = _left_state(data, n_shards, found) if kept or shard in store.nodes.cluster_map.shard_numbers or data.read(STATE) else None
     if state is None:
-        state = ShardState(cluster_id, shard, n_shards, k=0 if note is None else note.k, sessions=tuple(left() if shard < n_shards else ()))
+        state = ShardState(cluster_id, shard, n_shards, sessions=tuple(left() if shard < n_shards else ()))
         if note is not None:
+            state = replace(state, k=note.k, cut=make_version(note.epoch, note.k))
             log.info("an owner of this number before this one was %s", whose(cluster_id, shard, note, time.time()))
     again(partial(check, state))
     epoch = max(stored, kept, above) + 1
     if epoch > MAX_EPOCH:
         raise ParameterServerError(f"shard {shard}: epoch {epoch} does not fit its 16 bits; this cluster has been restarted too often")
-    if state.journal is None:  # the shard has had no owner yet, or its last owner kept no journal
-        state = replace(state, journal=JOURNAL_START)
-        data.write(STATE, encode_state(state))
+    if data.read(STATE) is None:  # the shard has had no owner yet
+        data.write(STATE, [encode_state(state)])
     data.write(EPOCH, [b"%d\n" % epoch])
     sweep(data.path)  # after the epoch: files that an older process was about to rename are gone now
+    state = read_state(data) or state  # that process may have replaced it since; from here on none can
     again(lambda: _take(store, shard, Owner(epoch, n_shards), partial(require_owner, data, epoch), timeout_s))
     return replace(state, epoch=epoch)
 
@@ -161,30 +160,6 @@ class Claim:
             self._store.values.put(name, Owner(self.epoch, self._store.nodes.cluster_map.n_shards).encode(), deadline)
             self._store.fence(self._shard, self.epoch, deadline, still_ours=self.require)
             self._told = self.epoch
-
-
-def save(data: DataDir, state: ShardState) -> None:
-    """Replace the saved state, and with it the notes that follow it; `state.epoch` must still be the shard's.
-
-    Raises:
-        FencedError: another process owns the shard; nothing changed.
-        OSError: nothing changed.
-    """
-    data.write(STATE, encode_state(replace(state, mark=secrets.randbits(63))), check=lambda: require_owner(data, state.epoch))
-    clear_changes(data)
-
-
-def note_change(data: DataDir, change: ShardState) -> bool:
-    """Note behind the saved state which rows came and went, see `state_changes`; return whether there was room for one more note.
-
-    Raises:
-        FencedError, OSError: as `save`.
-    """
-    names = changes(data, STATE)
-    if len(names) < MOST:
-        mark = checksum_of(data, names[-1] if names else STATE)
-        data.write(name_behind(mark), encode_state(replace(change, mark=mark)), check=lambda: require_owner(data, change.epoch))
-    return len(names) < MOST
 
 
 def read_epoch(data: DataDir) -> int:
@@ -253,8 +228,8 @@ class _Traces:
 
 def _left_state(data: DataDir, n_shards: int, found: _Traces) -> ShardState:
     """The last owner's state, checked against the epochs of nodes and folder."""
-    raw, shard, stored, kept = data.read(STATE), found.shard, found.stored, found.kept
-    if raw is None:
+    state, shard, stored, kept = read_state(data), found.shard, found.stored, found.kept
+    if state is None:
         if kept:
             raise LostRowError(
                 found.refusal(f"shard {shard}: its last owner (epoch {max(stored, kept)}) ended without saving its index in {data.path}")
@@ -264,7 +239,6 @@ def _left_state(data: DataDir, n_shards: int, found: _Traces) -> ShardState:
                 found.refusal(f"shard {shard}: it had an owner before (epoch {stored}), and {data.path} has never been its data folder")
             )
         return ShardState(found.cluster_id, shard, n_shards)
-    state = decode_state(raw, str(data.path / STATE))
     if (state.cluster_id, state.shard) != (found.cluster_id, shard):
         raise ParameterServerError(
             found.refusal(
@@ -272,8 +246,7 @@ def _left_state(data: DataDir, n_shards: int, found: _Traces) -> ShardState:
                 f"{found.cluster_id.hex()}"
             )
         )
-    older = state.journal is None and state.epoch != stored  # a clean stop without a journal, which an earlier release could do
-    if state.epoch > stored or stored > kept or older:
+    if state.epoch > stored or stored > kept:
         raise ParameterServerError(
             found.refusal(
                 f"{data.path / STATE}: saved in epoch {state.epoch}, but the nodes say that epoch {stored} owned the shard last (this "

@@ -20,7 +20,7 @@ from kvemb.stores.store import Store
 
 from ..journal import Position, last_batch
 from ..model.transition import ORDERS
-from .state_file import ShardState
+from ..row_log.state_file import ShardState
 
 _AGAIN_S = 10.0  # a shard without work says that it lives
 
@@ -38,8 +38,6 @@ def require_reached(state: ShardState, store: Store, journal: Path, timeout_s: f
         JournalBehindError: the journal's end is missing.
         JournalDamagedError: a file of it does not hold the bytes that were written to it.
     """
-    if state.journal is None:
-        return
     told = newest_note(store.values.get(note_name(state.shard), Deadline.after(timeout_s)))
     k = max(state.k, last_batch(journal, Position(*state.journal)))
     if told is not None and told.k > k:

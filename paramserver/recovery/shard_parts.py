@@ -1,7 +1,6 @@
-"""The parts of a shard that its verbs, its saves and its loads share; `start` makes them. And their image, for the saved state."""
+"""The parts of a shard that its verbs, its saves and its loads share; `start` makes them. And what its saved state says of them."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvemb.config import Config
 from kvemb.protocol.shard_routing import MapSource
@@ -11,13 +10,14 @@ from ..ingest.ingest import Ingest
 from ..journal import Position
 from ..journal.write_ahead_log import FencedLog
 from ..model.table_registry import Registry
-from ..model.tables import Ids, Tables, TableState
+from ..model.tables import Tables
 from ..model.transition import Timeline
 from ..repair.repairer import Repairer
-from ..snapshot import Runs
+from ..row_log import Runs
+from ..row_log.saved_state import SavedState
+from ..row_log.state_file import ShardState
 from .claim_shard import Claim
 from .replay import Recovered
-from .state_file import ShardState, TableImage
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,19 @@ class ShardParts:
     repairer: Repairer
     maps: MapSource
     claim: Claim
-    snapshot_due: bool = False
+    saved: SavedState
 
 
-def image(parts: ShardParts, position: Position, rows: Callable[[TableState], tuple[Ids, Ids]] = TableState.arrays) -> ShardState:
-    """Take the state as of the last batch applied.
+def state_of(parts: ShardParts, position: Position) -> ShardState:
+    """Return the state as of the last batch applied, with the row log as it is.
 
     Args:
         parts: of the shard. Nothing may be applied meanwhile: call this on the apply thread, or when that has ended.
         position: behind the journal entry of that batch. Sessions may be ahead of it: a hello or a push that is told twice changes
             nothing.
-        rows: ids and versions of a table: all of them, or only those to be noted (`state_changes`).
     """
-    tables = [TableImage(state.definition, state.step, *rows(state)) for state in parts.tables.all()]
+    saved = parts.saved.now
+    tables = [replace(saved.of(state.definition), step=state.step, n_rows=state.n_rows) for state in parts.tables.all()]
     sessions, members, complete = parts.ingest.attendance.to_save()
     return ShardState(
         cluster_id=parts.cluster_id,
@@ -65,4 +65,5 @@ def image(parts: ShardParts, position: Position, rows: Callable[[TableState], tu
         members=members,
         complete=complete,
         journal=(position.segment, position.offset),
+        cut=saved.cut,
     )

@@ -34,7 +34,7 @@ from ..model.batch import Batch
 from ..model.bucket_settings import settle_limits
 from ..model.tables import Tables, TableState
 from ..model.transition import Timeline, refuse_later_epoch
-from ..snapshot import WantedVersions
+from ..row_log import WantedVersions
 
 Ids = NDArray[np.uint64]
 T = TypeVar("T")

@@ -29,7 +29,6 @@ class Scrub:
         tables: of the shard.
         n_shards: of the cluster, which share the time.
         timeout_s: of one look at storage.
-        busy: whether something else reads all rows now (a save): then it waits.
         clock: monotonic seconds.
 
     Attributes:
@@ -43,11 +42,10 @@ class Scrub:
         n_shards: Callable[[], int],
         *,
         timeout_s: float,
-        busy: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._repairer, self._tables, self._n_shards, self._timeout_s = repairer, tables, n_shards, timeout_s
-        self._busy, self._clock = busy, clock
+        self._clock = clock
         self._todo: list[TableState] = []
         self._at = 0  # key of the first row of the first of these tables that is not compared yet
         self._begun_s, self.due_s = clock(), clock() + _ROUND_S
@@ -64,9 +62,6 @@ class Scrub:
         """
         started_s = self._clock()
         if started_s < self.due_s:
-            return
-        if self._busy():
-            self.due_s = started_s + _RETRY_S
             return
         if not self._todo:
             self._todo, self._at, self._begun_s, self._n_compared = self._tables.all(), 0, started_s, 0

@@ -27,8 +27,8 @@ from paramserver.moves.handover_work import HandoverWork
 from paramserver.moves.move_carrier import MoveCarrier
 from paramserver.moves.slot_giver import SlotGiver
 from paramserver.moves.slot_taker import SlotTaker
-from paramserver.snapshot import Runs
-from paramserver.snapshot.run_writer import RunWriter
+from paramserver.row_log import Runs
+from paramserver.row_log.run_writer import RunWriter
 
 POINTS = (
     "before fetch",

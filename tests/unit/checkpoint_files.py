@@ -1,19 +1,23 @@
-"""Makes checkpoints of made-up rows for tests, without a cluster."""
+"""Makes checkpoints of made-up rows for tests, without a cluster; also those of earlier formats."""
+
+import json
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
 from kvemb.checkpoint.format.checkpoint_manifest import ERASED, IDS, MANIFEST, BaseCheckpoint, CheckpointManifest, Cut
-from kvemb.checkpoint.format.manifest_json import encode_manifest
+from kvemb.checkpoint.format.manifest_json import decode_manifest, encode_manifest
 from kvemb.checkpoint.format.parquet_blocks import RowBlock
+from kvemb.checkpoint.format.strict_json import encode
 from kvemb.checkpoint.writer import Fragment, SaveInfo, ShardWriter, assemble
 from kvemb.init import uniform
 from kvemb.optim import adam
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.record import make_version
+from kvemb.schema.slots import from_runs
 from kvemb.schema.table_def import TableDef
-from tests.owners import shard_of
 
 CLUSTER_ID = "c" * 32
 USER = TableDef("user", 4, adam(), uniform())
@@ -22,6 +26,12 @@ USER = TableDef("user", 4, adam(), uniform())
 def ids_of(values: object) -> NDArray[np.uint64]:
     """Ascending uint64 ids."""
     return np.unique(np.asarray(values, dtype=np.uint64))
+
+
+def in_order(values: object, definition: TableDef = USER) -> NDArray[np.uint64]:
+    """Unique uint64 ids in the order of their keys."""
+    ids = ids_of(values)
+    return ids[np.argsort(definition.order.keys(ids))]
 
 
 def block_of(definition: TableDef, ids: NDArray[np.uint64], version: int, value: float = 1.0) -> RowBlock:
@@ -50,37 +60,66 @@ def save(
     cluster: str = "demo",
     part_bytes: int = 64 << 20,
     step_rows: int = 1 << 16,
+    format_version: int = 3,
+    slots: tuple[int, ...] = (),
 ) -> CheckpointManifest:
-    """Write a whole checkpoint; its rows have version (1, k) and the value k unless given. Return its manifest."""
+    """Write a whole checkpoint; its rows have version (1, k) and the value k unless given. Return its manifest.
+
+    Formats 1 and 2 have rows in the order of their ids, and 1 does not say who owned what. Slots are those of a new cluster unless given,
+    as runs.
+    """
+    slots = slots or ClusterMap.first(0, n_shards).shard_runs
     storage, save_id = CheckpointStorage(url, pause=lambda _: None), f"{k:032x}"
+    by_key = format_version == 3
     fragments = [
-        _shard(storage, save_id, shard, n_shards, definition, k, ids, erased, all_ids, value, weights_only, part_bytes, step_rows)
+        _shard(
+            storage,
+            save_id,
+            shard,
+            n_shards,
+            definition,
+            k,
+            ids,
+            erased,
+            all_ids,
+            value,
+            weights_only,
+            part_bytes,
+            step_rows,
+            by_key,
+            slots,
+        )
         for shard in range(n_shards)
     ]
-    manifest = assemble(
-        SaveInfo(save_id, cluster, CLUSTER_ID, k, weights_only, base, {"step": k}, ClusterMap.first(0, n_shards).shard_runs), fragments
-    )
-    storage.write(MANIFEST, encode_manifest(manifest))
-    return manifest
+    manifest = assemble(SaveInfo(save_id, cluster, CLUSTER_ID, k, weights_only, base, {"step": k}, slots), fragments)
+    data = encode_manifest(replace(manifest, by_key=by_key))
+    if format_version == 1:
+        tree = json.loads(data)
+        del tree["checksum"], tree["slots"]
+        data = encode(tree | {"format_version": 1})
+    storage.write(MANIFEST, data)
+    return decode_manifest(data, MANIFEST)
 
 
 def _shard(
     storage: CheckpointStorage, save_id: str, shard: int, n_shards: int, definition: TableDef, k: int, ids: object, erased: object,
     all_ids: object | None, value: float | None, weights_only: bool, part_bytes: int, step_rows: int,
+    by_key: bool, slots: tuple[int, ...],
 ) -> Fragment:  # fmt: skip
+    owners = from_runs(np.array(slots, "<u2").tobytes(), n_shards)
+
+    def own(values: object) -> NDArray[np.uint64]:
+        them = in_order(values, definition) if by_key else ids_of(values)
+        return them[owners[definition.placement.slots(them)] == shard]
+
     with ShardWriter(storage, save_id, Cut(shard, 1, k), weights_only=weights_only, part_bytes=part_bytes) as writer:
         parts = writer.parts_of(definition)
-        mine = _own(ids, shard, n_shards)
+        mine = own(ids)
         for at in range(0, len(mine), step_rows):
             parts.add(block_of(definition, mine[at : at + step_rows], make_version(1, k), float(k if value is None else value)))
         parts.close()
-        if len(_own(erased, shard, n_shards)):
-            writer.add_ids(definition, ERASED, _own(erased, shard, n_shards))
+        if len(own(erased)):
+            writer.add_ids(definition, ERASED, own(erased))
         if all_ids is not None:
-            writer.add_ids(definition, IDS, _own(all_ids, shard, n_shards))
+            writer.add_ids(definition, IDS, own(all_ids))
         return writer.finish([(definition, 10 * k + shard)])
-
-
-def _own(ids: object, shard: int, n_shards: int) -> NDArray[np.uint64]:
-    them = ids_of(ids)
-    return them[shard_of(them, n_shards) == shard]

@@ -45,7 +45,7 @@ def make_store() -> Storage:
 
 
 def engine_on(store: Storage, epoch: int = 1) -> Engine:
-    return Engine(store, Tables([]), Timeline(epoch), k=0, timeout_s=5, ports=ALONE)
+    return Engine(store, Tables([]), Timeline(epoch), k=0, timeout_s=5, repair=ALONE)
 
 
 def rows(definition: TableDef, ids: list[int], value: float = 1.0, dim: int | None = None) -> CheckedRows:

@@ -95,7 +95,7 @@ class Rig:
         self.store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
         self.store.open(Deadline.after(5))
         self.tables = Tables([])
-        self.engine = Engine(self.store, self.tables, Timeline(1), k=0, timeout_s=5, ports=ALONE)
+        self.engine = Engine(self.store, self.tables, Timeline(1), k=0, timeout_s=5, repair=ALONE)
         steps = SyncSteps.first(trainers, barrier_timeout_s) if trainers else None
         self.map = ClusterMap.first(0, 2)
         self.ingest = Ingest(Sessions(issues=True), steps, limits, gate=MapGate(0, lambda: self.map))

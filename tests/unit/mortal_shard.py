@@ -21,7 +21,6 @@ from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, WritePart, WriteResult
 from paramserver.engine import storage_pace
 from paramserver.engine.engine import Engine
-from paramserver.engine.piece_writer import EnginePorts
 from paramserver.ingest.sessions import Sessions
 from paramserver.ingest.sync_steps import Membership
 from paramserver.journal import BatchEntry, Entry, Position, encode_entry
@@ -29,7 +28,7 @@ from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 from paramserver.model.tables import Tables, TableState
 from paramserver.model.transition import Timeline
 from paramserver.recovery.replay import Recovered, Recovery
-from tests.unit.lonely_engine import NO_OBSERVER, NO_REPAIR
+from tests.unit.lonely_engine import ALONE
 
 NUMBERS = count()
 EPOCH = 3
@@ -114,8 +113,7 @@ class Life:
     ) -> None:
         budget = CacheBudget(cache_bytes)
         self.tables = Tables([TableState(TABLES[name], step, arrays, budget) for name, (step, arrays) in saved.tables.items()], budget)
-        ports = EnginePorts(NO_REPAIR, NO_OBSERVER)
-        self.engine = Engine(store, self.tables, Timeline(epoch), k=saved.k, timeout_s=5, ports=ports)
+        self.engine = Engine(store, self.tables, Timeline(epoch), k=saved.k, timeout_s=5, repair=ALONE)
         self.sessions, self.members = Sessions(True), Membership(2)
         self.saved = saved
 

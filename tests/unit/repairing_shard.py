@@ -20,7 +20,7 @@ from paramserver.model.batch import APPLY, ERASE, Batch, CheckedRows
 from paramserver.model.tables import Tables, TableState
 from paramserver.model.transition import Timeline
 from paramserver.repair.repairer import Repairer
-from paramserver.snapshot import WantedVersions
+from paramserver.row_log import WantedVersions
 from tests.owners import shard_of
 from tests.unit.lonely_engine import ALONE
 
@@ -43,7 +43,7 @@ class Shard:
 
     def open(self) -> "Shard":
         self.store.open(Deadline.after(5))
-        self.engine = Engine(self.store, self.tables, Timeline(1), k=0, timeout_s=5, ports=ALONE)
+        self.engine = Engine(self.store, self.tables, Timeline(1), k=0, timeout_s=5, repair=ALONE)
         self.repairer = Repairer(
             self.store,
             self.tables,

@@ -1,7 +1,8 @@
-"""States of a table as a snapshot run holds them."""
+"""States of a table as a run holds them, and a row log in a folder of its own."""
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,10 +13,17 @@ from hypothesis import strategies as st
 
 import kvemb.init
 import kvemb.optim
+from kvemb.process import sync_folder
+from kvemb.schema.record import split_version
 from kvemb.schema.table_def import TableDef
-from paramserver.snapshot import Runs, sorted_run
-from paramserver.snapshot.run_writer import RunWriter
-from paramserver.snapshot.sorted_run import ERASED, ROWS, SortedRun
+from paramserver.journal import START, Position
+from paramserver.model.tables import Tables
+from paramserver.row_log import Runs, sorted_run
+from paramserver.row_log.run_writer import RunWriter
+from paramserver.row_log.saved_state import STATE, SavedState
+from paramserver.row_log.sorted_run import ERASED, ROWS, SortedRun
+from paramserver.row_log.state_file import LoggedTable, ShardState, decode_state
+from paramserver.shard_process.data_dir import replace_privately, sweep
 
 TABLE = TableDef("t", 2, kvemb.optim.sgd(0.5), kvemb.init.zeros())
 RECORD = TABLE.record
@@ -89,9 +97,47 @@ STATES = st.dictionaries(st.integers(0, 2**64 - 1), st.tuples(st.integers(1, 2**
 FEW_STATES = st.dictionaries(st.integers(0, 12), st.booleans(), max_size=8)
 
 
+class PlainFolder:
+    """A shard's folder that several processes may have open."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, name: str, chunks: Iterable[bytes], check: Callable[[], None]) -> None:
+        """See `DataDir.write`."""
+        replace_privately(self.path / name, chunks, check)
+        sync_folder(self.path)
+
+
+def saved_in(folder: Path, still_ours: Callable[[], None] = lambda: None, tables: tuple[LoggedTable, ...] = ()) -> SavedState:
+    """Return the saved state in a folder, as a process that has claimed it; or a new one with these tables."""
+    sweep(folder)
+    path = folder / STATE
+    new = ShardState(b"c" * 16, 0, 1, tables=tables)
+    state = decode_state(path.read_bytes(), str(path)) if path.exists() else new
+    return SavedState(PlainFolder(folder), state, still_ours)  # type: ignore[arg-type]
+
+
+def log_in(folder: Path, *, limit: int = 6, epoch: int = 0, still_ours: Callable[[], None] = lambda: None) -> Runs:
+    """Open the row log in a folder, the runs beside the saved state."""
+    return Runs(folder, saved_in(folder, still_ours, (LoggedTable(TABLE),)), limit=limit, epoch=epoch)
+
+
+def present(saved: SavedState, tables: Tables, version: int, journal: Position = START) -> ShardState:
+    """Return the state of a shard that has applied its batches up to a version."""
+    epoch, k = split_version(version)
+    logged = tuple(replace(saved.now.of(one.definition), step=one.step, n_rows=one.n_rows) for one in tables.all())
+    return replace(saved.now, epoch=epoch, k=k, tables=logged, journal=(journal.segment, journal.offset))
+
+
+def count(runs: Runs, writers: Sequence[RunWriter], cut: int) -> None:
+    """Make new runs count."""
+    runs.publish(writers, replace(runs._saved.now, cut=cut))
+
+
 def publish(runs: Runs, state: State, cut: int) -> None:
     add(writer := runs.begin(TABLE), state)
-    runs.publish([writer], cut)
+    count(runs, [writer], cut)
 
 
 def check(runs: Runs, wanted: State) -> None:

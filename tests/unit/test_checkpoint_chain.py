@@ -1,5 +1,6 @@
 """Checkpoints on top of each other are read as one; verify finds what is wrong; prune never breaks a chain."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,18 +11,35 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvemb.checkpoint.chain import open_chain
+from kvemb.checkpoint.chain import Chain, open_chain
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage, absolute_url, shown
-from kvemb.checkpoint.format.checkpoint_manifest import MANIFEST, BaseCheckpoint, CheckpointManifest, Cut, fragment_path, part_path
+from kvemb.checkpoint.format.checkpoint_manifest import (
+    ERASED,
+    IDS,
+    MANIFEST,
+    BaseCheckpoint,
+    CheckpointManifest,
+    Cut,
+    fragment_path,
+    part_path,
+)
 from kvemb.checkpoint.format.manifest_json import encode_manifest
 from kvemb.checkpoint.format.parquet_blocks import RowBlock
+from kvemb.checkpoint.format.strict_json import encode
 from kvemb.checkpoint.listing import list_checkpoints, prune
 from kvemb.checkpoint.verify import verify
 from kvemb.checkpoint.writer import SaveInfo, ShardWriter, assemble, read_fragment
 from kvemb.errors import CheckpointError, ConfigError, InvalidInputError
-from kvemb.optim import sgd
+from kvemb.init import uniform
+from kvemb.optim import adam, sgd
 from kvemb.schema.cluster_map import ClusterMap
-from tests.unit.checkpoint_files import USER, block_of, ids_of, save
+from kvemb.schema.record import make_version
+from kvemb.schema.slots import N_SLOTS
+from kvemb.schema.table_def import TableDef
+from tests.unit.checkpoint_files import USER, block_of, ids_of, in_order, save
+
+DENSE = TableDef("user", 4, adam(), uniform(), num_ids=1 << 40)  # neighbouring ids share a slot: its keys are no mixed ids
+UNSIGNED = replace(USER, id_dtype="uint64")
 
 
 @pytest.fixture
@@ -35,17 +53,32 @@ def base_of(manifest: CheckpointManifest, name: str) -> BaseCheckpoint:
     return BaseCheckpoint(name, manifest.save_id)
 
 
-def contents(url: str) -> dict[int, float]:
-    """What a load of this checkpoint would see: the state of every id."""
+def contents(url: str, definition: TableDef = USER) -> dict[int, float]:
+    """What a load of this checkpoint would see: the state of every id, whether shards are read one by one or together."""
     chain, found = open_chain(url), {}
     for shard in range(chain.newest.n_shards):
-        last = -1
-        for block in chain.rows(USER, shard):
-            assert int(block.ids[0]) > last, "blocks are not ascending"
-            assert (block.ids[1:] > block.ids[:-1]).all()
-            last = int(block.ids[-1])
-            assert block.state is not None
-            found |= dict(zip(block.ids.tolist(), block.state[:, 0].tolist(), strict=True))
+        rows = taken(chain, definition, chain.rows(definition, shard))
+        assert not rows.keys() & found.keys(), "two shards have a row"
+        found |= rows
+    assert taken(chain, definition, chain.rows_of(definition, range(chain.newest.n_shards))) == found
+    return found
+
+
+def taken(chain: Chain, definition: TableDef, blocks: Iterator[RowBlock]) -> dict[int, float]:
+    """The state of every id in these blocks, which must be in order, and whole rows."""
+    found: dict[int, float] = {}
+    last = -1
+    for block in blocks:
+        keys = definition.order.keys(block.ids) if chain.newest.by_key else block.ids
+        assert int(keys[0]) > last, "blocks are not in order"
+        assert (keys[1:] > keys[:-1]).all()
+        last = int(keys[-1])
+        assert block.state is not None
+        values = block.state[:, 0]
+        assert (block.weights == (block.ids % np.uint64(97)).astype(np.float32)[:, None] + values[:, None]).all()
+        assert (block.state == values[:, None]).all()
+        assert block.versions.tolist() == [make_version(1, int(value)) for value in values]
+        found |= dict(zip(block.ids.tolist(), values.tolist(), strict=True))
     return found
 
 
@@ -75,23 +108,80 @@ def test_where_erased_ids_are_not_known_the_ids_that_exist_tell(memory: str) -> 
     assert contents(memory + "/none") == {}
 
 
-_OPS = st.lists(st.tuples(st.sets(st.integers(0, 60)), st.sets(st.integers(0, 60)), st.booleans()), min_size=1, max_size=4)
+_WIDE = [*range(40), *(at + near for at in (1 << 32, 1 << 50, 1 << 63, (1 << 64) - 6) for near in range(-5, 6))]  # negative ones, too
+_PAGES = (1, 2, 3, 1000, 1 << 20, 1 << 33)
+_LOW = [*range(40), *(page * DENSE.placement.ids_per_group + at for page in _PAGES for at in range(5)), (1 << 40) - 1]
 
 
-@settings(deadline=None, max_examples=40)
-@given(st.sets(st.integers(0, 60)), _OPS, st.integers(1, 9))
-def test_any_chain_reads_as_the_rows_that_were_there(full: set[int], later: list[tuple[set[int], set[int], bool]], step_rows: int) -> None:
+def dealt(n_shards: int) -> tuple[int, ...]:
+    """Runs of slots dealt out in turn, as after many moves: keys of several shards stand between each other."""
+    return tuple(value for number, slot in enumerate(range(0, N_SLOTS, 192)) for value in (slot, number % n_shards))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_any_chain_reads_as_the_rows_that_were_there(data: st.DataObject) -> None:
     fsspec.filesystem("memory").store.clear()
+    definition, format_version = data.draw(st.sampled_from([USER, UNSIGNED, DENSE])), data.draw(st.sampled_from([3, 3, 2, 1]))
+    some = st.sets(st.sampled_from(_LOW if definition is DENSE else _WIDE))
+    options = {"definition": definition, "format_version": format_version, "n_shards": data.draw(st.integers(1, 3)), "part_bytes": 1}
+    options["step_rows"] = data.draw(st.integers(1, 9))
+    options["slots"] = data.draw(st.sampled_from([(), dealt(options["n_shards"])]))
+    full, later = data.draw(some), data.draw(st.lists(st.tuples(some, some, st.booleans()), min_size=1, max_size=4))
     rows = dict.fromkeys(full, 1.0)
-    below, name = save("memory://any/0", list(full), k=1, part_bytes=1, step_rows=step_rows), "0"
+    below, name = save("memory://any/0", list(full), k=1, **options), "0"  # type: ignore[arg-type]
     for k, (written, erased, known) in enumerate(later, start=2):
         gone = erased - written
         rows = {i: value for i, value in rows.items() if i not in gone} | dict.fromkeys(written, float(k))
         tell = {"erased": list(gone)} if known else {"all_ids": list(rows)}
-        below = save(f"memory://any/{k}", list(written), k=k, base=base_of(below, name), part_bytes=1, step_rows=step_rows, **tell)  # type: ignore[arg-type]
+        below = save(f"memory://any/{k}", list(written), k=k, base=base_of(below, name), **options, **tell)  # type: ignore[arg-type]
         name = str(k)
-    assert contents(f"memory://any/{name}") == rows
+    assert contents(f"memory://any/{name}", definition) == rows
     verify(f"memory://any/{name}").require_good()
+
+
+@pytest.mark.parametrize("format_version", [3, 2, 1])
+@pytest.mark.parametrize("definition", [USER, UNSIGNED, DENSE], ids=["signed", "unsigned", "dense"])
+def test_a_chain_of_many_parts_and_shards_is_merged_in_its_own_order(memory: str, definition: TableDef, format_version: int) -> None:
+    top = 1 << 40 if definition is DENSE else 1 << 64  # its upper half is negative
+    everywhere, more = [*range(500), *range(top - 500, top)], [*range(top // 2 - 100, top // 2 + 100)]
+    options = {"definition": definition, "format_version": format_version, "n_shards": 3, "part_bytes": 1000, "step_rows": 17}
+    options["slots"] = dealt(3)
+    first = save(memory + "/a", everywhere, k=1, **options)  # type: ignore[arg-type]
+    second = save(memory + "/b", [*more, *everywhere[::3]], k=2, base=base_of(first, "a"), erased=everywhere[1::3], **options)  # type: ignore[arg-type]
+    left = {*more, *everywhere[::3], *everywhere[2::3]} - {*everywhere[::5]}
+    third = save(memory + "/c", everywhere[4::15], k=3, base=base_of(second, "b"), all_ids=list(left | {*everywhere[4::15]}), **options)  # type: ignore[arg-type]
+    expected = dict.fromkeys(everywhere[2::3], 1.0) | dict.fromkeys([*more, *everywhere[::3]], 2.0)
+    expected = {i: value for i, value in expected.items() if i in left} | dict.fromkeys(everywhere[4::15], 3.0)
+    assert contents(memory + "/c", definition) == expected
+    assert verify(memory + "/c").require_good().n_checkpoints == 3
+    assert [level.manifest.by_key for level in open_chain(memory + "/c").levels] == [format_version == 3] * 3
+    assert all(len(level.files_of("user", shard)) > 1 for level in (first, second) for shard in range(3)), "one part a shard"
+    assert all(second.files_of("user", shard, ERASED) and third.files_of("user", shard, IDS) for shard in range(3))
+
+
+@pytest.mark.parametrize("format_version", [2, 1])
+def test_a_checkpoint_in_the_order_of_ids_is_read_listed_and_deleted_as_before(tmp_path: Path, format_version: int) -> None:
+    ids, root = [*range(50), *range((1 << 64) - 50, 1 << 64)], str(tmp_path)
+    old = save(root + "/1", ids, k=1, format_version=format_version, part_bytes=1000, step_rows=3)
+    assert not old.by_key
+    assert json.loads((tmp_path / "1" / MANIFEST).read_bytes())["format_version"] == format_version
+    assert contents(root + "/1") == dict.fromkeys(ids, 1.0)
+    per_shard = [np.concatenate([block.ids for block in open_chain(root + "/1").rows(USER, shard)]) for shard in range(2)]
+    assert all((them[1:] > them[:-1]).all() for them in per_shard)
+    assert np.array_equal(np.concatenate([block.ids for block in open_chain(root + "/1").rows_of(USER, [0, 1])]), ids_of(ids))
+    save(root + "/2", ids, k=2)
+    assert [(one.name, one.problem) for one in list_checkpoints(root)] == [("1", ""), ("2", "")]
+    assert prune(root, keep=1) == ["1"]
+
+
+@pytest.mark.parametrize(("below", "above"), [(2, 3), (3, 2), (1, 3), (1, 2)])
+def test_checkpoints_whose_rows_have_different_orders_or_owners_are_never_merged(memory: str, below: int, above: int) -> None:
+    first = save(memory + "/a", range(10), k=1, format_version=below)
+    save(memory + "/b", range(5), k=2, base=base_of(first, "a"), format_version=above)
+    for read in (open_chain, verify):
+        with pytest.raises(CheckpointError, match="of another cluster, other shards or another kind than its base"):
+            read(memory + "/b")
 
 
 def test_a_base_that_was_replaced_is_refused(memory: str) -> None:
@@ -170,7 +260,10 @@ def test_missing_and_truncated_files_are_named(url: str) -> None:
     ]
 
 
-def test_files_that_changed_places_are_found(url: str) -> None:
+@pytest.mark.parametrize("format_version", [3, 2])
+def test_files_that_changed_places_are_found(tmp_path: Path, format_version: int) -> None:
+    url = str(tmp_path / "a")
+    save(url, range(500), k=1, part_bytes=4000, step_rows=50, format_version=format_version)
     manifest = list_checkpoints(url)[0].manifest
     assert manifest is not None
     first, second = manifest.files_of("user", 0)[:2]
@@ -185,10 +278,82 @@ def test_files_that_changed_places_are_found(url: str) -> None:
         list(open_chain(url).rows(USER, 0))
 
 
+@pytest.mark.parametrize("role", [ERASED, IDS])
+def test_files_of_ids_that_changed_places_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
+    monkeypatch.setattr("kvemb.checkpoint.writer.MAX_IDS", 50)
+    first, url = save(str(tmp_path / "a"), range(500), k=1, n_shards=1), str(tmp_path / "b")
+    tell = {"erased": range(200)} if role == ERASED else {"all_ids": range(200)}
+    manifest = save(url, [600], k=2, n_shards=1, base=base_of(first, "a"), **tell)  # type: ignore[arg-type]
+    assert len(manifest.files_of("user", 0, role)) == 4
+    verify(url).require_good()
+    one, two = manifest.files_of("user", 0, role)[1:3]
+    a, b = Path(url, one.path).read_bytes(), Path(url, two.path).read_bytes()
+    Path(url, one.path).write_bytes(b)
+    Path(url, two.path).write_bytes(a)
+    swapped = {one: replace(two, part=one.part), two: replace(one, part=two.part)}
+    Path(url, MANIFEST).write_bytes(encode_manifest(replace(manifest, files=tuple(swapped.get(f, f) for f in manifest.files))))
+    report = verify(url)
+    assert report.faults
+    assert all("its ids are not behind those of the part before" in fault and f"/{one.table}/" in fault for fault in report.faults)
+    with pytest.raises(CheckpointError, match="not behind"):
+        list(open_chain(url).rows(USER, 0))
+
+
+@pytest.mark.parametrize(("written", "said"), [(2, 3), (3, 2)])
+def test_rows_in_another_order_than_the_manifest_says_are_found_in_every_file(tmp_path: Path, written: int, said: int) -> None:
+    options = {"format_version": written, "part_bytes": 6000, "step_rows": 50}
+    first = save(str(tmp_path / "a"), range(500), k=1, **options)
+    erased = save(str(tmp_path / "b"), range(100), k=2, base=base_of(first, "a"), erased=range(100, 200), **options)
+    listed = save(str(tmp_path / "c"), range(100), k=3, base=base_of(erased, "b"), all_ids=range(90), **options)
+    verify(str(tmp_path / "c")).require_good()
+    n_files = 0
+    for name, manifest in (("a", first), ("b", erased), ("c", listed)):
+        Path(tmp_path, name, MANIFEST).write_bytes(encode_manifest(replace(manifest, by_key=said == 3)))
+        n_files += len(manifest.files)
+    faults = verify(str(tmp_path / "c")).faults
+    assert len(faults) == n_files
+    assert all(fault.endswith(".parquet: ids are not in order, or one stands twice") for fault in faults)
+    with pytest.raises(CheckpointError, match="ids are not in order"):
+        contents(str(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("change", [[1, 0], [0, 0, 1], [0, 1, 1]], ids=["two changed places", "the first one twice", "the last one twice"])
+def test_one_row_that_is_out_of_order_is_found(tmp_path: Path, change: list[int]) -> None:
+    storage, ids = CheckpointStorage(str(tmp_path)), in_order(range(100))
+    for at in (0, 49, 98):
+        for ordered in (True, False):
+            rows = np.concatenate([ids[:at], ids[at : at + 2] if ordered else ids[at : at + 2][change], ids[at + 2 :]])
+            with ShardWriter(storage, "1" * 32, Cut(0, 1, 5), weights_only=False) as writer:
+                writer.add_rows(USER, [block_of(USER, rows, make_version(1, 5))])
+                share = writer.finish([(USER, 1)])
+            storage.write(MANIFEST, encode_manifest(assemble(SaveInfo("1" * 32, "demo", "c" * 32, 1, False), [share])))
+            found = [fault.rpartition(": ")[2] for fault in verify(str(tmp_path)).faults]
+            assert found == ([] if ordered else ["ids are not in order, or one stands twice"])
+
+
+@pytest.mark.parametrize("by_key", [True, False], ids=["by key", "by id"])
+def test_parts_that_overlap_are_found(tmp_path: Path, by_key: bool) -> None:
+    storage, ids = CheckpointStorage(str(tmp_path)), (in_order if by_key else ids_of)(range(100))
+    for begin, good in ((60, True), (59, False), (30, False)):
+        with ShardWriter(storage, "1" * 32, Cut(0, 1, 5), weights_only=False) as writer:
+            for rows in (ids[:60], ids[begin:]):
+                writer.add_rows(USER, [block_of(USER, rows, make_version(1, 5), 5.0)])
+            share = writer.finish([(USER, 1)])
+        manifest = replace(assemble(SaveInfo("1" * 32, "demo", "c" * 32, 1, False), [share]), by_key=by_key)
+        storage.write(MANIFEST, encode_manifest(manifest))
+        says = "part-1.parquet: its ids are not behind those of the part before"
+        assert [says in fault for fault in verify(str(tmp_path)).faults] == [True] * (not good)
+        if good:
+            assert contents(str(tmp_path)) == dict.fromkeys(range(100), 5.0)
+        else:
+            with pytest.raises(CheckpointError, match=says):
+                contents(str(tmp_path))
+
+
 def test_rows_of_another_shard_and_versions_beyond_the_cut_are_found(tmp_path: Path) -> None:
     storage = CheckpointStorage(str(tmp_path))
     with ShardWriter(storage, "1" * 32, Cut(0, 1, 5), weights_only=False) as writer:
-        writer.add_rows(USER, [block_of(USER, ids_of(range(100)), (1 << 48) + 6)])
+        writer.add_rows(USER, [block_of(USER, in_order(range(100)), (1 << 48) + 6)])
         share = writer.finish([(USER, 1)])
     for shares, says in (([share], "versions outside"), ([replace(share, cut=Cut(0, 1, 6))], "")):
         storage.write(MANIFEST, encode_manifest(assemble(SaveInfo("1" * 32, "demo", "c" * 32, 1, False), shares)))
@@ -280,9 +445,10 @@ def test_prune_needs_a_number_and_a_folder_of_checkpoints(url: str) -> None:
 
 
 def write(storage: CheckpointStorage, save_id: str, value: float) -> ShardWriter:
+    ids = in_order(range(90))
     with ShardWriter(storage, save_id, Cut(0, 1, 5), weights_only=False) as writer:
-        writer.add_rows(USER, [block_of(USER, ids_of(range(50)), 1)])
-        writer.add_rows(USER, [block_of(USER, ids_of(range(50, 90)), 1, value)])
+        writer.add_rows(USER, [block_of(USER, ids[:50], 1)])
+        writer.add_rows(USER, [block_of(USER, ids[50:], 1, value)])
         writer.finish([(USER, 1)])
     return writer
 
@@ -306,6 +472,29 @@ def test_a_broken_fragment_is_as_good_as_none(tmp_path: Path) -> None:
     storage.write(fragment_path(0), b"{half")
     assert read_fragment(storage, 0) is None
     assert write(storage, "1" * 32, 1.0).n_skipped == 0
+
+
+def test_files_of_a_save_that_an_earlier_release_began_are_written_again_since_their_rows_have_another_order(tmp_path: Path) -> None:
+    storage = CheckpointStorage(str(tmp_path))
+    write(storage, "1" * 32, 1.0)
+    tree = json.loads((tmp_path / fragment_path(0)).read_bytes())
+    del tree["checksum"]
+    storage.write(fragment_path(0), encode(tree))
+    assert read_fragment(storage, 0) is not None
+    storage.write(fragment_path(0), encode(tree | {"format": "kvemb-checkpoint-shard"}))
+    assert read_fragment(storage, 0) is None
+    assert write(storage, "1" * 32, 1.0).n_skipped == 0
+    assert write(storage, "1" * 32, 1.0).n_skipped == 2
+
+
+def test_what_is_written_now_has_its_rows_in_the_order_of_their_keys(tmp_path: Path) -> None:
+    storage = CheckpointStorage(str(tmp_path))
+    write(storage, "1" * 32, 1.0)
+    share = read_fragment(storage, 0)
+    assert share is not None
+    manifest = assemble(SaveInfo("1" * 32, "demo", "c" * 32, 1, False), [share])
+    assert manifest.by_key
+    assert json.loads(encode_manifest(manifest))["format_version"] == 3
 
 
 def test_a_save_with_a_missing_shard_has_no_manifest(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Asking the shards to save, without shards, and storage that does not answer."""
 
+import json
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +12,20 @@ from fsspec.implementations.memory import MemoryFileSystem
 from kvemb.api import Cluster
 from kvemb.api.shared_connection import SharedConnection
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
+from kvemb.checkpoint.format.checkpoint_manifest import MANIFEST, Cut, fragment_path
+from kvemb.checkpoint.format.strict_json import encode
+from kvemb.checkpoint.listing import list_checkpoints
 from kvemb.checkpoint.save import Stalled
+from kvemb.checkpoint.verify import verify
+from kvemb.checkpoint.writer import ShardWriter
 from kvemb.config import parse
 from kvemb.errors import CheckpointError, ShardUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import SaveReply, SaveRequest
 from kvemb.schema.cluster_map import ClusterMap
+from kvemb.schema.record import make_version
+from tests.unit import checkpoint_files
+from tests.unit.checkpoint_files import CLUSTER_ID, USER, block_of, in_order
 
 CONFIG = parse({"cluster": "c", "storage": {"kind": "redis", "nodes": ["a:1"]}, "parameter_servers": {"shards": ["b:2"]}}, {})
 
@@ -35,19 +44,75 @@ class NoShard:
         pass
 
     def describe(self, config: object, deadline: Deadline) -> SimpleNamespace:
-        return SimpleNamespace(cluster_id=bytes(16))
+        return SimpleNamespace(cluster_id=bytes.fromhex(CLUSTER_ID))
 
     def call_each(self, method: str, requests: dict[int, SaveRequest], reply_type: object, deadline: Deadline) -> None:
         self.asked.append((method, requests[0].timeout_s, deadline.timeout_s))
         raise ShardUnavailableError("shard 0: no answer")
 
 
+def cluster_of(shards: object) -> Cluster:
+    return Cluster(CONFIG, SharedConnection(None, SimpleNamespace(servers=shards), 5.0))  # type: ignore[arg-type]
+
+
 def test_shards_and_caller_have_the_same_time_for_the_cut(tmp_path: Path) -> None:
     shards = NoShard()
-    shared = SharedConnection(None, SimpleNamespace(servers=shards), 5.0)  # type: ignore[arg-type]
     with pytest.raises(ShardUnavailableError):
-        Cluster(CONFIG, shared).save(str(tmp_path / "a"), timeout_s=7.0)
+        cluster_of(shards).save(str(tmp_path / "a"), timeout_s=7.0)
     assert shards.asked == [("Save", 7.0, 7.0)]
+
+
+@pytest.mark.parametrize(
+    ("format_version", "says"),
+    [
+        (2, r"run/a.*: saved by an earlier release, with rows in another order; save without a base, once"),
+        (1, r"run/a.*: of cluster c+ with 1 shard, which may have owned other rows; not a base for this one\. Save without a base"),
+    ],
+)
+def test_a_base_in_the_order_of_ids_is_refused_before_any_shard_is_asked(tmp_path: Path, format_version: int, says: str) -> None:
+    run, shards = tmp_path / "run", NoShard()
+    checkpoint_files.save(str(run / "a"), range(100), k=1, n_shards=1, format_version=format_version)
+    for weights_only in (False, True):
+        with pytest.raises(CheckpointError, match=says):
+            cluster_of(shards).save(str(run / "b"), base=str(run / "a"), weights_only=weights_only)
+    assert shards.asked == []
+    assert [path.name for path in run.iterdir()] == ["a"]
+    assert verify(str(run / "a")).faults == ()
+    checkpoint_files.save(str(run / "c"), range(100), k=2, n_shards=1)
+    with pytest.raises(ShardUnavailableError):
+        cluster_of(shards).save(str(run / "d"), base=str(run / "c"), timeout_s=7.0)
+    assert shards.asked == [("Save", 7.0, 7.0)]
+
+
+class QuickShard(NoShard):
+    """One shard that saves at once, and notes its share in this format."""
+
+    def __init__(self, fragment_format: str) -> None:
+        super().__init__()
+        self._format = fragment_format
+
+    def call_each(self, method: str, requests: dict[int, SaveRequest], reply_type: object, deadline: Deadline) -> None:
+        request = requests[0]
+        storage = CheckpointStorage(request.url)
+        with ShardWriter(storage, request.save_id, Cut(0, 1, 5), weights_only=False) as writer:
+            writer.add_rows(USER, [block_of(USER, in_order(range(100)), make_version(1, 5))])
+            writer.finish([(USER, 1)])
+        tree = json.loads(storage.read(fragment_path(0), 1 << 20))
+        del tree["checksum"]
+        storage.write(fragment_path(0), encode(tree | {"format": self._format}))
+
+    def try_each(self, method: str, requests: object, reply_type: object, deadline: Deadline) -> dict[int, SaveReply]:
+        return {0: SaveReply("done", "", 100, 100, 1)}
+
+
+def test_a_share_that_a_shard_of_an_earlier_release_has_saved_is_in_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"shard 0 says that it is done, but nothing is here; .* all must be of one minor version"):
+        cluster_of(QuickShard("kvemb-checkpoint-shard")).save(str(tmp_path / "a"))
+    assert not (tmp_path / "a" / MANIFEST).exists()
+    assert [one.problem for one in list_checkpoints(str(tmp_path))] == ["not finished"]
+    saved = cluster_of(QuickShard("kvemb-checkpoint-shard-2")).save(str(tmp_path / "b"))
+    assert saved.manifest.by_key
+    assert verify(str(tmp_path / "b")).require_good().n_rows == 100
 
 
 def test_a_shard_that_saves_nothing_is_named_now_and_then_and_others_are_not(caplog: pytest.LogCaptureFixture) -> None:

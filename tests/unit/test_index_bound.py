@@ -13,8 +13,9 @@ from kvemb.arrays.row_index import END
 from kvemb.schema.slots import N_SLOTS
 from kvemb.schema.table_def import TableDef
 from paramserver.model.tables import Tables, TableState
-from paramserver.snapshot.run_set import Runs
-from paramserver.snapshot.sorted_run import ERASED, ROWS
+from paramserver.row_log.log_flush import LogFlush
+from paramserver.row_log.run_set import Runs
+from tests.unit.snapshot_states import present, saved_in
 
 PLAIN = TableDef("t", 2, optim.sgd(), init.zeros())
 DENSE = TableDef("t", 2, optim.sgd(), init.zeros(), num_ids=1 << 40)
@@ -88,7 +89,7 @@ def test_a_table_mostly_on_disk_is_a_dict(definition: TableDef) -> None:
                 assert state.erased(ids, version) == sum(model.pop(row, None) is not None for row in ids.tolist())
             elif verb == "took":
                 come = u64([row for row in ids.tolist() if row not in model])
-                state.took(come, np.full(len(come), version, np.uint64))
+                state.took(come, np.full(len(come), version, np.uint64), len(come))
                 model.update(dict.fromkeys(come.tolist(), version))
             elif verb == "publish":
                 share, late = what  # type: ignore[misc]
@@ -162,9 +163,17 @@ def test_a_push_asks_the_log_once(tmp_path: Path) -> None:
     assert (state.n_rows, state.versions(ids).tolist()) == (100, [6] * 100)
 
 
+def written(state: TableState, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Records as storage would have them."""
+    weights = np.zeros((len(ids), 2), np.float32)
+    records = state.definition.record.encode(ids, state.versions(ids), weights, np.empty((len(ids), 0), np.float32))
+    return records, np.ones(len(ids), bool)
+
+
 def test_runs_on_disk_are_such_a_log(tmp_path: Path) -> None:
-    runs, rng = Runs(tmp_path / "log"), np.random.default_rng(7)
-    tables = Tables([], log=runs, index_bytes=1)
+    saved = saved_in(tmp_path)
+    runs, rng = Runs(tmp_path / "log", saved), np.random.default_rng(7)
+    tables = Tables([], log=runs, index_bytes=0)
     state, model, ids = tables.state(DENSE), dict[int, int](), np.arange(20_000, dtype=np.uint64)
     for version in range(1, 9):
         some = rng.choice(ids, 3000, replace=False)
@@ -174,14 +183,8 @@ def test_runs_on_disk_are_such_a_log(tmp_path: Path) -> None:
             state.applied(some, version)
             model.update(dict.fromkeys(some.tolist(), version))
         if version % 2 == 0:
-            writer = runs.begin(DENSE, records=False)
-            for kind, parts in ((ROWS, list(state.portions(above=version - 2))), (ERASED, list(state.gone()))):
-                for rows, versions in parts:
-                    there = state.versions(rows) != 0 if kind == ERASED else np.zeros(len(rows), bool)
-                    rows, versions = rows[~there], versions[~there]  # erased, and created again since
-                    writer.add(kind, DENSE.order.keys(rows), versions, np.empty((len(rows), 0), np.uint8))
-            runs.publish([writer], version)
-            tables.published(version)
+            for _ in LogFlush(runs, tables, written, lambda: version).steps(lambda: present(saved, tables, version)):  # noqa: B023
+                pass
         assert state.n_rows == len(model)
     assert listed(state, 1000) == model
     runs.close()

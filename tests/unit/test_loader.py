@@ -147,14 +147,12 @@ def test_a_load_ends_with_the_rows_of_the_checkpoint_and_no_others(cluster: Clus
 
 
 STEPS = [
-    "paramserver.snapshot.run_set.Runs.begin",
-    "paramserver.snapshot.run_set.Runs.publish",
+    "paramserver.row_log.run_set.Runs.begin",
+    "paramserver.row_log.run_set.Runs.publish",
     "paramserver.checkpoint.loader.Loader._read",
     "paramserver.checkpoint.loader.encode_load_plan",
     "paramserver.checkpoint.loader.Loader._switch",
-    "paramserver.checkpoint.loader.shutil.rmtree",
-    "paramserver.checkpoint.loader.os.replace",
-    "paramserver.checkpoint.loader.save",
+    "paramserver.row_log.saved_state.SavedState.replace",
     "paramserver.checkpoint.loader.Loader._write",
     "paramserver.engine.row_access.RowAccess.write_over",
     "paramserver.checkpoint.unconditional_writer.UnconditionalWriter.erase",
@@ -162,7 +160,7 @@ STEPS = [
 
 
 # Right after a step is right before the next one: a death there is another only behind the last, and behind what renames or deletes.
-AFTER = [step for step in STEPS if step.endswith(("._switch", ".rmtree", ".replace", ".save", ".erase"))]
+AFTER = [step for step in STEPS if step.endswith(("._switch", ".replace", ".erase"))]
 
 
 @pytest.mark.parametrize(("step", "after"), [*((step, False) for step in STEPS), *((step, True) for step in AFTER)])
@@ -309,7 +307,8 @@ def test_a_load_that_was_broken_off_is_superseded_without_a_trace(
     assert cluster.rows(USER) == expected(30, 3.0)
     assert cluster.rows(OTHER) == {}
     assert cluster.counts() == {"user": 30}
-    assert not list((tmp_path / "data" / "shard-0").glob("staged*"))
+    named = {run.number for table in cluster.shard._parts.saved.now.tables for run in table.runs}  # type: ignore[union-attr]
+    assert {int(path.stem) for path in (tmp_path / "data" / "shard-0" / "snapshot").glob("*.run")} == named
 
 
 def test_another_checkpoint_under_the_same_url_is_not_loaded(cluster: Cluster, tmp_path: Path) -> None:

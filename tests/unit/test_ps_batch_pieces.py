@@ -15,13 +15,12 @@ from paramserver.checkpoint.unconditional_writer import UnconditionalWriter
 from paramserver.engine import storage_pace
 from paramserver.engine.batch_records import PreparedRows
 from paramserver.engine.engine import Engine
-from paramserver.engine.piece_writer import EnginePorts
 from paramserver.engine.storage_pace import LEAST_BYTES, AheadOfIndex, Pace, Pause, cut, size_bytes
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch
 from paramserver.model.tables import Tables
 from paramserver.model.transition import Replay, Timeline
 from tests.unit.engine_storage import ADAM, SGD, Storage, make_store, never, read, rows
-from tests.unit.lonely_engine import ALONE, NO_OBSERVER, NO_REPAIR, NoRepair
+from tests.unit.lonely_engine import ALONE, NoRepair
 from tests.unit.memory_nodes import unused_nodes
 
 IDS = list(range(0, 3000, 3))
@@ -72,7 +71,7 @@ def versions_of(store: Storage, ids: list[int], table: object = ADAM) -> list[in
 
 def test_a_batch_too_large_for_the_deadline_is_applied_in_smaller_pieces() -> None:
     store, other = slow_store(), make_store()
-    engine, whole = (Engine(one, Tables([]), Timeline(1), k=0, timeout_s=5, ports=ALONE) for one in (store, other))
+    engine, whole = (Engine(one, Tables([]), Timeline(1), k=0, timeout_s=5, repair=ALONE) for one in (store, other))
     for k in (1, 2):
         for one in (engine, whole):
             one.run(Batch(APPLY, (rows(ADAM, IDS, 0.5 * k),)), make_version(1, k), patient)
@@ -85,7 +84,7 @@ def test_a_batch_too_large_for_the_deadline_is_applied_in_smaller_pieces() -> No
 @pytest.mark.parametrize("kind", [ASSIGN, ERASE])
 def test_so_are_large_assigns_and_erases(kind: str) -> None:
     store = slow_store()
-    engine = Engine(store, Tables([]), Timeline(1), k=0, timeout_s=5, ports=ALONE)
+    engine = Engine(store, Tables([]), Timeline(1), k=0, timeout_s=5, repair=ALONE)
     engine.run(Batch(APPLY, (rows(ADAM, IDS[::2]),)), make_version(1, 1), never)
     store.most_rows = 100
     applied = engine.run(Batch(kind, (rows(ADAM, IDS, 2.0, 0 if kind == ERASE else None),)), make_version(1, 2), patient)
@@ -98,7 +97,7 @@ def test_so_are_large_assigns_and_erases(kind: str) -> None:
 def test_what_is_stored_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage_pace, "MOST_BYTES", 100 * storage_pace.row_bytes(rows(ADAM, [1])))
     store = slow_store()
-    engine = Engine(store, Tables([]), Timeline(1), k=0, timeout_s=5, ports=ALONE)
+    engine = Engine(store, Tables([]), Timeline(1), k=0, timeout_s=5, repair=ALONE)
     failures = []
 
     def spoil(parts: Sequence[WritePart]) -> list[WriteResult]:
@@ -131,7 +130,7 @@ def test_a_node_that_loses_rows_of_a_piece_that_was_stored_gets_them_back(monkey
         def rows(self, batch: Batch, ahead: AheadOfIndex) -> int:
             raise AssertionError
 
-    engine = Engine(store, tables, Timeline(1), k=0, timeout_s=5, ports=EnginePorts(Repair(), NO_OBSERVER))
+    engine = Engine(store, tables, Timeline(1), k=0, timeout_s=5, repair=Repair())
 
     def lose(parts: Sequence[WritePart]) -> list[WriteResult]:
         raise NodeLostError("node x: was flushed")
@@ -151,7 +150,7 @@ def test_only_a_batch_of_one_piece_is_told_before_it_is_stored(monkeypatch: pyte
     told: list[Sequence[PreparedRows]] = []
     store = make_store()
     monkeypatch.setattr(storage_pace, "MOST_BYTES", 500 * storage_pace.row_bytes(rows(ADAM, [1])))
-    engine = Engine(store, Tables([]), Timeline(1), k=0, timeout_s=5, ports=ALONE)
+    engine = Engine(store, Tables([]), Timeline(1), k=0, timeout_s=5, repair=ALONE)
     small = engine.run(Batch(APPLY, (rows(ADAM, IDS[:500]),)), make_version(1, 1), never, computed=told.append)
     assert (len(told), len(small.written)) == (1, 1)
     large = engine.run(Batch(APPLY, (rows(ADAM, IDS),)), make_version(1, 2), never, computed=told.append)
@@ -207,7 +206,7 @@ def test_pace_falls_after_a_missed_deadline_and_rises_while_there_is_time() -> N
 def test_a_batch_can_be_given_up_between_two_pieces_and_taken_up_by_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage_pace, "MOST_BYTES", 400 * storage_pace.row_bytes(rows(ADAM, [1])))
     store, batch, seen = slow_store(), Batch(APPLY, (rows(ADAM, IDS),)), []
-    engine = Engine(store, Tables([]), Timeline(1), k=0, timeout_s=5, ports=ALONE)
+    engine = Engine(store, Tables([]), Timeline(1), k=0, timeout_s=5, repair=ALONE)
 
     def stop() -> None:
         seen.append((engine.k, engine.rows_applied, store.n_rows_written))
@@ -218,7 +217,7 @@ def test_a_batch_can_be_given_up_between_two_pieces_and_taken_up_by_a_replay(mon
         engine.run(batch, make_version(1, 1), never, between=stop)
     assert seen == [(0, 400, 400), (0, 800, 800)]
     assert engine._tables.state(ADAM).step == 0
-    again = Engine(store, Tables([]), Timeline(2), k=0, timeout_s=5, ports=ALONE)
+    again = Engine(store, Tables([]), Timeline(2), k=0, timeout_s=5, repair=ALONE)
     again.run(batch, make_version(1, 1), never, Replay(make_version(1, 1)))
     assert store.n_rows_written == len(IDS)
     assert (again.k, again._tables.state(ADAM).step, versions_of(store, IDS)) == (1, 1, [make_version(1, 1)])
@@ -227,11 +226,11 @@ def test_a_batch_can_be_given_up_between_two_pieces_and_taken_up_by_a_replay(mon
 def test_rows_of_a_load_are_written_and_erased_in_smaller_pieces_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage_pace, "_FASTER", 1)
     store, waited = slow_store(), []
-    Engine(store, Tables([]), Timeline(1), k=0, timeout_s=5, ports=ALONE).run(Batch(APPLY, (rows(ADAM, IDS),)), make_version(1, 1), never)
+    Engine(store, Tables([]), Timeline(1), k=0, timeout_s=5, repair=ALONE).run(Batch(APPLY, (rows(ADAM, IDS),)), make_version(1, 1), never)
     ids, size = np.array(IDS, np.uint64), ADAM.record.size_bytes
     records = ADAM.record.encode(ids, make_version(2, 0), np.ones((len(ids), 2), np.float32), np.zeros((len(ids), 4), np.float32))
     store.most_rows = storage_pace.LEAST_BYTES // size
-    rows_out = UnconditionalWriter(store, 5.0, lambda error, pause_s: waited.append(pause_s), NO_REPAIR)
+    rows_out = UnconditionalWriter(store, 5.0, lambda error, pause_s: waited.append(pause_s), ALONE)
     rows_out.write(ADAM, ids, records)
     assert waited
     rows_out.erase(ADAM, ids[:900])
@@ -258,6 +257,6 @@ def test_a_load_waits_for_a_node_that_goes_away_while_another_programs_value_is_
 
     store.spoil = spoil
     monkeypatch.setattr(store.repair, "make_way", make_way)
-    UnconditionalWriter(store, 5.0, lambda error, pause_s: waited.append(error), NO_REPAIR).write(ADAM, ids, records)
+    UnconditionalWriter(store, 5.0, lambda error, pause_s: waited.append(error), ALONE).write(ADAM, ids, records)
     assert (len(waited), answers) == (1, [])
     assert versions_of(store, IDS) == [make_version(2, 0)]

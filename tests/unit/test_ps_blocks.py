@@ -35,7 +35,7 @@ def make_engine(cache_bytes: int) -> tuple[Engine, MemoryStore, Tables]:
     store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
     store.open(Deadline.after(5))
     tables = Tables([], CacheBudget(cache_bytes))
-    return Engine(store, tables, Timeline(1), k=0, timeout_s=5, ports=ALONE), store, tables
+    return Engine(store, tables, Timeline(1), k=0, timeout_s=5, repair=ALONE), store, tables
 
 
 def rows(definition: TableDef, ids: np.ndarray, seed: int) -> CheckedRows:

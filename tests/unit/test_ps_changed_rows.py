@@ -35,7 +35,7 @@ class Shard:
         self.store: Storage = make_store()
         budget = CacheBudget(cache_rows * 200) if cache_rows else None
         self.tables = Tables([], budget)
-        self.engine = Engine(self.store, self.tables, Timeline(1), k=0, timeout_s=5, ports=ALONE)
+        self.engine = Engine(self.store, self.tables, Timeline(1), k=0, timeout_s=5, repair=ALONE)
         self.prefetched = ChangedRowsFinder(self.store, self.tables, 5)
         self.last: Applied | None = None
 

@@ -15,11 +15,14 @@ from kvemb.coordination.shard_notes import ShardNote, note_name
 from kvemb.coordination.shard_owners import Owner, newest_owner, owner_name
 from kvemb.errors import DeadlineExceededError, FencedError, LostRowError, NodeUnavailableError, ParameterServerError
 from kvemb.net.deadline import Deadline
+from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from paramserver.lifecycle.join_cluster import StorageWait, join_cluster, keep_identity
-from paramserver.recovery.claim_shard import EPOCH, STATE, Claim, claim_shard, read_epoch, require_owner, save
+from paramserver.recovery import claim_shard as claims
+from paramserver.recovery.claim_shard import EPOCH, Claim, claim_shard, read_epoch, require_owner
 from paramserver.recovery.start_report import StartReport
-from paramserver.recovery.state_file import ShardState, TableImage, decode_state, encode_state
+from paramserver.row_log.saved_state import STATE, SavedState
+from paramserver.row_log.state_file import LoggedTable, RunEntry, ShardState, decode_state, encode_state
 from paramserver.shard_process.data_dir import DataDir
 
 _NUMBERS = count()
@@ -82,9 +85,13 @@ def test_a_claim_that_was_told_to_some_nodes_only_goes_on_rising_and_is_still_ou
     assert (risen, claim.epoch, read_epoch(data), stored_epoch(nodes)) == ([8], 8, 8, 8)
 
 
-def left(first: ShardState, k: int = 7, journal: tuple[int, int] | None = None) -> ShardState:
+def save(data: DataDir, state: ShardState) -> None:
+    SavedState(data, state, lambda: require_owner(data, state.epoch)).replace(state)
+
+
+def left(first: ShardState, k: int = 7, journal: tuple[int, int] = (0, 0)) -> ShardState:
     """What a process leaves at its end."""
-    tables = (TableImage(TABLE, 2, IDS, IDS + np.uint64(1)),)
+    tables = (LoggedTable(TABLE, 2, 3, (RunEntry(1, 99, 5),)),)
     return ShardState(first.cluster_id, 0, 2, first.epoch, k, 0, 4, tables, (("a", 3, 9),), journal=journal)
 
 
@@ -142,6 +149,7 @@ def test_a_number_that_has_left_goes_on_in_an_empty_folder_with_the_sessions_tha
     store.values.put(note_name(2), ShardNote(4, 90).encode(), Deadline.after(5))
     state = claim_shard(store, empty, 2, join(nodes, empty, 2), 5, left=lambda: [("never", 1, 1)])
     assert (state.epoch, state.k, state.sessions) == (5, 90, ())  # this map has no such number: it never had a slot
+    assert state.cut == make_version(4, 90)
 
 
 def test_the_state_of_a_journaled_shard_is_kept(folder: Folder, tmp_path: Path) -> None:
@@ -152,7 +160,7 @@ def test_the_state_of_a_journaled_shard_is_kept(folder: Folder, tmp_path: Path) 
     for epoch in (2, 3):
         state = start(nodes, data)
         assert (state.epoch, state.k, state.next_incarnation, state.sessions, state.journal) == (epoch, 7, 4, (("a", 3, 9),), (3, 48))
-        assert state.tables[0].versions.tolist() == [1, 2, 3]
+        assert state.tables == left(first).tables
 
 
 def test_a_process_that_lost_the_shard_cannot_save_over_its_successor(folder: Folder, tmp_path: Path) -> None:
@@ -194,14 +202,6 @@ def test_a_folder_without_a_state_is_refused(folder: Folder, tmp_path: Path) -> 
         start(nodes, data)
 
 
-def test_a_clean_stop_of_a_release_that_could_do_without_a_journal_is_taken_up(folder: Folder, tmp_path: Path) -> None:
-    nodes, data = addresses(), folder(tmp_path, 0)
-    save(data, left(start(nodes, data), k=9))
-    again = start(nodes, data)
-    assert (again.epoch, again.k, again.journal) == (2, 9, (0, 0))
-    assert again.tables[0].versions.tolist() == [1, 2, 3]
-
-
 def test_a_start_that_was_given_up_can_be_repeated(folder: Folder, tmp_path: Path) -> None:
     nodes, data = addresses(), folder(tmp_path, 0)
     first = start(nodes, data)
@@ -211,13 +211,16 @@ def test_a_start_that_was_given_up_can_be_repeated(folder: Folder, tmp_path: Pat
         assert (state.epoch, state.k) == (epoch, 7)
 
 
-def test_a_state_without_a_journal_that_is_not_the_last_owners_is_refused(folder: Folder, tmp_path: Path) -> None:
+def test_a_state_that_an_older_process_replaced_in_mid_start_is_the_one_that_counts(
+    folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nodes, data = addresses(), folder(tmp_path, 0)
-    old = list(encode_state(left(start(nodes, data))))
-    start(nodes, data)
-    data.write(STATE, old)
-    with pytest.raises(ParameterServerError, match="epoch 1, but the nodes say that epoch 2"):
-        start(nodes, data)
+    first = start(nodes, data)
+    save(data, left(first, journal=(3, 48)))
+    swept = claims.sweep
+    monkeypatch.setattr(claims, "sweep", lambda path: (data.write(STATE, [encode_state(left(first, k=9, journal=(5, 48)))]), swept(path)))
+    state = start(nodes, data)
+    assert (state.epoch, state.k, state.journal) == (2, 9, (5, 48))
 
 
 def test_a_damaged_state_is_refused_and_kept(folder: Folder, tmp_path: Path) -> None:

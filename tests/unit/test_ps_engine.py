@@ -260,7 +260,7 @@ def test_all_tables_of_a_batch_are_applied_together() -> None:
 
 
 def cached_engine(store: Storage) -> Engine:
-    return Engine(store, Tables([], CacheBudget(1 << 20)), Timeline(1), k=0, timeout_s=5, ports=ALONE)
+    return Engine(store, Tables([], CacheBudget(1 << 20)), Timeline(1), k=0, timeout_s=5, repair=ALONE)
 
 
 def count_reads(store: Storage) -> list[int]:

@@ -12,7 +12,7 @@ from kvemb.schema.record import make_version
 from kvemb.stores.row_io import ReadPart, WritePart
 from paramserver.engine.storage_pace import NO_BATCH, AheadOfIndex
 from paramserver.model.batch import APPLY, ERASE, Batch, CheckedRows
-from paramserver.snapshot import WantedVersions
+from paramserver.row_log import WantedVersions
 from tests.unit.repairing_shard import ADAM, IDS, SGD, Shard, addresses, fail, provision
 
 

@@ -45,8 +45,8 @@ def shard() -> Shard:
     return made
 
 
-def scrub_of(shard: Shard, clock: Clock, n_shards: int = 1, busy: bool = False) -> Scrub:
-    return Scrub(shard.repairer, shard.tables, lambda: n_shards, timeout_s=5, busy=lambda: busy, clock=clock)
+def scrub_of(shard: Shard, clock: Clock, n_shards: int = 1) -> Scrub:
+    return Scrub(shard.repairer, shard.tables, lambda: n_shards, timeout_s=5, clock=clock)
 
 
 def a_round(scrub: Scrub, clock: Clock) -> int:
@@ -103,15 +103,6 @@ def test_all_shards_together_take_a_fiftieth_of_the_time_and_a_round_begins_once
     small.step()
     assert small.due_s - clock.now_s > 59
     assert clock.now_s - began_s > 60
-
-
-def test_it_waits_while_a_save_reads_all_rows(shard: Shard) -> None:
-    clock = Clock()
-    scrub = scrub_of(shard, clock, busy=True)
-    clock.now_s += 100
-    scrub.step()
-    assert (scrub._n_compared, scrub.describe()) == (0, "")
-    assert scrub.due_s - clock.now_s > 4
 
 
 def test_storage_that_does_not_answer_is_asked_again_later_for_the_same_rows(shard: Shard) -> None:

@@ -1,7 +1,6 @@
 """Slots handed from one shard to another: the taker knows every row, and can reconstruct it, bit for bit; the giver knows none of them."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import kvemb.init
 import kvemb.optim
 from kvemb.arrays.record_cache import CacheBudget
 from kvemb.config import StorageConfig
-from kvemb.errors import FencedError, JournalFullError, LostRowError, ParameterServerError, StorageError
+from kvemb.errors import FencedError, JournalFullError, LostRowError, StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import make_version
 from kvemb.schema.slots import N_SLOTS
@@ -24,19 +23,18 @@ from kvemb.stores.row_io import ReadPart
 from paramserver.engine.engine import Engine
 from paramserver.journal import BatchEntry, Journal, encode_entry
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
-from paramserver.model.tables import Tables, TableState
+from paramserver.model.tables import Tables
 from paramserver.model.transition import Timeline
 from paramserver.moves import slot_taker
-from paramserver.moves.slot_entries import GivenRows, SlotEntries
+from paramserver.moves.slot_entries import GivenRows
 from paramserver.moves.slot_giver import SlotGiver
 from paramserver.moves.slot_taker import SlotTaker
-from paramserver.recovery.claim_shard import EPOCH, STATE, note_change, save
-from paramserver.recovery.state_changes import MOST, changes, slots_gone, with_changes
-from paramserver.recovery.state_file import ShardState, TableImage, decode_state, encode_state
-from paramserver.shard_process.data_dir import DataDir
-from paramserver.snapshot import Reconstructor, Runs, Snapshotter, WantedVersions
-from paramserver.snapshot.snapshotter import from_storage
+from paramserver.recovery.known_rows import known_tables
+from paramserver.row_log import Reconstructor, Runs, WantedVersions
+from paramserver.row_log.log_flush import LogFlush, from_storage
+from paramserver.row_log.state_file import ShardState
 from tests.unit.lonely_engine import ALONE
+from tests.unit.snapshot_states import present, saved_in
 
 _NUMBERS = count()
 ADAM = TableDef("adam", 2, kvemb.optim.adam(lr=0.1), kvemb.init.uniform(), tag_attempt=1)
@@ -49,39 +47,37 @@ EVERY = np.ones(N_SLOTS, bool)
 class Shard:
     """One of two shards on the same storage: engine, journal, local snapshot, saved state, without threads."""
 
-    def __init__(self, folder: Path, nodes: tuple[str, ...], number: int) -> None:
-        self.folder, self.nodes, self.number = folder, nodes, number
+    def __init__(self, folder: Path, nodes: tuple[str, ...], number: int, *, on_disk: bool = False) -> None:
+        self.folder, self.nodes, self.number, self.on_disk = folder, nodes, number, on_disk
+        folder.mkdir(parents=True)
         self.epoch = 0
         self.journal: Journal | None = None
         self.start()
 
     def start(self, above: int = 0) -> None:
-        """A new process: it has saved state, journal and snapshot. Tests note before, so that nothing is to be replayed."""
+        """A new process: it has saved state, journal and row log. Tests save before, so that nothing is to be replayed."""
         self.close()
-        self.data = DataDir(self.folder, self.number)
         self.epoch = max(self.epoch, above) + 1
         self.store = MemoryStore(StorageConfig("memory", self.nodes), role=f"shard:{self.number}")
         self.store.open(Deadline.after(5))
         budget = CacheBudget(1 << 12)
-        self.data.write(EPOCH, [b"%d\n" % self.epoch])
         self.journal = Journal(self.folder / "journal", "os", segment_bytes=1)
-        if (raw := self.data.read(STATE)) is None:
-            self.data.write(STATE, [raw := b"".join(encode_state(ShardState(b"c" * 16, self.number, 2, journal=(0, 0))))])
-        saved = with_changes(self.data, replace(decode_state(raw, STATE), epoch=self.epoch), STATE, self.journal, find_table)
-        self.tables = Tables([TableState(one.definition, one.step, (one.ids, one.versions), budget) for one in saved.tables], budget)
-        self.engine = Engine(self.store, self.tables, Timeline(self.epoch), k=saved.k, timeout_s=5, ports=ALONE)
-        self.runs = Runs(self.folder / "snapshot", limit=2, epoch=self.epoch)
-        self.reconstructor = Reconstructor(self.runs, self.journal, find_table)
+        self.saved = saved_in(self.folder)
+        self.runs = Runs(self.folder / "snapshot", self.saved, limit=2, epoch=self.epoch)
+        most = 0 if self.on_disk else None
+        known = known_tables(self.saved.now, self.runs, self.journal, find_table, budget=budget, index_bytes=most)
+        self.tables = Tables(known, budget, log=self.runs, index_bytes=most)
+        self.engine = Engine(self.store, self.tables, Timeline(self.epoch), k=self.saved.now.k, timeout_s=5, repair=ALONE)
+        self.reconstructor = Reconstructor(lambda: self.runs.view, self.journal, find_table)
         self.read = from_storage(self.store, 5)
         self.given = GivenRows(self.tables, lambda: self.applied)
-        self.giver = SlotGiver(self.tables, self.runs, self.given, lambda slots: self.note(gone=slots), lambda: self.applied)
-        self.taker = SlotTaker(self.tables, self.runs, self.read, self.note, epoch=lambda: self.epoch)
+        self.giver = SlotGiver(self.tables, self.runs, self.given, self.state, lambda: self.applied)
+        self.taker = SlotTaker(self.tables, self.runs, self.read, self.state, epoch=lambda: self.epoch)
 
     def close(self) -> None:
         if self.journal is not None:
             self.journal.close()
             self.runs.close()
-            self.data.close()
             self.journal = None
 
     @property
@@ -89,19 +85,11 @@ class Shard:
         return make_version(self.epoch, self.engine.k)
 
     def save(self) -> None:
-        save(self.data, self.state(TableState.arrays))
+        self.runs.save(self.state())
 
-    def note(self, came: Sequence[SlotEntries] = (), gone: np.ndarray | None = None) -> None:
-        rows, none = {one.definition.name: (one.ids, one.versions) for one in came}, np.empty(0, np.uint64)
-        change = self.state(lambda state: rows.get(state.definition.name, (none, none)))
-        if not note_change(self.data, change if gone is None else replace(change, gone=slots_gone(gone))):
-            self.save()
-
-    def state(self, rows: Callable[[TableState], tuple[np.ndarray, np.ndarray]]) -> ShardState:
+    def state(self) -> ShardState:
         assert self.journal is not None
-        tables = tuple(TableImage(state.definition, state.step, *rows(state)) for state in self.tables.all())
-        end = self.journal.end.segment, self.journal.end.offset
-        return ShardState(b"c" * 16, self.number, 2, self.epoch, self.engine.k, tables=tables, journal=end)
+        return present(self.saved, self.tables, self.applied, self.journal.end)
 
     def run(self, kind: str, table: TableDef, ids: list[int], value: float = 1.0) -> None:
         if not ids:
@@ -115,7 +103,7 @@ class Shard:
         self.engine.run(batch, version, never)
 
     def snapshot(self) -> None:
-        for _ in Snapshotter(self.runs, self.read, lambda: self.applied).steps(self.tables.all()):
+        for _ in LogFlush(self.runs, self.tables, self.read, lambda: self.applied).steps(self.state):
             pass
 
     def known(self, table: TableDef) -> set[int]:
@@ -154,7 +142,7 @@ def within(table: TableDef, slots: np.ndarray, ids: list[int]) -> list[int]:
 
 def hand_over(giver: Shard, taker: Shard, slots: np.ndarray, meanwhile: Callable[[], None] = lambda: None) -> None:
     if taker.epoch <= giver.epoch:
-        taker.note()
+        taker.save()
         taker.start(above=giver.epoch)
     for _ in range(2):
         for _ in taker.taker.read_ahead(taker.taker.behind(giver.given.entries(slots))):
@@ -172,11 +160,11 @@ def pair(tmp_path: Path) -> Iterator[tuple[Shard, Shard]]:
         shard.close()
 
 
-def new_pair(folder: Path) -> tuple[Shard, Shard]:
+def new_pair(folder: Path, *, on_disk: bool = False) -> tuple[Shard, Shard]:
     number = next(_NUMBERS)
     nodes = (f"handover-{number}-a:1", f"handover-{number}-b:1")
     MemoryStore(StorageConfig("memory", nodes), role="shard:0").provision(b"c" * 16, b"g" * 8, Deadline.after(5), 2)
-    return Shard(folder / "0", nodes, 0), Shard(folder / "1", nodes, 1)
+    return Shard(folder / "0", nodes, 0, on_disk=on_disk), Shard(folder / "1", nodes, 1, on_disk=on_disk)
 
 
 def test_the_taker_knows_rows_and_steps_and_goes_on_from_them(pair: tuple[Shard, Shard]) -> None:
@@ -321,28 +309,6 @@ def test_an_abort_leaves_no_trace_at_the_taker(pair: tuple[Shard, Shard]) -> Non
     taker.check()
 
 
-def test_a_giver_that_died_while_it_dropped_rows_knows_it(pair: tuple[Shard, Shard], monkeypatch: pytest.MonkeyPatch) -> None:
-    giver, _ = pair
-    giver.run(APPLY, ADAM, IDS.tolist())
-    giver.run(ERASE, ADAM, [3])
-    giver.snapshot()
-    giver.run(APPLY, ADAM, [3, 4])
-    giver.save()
-    assert not giver.giver.begun(EVERY)
-    monkeypatch.setattr(giver.giver, "_note_gone", fails)
-    with pytest.raises(OSError, match="the disk is gone"):
-        giver.giver.drop(EVERY)
-    giver.start()
-    assert giver.known(ADAM) == set(IDS.tolist())
-    assert giver.giver.begun(EVERY)
-    assert giver.giver.drop(EVERY) == len(IDS)
-    assert not giver.giver.begun(EVERY)
-
-
-def fails(slots: np.ndarray) -> None:
-    raise OSError("the disk is gone")
-
-
 def test_a_row_that_was_erased_elsewhere_and_created_here_anew_is_not_made_from_what_it_once_was(pair: tuple[Shard, Shard]) -> None:
     first, second = pair
     first.run(APPLY, ADAM, [1, 2], 5.0)
@@ -355,68 +321,50 @@ def test_a_row_that_was_erased_elsewhere_and_created_here_anew_is_not_made_from_
     first.check()
 
 
-def test_what_a_hand_over_notes_is_of_the_rows_that_move_whatever_the_number_of_those_that_stay(pair: tuple[Shard, Shard]) -> None:
+def test_a_giver_whose_disk_is_full_when_it_drops_rows_still_knows_all(pair: tuple[Shard, Shard], monkeypatch: pytest.MonkeyPatch) -> None:
+    giver, _ = pair
+    giver.run(APPLY, ADAM, IDS.tolist())
+    giver.run(ERASE, ADAM, [3])
+    giver.snapshot()
+    giver.run(APPLY, ADAM, [3, 4])
+    giver.save()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(giver.saved, "replace", full)
+        with pytest.raises(JournalFullError, match="No space left"):
+            giver.giver.drop(EVERY)
+    giver.check()
+    giver.start()
+    assert giver.known(ADAM) == set(IDS.tolist())
+    assert giver.giver.drop(EVERY) == len(IDS)
+    giver.start()
+    assert (giver.known(ADAM), giver.tables.state(ADAM).n_rows) == (set(), 0)
+
+
+def test_what_a_hand_over_writes_is_of_the_rows_that_move_whatever_the_number_of_those_that_stay(pair: tuple[Shard, Shard]) -> None:
     giver, taker = pair
     for shard in pair:
         for start in range(0, 40_000, 10_000):
             mine = np.arange(start, start + 10_000) + 100_000 * shard.number
             shard.run(APPLY, ADAM, mine.tolist())
+        shard.snapshot()
         shard.save()
-    images = [shard.data.read(STATE) for shard in pair]
     moving = np.zeros(N_SLOTS, bool)
     moving[:100] = True
     n_rows = len(giver.given.entries(moving)[0].ids)
     assert 0 < n_rows < 2_000
     taker.start(above=giver.epoch)
+    before = [shard.runs.size_bytes for shard in pair]
     hand_over(giver, taker, moving)
-    assert [shard.data.read(STATE) for shard in pair] == images
-    for shard in pair:
-        assert sum(path.stat().st_size for path in shard.data.path.glob("state-after-*")) < 16 * n_rows + 4_000
+    for shard, size_bytes in zip(pair, before, strict=True):
+        assert 0 < shard.runs.size_bytes - size_bytes < (ADAM.record.size_bytes + 16) * n_rows + 16_000
         known = shard.known(ADAM)
         shard.start()
         assert shard.known(ADAM) == known
         shard.check()
-
-
-def test_notes_do_not_follow_each_other_without_end(pair: tuple[Shard, Shard]) -> None:
-    first, second = pair
-    for number in range(3 * MOST):
-        giver, taker = pair if number % 2 == 0 else (second, first)
-        giver.run(APPLY, ADAM, IDS.tolist())
-        hand_over(giver, taker, EVERY)
-        assert all(len(list(shard.data.path.glob("state-after-*"))) <= MOST for shard in pair)
-    first.start()
-    assert first.known(ADAM) == set(IDS.tolist())
-    first.check()
-
-
-def test_a_note_whose_predecessor_is_missing_is_refused(pair: tuple[Shard, Shard]) -> None:
-    giver, taker = pair
-    giver.run(APPLY, ADAM, IDS.tolist())
-    hand_over(giver, taker, EVERY)
-    taker.run(APPLY, ADAM, [1])
-    taker.note()
-    first, *_ = changes(taker.data, STATE)
-    (taker.data.path / first).unlink()
-    with pytest.raises(ParameterServerError, match="the file that this one follows is missing"):
-        taker.start()
-    giver.save()
-    giver.start()
-    assert giver.known(ADAM) == set()
-
-
-def test_notes_of_before_a_saved_state_are_none_of_it(pair: tuple[Shard, Shard]) -> None:
-    giver, taker = pair
-    giver.run(APPLY, ADAM, IDS.tolist())
-    hand_over(giver, taker, EVERY)
-    *_, name = changes(taker.data, STATE)
-    note = taker.data.read(name)
-    assert note is not None
-    taker.run(ERASE, ADAM, [2])
-    taker.save()
-    taker.data.write(name, [note])  # as a crash between the two leaves it
-    taker.start()
-    assert taker.known(ADAM) == set(IDS.tolist()) - {2}
 
 
 STEPS = st.lists(
@@ -431,11 +379,13 @@ STEPS = st.lists(
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
-@given(STEPS)
-def test_slots_that_go_back_and_forth_lose_and_mistake_no_row(tmp_path_factory: pytest.TempPathFactory, drawn: list[tuple]) -> None:
+@given(STEPS, st.booleans())
+def test_slots_that_go_back_and_forth_lose_and_mistake_no_row(
+    tmp_path_factory: pytest.TempPathFactory, drawn: list[tuple], on_disk: bool
+) -> None:
     slot_taker_slice = slot_taker._SLICE_BYTES
     slot_taker._SLICE_BYTES = 100
-    shards = new_pair(tmp_path_factory.mktemp("pair"))
+    shards = new_pair(tmp_path_factory.mktemp("pair"), on_disk=on_disk)
     owner = np.zeros(N_SLOTS, int)  # shard 0 has all
     exist: dict[str, set[int]] = {name: set() for name in TABLES}
     try:
@@ -447,7 +397,7 @@ def test_slots_that_go_back_and_forth_lose_and_mistake_no_row(tmp_path_factory: 
             elif what == "snapshot":
                 shards[one].snapshot()
             elif what == "start":
-                shards[one].note()
+                shards[one].save()
                 shards[one].start()
             elif what == "save":
                 shards[one].save()
@@ -459,6 +409,7 @@ def test_slots_that_go_back_and_forth_lose_and_mistake_no_row(tmp_path_factory: 
                 shard.check()
         for name, table in TABLES.items():
             known = [shard.known(table) for shard in shards]
+            assert [shard.tables.state(table).n_rows for shard in shards] == [len(ids) for ids in known]
             assert not known[0] & known[1]
             assert known[0] | known[1] == exist[name]
     finally:

@@ -1,6 +1,5 @@
 """When a local snapshot is due, and that what the journal lets go can still be restored."""
 
-import shutil
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -14,27 +13,26 @@ import kvemb.optim
 from kvemb.config import StorageConfig
 from kvemb.errors import FencedError, StorageError
 from kvemb.net.deadline import Deadline
-from kvemb.schema.record import make_version, split_version
+from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from paramserver.apply.background import BackgroundWork
 from paramserver.engine.engine import Engine
-from paramserver.engine.piece_writer import EnginePorts
 from paramserver.engine.storage_pace import NO_BATCH
 from paramserver.ingest.sessions import Sessions
 from paramserver.ingest.sync_steps import Membership
 from paramserver.journal import BatchEntry, Journal, Position, encode_entry
 from paramserver.journal.segment import HEADER_SIZE
 from paramserver.journal.write_ahead_log import FencedLog
+from paramserver.model import tables
 from paramserver.model.batch import APPLY, Batch, CheckedRows
 from paramserver.model.tables import Tables
 from paramserver.model.transition import Timeline
 from paramserver.recovery.replay import Recovery
 from paramserver.repair.repairer import Repairer
 from paramserver.repair.scrub import Scrub
-from paramserver.snapshot import Reconstructor, Runs, Snapshotter
-from paramserver.snapshot.snapshot_schedule import LocalSnapshots, reaches_back
-from paramserver.snapshot.snapshotter import from_storage
-from tests.unit.lonely_engine import NO_OBSERVER
+from paramserver.row_log import Reconstructor, Runs
+from paramserver.row_log.log_flush import FlushSchedule, LogFlush, from_storage
+from tests.unit.snapshot_states import present, saved_in
 
 _NUMBERS = count()
 ADAM = TableDef("adam", 4, kvemb.optim.adam(lr=0.1), kvemb.init.uniform())
@@ -49,29 +47,33 @@ def fail(error: StorageError, pause_s: float) -> None:
 class Shard:
     """Engine, journal, snapshots and repair of one shard, without its threads."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, index_bytes: int | None = None) -> None:
         self.store = MemoryStore(StorageConfig("memory", (f"snapshots-{next(_NUMBERS)}:1",)), role="shard:0")
         self.store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
         self.store.open(Deadline.after(5))
         self.journal = Journal(folder / "journal", "os", segment_bytes=MAX_BYTES // 8)
-        self.runs = Runs(folder / "snapshot")
-        self.tables = Tables([])
+        folder.mkdir(exist_ok=True)
+        self.saved = saved_in(folder)
+        self.runs = Runs(folder / "snapshot", self.saved)
+        self.tables = Tables([], log=self.runs, index_bytes=index_bytes)
         self.applied = self.journal.end
-        self.saved: list[Position] = []
-        reconstructor = Reconstructor(self.runs, self.journal, lambda name, schema: ADAM)
+        reconstructor = Reconstructor(lambda: self.runs.view, self.journal, lambda name, schema: ADAM)
         self.repairer = Repairer(
             self.store, self.tables, 0, timeline=Timeline(1), reconstruct=reconstructor.records, timeout_s=5, metas=lambda: []
         )
-        self.engine = Engine(self.store, self.tables, Timeline(1), k=0, timeout_s=5, ports=EnginePorts(self.repairer, NO_OBSERVER))
-        self.snapshots = LocalSnapshots(
+        self.engine = Engine(self.store, self.tables, Timeline(1), k=0, timeout_s=5, repair=self.repairer)
+        applied = lambda: make_version(1, self.engine.k)  # noqa: E731
+        self.flushes = FlushSchedule(
             FencedLog(self.journal, lambda: None),
-            Snapshotter(self.runs, from_storage(self.store, 5), lambda: make_version(1, self.engine.k)),
-            self.tables.all,
-            save=lambda position, pause: self.saved.append(position),
+            LogFlush(self.runs, self.tables, from_storage(self.store, 5), applied),
+            self.tables,
+            state=lambda position: present(self.saved, self.tables, applied(), position),
             max_bytes=MAX_BYTES,
+            held=lambda: self.held,
         )
+        self.held = False
         self.background = BackgroundWork(
-            self.repairer, self.snapshots, Scrub(self.repairer, self.tables, 1, timeout_s=5, clock=lambda: 0.0), lambda: None
+            self.repairer, self.flushes, Scrub(self.repairer, self.tables, 1, timeout_s=5, clock=lambda: 0.0), lambda: None
         )
 
     def push(self, ids: np.ndarray = IDS) -> bool:
@@ -106,22 +108,13 @@ def test_the_journal_stays_bounded_and_every_row_can_still_be_restored(shard: Sh
     for number in range(60):
         shard.push(IDS[number % 7 :: 3])
         largest = max(largest, shard.journal.size_bytes)
-    assert shard.snapshots.taken >= 2
+    assert shard.flushes.taken >= 2
     assert largest < 3 * MAX_BYTES
     assert shard.journal.start.segment > 1
     before = shard.records()
     memory_node(shard.store.nodes.addresses[0]).flush()
     assert shard.repairer.nodes(NO_BATCH, fail) == 1
     assert shard.records() == before
-
-
-def test_an_image_is_saved_before_the_snapshot_counts(shard: Shard) -> None:
-    cuts: list[int] = []
-    shard.snapshots._save = lambda position, pause: cuts.append(shard.runs.cut)
-    while not shard.snapshots.taken:
-        shard.push()
-    assert cuts == [0]
-    assert shard.runs.cut > 0
 
 
 def test_a_batch_on_a_lost_node_is_completed_after_its_repair(shard: Shard) -> None:
@@ -138,90 +131,100 @@ def test_a_batch_on_a_lost_node_is_completed_after_its_repair(shard: Shard) -> N
     expected.journal.close()
 
 
-def test_rows_that_no_journal_has_are_due_at_once(shard: Shard) -> None:
-    assert reaches_back(shard.journal, 0, 0, lambda name, schema: ADAM)
-    assert not reaches_back(shard.journal, 0, 5, lambda name, schema: ADAM)
+def test_a_flush_that_is_asked_for_is_answered_when_it_counts(shard: Shard) -> None:
     shard.push()
-    assert reaches_back(shard.journal, 0, 1, lambda name, schema: ADAM)
-    assert shard.snapshots.taken == 0
-    shard.snapshots.due_bytes = -1
+    done = shard.background.flush_for_save()
+    assert done.is_set(), "the journal brings that forward in no time"
+    done = shard.flushes.ask()
+    shard.flushes.give_up()
     while shard.step():
-        pass
-    assert shard.snapshots.taken == 1
+        assert not done.is_set() or shard.flushes.taken
+    assert (done.is_set(), shard.flushes.taken) == (True, 1)
+    assert (shard.runs.cut, shard.flushes.behind_bytes) == (make_version(1, 1), 0)
+
+
+def test_a_journal_that_is_read_is_cut_later(shard: Shard) -> None:
+    shard.held = True
+    while not shard.flushes.taken:
+        shard.push()
+    assert shard.journal.start.segment == 1
+    shard.held = False
+    while shard.flushes.taken == 1:
+        shard.push()
+    assert shard.journal.start.segment > 1
+
+
+def test_an_index_that_is_too_large_is_flushed_before_the_journal_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "_UNPUBLISHED_BYTES", 0)
+    shard = Shard(tmp_path / "bounded", index_bytes=0)
+    shard.flushes._limit_bytes = 1 << 40
+    for number in range(4):
+        shard.push(IDS[number::5])
+        while shard.step():
+            pass
+    before = shard.records()
+    assert shard.flushes.taken == 4
+    assert (shard.tables.state(ADAM).n_rows, len(shard.tables.state(ADAM)._index)) == (
+        len(np.concatenate([IDS[n::5] for n in range(4)])),
+        0,
+    )
+    memory_node(shard.store.nodes.addresses[0]).flush()
+    assert shard.repairer.nodes(NO_BATCH, fail) == 1
+    assert shard.records() == before
+    shard.runs.close()
+    shard.journal.close()
 
 
 @pytest.mark.parametrize("value", [b"", b"of another program", bytes(ADAM.record.size_bytes)])
 def test_a_value_of_another_program_is_written_over_and_the_snapshot_is_taken(shard: Shard, value: bytes) -> None:
-    shard.snapshots.due_bytes = 1 << 40
+    shard.flushes._limit_bytes = 1 << 40
     for _ in range(2):
         shard.push()
     before, node = shard.records(), memory_node(shard.store.nodes.addresses[0])
     for key in ADAM.keys(IDS[::500], pages=False).encode():
         node.put(bytes(key), value)
-    shard.snapshots.due_bytes = -1
+    shard.flushes.ask()
     for _ in range(99):
         shard.step()
-        if shard.snapshots.taken:
+        if shard.flushes.taken:
             break
     assert shard.records() == before
-    assert (shard.snapshots.taken, shard.repairer.figures.rows) == (1, len(IDS[::500]))
+    assert (shard.flushes.taken, shard.repairer.figures.rows) == (1, len(IDS[::500]))
 
 
 def test_a_node_lost_before_a_replay_is_in_use_again_only_with_the_rows_of_the_journals_end(shard: Shard) -> None:
-    shard.snapshots.due_bytes = 1 << 40
+    shard.flushes._limit_bytes = 1 << 40
     shard.push(IDS[:1000])
     for _ in range(5):
         shard.push()
     expected = shard.records()
     memory_node(shard.store.nodes.addresses[0]).flush()
-    tables = Tables([])
+    replayed = Tables([])
     repairer = Repairer(
         shard.store,
-        tables,
+        replayed,
         0,
         timeline=Timeline(2),
-        reconstruct=Reconstructor(shard.runs, shard.journal, lambda name, schema: ADAM).records,
+        reconstruct=Reconstructor(lambda: shard.runs.view, shard.journal, lambda name, schema: ADAM).records,
         timeout_s=5,
         metas=lambda: [],
     )
-    engine = Engine(shard.store, tables, Timeline(2), k=0, timeout_s=5, ports=EnginePorts(repairer, NO_OBSERVER))
+    engine = Engine(shard.store, replayed, Timeline(2), k=0, timeout_s=5, repair=repairer)
     seen: list[bytes] = []
     recovery = Recovery(shard.journal, Position(1, HEADER_SIZE), 0, lambda name, schema: ADAM).scan()
     run = engine.run
     engine.run = lambda *args, **options: (run(*args, **options), seen.append(shard.records()))[0]  # type: ignore[method-assign,func-returns-value]
-    recovery.run(engine, tables, Sessions(True), Membership(0), fail)
+    recovery.run(engine, replayed, Sessions(True), Membership(0), fail)
     assert len(seen) == 6
     assert set(seen) == {expected}
-    assert tables.state(ADAM).n_rows == len(IDS)
-
-
-def test_a_snapshot_from_before_a_time_without_a_journal_does_not_reach_back(shard: Shard) -> None:
-    def find(name: str, schema: int) -> TableDef:
-        return ADAM
-
-    while not shard.snapshots.taken:
-        shard.push()
-    cut, k = shard.runs.cut, shard.engine.k
-    assert reaches_back(shard.journal, cut, k, find)
-    empty = Journal(shard.journal._folder.parent / "empty", "os")
-    held = split_version(cut)[1]
-    assert reaches_back(empty, cut, held, find)
-    assert not reaches_back(empty, cut, held + 1, find)
-    assert reaches_back(empty, make_version(2, 0), k, find)  # a load's
-    empty.close()
-    shard.journal.close()
-    shutil.rmtree(shard.journal._folder)
-    shard.journal = Journal(shard.journal._folder, "os")
-    shard.engine.k += 3
-    shard.push()
-    assert not reaches_back(shard.journal, cut, shard.engine.k, find)
+    assert replayed.state(ADAM).n_rows == len(IDS)
 
 
 def test_a_process_that_was_shut_out_discards_no_journal(shard: Shard) -> None:
     def not_ours() -> None:
         raise FencedError("not ours")
 
-    shard.snapshots.due_bytes = 1 << 40
+    shard.flushes._limit_bytes = 1 << 40
     for _ in range(9):
         shard.push()
     start = shard.journal.start

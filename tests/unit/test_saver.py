@@ -1,9 +1,12 @@
 """A save is an exact cut: rows may change while they are streamed, the checkpoint holds them as they were."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from memory_store import MemoryStore
 from numpy.typing import NDArray
 
 from kvemb import optim
+from kvemb.arrays.record_cache import CacheBudget
 from kvemb.checkpoint.chain import open_chain
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
 from kvemb.checkpoint.format.checkpoint_manifest import MANIFEST, BaseCheckpoint, CheckpointManifest
@@ -18,45 +22,31 @@ from kvemb.checkpoint.format.manifest_json import encode_manifest
 from kvemb.checkpoint.verify import verify
 from kvemb.checkpoint.writer import SaveInfo, assemble, read_fragment
 from kvemb.config import StorageConfig
-from kvemb.errors import CheckpointError, DeadlineExceededError, LostRowError, NodeUnavailableError
+from kvemb.errors import CheckpointError, DeadlineExceededError
 from kvemb.init import uniform
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
-from kvemb.stores.row_io import ReadPart, ReadResult, WritePart
-from paramserver.checkpoint import save_job
-from paramserver.checkpoint.save_job import CopyOnWriteRecords, SaveFigures, SaveOrder
-from paramserver.checkpoint.saver import ErasedLog, SaveObserver, Saver
+from kvemb.stores.row_io import ReadPart
+from paramserver.checkpoint.save_job import SaveFigures, SaveJob, SaveOrder
+from paramserver.checkpoint.saver import Saver
 from paramserver.engine.engine import Engine
-from paramserver.engine.piece_writer import EnginePorts
+from paramserver.journal import BatchEntry, Journal, encode_entry
+from paramserver.journal.write_ahead_log import FencedLog
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 from paramserver.model.tables import Tables
 from paramserver.model.transition import Timeline
-from tests.unit.lonely_engine import NO_REPAIR
+from paramserver.recovery.known_rows import known_tables
+from paramserver.row_log import Runs, sorted_run
+from paramserver.row_log.log_flush import LogFlush, from_storage
+from paramserver.row_log.state_file import ShardState
+from tests.unit.lonely_engine import ALONE
+from tests.unit.snapshot_states import present, saved_in
 
 USER = TableDef("user", 3, optim.adam(lr=0.1), uniform())
 ITEM = TableDef("item", 2, optim.sgd(lr=1.0), uniform(), dtype="bfloat16")
 Contents = dict[str, dict[int, bytes]]
-
-
-class Watched(MemoryStore):
-    """Storage in memory that calls back before every read of a save, for one of its threads at a time: batches have one writer."""
-
-    before: Callable[[], None] | None = None
-    inside = threading.local()
-    one_writer = threading.Lock()
-
-    def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
-        inside = getattr(self.inside, "now", False)  # the callback's batches read, too
-        if self.before is not None and not inside and threading.current_thread().name.startswith("kvemb-save"):
-            with self.one_writer:
-                self.inside.now = True
-                try:
-                    self.before()
-                finally:
-                    self.inside.now = False
-        return super().read(parts, deadline)
 
 
 class Shard:
@@ -64,29 +54,50 @@ class Shard:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
-        self.store = Watched(StorageConfig("memory", (f"{name}-a:1", f"{name}-b:1")), role="shard:0")
+        self.store = MemoryStore(StorageConfig("memory", (f"{name}-a:1", f"{name}-b:1")), role="shard:0")
         self.store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
         self.store.open(Deadline.after(5))
-        self.tables = Tables([])
         self.n_ahead = 0  # batches that are acknowledged and not applied
+        self.flushes = True  # whether the shard flushes before a save
+        self.saved = saved_in(folder)
         self.begin_epoch(3, 0)
 
     def begin_epoch(self, epoch: int, k: int) -> None:
-        """Be a new process, with the tables as they are."""
-        self.observer = SaveObserver(make_version(epoch, k))
-        self.engine = Engine(self.store, self.tables, Timeline(epoch), k=k, timeout_s=5, ports=EnginePorts(NO_REPAIR, self.observer))
-        self.saver = Saver(
-            0,
-            self.store,
-            self.tables,
-            self.engine,
-            observer=self.observer,
-            committed_k=lambda: self.engine.k + self.n_ahead,
-            restore=lambda definition, ids: None,
-            definitions=lambda: [ITEM, USER],
-            folder=self.folder,
-            timeout_s=5.0,
+        """Be a new process."""
+        if k:
+            self.runs.save(self.present())
+            self.journal.close()
+            self.runs.close()
+        self.journal = Journal(self.folder / "journal", "os")
+        self.runs = Runs(self.folder / "snapshot", self.saved, limit=2, epoch=epoch)
+        budget = CacheBudget(0)
+        known = known_tables(self.saved.now, self.runs, self.journal, self.find, budget=budget, index_bytes=0)
+        self.tables = Tables(known, log=self.runs, index_bytes=0)
+        self.engine = Engine(self.store, self.tables, Timeline(epoch), k=k, timeout_s=5, repair=ALONE)
+        parts = SimpleNamespace(
+            shard=0,
+            tables=self.tables,
+            engine=self.engine,
+            runs=self.runs,
+            saved=self.saved,
+            fenced_log=FencedLog(self.journal, lambda: None),
+            registry=SimpleNamespace(reloaded=lambda: [ITEM, USER], find_key=self.find),
         )
+        self.saver = Saver(parts, self.store.nodes, lambda: self.engine.k + self.n_ahead, self.flush, self.folder)  # type: ignore[arg-type]
+
+    def find(self, name: str, schema: int = 0) -> TableDef:
+        return {"user": USER, "item": ITEM}[name]
+
+    def present(self) -> ShardState:
+        return present(self.saved, self.tables, make_version(self.engine.epoch, self.engine.k), self.journal.end)
+
+    def flush(self) -> threading.Event:
+        """Flush to the row log, unless that is to be left to the journal."""
+        applied = make_version(self.engine.epoch, self.engine.k)
+        for _ in LogFlush(self.runs, self.tables, from_storage(self.store, 5), lambda: applied).steps(self.present) if self.flushes else ():
+            pass
+        (done := threading.Event()).set()
+        return done
 
     def run(self, kind: str, definition: TableDef, ids: NDArray[np.int64], value: float = 1.0) -> None:
         """Apply a batch."""
@@ -97,7 +108,10 @@ class Shard:
         some = np.unique(ids).astype(np.uint64)
         values = np.full((len(some), 0 if kind == ERASE else definition.dim), value, np.float32)
         rows = CheckedRows(definition, some, values, np.empty(0, np.uint64), definition.optimizer.check_hyper({}))
-        self.engine.run(Batch(kind, (rows,)), make_version(self.engine.epoch, self.engine.k + 1), never)
+        batch, version = Batch(kind, (rows,)), make_version(self.engine.epoch, self.engine.k + 1)
+        self.journal.append(encode_entry(BatchEntry(version, batch, (self.tables.state(definition).step,), ())))
+        self.journal.commit()
+        self.engine.run(batch, version, never)
 
     def contents(self) -> Contents:
         """Weights and state of every row by table and id, as storage has them."""
@@ -147,8 +161,7 @@ def loaded(url: str) -> Contents:
 
 @pytest.fixture
 def shard(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Shard:
-    monkeypatch.setattr(save_job, "group_rows", lambda definition, weights_only: 30)
-    monkeypatch.setattr(save_job, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(sorted_run, "BLOCK_ROWS", 64)
     folder = tmp_path / "data"
     folder.mkdir()
     made = Shard(folder, request.node.name)
@@ -156,6 +169,20 @@ def shard(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mo
         made.run(APPLY, definition, np.arange(300))
         made.run(APPLY, definition, np.arange(100))
     return made
+
+
+@contextmanager
+def meanwhile(act: Callable[[], object]) -> Iterator[None]:
+    """Let something happen in the midst of each table of a save."""
+    block = SaveJob._block
+
+    def acting(*args: Any) -> Any:
+        act()
+        return block(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SaveJob, "_block", acting)
+        yield
 
 
 def stir(shard: Shard, seed: int) -> Callable[[], None]:
@@ -170,33 +197,54 @@ def stir(shard: Shard, seed: int) -> Callable[[], None]:
     return step
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_save_holds_the_rows_as_they_were_at_the_cut(shard: Shard, tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("flushes", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_save_holds_the_rows_as_they_were_at_the_cut(shard: Shard, tmp_path: Path, seed: int, flushes: bool) -> None:
+    stir(shard, seed + 7)()
+    shard.flush()
+    shard.flushes = flushes
+    stir(shard, seed + 17)()
     expected = shard.contents()
-    shard.store.before = stir(shard, seed)
-    shard.begin(str(tmp_path / "a"))
-    shard.finish(str(tmp_path / "a"))
+    with meanwhile(lambda: (stir(shard, seed)(), shard.flush())):
+        shard.begin(str(tmp_path / "a"))
+        shard.finish(str(tmp_path / "a"))
     assert shard.contents() != expected
     assert loaded(str(tmp_path / "a")) == expected
-    assert [path.name for path in shard.folder.iterdir()] == ["saves.json"]  # the records kept meanwhile are gone
+
+
+def test_a_save_asks_storage_for_nothing(shard: Shard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = shard.contents()
+    shard.flushes = False
+    monkeypatch.setattr(shard.store, "read", None)
+    shard.begin(str(tmp_path / "a"))
+    shard.finish(str(tmp_path / "a"))
+    monkeypatch.undo()
+    assert loaded(str(tmp_path / "a")) == expected
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_incremental_saves_on_top_of_each_other_are_exact_too(shard: Shard, tmp_path: Path, seed: int) -> None:
     url = str(tmp_path / "0")
-    shard.store.before = stir(shard, seed)
     shard.begin(url)
     below = shard.finish(url)
-    for number in range(1, 4):
+    for number in range(1, 5):
         shard.run(APPLY, USER, np.arange(number * 10, number * 10 + 10))
-        if number == 2:  # a restarted shard does not know which rows were erased before
-            shard.run(ERASE, USER, np.arange(60, 70))
+        shard.run(ERASE, USER, np.arange(60 + number, 70))
+        if number == 2:  # a restarted shard still knows which rows were erased before
             shard.begin_epoch(shard.engine.epoch + 1, shard.engine.k)
+        shard.flushes = number % 2 == 0
+        if number == 4:  # notes of erased rows are forgotten when all runs are merged
+            for value in range(3):
+                shard.run(APPLY, USER, np.arange(300), value)
+                shard.run(APPLY, ITEM, np.arange(300), value)
+                shard.flush()
         expected, url, save_id = shard.contents(), str(tmp_path / str(number)), f"{number:032x}"
-        shard.begin(url, save_id=save_id, base=below)
-        roles = {0: set(), 1: {"rows", "erased"}, 2: {"rows", "ids"}, 3: {"rows", "erased"}}[number]
-        below = shard.finish(url, save_id=save_id, base=(str(number - 1), below))
-        assert {file.role for file in below.files} == roles
+        with meanwhile(stir(shard, seed)):
+            shard.begin(url, save_id=save_id, base=below)
+            below = shard.finish(url, save_id=save_id, base=(str(number - 1), below))
+        roles = {file.role for file in below.files}
+        assert ("rows" in roles, "erased" in roles or "ids" in roles) == (True, True)
+        assert "ids" not in roles or number >= 4
         assert loaded(url) == expected
 
 
@@ -211,10 +259,10 @@ def test_an_incremental_save_writes_only_what_changed(shard: Shard, tmp_path: Pa
 
 
 def test_a_save_of_weights_only_has_no_slots(shard: Shard, tmp_path: Path) -> None:
-    shard.store.before = stir(shard, 1)
     expected = {name: {i: row[: 8 + (12 if name == "user" else 4)] for i, row in rows.items()} for name, rows in shard.contents().items()}
-    shard.begin(str(tmp_path / "a"), weights_only=True)
-    shard.finish(str(tmp_path / "a"), weights_only=True)
+    with meanwhile(stir(shard, 1)):
+        shard.begin(str(tmp_path / "a"), weights_only=True)
+        shard.finish(str(tmp_path / "a"), weights_only=True)
     found = {
         name: {i: row[: 8 + (12 if name == "user" else 4)] for i, row in rows.items()} for name, rows in loaded(str(tmp_path / "a")).items()
     }
@@ -222,9 +270,9 @@ def test_a_save_of_weights_only_has_no_slots(shard: Shard, tmp_path: Path) -> No
 
 
 def test_steps_are_those_of_the_cut(shard: Shard, tmp_path: Path) -> None:
-    shard.store.before = lambda: shard.run(APPLY, USER, np.arange(3))
-    shard.begin(str(tmp_path / "a"))
-    manifest = shard.finish(str(tmp_path / "a"))
+    with meanwhile(lambda: shard.run(APPLY, USER, np.arange(3))):
+        shard.begin(str(tmp_path / "a"))
+        manifest = shard.finish(str(tmp_path / "a"))
     assert [(table.definition.name, table.steps) for table in manifest.tables] == [("item", (2,)), ("user", (2,))]
     assert (manifest.cuts[0].epoch, manifest.cuts[0].k) == (3, 4)
 
@@ -242,26 +290,6 @@ def test_a_save_waits_for_the_batch_under_way(shard: Shard, tmp_path: Path) -> N
     shard.finish(str(tmp_path / "a"))
 
 
-def test_a_save_goes_on_when_a_node_is_away_for_a_while(shard: Shard, tmp_path: Path) -> None:
-    expected, left = shard.contents(), [3]
-
-    def away() -> None:
-        if left[0]:
-            left[0] -= 1
-            raise NodeUnavailableError("a:1: refused")
-
-    shard.store.before = away
-    shard.begin(str(tmp_path / "a"))
-    shard.finish(str(tmp_path / "a"))
-    assert loaded(str(tmp_path / "a")) == expected
-
-
-def lose(shard: Shard) -> None:
-    """Let storage lose a row."""
-    keys = RowKeys(USER.tag, np.array([290], np.uint64))
-    shard.store.rows.erase([WritePart(keys, np.empty((0, 0), np.uint8))], Deadline.after(5))
-
-
 def failed(shard: Shard, save_id: str = "1" * 32) -> str:
     done = threading.Event()
     while shard.saver.progress(save_id)[0] == "running":
@@ -271,35 +299,27 @@ def failed(shard: Shard, save_id: str = "1" * 32) -> str:
     return error
 
 
-def test_a_row_that_storage_has_lost_fails_the_save_and_nothing_else(shard: Shard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_job, "_RETRY_S", 0.05)
-    lose(shard)
+def test_a_run_that_was_damaged_fails_the_save_and_nothing_else(shard: Shard, tmp_path: Path) -> None:
+    shard.flush()
+    for path in (shard.folder / "snapshot").glob("*.run"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    shard.flushes = False
     shard.begin(str(tmp_path / "a"))
-    assert LostRowError.__name__ in failed(shard)
-    assert "290" in failed(shard)
-    shard.run(APPLY, USER, np.arange(10))
-
-
-def test_a_full_disk_fails_the_save_and_training_goes_on(shard: Shard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.pwrite", full)
-    shard.store.before = lambda: shard.run(APPLY, USER, np.arange(300))
-    shard.begin(str(tmp_path / "a"))
-    assert "No space left" in failed(shard)
-    shard.run(APPLY, USER, np.arange(300))
+    assert "JournalDamagedError" in failed(shard)
+    shard.run(APPLY, USER, np.arange(1000, 1010))
 
 
 def test_one_save_at_a_time_and_the_same_one_may_be_told_twice(shard: Shard, tmp_path: Path) -> None:
     go = threading.Event()
-    shard.store.before = lambda: go.wait(10) and None
-    shard.begin(str(tmp_path / "a"))
-    shard.begin(str(tmp_path / "a"))
-    with pytest.raises(CheckpointError, match="under way"):
-        shard.begin(str(tmp_path / "b"), save_id="2" * 32)
-    go.set()
-    shard.finish(str(tmp_path / "a"))
+    with meanwhile(lambda: go.wait(10)):
+        shard.begin(str(tmp_path / "a"))
+        shard.begin(str(tmp_path / "a"))
+        with pytest.raises(CheckpointError, match="under way"):
+            shard.begin(str(tmp_path / "b"), save_id="2" * 32)
+        go.set()
+        shard.finish(str(tmp_path / "a"))
     shard.begin(str(tmp_path / "b"), save_id="2" * 32)
     shard.finish(str(tmp_path / "b"), save_id="2" * 32)
 
@@ -339,16 +359,15 @@ def test_saves_are_counted_over_restarts_and_one_that_was_killed_has_failed(shar
     last_s = shard.saver.figures.last_done_s
     assert last_s >= created_s
     old, reading = shard.saver, threading.Event()
-    shard.store.before = lambda: reading.set() or (go.wait(30) and None)  # type: ignore[func-returns-value]
-    shard.begin(str(tmp_path / "b"), save_id="2" * 32)
-    assert reading.wait(30)
-    for _ in range(2):
-        shard.begin_epoch(shard.engine.epoch + 1, 0)
-        figures = shard.saver.figures
-        assert (figures.done, figures.failed, int(figures.last_done_s)) == (1, 1, int(last_s))
-        assert int(figures.created_s) == int(created_s)
-    go.set()
-    old.stop(30)
+    with meanwhile(lambda: (reading.set(), go.wait(30))):
+        shard.begin(str(tmp_path / "b"), save_id="2" * 32)
+        assert reading.wait(30)
+        for _ in range(2):
+            figures = SaveFigures(shard.folder)
+            assert (figures.done, figures.failed, int(figures.last_done_s)) == (1, 1, int(last_s))
+            assert int(figures.created_s) == int(created_s)
+        go.set()
+        old.stop(30)
 
 
 def test_an_export_is_counted_and_is_no_backup(tmp_path: Path) -> None:
@@ -375,36 +394,3 @@ def test_counts_of_saves_that_cannot_be_read_begin_anew(tmp_path: Path, caplog: 
     (tmp_path / "saves.json").write_text("{half")
     assert SaveFigures(tmp_path).failed == 0
     assert "saves.json" in caplog.text
-
-
-# --- the pieces -------------------------------------------------------------------------------------------------------------------
-
-
-def test_the_first_record_kept_of_a_row_stays(tmp_path: Path) -> None:
-    kept = CopyOnWriteRecords(tmp_path, 4)
-    ids = np.array([5, 1, 9], np.uint64)
-    kept.put(ids, np.arange(12, dtype=np.uint8).reshape(3, 4))
-    kept.put(np.array([9, 2], np.uint64), np.full((2, 4), 77, np.uint8))
-    found, records = kept.find(np.array([1, 2, 3, 9], np.uint64))
-    assert found.tolist() == [True, True, False, True]
-    assert records.tolist() == [[4, 5, 6, 7], [77] * 4, [8, 9, 10, 11]]
-    assert len(kept) == 4
-    kept.close()
-
-
-def test_the_log_of_erased_ids_knows_how_far_back_it_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paramserver.checkpoint.saver._MAX_IDS", 5)
-    log = ErasedLog(10)
-    log.add(11, "user", np.array([3, 1], np.uint64))
-    log.add(12, "item", np.array([9], np.uint64))
-    log.add(13, "user", np.array([1], np.uint64))
-
-    def after(version: int) -> list[int] | None:
-        ids = log.after(version, "user")
-        return None if ids is None else ids.tolist()
-
-    assert [after(9), after(10), after(11), after(13)] == [None, [1, 3], [1], []]
-    log.add(14, "user", np.arange(3, dtype=np.uint64))
-    assert [after(10), after(11)] == [None, [0, 1, 2]]
-    log.forget(20)  # slots came back
-    assert [after(14), after(20)] == [None, []]

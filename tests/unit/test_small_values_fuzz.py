@@ -19,8 +19,8 @@ from kvemb.init import uniform
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.redis_cluster.whole_primaries import decode_members, encode_members
 from paramserver.checkpoint import load_plan
-from paramserver.recovery import state_file
-from paramserver.recovery.state_file import ShardState
+from paramserver.recovery import upgrade
+from paramserver.row_log import state_file
 
 TABLE = TableDef("user", 4, optim.adam(), uniform())
 
@@ -46,6 +46,7 @@ VALUES: dict[str, tuple[Callable[[bytes], object], bytes, type[KvembError]]] = {
 }
 FILES: dict[str, Callable[[bytes], object]] = {
     "state": lambda data: state_file.decode_state(data, "state"),
+    "state of 0.1": lambda data: upgrade._read_image(data, "state"),
     "plan": lambda data: load_plan.decode_load_plan(data, "load"),
 }
 MANY = b"\xdd" + struct.pack(">I", 2**32 - 1)
@@ -117,10 +118,7 @@ def with_checksum(kind: str, header: bytes, rest: bytes = b"") -> bytes:
     if kind == "plan":
         data = struct.pack("<8sI", load_plan.MAGIC, len(header)) + header + rest
     else:
-        whole = b"".join(bytes(piece) for piece in state_file.encode_state(ShardState(b"c" * 16, 0, 1)))
-        head = bytearray(whole[: state_file._HEAD.size])
-        head[-struct.calcsize("<I") :] = struct.pack("<I", len(header))
-        data = bytes(head) + header + rest
+        data = state_file.HEAD.pack(state_file.MAGIC, 3 if kind != "state" else state_file.FORMAT_VERSION, len(header)) + header + rest
     return data + struct.pack("<Q", xxhash.xxh3_64_intdigest(data))
 
 

@@ -1,13 +1,13 @@
-"""A process that another one has shut out publishes no snapshot and takes away none."""
+"""A process that another one has shut out publishes no run and takes away none."""
 
 from pathlib import Path
 
 import pytest
 
 from kvemb.errors import FencedError, JournalFullError
-from paramserver.snapshot import Runs
-from paramserver.snapshot.run_writer import RunWriter
-from tests.unit.snapshot_states import TABLE, State, check, in_order, publish, records, small_blocks, u64
+from paramserver.row_log import Runs
+from paramserver.row_log.run_writer import RunWriter
+from tests.unit.snapshot_states import TABLE, State, check, count, in_order, log_in, publish, records, small_blocks, u64
 
 __all__ = ["small_blocks"]  # the fixture
 
@@ -26,7 +26,7 @@ class Owners:
             if epoch != self.epoch:
                 raise FencedError(f"epoch {epoch}")
 
-        return Runs(self.folder, limit=limit, epoch=epoch, still_ours=still_ours)
+        return log_in(self.folder, limit=limit, epoch=epoch, still_ours=still_ours)
 
 
 def begun(runs: Runs, state: State) -> RunWriter:
@@ -41,7 +41,7 @@ def test_a_process_that_was_shut_out_publishes_nothing(tmp_path: Path) -> None:
     writer = begun(old, {1: (5, True)})
     new = owners.next()  # deletes the run that the other one writes
     with pytest.raises(FencedError):
-        old.publish([writer], 5)
+        count(old, [writer], 5)
     assert not list(tmp_path.iterdir())
     publish(new, {2: (7, True)}, 7)
     for runs in (old, new):
@@ -59,7 +59,7 @@ def test_a_process_that_was_shut_out_gives_up_no_run_but_its_own(tmp_path: Path)
     new = owners.next()
     writer = begun(new, {2: (7, True)})
     given_up.drop()
-    new.publish([writer], 7)
+    count(new, [writer], 7)
     old._sweep()
     for runs in (old, new):
         runs.close()
@@ -68,7 +68,7 @@ def test_a_process_that_was_shut_out_gives_up_no_run_but_its_own(tmp_path: Path)
     again.close()
 
 
-def test_a_process_that_was_shut_out_in_a_merge_leaves_the_successors_snapshot(tmp_path: Path) -> None:
+def test_a_process_that_was_shut_out_in_a_merge_leaves_the_successors_log(tmp_path: Path) -> None:
     owners = Owners(tmp_path)
     old = owners.next(limit=1)
     publish(old, {1: (5, True), 2: (5, True)}, 5)
@@ -87,14 +87,14 @@ def test_a_process_that_was_shut_out_in_a_merge_leaves_the_successors_snapshot(t
     again.close()
 
 
-def test_a_process_shut_out_right_after_it_was_asked_replaces_no_manifest(tmp_path: Path) -> None:
-    first = Runs(tmp_path, epoch=1)
+def test_a_process_shut_out_right_after_it_was_asked_replaces_no_state(tmp_path: Path) -> None:
+    first = log_in(tmp_path, epoch=1)
     publish(first, {1: (5, True)}, 5)
     opened: list[Runs] = []
-    first._still_ours = lambda: opened.append(Runs(tmp_path, epoch=2))
+    first._saved._still_ours = lambda: opened.append(log_in(tmp_path, epoch=2))
     with pytest.raises(JournalFullError, match="No such file"):
         publish(first, {1: (6, True)}, 6)
-    again = Runs(tmp_path, epoch=3)
+    again = log_in(tmp_path, epoch=3)
     assert again.cut == 5
     check(again, {1: (5, True)})
     for runs in (first, *opened, again):

@@ -1,6 +1,7 @@
 """Rows reconstructed from snapshot and journal have, bit for bit, the values that the engine wrote."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -25,10 +26,11 @@ from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 from paramserver.model.tables import Tables, TableState
 from paramserver.model.transition import Timeline
 from paramserver.optim import Optimizer
-from paramserver.snapshot import Reconstructor, Runs, Snapshotter, WantedVersions, reconstruct, reconstruct_rounds, snapshotter, sorted_run
-from paramserver.snapshot.reconstruct_rounds import Rounds
-from paramserver.snapshot.snapshotter import from_storage
+from paramserver.row_log import Reconstructor, Runs, WantedVersions, log_flush, reconstruct, reconstruct_rounds, sorted_run
+from paramserver.row_log.log_flush import FlushProgress, LogFlush, from_storage
+from paramserver.row_log.reconstruct_rounds import Rounds
 from tests.unit.lonely_engine import ALONE
+from tests.unit.snapshot_states import present, saved_in
 
 _NUMBERS = count()
 MOMENTUM = TableDef("momentum", 3, kvemb.optim.sgd(0.5, momentum=0.9, nesterov=True), kvemb.init.normal(std=1.0), seed=4)
@@ -54,15 +56,24 @@ class Shard:
         self.store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
         self.store.open(Deadline.after(5))
         self.folder, self.epoch = folder, 1
-        self.tables = Tables([], CacheBudget(cache_bytes))
-        self.engine = Engine(self.store, self.tables, Timeline(1), k=0, timeout_s=5, ports=ALONE)
+        self.tables = Tables([], CacheBudget(cache_bytes), log=self)
+        self.engine = Engine(self.store, self.tables, Timeline(1), k=0, timeout_s=5, repair=ALONE)
         self.position = Position(0, 0)
         self.open()
 
     def open(self) -> None:
         self.journal = Journal(self.folder / "journal", "os", segment_bytes=1)  # one entry each: nothing is kept that may be discarded
-        self.runs = Runs(self.folder / "snapshot", limit=2)
-        self.reconstructor = Reconstructor(self.runs, self.journal, find)
+        self.saved = saved_in(self.folder)
+        self.runs = Runs(self.folder / "snapshot", self.saved, limit=2)
+        self.reconstructor = Reconstructor(lambda: self.runs.view, self.journal, find)
+
+    def versions(self, definition: TableDef, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As the row log of the process of now."""
+        return self.runs.versions(definition, ids)
+
+    def between(self, definition: TableDef, low: int, high: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """As the row log of the process of now."""
+        return self.runs.between(definition, low, high)
 
     def reopen(self) -> None:
         self.journal.close()
@@ -82,10 +93,13 @@ class Shard:
     def applied(self) -> int:
         return make_version(self.epoch, self.engine.k)
 
+    def flush(self) -> Iterator[FlushProgress]:
+        flush = LogFlush(self.runs, self.tables, from_storage(self.store, 5), lambda: self.applied)
+        return flush.steps(lambda: present(self.saved, self.tables, self.applied, self.position))
+
     def snapshot(self, between: Callable[[], None] = lambda: None) -> None:
         position = self.position
-        taker = Snapshotter(self.runs, from_storage(self.store, 5), lambda: self.applied)
-        for _ in taker.steps(self.tables.all()):
+        for _ in self.flush():
             between()
         self.journal.discard_before(Position(position.segment + 1, 0))  # the position's own segment stays otherwise
 
@@ -194,10 +208,9 @@ def test_after_a_snapshot_the_journal_is_not_needed(shard: Shard) -> None:
 
 def test_only_rows_newer_than_the_last_snapshot_are_written(shard: Shard) -> None:
     shard.run(APPLY, rows(ADAM, list(range(20))))
-    taker = Snapshotter(shard.runs, from_storage(shard.store, 5), lambda: shard.applied)
-    first = list(taker.steps(shard.tables.all()))[-1]
+    first = list(shard.flush())[-1]
     shard.run(APPLY, rows(ADAM, [3, 4, 99]))
-    second = list(taker.steps(shard.tables.all()))[-1]
+    second = list(shard.flush())[-1]
     assert (first.n_rows, second.n_rows) == (20, 3)
     assert 0 < second.size_bytes < first.size_bytes
     shard.check()
@@ -208,8 +221,7 @@ def test_a_snapshot_that_is_given_up_leaves_the_one_before_it(shard: Shard) -> N
     shard.snapshot()
     cut, files = shard.runs.cut, sorted((shard.folder / "snapshot").glob("*.run"))
     shard.run(APPLY, rows(ADAM, [2, 3]))
-    steps = Snapshotter(shard.runs, from_storage(shard.store, 5), lambda: shard.applied).steps(shard.tables.all())
-    next(steps)
+    steps = shard.flush()
     next(steps)
     steps.close()
     shard.check()
@@ -292,13 +304,13 @@ def test_a_journal_that_does_not_reach_back_to_the_snapshot_is_refused(shard: Sh
     shard.engine.k = 5  # five batches that the journal lacks
     shard.run(APPLY, rows(ADAM, [1]))
     ids, versions = shard.existing(ADAM)
-    with pytest.raises(LostRowError, match="continues with batch 6, snapshot and journal reach to batch 0"):
+    with pytest.raises(LostRowError, match="continues with batch 6, row log and journal reach to batch 0"):
         shard.made(shard.tables.state(ADAM), ids, versions)
     shard.engine.k = 8
     shard.run(APPLY, rows(ADAM, [1]))
     ids, versions = shard.existing(ADAM)
-    shard.runs.publish([], make_version(1, 5))
-    with pytest.raises(LostRowError, match="continues with batch 9, snapshot and journal reach to batch 6"):
+    shard.runs.publish([], replace(shard.saved.now, cut=make_version(1, 6)))
+    with pytest.raises(LostRowError, match="continues with batch 9, row log and journal reach to batch 6"):
         shard.made(shard.tables.state(ADAM), ids, versions)
 
 
@@ -308,7 +320,7 @@ def test_after_a_load_nothing_of_the_journal_before_it_is_replayed(shard: Shard)
     shard.journal.close()
     (shard.folder / "journal" / "000000000002.journal").unlink()
     shard.open()
-    shard.runs.publish([], make_version(2, 0), only=True)
+    shard.runs.publish([], replace(shard.saved.now, tables=(), cut=make_version(2, 0)), alone=True)
     shard.epoch = 3
     shard.run(APPLY, rows(ADAM, [1]))
     shard.check()
@@ -333,26 +345,14 @@ def test_a_row_erased_before_its_slice_is_not_made_from_what_the_journal_still_h
     shard.check()
 
 
-def test_the_image_is_saved_when_all_rows_are_written_and_before_they_count(shard: Shard) -> None:
-    shard.run(APPLY, rows(ADAM, [1]))
-    seen = []
-
-    def save() -> None:
-        seen.append((shard.runs.cut, next((shard.folder / "snapshot").glob("*.run")).stat().st_size > 0))
-
-    for _ in Snapshotter(shard.runs, from_storage(shard.store, 5), lambda: shard.applied).steps(shard.tables.all(), save):
-        assert seen == []
-    assert (seen, shard.runs.cut) == ([(0, True)], shard.applied)
-
-
 def test_rows_are_made_in_passes_of_bounded_memory(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
     shard.run(APPLY, rows(ADAM, list(range(50))))
     shard.run(APPLY, rows(ADAM, list(range(0, 50, 3)), 0.5))
     passes = []
-    batches = Reconstructor._batches
-    monkeypatch.setattr(Reconstructor, "_batches", lambda self: passes.append(1) or batches(self))
+    batches = reconstruct.batches_behind
+    monkeypatch.setattr(reconstruct, "batches_behind", lambda *args: passes.append(1) or batches(*args))
     monkeypatch.setattr(reconstruct_rounds, "_BLOCK_WEIGHTS", 6)
-    shard.reconstructor = Reconstructor(shard.runs, shard.journal, find, pass_bytes=10 * ADAM.record.size_bytes)
+    shard.reconstructor = Reconstructor(lambda: shard.runs.view, shard.journal, find, pass_bytes=10 * ADAM.record.size_bytes)
     ids, versions = shard.existing(ADAM)
     made = shard.made(shard.tables.state(ADAM), ids, versions)
     assert made.tobytes() == shard.read(ADAM, ids).tobytes()
@@ -365,8 +365,8 @@ def test_small_batches_are_applied_in_as_many_calls_as_a_row_has_updates(shard: 
         ids = [int(i) for i in np.unique(rng.integers(0, 40, 5))]
         shard.run(APPLY, *(rows(table, ids, 0.01 * step, lr=0.05 + 0.001 * step) for table in TABLES.values()))
     passes, calls = [], []
-    batches, update = Reconstructor._batches, Optimizer.update_in_place
-    monkeypatch.setattr(Reconstructor, "_batches", lambda self: passes.append(1) or batches(self))
+    batches, update = reconstruct.batches_behind, Optimizer.update_in_place
+    monkeypatch.setattr(reconstruct, "batches_behind", lambda *args: passes.append(1) or batches(*args))
     monkeypatch.setattr(Optimizer, "update_in_place", lambda *args: calls.append(1) or update(*args))
     wanted = [WantedVersions(shard.tables.state(table), *shard.existing(table)) for table in TABLES.values()]
     for one, records in zip(wanted, shard.reconstructor.records(wanted), strict=True):
@@ -393,7 +393,7 @@ def test_a_full_disk_leaves_the_snapshot_before_it(shard: Shard, monkeypatch: py
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    for name in ("journal.segment_files.write_all", "journal.segment_files.sync", "snapshot.run_set.sync_folder"):
+    for name in ("journal.segment_files.write_all", "journal.segment_files.sync", "row_log.run_set.sync_folder"):
         with monkeypatch.context() as patch:
             patch.setattr(f"paramserver.{name}", full)
             with pytest.raises(JournalFullError, match="No space left"):
@@ -420,7 +420,7 @@ def test_whatever_happened_every_row_is_made_anew(tmp_path_factory: pytest.TempP
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sorted_run, "BLOCK_ROWS", 4)
         patch.setattr(sorted_run, "FENCE_ROWS", 2)
-        patch.setattr(snapshotter, "_SLICE_BYTES", 150)
+        patch.setattr(log_flush, "_SLICE_BYTES", 150)
         shard, left = Shard(tmp_path_factory.mktemp("shard")), iter(during)
 
         def change(kind: str, name: str, ids: list[int], value: float) -> None:
@@ -438,7 +438,7 @@ def test_whatever_happened_every_row_is_made_anew(tmp_path_factory: pytest.TempP
             elif step == "reopen":
                 shard.reopen()
             elif step == "give up":
-                unfinished = Snapshotter(shard.runs, from_storage(shard.store, 5), lambda: shard.applied).steps(shard.tables.all())
+                unfinished = shard.flush()
                 next(unfinished, None)
                 maybe_change()
                 next(unfinished, None)

@@ -3,6 +3,7 @@
 import os
 import struct
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,14 @@ from hypothesis import strategies as st
 
 import kvemb.init
 import kvemb.optim
-from kvemb.errors import JournalDamagedError, JournalFullError, RecordError
+from kvemb.errors import JournalDamagedError, JournalFullError, ParameterServerError, RecordError
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
-from paramserver.snapshot import Runs, run_set
-from paramserver.snapshot.run_manifest import RunEntry, SnapshotManifest, TableRuns, encode_snapshot_manifest
-from paramserver.snapshot.run_merge import merge_from, merged
-from paramserver.snapshot.sorted_run import ERASED, ROWS
+from paramserver.row_log import run_set
+from paramserver.row_log.run_merge import merge_from, merged
+from paramserver.row_log.saved_state import STATE
+from paramserver.row_log.sorted_run import ERASED, ROWS
+from paramserver.row_log.state_file import LoggedTable, RunEntry, ShardState, encode_state
 from tests.unit.snapshot_states import (
     FEW_STATES,
     RECORD,
@@ -27,9 +29,11 @@ from tests.unit.snapshot_states import (
     TABLE,
     State,
     check,
+    count,
     encoded,
     encoded_1,
     in_order,
+    log_in,
     opened,
     publish,
     records,
@@ -88,7 +92,7 @@ def test_a_truncated_run_is_refused(old: bool, size: int) -> None:
 def test_a_page_that_was_torn_is_noticed_by_the_first_look_at_it(tmp_path: Path) -> None:
     """Also where only versions are asked for, which are read from the mapped file."""
     state = {i: (i + 1, True) for i in range(40)}
-    runs = Runs(tmp_path)
+    runs = log_in(tmp_path)
     publish(runs, state, 9)
     runs.close()
     path = next(tmp_path.glob("*.run"))
@@ -96,7 +100,7 @@ def test_a_page_that_was_torn_is_noticed_by_the_first_look_at_it(tmp_path: Path)
     torn = data.index(TABLE.order.keys(u64(in_order(state)[20:21])).tobytes())
     data[torn : torn + 16] = bytes(16)
     path.write_bytes(data)
-    runs, ids = Runs(tmp_path), in_order(state)
+    runs, ids = log_in(tmp_path), in_order(state)
     assert runs.versions(TABLE, u64(ids[:20]))[0].tolist() == [i + 1 for i in ids[:20]]
     for _ in range(2):
         with pytest.raises(JournalDamagedError, match=r"\.run: offset \d+: the checksum of the block's keys does not match"):
@@ -106,7 +110,7 @@ def test_a_page_that_was_torn_is_noticed_by_the_first_look_at_it(tmp_path: Path)
 
 
 def test_a_disk_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = Runs(tmp_path)
+    runs = log_in(tmp_path)
     publish(runs, {1: (5, True)}, 9)
     runs.find(TABLE, u64([]))  # opens the run
 
@@ -177,7 +181,7 @@ def test_a_folder_shows_the_newest_state_before_and_after_merging(
     tmp_path_factory: pytest.TempPathFactory, states: list[dict[int, bool]], limit: int
 ) -> None:
     folder = tmp_path_factory.mktemp("runs")
-    runs, history = Runs(folder, limit=limit), histories(states)
+    runs, history = log_in(folder, limit=limit), histories(states)
     for n, state in enumerate(history):
         publish(runs, state, n + 1)
         check(runs, newest(history[: n + 1]))
@@ -187,26 +191,26 @@ def test_a_folder_shows_the_newest_state_before_and_after_merging(
         assert len(list(folder.glob("*.run"))) <= limit
         if n % 3 == 1:
             runs.close()
-            runs = Runs(folder, limit=limit)
+            runs = log_in(folder, limit=limit)
             assert runs.cut == n + 1
     check(runs, newest(history))
     runs.close()
 
 
 def test_a_row_and_its_erase_in_one_run_are_told_apart_by_their_versions(tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
+    runs = log_in(tmp_path)
     writer = runs.begin(TABLE)
     both = in_order([1, 2])
     writer.add_rows(u64(both), records(both, [{1: 10, 2: 30}[i] for i in both]))
     writer.add_erased(u64(both), u64([20, 20]))
-    runs.publish([writer], 5)
+    count(runs, [writer], 5)
     base = runs.find(TABLE, u64([1, 2]))
     assert (base.exists.tolist(), base.versions.tolist()) == ([False, True], [20, 30])
     runs.close()
 
 
 def test_erased_rows_stay_erased_when_only_the_newest_runs_are_merged(tmp_path: Path) -> None:
-    runs = Runs(tmp_path, limit=2)
+    runs = log_in(tmp_path, limit=2)
     publish(runs, {i: (5, True) for i in range(100)}, 9)
     publish(runs, {3: (15, False), 200: (15, True)}, 19)
     publish(runs, {4: (25, False), 3: (26, True)}, 29)
@@ -219,7 +223,7 @@ def test_erased_rows_stay_erased_when_only_the_newest_runs_are_merged(tmp_path: 
 
 
 def test_a_row_that_came_back_from_another_shard_outlives_the_note_that_it_was_gone(tmp_path: Path) -> None:
-    runs = Runs(tmp_path, limit=2)
+    runs = log_in(tmp_path, limit=2)
     publish(runs, {1: (5, True), 2: (5, True)}, 9)
     publish(runs, {1: (50, False)}, 50)  # its slot was handed over
     publish(runs, {1: (7, True)}, 50)  # and handed back, as another shard had written it meanwhile
@@ -231,46 +235,46 @@ def test_a_row_that_came_back_from_another_shard_outlives_the_note_that_it_was_g
 
 
 def test_what_a_crash_left_over_is_deleted_and_a_writer_at_work_is_not(tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
+    runs = log_in(tmp_path)
     publish(runs, {1: (5, True)}, 9)
     (tmp_path / "000000000077.run").write_bytes(b"half")
-    (tmp_path / "manifest.tmp").write_bytes(b"half")
+    (tmp_path / "state.tmp").write_bytes(b"half")
     at_work = runs.begin(TABLE)
     at_work.add_rows(u64([3]), records([3], [6]))
     publish(runs, {2: (7, True)}, 10)
-    runs.publish([at_work], 11)
+    count(runs, [at_work], 11)
     check(runs, {1: (5, True), 2: (7, True), 3: (6, True)})
     assert len(list(tmp_path.glob("*.run"))) == 3
     runs.close()
     (tmp_path / "000000000078.run").write_bytes(b"half")
-    again = Runs(tmp_path)
+    again = log_in(tmp_path)
     assert len(list(tmp_path.glob("*.run"))) == 3
     assert not list(tmp_path.glob("*.tmp"))
     check(again, {1: (5, True), 2: (7, True), 3: (6, True)})
     again.close()
 
 
-def test_a_manifest_that_may_not_be_durable_keeps_both_snapshots_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = Runs(tmp_path, limit=1)
+def test_a_state_that_may_not_be_durable_keeps_both_logs_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = log_in(tmp_path, limit=1)
     publish(runs, {1: (5, True)}, 9)
     publish(runs, {1: (7, True)}, 10)
 
     def fail(folder: Path) -> None:
         raise OSError(5, "Input/output error")
 
-    old = (tmp_path / "manifest").read_bytes()
+    old = (tmp_path / STATE).read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr("paramserver.snapshot.run_set.sync_folder", fail)
+        patch.setattr("tests.unit.snapshot_states.sync_folder", fail)
         with pytest.raises(Exception, match="Input/output error"):
             list(runs.merge(TABLE))
     check(runs, {1: (7, True)})
     runs.close()
-    for data in ((tmp_path / "manifest").read_bytes(), old):
+    for data in ((tmp_path / STATE).read_bytes(), old):
         (tmp_path / "copy").mkdir()
         for path in tmp_path.glob("*.run"):
             os.link(path, tmp_path / "copy" / path.name)
-        (tmp_path / "copy" / "manifest").write_bytes(data)
-        again = Runs(tmp_path / "copy")
+        (tmp_path / "copy" / STATE).write_bytes(data)
+        again = log_in(tmp_path / "copy")
         check(again, {1: (7, True)})
         again.close()
         for path in (tmp_path / "copy").iterdir():
@@ -279,55 +283,53 @@ def test_a_manifest_that_may_not_be_durable_keeps_both_snapshots_files(tmp_path:
 
 
 def test_rows_of_tables_that_are_gone_are_forgotten(tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
+    runs = log_in(tmp_path)
     publish(runs, {1: (5, True)}, 9)
-    runs.publish([], make_version(2, 0), only=True)
+    runs.publish([], replace(runs._saved.now, tables=(), cut=make_version(2, 0)))
     check(runs, {})
     assert (runs.cut, list(tmp_path.glob("*.run"))) == (make_version(2, 0), [])
     runs.close()
 
 
 def test_a_missing_run_is_refused(tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
+    runs = log_in(tmp_path)
     publish(runs, {1: (5, True)}, 9)
     runs.close()
     next(tmp_path.glob("*.run")).unlink()
     with pytest.raises(JournalDamagedError, match=r"\.run: .*missing"):
-        Runs(tmp_path)
+        log_in(tmp_path)
 
 
 def test_another_run_under_the_name_is_refused(tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
+    runs = log_in(tmp_path)
     publish(runs, {1: (5, True)}, 9)
     runs.close()
     next(tmp_path.glob("*.run")).write_bytes(encoded({1: (5, True), 2: (5, True)}))
-    again = Runs(tmp_path)
     with pytest.raises(JournalDamagedError, match="another run"):
-        again.find(TABLE, u64([1]))
-    again.close()
+        log_in(tmp_path)
 
 
 def test_records_of_other_ids_are_refused(tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
+    runs = log_in(tmp_path)
     writer = runs.begin(TABLE)
     writer.add_rows(u64(in_order([1, 2])), records([{1: 1, 2: 3}[i] for i in in_order([1, 2])], [5, 5]))
-    runs.publish([writer], 5)
+    count(runs, [writer], 5)
     with pytest.raises(RecordError, match="id 2"):
         runs.find(TABLE, u64([1, 2]))
     runs.close()
 
 
 def test_a_table_of_another_definition_is_refused(tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
+    runs = log_in(tmp_path)
     publish(runs, {1: (5, True)}, 9)
     other = TableDef("t", 3, kvemb.optim.sgd(0.5), kvemb.init.zeros())
-    with pytest.raises(JournalDamagedError, match="another definition"):
-        runs.find(other, u64([1]))
+    with pytest.raises(ParameterServerError, match="another cluster's"):
+        list(runs.merge(other))
     runs.close()
 
 
 def test_a_part_of_the_rows_is_listed(tmp_path: Path) -> None:
-    runs, ids = Runs(tmp_path), in_order(range(30))
+    runs, ids = log_in(tmp_path), in_order(range(30))
     publish(runs, {i: (5, True) for i in range(30)}, 9)
     publish(runs, {i: (15, False) for i in ids[::3]}, 19)
     keys = TABLE.order.keys(u64(ids)).tolist()
@@ -347,15 +349,18 @@ def test_runs_of_the_release_before_are_brought_into_order_once(
     for number, state in enumerate(history, 1):
         data = encoded_1(state)
         (folder / f"{number:012d}.run").write_bytes(data)
-        entries.append(RunEntry(number, len(data)))
-    manifest = SnapshotManifest(7, {TABLE.key: TableRuns(TABLE.schema, RECORD.size_bytes, tuple(entries))})
-    (folder / "manifest").write_bytes(encode_snapshot_manifest(manifest))
+        entries.append(RunEntry(number, len(data), 1 << 50))
+    saved = ShardState(b"c" * 16, 0, 1, tables=(LoggedTable(TABLE, runs=tuple(entries)),), cut=7)
+    (folder / STATE).write_bytes(encode_state(saved))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_set, "_SORTED_BYTES", 60)
-        for _ in range(2):
-            runs = Runs(folder)
+        for saves in (False, True, False):  # a process that dies before it has saved its state leaves the old runs
+            runs = log_in(folder)
+            runs.upgrade()
             check(runs, newest(history))
             assert runs.cut == 7
+            if saves:
+                runs.save(runs._saved.now)
             runs.close()
     assert {path.read_bytes()[8] for path in folder.glob("*.run")} <= {2}
 
@@ -363,45 +368,33 @@ def test_runs_of_the_release_before_are_brought_into_order_once(
 def test_a_disk_that_is_full_while_old_runs_are_brought_into_order_leaves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = encoded_1(state := {i: (5, True) for i in range(15)})
     (tmp_path / "000000000001.run").write_bytes(data)
-    manifest = SnapshotManifest(7, {TABLE.key: TableRuns(TABLE.schema, RECORD.size_bytes, (RunEntry(1, len(data)),))})
-    (tmp_path / "manifest").write_bytes(encode_snapshot_manifest(manifest))
+    saved = ShardState(b"c" * 16, 0, 1, tables=(LoggedTable(TABLE, runs=(RunEntry(1, len(data), 9),)),), cut=7)
+    (tmp_path / STATE).write_bytes(encode_state(saved))
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    runs = Runs(tmp_path)
+    runs = log_in(tmp_path)
     for name in ("segment_files.write_all", "segment_files.sync", "segment_files.create"):
         with monkeypatch.context() as patch:
             patch.setattr(f"paramserver.journal.{name}", full)
             with pytest.raises(JournalFullError, match="No space left"):
-                runs.upgrade(TABLE)
+                runs.upgrade()
         assert (tmp_path / "000000000001.run").read_bytes() == data
+    runs.upgrade()
     check(runs, state)
-    runs.close()
-
-
-def test_a_run_of_versions_alone_tells_versions_and_hides_no_record(tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
-    publish(runs, {1: (5, True), 2: (5, True)}, 9)
-    writer = runs.begin(TABLE, records=False)
-    writer.add(ROWS, TABLE.order.keys(u64([1])), u64([8]), np.empty((1, 0), np.uint8))
-    writer.add_erased(u64([2]), u64([9]))
-    runs.publish([writer], 9)
-    versions, exists = runs.versions(TABLE, u64([1, 2, 3]))
-    assert (versions.tolist(), exists.tolist()) == ([8, 9, 0], [True, False, False])
-    assert runs.find(TABLE, u64([1, 2])).versions.tolist() == [5, 5]
     runs.close()
 
 
 def test_many_rows_are_found_by_fences_and_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # blocks of their own size
-    random, runs = np.random.default_rng(0), Runs(tmp_path)
+    random, runs = np.random.default_rng(0), log_in(tmp_path)
     keys = np.unique(random.integers(0, 2**64, 50_000, np.uint64))
-    writer = runs.begin(TABLE, records=False)
+    writer = runs.begin(TABLE)
     for start in range(0, len(keys), 7000):
-        some = keys[start : start + 7000]
-        writer.add(ROWS, some, np.arange(start + 1, start + 1 + len(some), dtype=np.uint64), np.empty((len(some), 0), np.uint8))
-    runs.publish([writer], 1)
+        some, versions = keys[start : start + 7000], np.arange(start + 1, start + 1 + len(keys[start : start + 7000]), dtype=np.uint64)
+        writer.add(ROWS, some, versions, np.zeros((len(some), RECORD.size_bytes), np.uint8))
+    count(runs, [writer], 1)
     at = random.permutation(len(keys))[:20_000]
     others = np.setdiff1d(np.concatenate([keys[:5000] + np.uint64(1), np.array([0, 2**64 - 1], np.uint64)]), keys)
     versions, exists = runs.versions(TABLE, TABLE.order.ids(np.concatenate([keys[at], others])))

@@ -5,6 +5,7 @@ leave the checkpoint nor hide in it.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
@@ -109,6 +110,13 @@ class FileEntry:
         return part_path(self.table, self.shard, self.part, self.role)
 
 
+SortKeys = Callable[[NDArray[np.uint64]], NDArray[np.uint64]]
+
+
+def _by_id(ids: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    return ids
+
+
 @dataclass(frozen=True)
 class SavedTable:
     """A table as it was: its definition and, per shard, the optimizer's step at the cut."""
@@ -142,6 +150,7 @@ class CheckpointManifest:
         extra: the user's own values.
         slots: which shard wrote which slot, as runs: of each its first slot and its shard; () where that is not known: in an earlier
             release shards owned ranges of a hash.
+        by_key: whether the rows of a shard stand in the order of their keys (`TableDef.order`); before 0.2 they stood in that of their ids.
     """
 
     save_id: str
@@ -155,6 +164,11 @@ class CheckpointManifest:
     base: BaseCheckpoint | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     slots: tuple[int, ...] = ()
+    by_key: bool = True
+
+    def order(self, definition: TableDef) -> SortKeys:
+        """Return the function by whose results the rows of a table ascend: ids uint64 [n] -> uint64 [n]."""
+        return definition.order.keys if self.by_key else _by_id
 
     @cached_property
     def slot_shards(self) -> NDArray[np.uint16] | None:

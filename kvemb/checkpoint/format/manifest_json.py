@@ -26,8 +26,8 @@ from kvemb.schema.record import MAX_EPOCH, MAX_K
 from kvemb.schema.slots import N_SLOTS, from_runs
 from kvemb.schema.table_def import TableDef, check_table_name
 
-FORMAT, FORMAT_VERSION = "kvemb-checkpoint", 2
-_WITHOUT_SLOTS = 1
+FORMAT, FORMAT_VERSION = "kvemb-checkpoint", 3
+_WITHOUT_SLOTS, _BY_ID = 1, 2  # earlier formats; both have rows in the order of their ids
 MAX_EXTRA_BYTES = 64 << 10
 MAX_FILES = 200_000
 MAX_FILE_BYTES = 1 << 30
@@ -42,7 +42,7 @@ def encode_manifest(manifest: CheckpointManifest) -> bytes:
     return encode(
         {
             "format": FORMAT,
-            "format_version": FORMAT_VERSION,
+            "format_version": FORMAT_VERSION if manifest.by_key else _BY_ID,
             "save_id": manifest.save_id,
             "cluster": manifest.cluster,
             "cluster_id": manifest.cluster_id,
@@ -73,8 +73,8 @@ def decode_manifest(data: bytes, where: str) -> CheckpointManifest:
     if fields.text("format") != FORMAT:
         raise fields.wrong("format", repr(FORMAT))
     version = fields.integer("format_version", 0, 1 << 31)
-    if version not in (FORMAT_VERSION, _WITHOUT_SLOTS):
-        reads = f"{_WITHOUT_SLOTS} and {FORMAT_VERSION}"
+    if version not in (FORMAT_VERSION, _WITHOUT_SLOTS, _BY_ID):
+        reads = f"{_WITHOUT_SLOTS} to {FORMAT_VERSION}"
         raise CheckpointError(f"{where}: format version {version}, this release reads {reads}; load it with a later one (docs/upgrade.md)")
     fields.only(
         "format", "format_version", "save_id", "cluster", "cluster_id", "created_s", "weights_only", "base", "cuts", "tables", "files",
@@ -96,6 +96,7 @@ def decode_manifest(data: bytes, where: str) -> CheckpointManifest:
         base=_read_base(fields.maybe("base")),
         extra=_read_extra(fields),
         slots=() if version == _WITHOUT_SLOTS else _read_slots(fields, len(cuts)),
+        by_key=version == FORMAT_VERSION,
     )
     _check_agreement(manifest, fields, where)
     return manifest

@@ -21,7 +21,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvemb.arrays.rounding import storage_dtype, to_float32
-from kvemb.checkpoint.format.checkpoint_manifest import FileEntry
+from kvemb.checkpoint.format.checkpoint_manifest import FileEntry, SortKeys
 from kvemb.checkpoint.format.plain_parquet import PlainWriter, columns_of, read_group
 from kvemb.errors import CheckpointError, ConfigError
 from kvemb.schema.record import HEADER_SIZE
@@ -50,7 +50,7 @@ def require_extra(module: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class RowBlock:
-    """n rows of one table, ascending by id.
+    """n rows of one table.
 
     Args:
         ids: uint64 [n].
@@ -73,7 +73,7 @@ class RowBlock:
 
         Args:
             definition: the table.
-            ids: uint64 [n], ascending.
+            ids: uint64 [n].
             records: uint8 [n, record bytes] of these ids; copied.
             weights_only: leave the state out.
         """
@@ -149,19 +149,19 @@ def encode_rows(definition: TableDef, blocks: Sequence[RowBlock], weights_only: 
 
     Args:
         definition: the table.
-        blocks: ascending by id, within and from one to the next; none is empty.
+        blocks: in order, within and from one to the next (`CheckpointManifest.order`); none is empty.
         weights_only: leave the state out.
     """
     return _encode(_schema(definition, weights_only), [_columns(definition, block, weights_only) for block in blocks])
 
 
 def encode_ids(definition: TableDef, ids: NDArray[np.uint64]) -> list[bytes | memoryview]:
-    """Return the pieces of a data file of ids alone: uint64 [n], ascending."""
+    """Return the pieces of a data file of ids alone: uint64 [n], in order."""
     steps = range(0, len(ids), _MAX_GROUP_ROWS)
     return _encode(_id_schema(definition), [[ids[at : at + _MAX_GROUP_ROWS]] for at in steps])
 
 
-def decode_rows(definition: TableDef, data: bytes, entry: FileEntry, weights_only: bool, where: str) -> Iterator[RowBlock]:
+def decode_rows(definition: TableDef, data: bytes, entry: FileEntry, weights_only: bool, where: str, order: SortKeys) -> Iterator[RowBlock]:
     """Yield a data file's rows, row group by row group.
 
     Args:
@@ -170,26 +170,27 @@ def decode_rows(definition: TableDef, data: bytes, entry: FileEntry, weights_onl
         entry: the manifest's entry for it.
         weights_only: whether the checkpoint has no state.
         where: its URL, for messages.
+        order: by whose results the rows ascend.
 
     Raises:
-        CheckpointError: it differs from the manifest's entry, or is not ascending.
+        CheckpointError: it differs from the manifest's entry, or is not in order.
     """
     last = -1
     for columns in _decode(_schema(definition, weights_only), data, entry, row_bytes(definition, weights_only), where):
         ids, versions = columns["id"].view(np.uint64), columns["version"]
-        last = _check_ascending(ids, last, where)
+        last = _check_order(order(ids), last, where)
         state = columns.get("slots")
         if state is None and not weights_only:
             state = np.empty((len(ids), 0), np.float32)
         yield RowBlock(ids, versions, _stored(definition, columns["weights"], where), state)
 
 
-def decode_ids(definition: TableDef, data: bytes, entry: FileEntry, where: str) -> Iterator[NDArray[np.uint64]]:
+def decode_ids(definition: TableDef, data: bytes, entry: FileEntry, where: str, order: SortKeys) -> Iterator[NDArray[np.uint64]]:
     """Yield the ids of a file of ids alone; raises as `decode_rows`."""
     last = -1
     for columns in _decode(_id_schema(definition), data, entry, 8, where):
         ids = columns["id"].view(np.uint64)
-        last = _check_ascending(ids, last, where)
+        last = _check_order(order(ids), last, where)
         yield ids
 
 
@@ -313,10 +314,10 @@ def _has_state(definition: TableDef, weights_only: bool) -> bool:
     return definition.record.state_size > 0 and not weights_only
 
 
-def _check_ascending(ids: NDArray[np.uint64], last: int, where: str) -> int:
-    if len(ids) and (int(ids[0]) <= last or (ids[1:] <= ids[:-1]).any()):
-        raise CheckpointError(f"{where}: ids are not ascending, or one stands twice")
-    return int(ids[-1]) if len(ids) else last
+def _check_order(keys: NDArray[np.uint64], last: int, where: str) -> int:
+    if len(keys) and (int(keys[0]) <= last or (keys[1:] <= keys[:-1]).any()):
+        raise CheckpointError(f"{where}: ids are not in order, or one stands twice")
+    return int(keys[-1]) if len(keys) else last
 
 
 def _listed(schema: Any) -> str:

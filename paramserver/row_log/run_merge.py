@@ -1,16 +1,24 @@
 """Many sorted runs become one: of each key the newest state. Pure, block by block: memory holds one block of each run."""
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.ids import as_items, as_rows
 
-from .sorted_run import ERASED, ROWS, Ids, Part, SortedRun
+from .sorted_run import ERASED, ROWS, Ids, Part
 
 
-def merged(runs: Sequence[SortedRun], *, forget_up_to: int, low: int = 0, records: bool = True) -> Iterator[Part]:
+class Blocks(Protocol):
+    """A run, or what is read as one."""
+
+    def blocks(self, kind: int, low: int = 0, *, records: bool = True, above: int = 0) -> Iterator[Part]:
+        """See `SortedRun.blocks`."""
+
+
+def merged(runs: Sequence[Blocks], *, forget_up_to: int, low: int = 0, records: bool = True, above: int = 0) -> Iterator[Part]:
     """Yield the newest state of each key, as `RunWriter.add` takes it.
 
     Args:
@@ -19,8 +27,11 @@ def merged(runs: Sequence[SortedRun], *, forget_up_to: int, low: int = 0, record
         forget_up_to: notes of erased rows up to this version are omitted; 0 where an older run, which is not among these, may have them.
         low: keys below it may be omitted.
         records: whether the records are wanted.
+        above: records without meaning may stand beside versions up to this one.
     """
-    cursors = [_Cursor(run.blocks(kind, low, records=records), kind, age) for age, run in enumerate(runs) for kind in (ROWS, ERASED)]
+    cursors = [
+        _Cursor(run.blocks(kind, low, records=records, above=above), kind, age) for age, run in enumerate(runs) for kind in (ROWS, ERASED)
+    ]
     while cursors := [cursor for cursor in cursors if cursor.load()]:
         bound = min(cursor.keys[-1] for cursor in cursors)  # up to this key, every run's rows are at hand
         here = [cursor for cursor in cursors if cursor.keys[0] <= bound]

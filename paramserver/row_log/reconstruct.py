@@ -1,14 +1,14 @@
-"""Records reconstructed exactly as the engine wrote them: the local snapshot's records, brought forward by the journal.
+"""Records reconstructed exactly as the engine wrote them: those of the row log, brought forward by the journal.
 
 Replay uses the engine's own arithmetic (`paramserver.model.transition`) with the journal's versions, steps and run-time values. A row's
 result does not depend on the rows beside it, so only the wanted rows are computed. A row stops at the version wanted: later entries of the
-journal are not applied yet. Apply thread only, since it reads the snapshot's files.
+journal are not applied yet.
 
 One pass reads the whole journal, so as many rows are made in one pass as the memory given allows, of all tables at once. Their updates are
 gathered from the journal and applied in rounds (`reconstruct_rounds`), so the cost of a pass grows with the rows, not with the batches.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,13 +18,13 @@ from kvemb.arrays.ids import as_items
 from kvemb.errors import LostRowError
 from kvemb.schema.record import MAX_K, split_version
 
-from ..journal import BatchEntry, Journal, decode_entry
+from ..journal import BatchEntry, Journal, Position, decode_entry
 from ..journal.entry import Find
 from ..model.batch import APPLY, ERASE, CheckedRows
 from ..model.tables import TableState
 from ..model.transition import new_records
 from .reconstruct_rounds import Rounds
-from .run_set import Runs, SnapshotRows
+from .run_set import FoundRows, RunView
 
 Ids = NDArray[np.uint64]
 Bytes = NDArray[np.uint8]
@@ -48,17 +48,17 @@ class WantedVersions:
 
 
 class Reconstructor:
-    """Reconstructs records of one shard's rows from its local snapshot and its journal.
+    """Reconstructs records of one shard's rows from its row log and its journal. Any thread.
 
     Args:
-        runs: the local snapshot.
-        journal: with every entry behind the snapshot's cut.
+        view: the row log as it is when rows are asked for.
+        journal: with every entry behind its cut, as long as this is used.
         find_table: the registry's look-up.
         pass_bytes: memory for the records of one pass over the journal.
     """
 
-    def __init__(self, runs: Runs, journal: Journal, find_table: Find, *, pass_bytes: int = 512 << 20) -> None:
-        self._runs, self._journal, self._find, self._pass_bytes = runs, journal, find_table, pass_bytes
+    def __init__(self, view: Callable[[], RunView], journal: Journal, find_table: Find, *, pass_bytes: int = 512 << 20) -> None:
+        self._view, self._journal, self._find, self._pass_bytes = view, journal, find_table, pass_bytes
 
     def records(self, wanted: Sequence[WantedVersions]) -> list[Bytes]:
         """Return the records of rows as they were at these versions.
@@ -75,9 +75,10 @@ class Reconstructor:
         """
         # Of each table uint8 [n, record bytes], filled portion by portion.
         made = [np.empty((len(one.ids), one.table.definition.record.size_bytes), np.uint8) for one in wanted]
+        view = self._view()
         for portion in self._portions(wanted):
-            tables = [_rows_of(wanted[which], at, self._runs) for which, at in portion]
-            self._pass(tables)
+            tables = [_rows_of(wanted[which], at, view) for which, at in portion]
+            self._pass(tables, view.cut)
             for (which, at), rows in zip(portion, tables, strict=True):
                 wrong = ~rows.base.exists | (rows.base.versions != rows.wanted)  # bool [m], of the m rows of this portion
                 if wrong.any():
@@ -104,12 +105,12 @@ class Reconstructor:
         if portion:
             yield portion
 
-    def _pass(self, tables: Sequence["_RowsToReconstruct"]) -> None:
+    def _pass(self, tables: Sequence["_RowsToReconstruct"], cut: int) -> None:
         """Bring rows forward, in one pass over the journal."""
         if all(rows.done for rows in tables):
             return
         by_key = {rows.table.definition.key: rows for rows in tables}
-        for entry in self._batches():
+        for _, entry in batches_behind(cut, self._journal, self._find):
             for changed, step in zip(entry.batch.tables, entry.steps, strict=True):
                 rows = by_key.get(changed.definition.key)
                 if rows is not None and len(changed.ids):
@@ -120,34 +121,39 @@ class Reconstructor:
         for rows in tables:
             rows.rounds.run()
 
-    def _batches(self) -> Iterator[BatchEntry]:
-        """Yield the batches behind the snapshot's cut in order, making sure that none is missing.
-
-        The journal's entries from before the cut are in the snapshot; where the snapshot has nothing, no row existed.
-        """
-        cut, last = self._runs.cut, self._runs.cut & MAX_K
-        any_k = cut > 0 and last == 0  # a load began an epoch: the batches behind it are numbered on
-        for _, payload in self._journal.read():
-            entry = decode_entry(payload, self._find)
-            if not isinstance(entry, BatchEntry) or entry.version <= cut:
-                continue
-            k = entry.version & MAX_K
-            if k != last + 1 and not any_k:
-                raise LostRowError(
-                    f"the journal continues with batch {k}, snapshot and journal reach to batch {last}: the batches between are missing, "
-                    "so no row can be restored from them."
-                )
-            last, any_k = k, False
-            yield entry
-
     def _lost(self, rows: "_RowsToReconstruct", at: int, n_wrong: int) -> LostRowError:
         definition = rows.table.definition
         got, expected = int(rows.base.versions[at]), int(rows.wanted[at])
         state = f"version {split_version(got)}" if rows.base.exists[at] else "no row"
         return LostRowError(
-            f"table {definition.name!r}, id {definition.shown_id(int(rows.ids[at]))}: snapshot and journal give {state}, expected version "
+            f"table {definition.name!r}, id {definition.shown_id(int(rows.ids[at]))}: row log and journal give {state}, expected version "
             f"{split_version(expected)} by the shard's index ({n_wrong} such rows; versions are (epoch, k)). Load a checkpoint."
         )
+
+
+def batches_behind(cut: int, journal: Journal, find: Find) -> Iterator[tuple[Position, BatchEntry]]:
+    """Yield the batches behind a row log's cut in order, each with the position behind its entry, making sure that none is missing.
+
+    What the journal has from before the cut is in the log, too; where the log has nothing, no row existed.
+
+    Raises:
+        LostRowError: a batch is missing.
+        JournalDamagedError: an entry cannot be read.
+    """
+    last = cut & MAX_K
+    any_k = cut > 0 and last == 0  # a load began an epoch: the batches behind it are numbered on
+    for after, payload in journal.read():
+        entry = decode_entry(payload, find)
+        if not isinstance(entry, BatchEntry) or entry.version <= cut:
+            continue
+        k = entry.version & MAX_K
+        if k != last + 1 and not any_k:
+            raise LostRowError(
+                f"the journal continues with batch {k}, row log and journal reach to batch {last}: the batches between are missing, so no "
+                "row can be restored from them."
+            )
+        last, any_k = k, False
+        yield after, entry
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +171,7 @@ class _RowsToReconstruct:
     table: TableState
     ids: Ids
     wanted: Ids
-    base: SnapshotRows
+    base: FoundRows
     rounds: Rounds
 
     @property
@@ -205,7 +211,7 @@ class _RowsToReconstruct:
             as_items(base.records)[at] = as_items(out)
 
 
-def _rows_of(wanted: WantedVersions, at: NDArray[np.intp], runs: Runs) -> _RowsToReconstruct:
-    """Begin with the snapshot's state of some of the rows."""
-    ids, base = wanted.ids[at], runs.find(wanted.table.definition, wanted.ids[at])
+def _rows_of(wanted: WantedVersions, at: NDArray[np.intp], view: RunView) -> _RowsToReconstruct:
+    """Begin with the row log's state of some of the rows."""
+    ids, base = wanted.ids[at], view.find(wanted.table.definition, wanted.ids[at])
     return _RowsToReconstruct(wanted.table, ids, wanted.versions[at], base, Rounds(wanted.table, ids, base))

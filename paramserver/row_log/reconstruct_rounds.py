@@ -18,7 +18,7 @@ from kvemb.arrays.rounding import round_nearest, round_stochastic, to_float32
 from ..model.tables import TableState
 from ..model.transition import first_values
 from ..optim.update_rule import Array, Factors
-from .run_set import SnapshotRows
+from .run_set import FoundRows
 from .sorted_run import Ids
 
 _BLOCK_WEIGHTS = 1 << 17  # as the engine's: the arrays of one round are still in the processor's cache for the next
@@ -50,7 +50,7 @@ class Rounds:
         base: the rows' state so far; `run` changes its arrays.
     """
 
-    def __init__(self, table: TableState, ids: Ids, base: SnapshotRows) -> None:
+    def __init__(self, table: TableState, ids: Ids, base: FoundRows) -> None:
         self._table, self._ids, self._base = table, ids, base
         self._waiting: list[_BatchEffect] = []
         self.size_bytes = 0

@@ -77,13 +77,17 @@ class SortedRun:
         size_bytes: of the file.
         where: its path, for messages.
         each: checks several blocks at once.
+        newest: no version in it is above this one.
 
     Raises:
         JournalDamagedError: header or footer do not hold the bytes that were written. The methods raise it for a block.
     """
 
-    def __init__(self, read_at: ReadAt, words: NDArray[Any], size_bytes: int, where: str, each: Each = map) -> None:
-        self._read_at, self._words, self.size_bytes, self._where, self._each = read_at, words, size_bytes, where, each
+    def __init__(
+        self, read_at: ReadAt, words: NDArray[Any], size_bytes: int, where: str, each: Each = map, newest: int = (1 << 64) - 1
+    ) -> None:
+        self._read_at, self._words, self.size_bytes, self.where, self._each = read_at, words, size_bytes, where, each
+        self.newest = newest
         head = self._read_head()
         footer, fences = self._read_footer(head)
         self._check_footer(footer, len(head))
@@ -98,13 +102,14 @@ class SortedRun:
         """Memory that the run takes while it is open, the system's cache of its pages apart."""
         return sum(one.nbytes for some in (self._blocks, self._fences, self._starts, self._checked) for one in some)
 
-    def blocks(self, kind: int, low: int = 0, *, records: bool = True) -> Iterator[Part]:
+    def blocks(self, kind: int, low: int = 0, *, records: bool = True, above: int = 0) -> Iterator[Part]:
         """Yield the rows, or the erased ids, block by block.
 
         Args:
             kind: ROWS or ERASED.
             low: blocks that end before this key are left out.
             records: whether the records are to be read, too.
+            above: those of a block that has no version above this one are not read, and without meaning.
         """
         blocks = self._blocks[kind]
         for block in blocks[int(np.searchsorted(blocks[:, _LAST], np.uint64(low))) :]:
@@ -112,7 +117,9 @@ class SortedRun:
                 yield self._block_1(kind, block)
                 continue
             pairs = self._pairs(block)
-            some = self._rest(block) if records and kind == ROWS else np.empty((len(pairs), 0), np.uint8)
+            some = np.empty((len(pairs), self.record_bytes if records and kind == ROWS else 0), np.uint8)
+            if some.size and (not above or bool((pairs[:, 1] > np.uint64(above)).any())):
+                some = self._rest(block)
             yield kind, pairs[:, 0], pairs[:, 1], some
 
     def find(self, kind: int, keys: Ids) -> tuple[NDArray[np.intp], Rows, Ids]:
@@ -172,7 +179,7 @@ class SortedRun:
             raise self._damaged(0, "it is no run of rows, or cut off")
         _, self.format, self.record_bytes, self._block_rows, self._fence_rows = HEAD.unpack(head)
         if self.format not in _READS:
-            raise JournalDamagedError(other_format(f"{self._where}: offset {len(MAGIC)}: the run of rows", self.format, _READS))
+            raise JournalDamagedError(other_format(f"{self.where}: offset {len(MAGIC)}: the run of rows", self.format, _READS))
         if self.format == 1:
             return head[:_HEAD_1]
         if not 0 < self._fence_rows <= self._block_rows or any(n & (n - 1) for n in (self._fence_rows, self._block_rows)):
@@ -270,4 +277,4 @@ class SortedRun:
         return np.frombuffer(data, np.uint8)
 
     def _damaged(self, offset: int, why: str) -> JournalDamagedError:
-        return JournalDamagedError(f"{self._where}: offset {offset}: {why}. Put a good copy of the file back, or load a checkpoint.")
+        return JournalDamagedError(f"{self.where}: offset {offset}: {why}. Put a good copy of the file back, or load a checkpoint.")

@@ -1,4 +1,4 @@
-"""Writing one run to its file, in one pass. Nothing of it counts before `run_set` names it in a manifest."""
+"""Writing one run to its file, in one pass. Nothing of it counts before the saved state names it (`run_set`)."""
 
 import os
 import struct
@@ -14,8 +14,8 @@ from kvemb.schema.table_def import TableDef
 from ..journal import segment_files
 from ..shard_process.data_dir import mend
 from . import sorted_run
-from .run_manifest import RunEntry
 from .sorted_run import COLUMNS, END_MAGIC, ERASED, HEAD, MAGIC, ROWS, TAIL, Bytes, Ids, rows_of_a_block
+from .state_file import RunEntry
 
 _NO_RECORDS = np.empty((0, 0), np.uint8)
 
@@ -40,7 +40,7 @@ class RunWriter:
         self._fences: list[list[Ids]] = [[], []]
         # Of each kind less than a block: pairs uint64 [n, 2], records uint8 [n, record bytes].
         self._waiting = [(np.empty((0, 2), np.uint64), np.empty((0, width), np.uint8)) for width in (record_bytes, 0)]
-        self._last = [-1, -1]
+        self._last, self._newest, self.n_rows = [-1, -1], 0, 0
         head = HEAD.pack(MAGIC, sorted_run.FORMAT_VERSION, record_bytes, self._block_rows, self._fence_rows)
         self._head = head.ljust(16 * self._fence_rows, b"\0")
         self.size_bytes = 0
@@ -65,7 +65,8 @@ class RunWriter:
         assert bool((keys[1:] > keys[:-1]).all())
         if self._descriptor is None:
             self._create()
-        self._last[kind] = int(keys[-1])
+        self._last[kind], self._newest = int(keys[-1]), max(self._newest, int(versions.max()))
+        self.n_rows += len(keys) if kind == ROWS else 0
         pairs, rest = self._waiting[kind]
         pairs = np.concatenate([pairs, np.stack([keys, versions], axis=1)])
         rest = np.concatenate([rest, records]) if kind == ROWS and self._record_bytes else rest
@@ -93,7 +94,7 @@ class RunWriter:
         self.sync()
         assert self._descriptor is not None
         os.close(self._descriptor)
-        self._descriptor, self._finished = None, RunEntry(self._number, self.size_bytes)
+        self._descriptor, self._finished = None, RunEntry(self._number, self.size_bytes, self._newest)
         return self._finished
 
     def sync(self) -> None:
@@ -109,7 +110,7 @@ class RunWriter:
             raise full(self._path, error) from error
 
     def drop(self) -> None:
-        """Give the run up. A finished one stays: a manifest may name it, and if none does, `Runs` deletes it later."""
+        """Give the run up. A finished one stays: a state may name it, and if none does, `Runs` deletes it later."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -143,8 +144,8 @@ class RunWriter:
 
 
 def full(path: Path, error: OSError) -> JournalFullError:
-    """Return the error for a file of the snapshot that could not be written."""
-    return JournalFullError(f"{path}: {error.strerror}; the local snapshot is the old one: {mend(error)}.")
+    """Return the error for a file of the row log that could not be written."""
+    return JournalFullError(f"{path}: {error.strerror}; the row log is the old one: {mend(error)}.")
 
 
 def _raw(array: Ids | Bytes) -> memoryview:

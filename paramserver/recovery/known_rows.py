@@ -1,0 +1,126 @@
+"""The rows that a shard knows when it starts: those of its row log, and what the journal changed up to the saved state's position.
+
+Storage has all of it already. What the journal holds behind that position is replayed afterwards (`replay`).
+
+Tables are taken into memory whole, the small ones first, as long as the memory for indexes has room. Of the others only the rows that are
+newer than the log are there at first; the rest comes as it is used.
+"""
+
+from collections.abc import Callable, Mapping
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.arrays.record_cache import CacheBudget
+from kvemb.arrays.row_index import RowIndex
+from kvemb.errors import ParameterServerError
+from kvemb.schema.table_def import TableDef
+
+from ..journal import Journal, Position
+from ..journal.entry import Find
+from ..model.batch import ERASE
+from ..model.tables import RowsAtStart, TableState
+from ..row_log import Runs
+from ..row_log.reconstruct import batches_behind
+from ..row_log.state_file import LoggedTable, ShardState
+
+Ids = NDArray[np.uint64]
+_ROW_BYTES = 24  # of an index
+_NONE = np.empty(0, np.uint64)
+
+
+class _Late:
+    """One table's rows that changed behind the row log's cut, and those that went, each with its last version."""
+
+    def __init__(self) -> None:
+        self.rows, self.gone = RowIndex(), RowIndex()
+
+    def change(self, kind: str, ids: Ids, version: int) -> None:
+        """Note the rows of one batch."""
+        now, before = (self.gone, self.rows) if kind == ERASE else (self.rows, self.gone)
+        now.put(ids, np.full(len(ids), version, np.uint64))
+        before.erase(ids)
+
+    def newer(self, runs: Runs, definition: TableDef) -> tuple[tuple[Ids, Ids], tuple[Ids, Ids]]:
+        """Return rows and gone rows, without those of which the log knows better: slots have come or gone since those batches."""
+        return _newer(self.rows, runs, definition), _newer(self.gone, runs, definition)
+
+
+def _newer(index: RowIndex, runs: Runs, definition: TableDef) -> tuple[Ids, Ids]:
+    ids, versions = index.arrays()
+    newer = versions > runs.versions(definition, ids)[0]
+    return ids[newer], versions[newer]
+
+
+def known_tables(
+    state: ShardState,
+    runs: Runs,
+    journal: Journal,
+    find: Find,
+    *,
+    budget: CacheBudget,
+    index_bytes: int | None,
+    image: Mapping[str, tuple[Ids, Ids]] | None = None,
+) -> list[TableState]:
+    """Return the tables of a saved state.
+
+    Args:
+        state: as saved.
+        runs: its row log.
+        journal: open.
+        find: the registry's look-up.
+        budget: of the shard's cache of records.
+        index_bytes: memory for all indexes; None: no bound.
+        image: the rows as release 0.1 has saved them, to be compared; its state does not say how many there are.
+
+    Raises:
+        ParameterServerError: the rows are not those of the image, or a table is not the registry's.
+        LostRowError, JournalDamagedError: log and journal do not reach from one to the other.
+    """
+    late: dict[str, _Late] = {}
+    for after, entry in batches_behind(state.cut, journal, find):
+        if after > Position(*state.journal):
+            break
+        for rows in entry.batch.tables:
+            late.setdefault(rows.definition.key, _Late()).change(entry.batch.kind, rows.ids, entry.version)
+    counted = image is None
+    room = _room(state, index_bytes if counted else None)
+    states = []
+    for table in state.tables:
+        definition = find(table.definition.key, table.definition.schema)
+        state.of(definition)  # the same one
+        known = _known(table, runs, late.get(definition.key, _Late()), all_rows=room(table), counted=counted)
+        states.append(TableState(definition, table.step, budget=budget, log=runs, known=known))
+    for one in states:
+        if image and one.definition.key in image:
+            _require_image(one, *image[one.definition.key])
+    return states
+
+
+def _room(state: ShardState, index_bytes: int | None) -> Callable[[LoggedTable], bool]:
+    """Return whether a table is to be in memory whole."""
+    tables = sorted(state.tables, key=lambda one: one.n_rows)
+    sums = accumulate(_ROW_BYTES * one.n_rows for one in tables)
+    fits = {one.definition.key for one, size in zip(tables, sums, strict=True) if index_bytes is None or size <= index_bytes}
+    return lambda one: one.definition.key in fits
+
+
+def _known(table: LoggedTable, runs: Runs, late: _Late, *, all_rows: bool, counted: bool) -> RowsAtStart:
+    rows, gone = late.newer(runs, table.definition)
+    logged = None
+    if all_rows:
+        ids, versions = zip(*[(_NONE, _NONE), *runs.between(table.definition)], strict=True)
+        logged = np.concatenate(ids), np.concatenate(versions)
+    return RowsAtStart(runs.cut, rows, gone, logged, table.n_rows if counted else None)
+
+
+def _require_image(state: TableState, ids: Ids, versions: Ids) -> None:
+    wrong = state.versions(ids) != versions
+    if wrong.any():
+        definition = state.definition
+        raise ParameterServerError(
+            f"table {definition.name!r}, id {definition.shown_id(int(ids[np.argmax(wrong)]))}: the state that release 0.1 has saved and "
+            f"its local snapshot do not agree ({int(wrong.sum())} such rows). Nothing was changed. Start the shard with release 0.1, stop "
+            "it with SIGTERM, and start this one again."
+        )

@@ -1,0 +1,153 @@
+"""The saved state of release 0.1, read once: it lay in three forms, of which the row log's saved state is the only one now.
+
+    state                the rows that existed, by id and version, in formats 2 and 3
+    state-after-<sum>    notes: rows that came or went with slots since; each follows the file whose checksum it is named after
+    snapshot/manifest    the runs of the local snapshot
+
+All rows are in runs and journal, too. So a state of this release names the same runs, as of the last note; the rows are compared with the
+image that 0.1 has left. What is left of the old files is removed once the new state is saved.
+"""
+
+import struct
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvemb.errors import JournalDamagedError, ParameterServerError, other_format
+from kvemb.schema.record import make_version
+from kvemb.schema.table_def import TableDef
+
+from ..row_log.saved_state import STATE
+from ..row_log.state_file import FORMAT_VERSION, HEAD, LoggedTable, RunEntry, ShardState, damaged_state, decode_state, format_of
+from ..shard_process.data_dir import DataDir
+
+Ids = NDArray[np.uint64]
+SNAPSHOT = "snapshot"
+"""The folder of the runs."""
+_READS = (2, 3)
+_NOTES, _MANIFEST, _MANIFEST_MAGIC = "state-after-", "manifest", b"kvembsnp"
+_SUM = struct.Struct("<Q")
+_ANY = (1 << 64) - 1
+_FIELDS = ("cluster_id", "shard", "n_shards", "epoch", "k", "rows_applied", "next_incarnation", "complete")
+
+
+def read_state(data: DataDir) -> ShardState | None:
+    """Return the saved state in a shard's folder, also one of release 0.1; None where there is none.
+
+    Raises:
+        ParameterServerError: it is damaged, of another format, or a file that belongs to it is missing.
+    """
+    raw = data.read(STATE)
+    if raw is None:
+        return None
+    if not is_of_0_1(raw, where := str(data.path / STATE)):
+        return decode_state(raw, where)
+    state, _ = _read_image(raw, where)
+    for name in _notes(data, raw):
+        state, _ = _read_image(_note(data, name), str(data.path / name))
+    return _with_runs(state, data.path / SNAPSHOT / _MANIFEST)
+
+
+def is_of_0_1(raw: bytes, where: str) -> bool:
+    """Whether a state file was written by release 0.1; raises as `read_state`."""
+    version = format_of(raw, where)
+    if version not in (*_READS, FORMAT_VERSION):
+        raise ParameterServerError(other_format(f"{where}: the shard's saved state", version, (*_READS, FORMAT_VERSION)))
+    return version in _READS
+
+
+def image_of(data: DataDir) -> Mapping[str, tuple[Ids, Ids]] | None:
+    """Return ids and versions of rows as release 0.1 has saved them, by the table's key; None where this release has saved the state.
+
+    Where notes followed the image it says nothing of the rows of now, and is empty.
+    """
+    raw = data.read(STATE)
+    if raw is None or not is_of_0_1(raw, where := str(data.path / STATE)):
+        return None
+    return {} if _notes(data, raw) else _read_image(raw, where)[1]
+
+
+def remove_old_files(data: DataDir) -> None:
+    """Remove what release 0.1 has left beside the saved state, which does not name it any more."""
+    for path in [data.path / SNAPSHOT / _MANIFEST, data.path / "load.switched", *data.path.glob(f"{_NOTES}*")]:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _notes(data: DataDir, raw: bytes) -> list[str]:
+    """Return the names of the notes that follow a state, the oldest first."""
+    names: list[str] = []
+    while data.read(name := f"{_NOTES}{_SUM.unpack(raw[-_SUM.size :])[0]:016x}") is not None:
+        names.append(name)
+        raw = _note(data, name)
+    k = _read_image(raw, STATE)[0].k
+    for path in data.path.glob(f"{_NOTES}*"):
+        if path.name not in names and not path.suffix and _read_image(path.read_bytes(), str(path))[0].k > k:
+            raise ParameterServerError(
+                f"{path}: the file that this one follows is missing, or another one: the shard cannot tell which rows are its own. Put the "
+                "data folder of the shard's last owner back, whole."
+            )
+    return names
+
+
+def _note(data: DataDir, name: str) -> bytes:
+    raw = data.read(name)
+    assert raw is not None
+    return raw
+
+
+def _read_image(raw: bytes, where: str) -> tuple[ShardState, dict[str, tuple[Ids, Ids]]]:
+    """Read magic, format, header size | msgpack header | ids and versions of each table, raw '<u8' | xxh3-64 of all before."""
+    format_of(raw, where)
+    if xxhash.xxh3_64_intdigest(memoryview(raw)[: -_SUM.size]) != _SUM.unpack(raw[-_SUM.size :])[0]:
+        raise damaged_state(where, "its checksum does not match")
+    try:
+        start = HEAD.size + HEAD.unpack_from(raw)[2]
+        fields: dict[str, Any] = msgpack.unpackb(raw[HEAD.size : start])
+        tables, rows = [], {}
+        for definition, step, n in fields["tables"]:
+            table = LoggedTable(TableDef.from_dict(definition), int(step))
+            ids, versions = (np.frombuffer(raw, "<u8", n, at).astype(np.uint64, copy=False) for at in (start, start + 8 * n))
+            tables.append(table)
+            rows[table.definition.key] = ids, versions
+            start += 16 * n
+        state = ShardState(
+            **{name: fields[name] for name in _FIELDS},
+            tables=tuple(tables),
+            sessions=tuple((str(t), int(i), int(s)) for t, i, s in fields["sessions"]),
+            members=tuple((str(t), int(i)) for t, i in fields["members"]),
+            journal=tuple(fields["journal"] or (0, 0)),
+        )
+    except Exception as error:  # whatever bad bytes do to msgpack and to the lines above
+        raise damaged_state(where, f"{type(error).__name__}: {error}") from error
+    if start != len(raw) - _SUM.size:
+        raise damaged_state(where, f"{len(raw) - _SUM.size - start} bytes too many")
+    return state, rows
+
+
+def _with_runs(state: ShardState, path: Path) -> ShardState:
+    """Return the state with the runs and the cut of a snapshot's manifest: magic | format u32 | size u32 | msgpack | xxh3-64."""
+    if not path.exists():
+        return state
+    raw = path.read_bytes()
+    try:
+        magic, version, size = HEAD.unpack_from(raw)
+        if magic != _MANIFEST_MAGIC or version != 1 or xxhash.xxh3_64_intdigest(raw[: -_SUM.size]) != _SUM.unpack(raw[-_SUM.size :])[0]:
+            raise ValueError("not as it was written")
+        fields = msgpack.unpackb(raw[HEAD.size : HEAD.size + size])
+        runs = {str(key): [RunEntry(int(n), int(size), _ANY) for n, size in entries] for key, (_, _, entries) in fields["tables"].items()}
+        cut = int(fields["cut"])
+    except Exception as error:  # whatever bad bytes do to msgpack and to the lines above
+        raise JournalDamagedError(
+            f"{path}: offset 0: the snapshot's manifest is damaged ({error}). Put a good copy of the file back."
+        ) from error
+    now = make_version(state.epoch, state.k)  # which rows were erased before is not known for sure
+    tables = tuple(replace(one, runs=tuple(runs.get(one.definition.key, ())), erased_since=now) for one in state.tables)
+    return replace(state, tables=tables, cut=cut)

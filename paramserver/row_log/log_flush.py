@@ -1,0 +1,264 @@
+"""Flushing to the row log: the rows that changed since the last flush become a run of their own, so that the journal can be cut.
+
+A flush begins when the journal has reached its size, when the index takes more memory than it may, or when it is asked for. It proceeds a
+slice at a time between batches, and ends with a new state, which names the run. Only then the journal's entries up to the flush's cut are
+discarded: neither journal nor recovery time grows.
+
+Training goes on meanwhile. A row may be newer in the log than the cut, never older, and the journal's tail brings it up to date. Each step
+is made on the apply thread, between batches: then the index, storage and the last applied version agree with each other.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.errors import LostRowError
+from kvemb.schema.record import split_version
+from kvemb.stores.store import Store
+
+from ..engine.row_access import RowAccess
+from ..journal import START, Position
+from ..journal.write_ahead_log import FencedLog
+from ..model.tables import Tables, TableState
+from .run_set import Runs
+from .run_writer import RunWriter
+from .state_file import ShardState
+
+Ids = NDArray[np.uint64]
+Bytes = NDArray[np.uint8]
+
+ReadRecords = Callable[[TableState, Ids], tuple[Bytes, NDArray[np.bool_]]]
+"""(table, ids) -> records uint8 [n, record bytes], and which were found, bool [n]; checked to be these rows' records."""
+
+_SLICE_BYTES = 4 << 20
+_LOOK_BYTES = 1 << 20  # of the journal, from one look at the size of the index to the next
+log = logging.getLogger("paramserver")
+
+
+@dataclass
+class FlushProgress:
+    """How far a flush is: rows, erased rows, and bytes of records written so far, merging of runs not included."""
+
+    n_rows: int = 0
+    n_erased: int = 0
+    size_bytes: int = 0
+
+
+class LogFlush:
+    """Flushes the tables of one shard to its row log, one flush at a time.
+
+    Args:
+        runs: the row log.
+        tables: of the shard.
+        read: the records of rows, from the cache or storage (`from_storage`).
+        applied: the version of the last batch applied.
+    """
+
+    def __init__(self, runs: Runs, tables: Tables, read: ReadRecords, applied: Callable[[], int]) -> None:
+        self._runs, self._tables, self._read, self._applied = runs, tables, read, applied
+
+    def steps(self, state: Callable[[], ShardState]) -> Generator[FlushProgress, None, None]:
+        """Flush, a slice of rows for every value that is asked for; it counts when the iterator has ended.
+
+        Its cut is the version applied when the first value is asked for. Once it has ended, the journal's entries up to the cut may be
+        discarded. Given up at any point (by an error, a crash, or `close`), it leaves the log as it was.
+
+        Args:
+            state: returns the shard's as it is.
+
+        Raises:
+            LostRowError: a row is missing in storage, or older than the index says.
+            StorageError: from reading.
+            JournalFullError: the run cannot be written.
+        """
+        cut, last, tables = self._applied(), self._runs.cut, self._tables.all()
+        newer = [np.concatenate([ids for ids, _ in table.portions(above=last)]) for table in tables]
+        progress = FlushProgress()
+        writers = [self._runs.begin(table.definition) for table in tables]
+        try:
+            for writer, table, ids in zip(writers, tables, newer, strict=True):
+                yield from self._rows(writer, table, ids, progress)
+            for writer, table in zip(writers, tables, strict=True):  # at last, in one step: nothing is erased behind this
+                for ids, versions in table.gone():
+                    writer.add_erased(ids, versions)
+                    progress.n_erased += len(ids)
+            self._runs.publish(writers, replace(state(), cut=cut))
+        except BaseException:
+            for writer in writers:
+                writer.drop()
+            raise
+        self._tables.published(cut)
+        for table in tables:
+            for _ in self._runs.merge(table.definition):
+                yield progress
+
+    def _rows(self, writer: RunWriter, table: TableState, ids: Ids, progress: FlushProgress) -> Iterator[FlushProgress]:
+        """Write rows as they are now; one that has been erased since is among the `gone` of its table."""
+        n_slice = max(1, _SLICE_BYTES // table.definition.record.size_bytes)
+        for start in range(0, len(ids), n_slice):
+            these = ids[start : start + n_slice]
+            expected = table.versions(these)
+            these, expected = these[expected != 0], expected[expected != 0]
+            records, found = self._read(table, these)
+            _check(table, these, expected, np.where(found, table.definition.record.versions(records), np.uint64(0)))
+            writer.add_rows(these, records)
+            progress.size_bytes += records.nbytes
+            progress.n_rows += len(these)
+            yield progress
+
+
+def from_storage(store: Store, timeout_s: float) -> ReadRecords:
+    """Return a function that takes records from the tables' caches, and those that they lack from storage.
+
+    Args:
+        store: open.
+        timeout_s: deadline of one read.
+    """
+
+    access = RowAccess(store, timeout_s)
+
+    def read(table: TableState, ids: Ids) -> tuple[Bytes, NDArray[np.bool_]]:
+        at = table.cache.find(ids)  # int64 [n]: places in the cache, or -1
+        records, found = np.empty((len(ids), table.definition.record.size_bytes), np.uint8), at >= 0
+        records[found] = table.cache.records[at[found]]
+        missing = np.flatnonzero(~found)  # intp [m]: the rows to read from storage
+        if len(missing):
+            (got,) = access.read([(table.definition, ids[missing])])
+            records[missing], found[missing] = got.records, got.found
+        return records, found
+
+    return read
+
+
+class FlushSchedule:
+    """Says when one shard flushes, and cuts its journal afterwards. Apply thread only, but for `ask`.
+
+    Args:
+        fenced_log: the journal.
+        flush: carries it out.
+        tables: of the shard.
+        state: returns the shard's, as of a position.
+        max_bytes: of the journal, above which a flush is due.
+        held: whether somebody reads the journal: then it is cut later.
+
+    Attributes:
+        due_bytes: `step` has nothing to do while the journal is not larger; -1 while a flush is under way, or asked for.
+        taken: flushes so far.
+    """
+
+    def __init__(
+        self,
+        fenced_log: FencedLog,
+        flush: LogFlush,
+        tables: Tables,
+        *,
+        state: Callable[[Position], ShardState],
+        max_bytes: int,
+        held: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._fenced_log, self.journal, self._flush, self._tables = fenced_log, fenced_log.journal, flush, tables
+        self._state, self._max_bytes, self._held = state, max_bytes, held
+        self._limit_bytes, self._past_bytes = max_bytes, 0
+        self.due_bytes = 0  # the index is looked at, too
+        self._steps: Generator[FlushProgress, None, None] | None = None
+        self._applied = self._cut = START
+        self._begun_s = 0.0
+        self._progress = FlushProgress()
+        self._lock = threading.Lock()
+        self._asked: list[threading.Event] = []
+        self._answers: list[threading.Event] = []
+        self.taken = 0
+
+    def ask(self) -> threading.Event:
+        """Have everything flushed that is applied by now; the event is set once that is done."""
+        done = threading.Event()
+        with self._lock:
+            self._asked.append(done)
+            self.due_bytes = -1
+        return done
+
+    @property
+    def behind_bytes(self) -> int:
+        """Bytes that the journal has got since the last flush, about. Any thread."""
+        return max(0, self.journal.size_bytes - self._past_bytes)
+
+    def step(self, applied: Position) -> bool:
+        """Begin a flush if one is due, or go on with it; return whether there is more to do.
+
+        Args:
+            applied: where the journal entry of the last batch applied ends.
+
+        Raises:
+            LostRowError, StorageError, JournalFullError, OSError: the flush was given up; the log is as it was before.
+        """
+        self._applied = applied
+        if self._steps is None:
+            if not self._begins():
+                return False
+            self._cut, self._begun_s = applied, time.monotonic()
+            self._steps = self._flush.steps(lambda: self._state(self._applied))
+        try:
+            self._progress = next(self._steps)
+            return True
+        except StopIteration:
+            self._end()
+            return False
+        except BaseException:
+            self.give_up()
+            raise
+
+    def _begins(self) -> bool:
+        """Whether a flush is due now, which then answers all requests; else the journal grows a bit before the next look."""
+        with self._lock:
+            if self._asked or self.journal.size_bytes > self._limit_bytes or self._tables.index_is_large:
+                self._answers, self._asked, self.due_bytes = [*self._answers, *self._asked], [], -1
+                return True
+            self.due_bytes = min(self.journal.size_bytes + _LOOK_BYTES, self._limit_bytes)
+            return False
+
+    def give_up(self) -> None:
+        """Give up the flush under way, if any; a new one begins when it is due. Before runs come from another shard this is called, too."""
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            steps.close()
+            with self._lock:
+                self._asked, self._answers = [*self._answers, *self._asked], []
+
+    def _end(self) -> None:
+        self._steps, before = None, self.journal.size_bytes
+        if not self._held():
+            self._fenced_log.discard_before(self._cut)
+        self.taken += 1
+        # Entries behind the cut stay: the next flush is due only when half the limit has come on top of them.
+        self._past_bytes = self.journal.size_bytes
+        self._limit_bytes = max(self._max_bytes, self._past_bytes + self._max_bytes // 2)
+        answers, self._answers = self._answers, []
+        with self._lock:
+            self.due_bytes = -1 if self._asked else self._past_bytes
+        for done in answers:
+            done.set()
+        took_s = time.monotonic() - self._begun_s
+        log.info(
+            "flushed to the row log: %d rows, %.1f MB in %.1f s; the journal went from %.1f MB to %.1f MB",
+            self._progress.n_rows,
+            self._progress.size_bytes / 1e6,
+            took_s,
+            before / 1e6,
+            self._past_bytes / 1e6,
+        )
+
+
+def _check(table: TableState, ids: Ids, expected: Ids, got: Ids) -> None:
+    wrong = got != expected  # newer: by a batch that the journal does not have
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        state = f"version {split_version(int(got[at]))}" if got[at] else "no row"
+        raise LostRowError(
+            f"table {table.definition.name!r}, id {table.definition.shown_id(int(ids[at]))}: {state} in storage, expected version "
+            f"{split_version(int(expected[at]))} by the shard's index ({int(wrong.sum())} such rows in a slice of a flush)"
+        )

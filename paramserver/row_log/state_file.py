@@ -1,0 +1,188 @@
+"""The saved state of a shard, as bytes: the manifest of its row log, and all else that it needs to go on. Small, replaced whole. Pure.
+
+    magic 8 | format version u32 | size u32 | msgpack | xxh3-64 of all before
+
+It is the state as of a position in the journal. The rows that existed then are in the runs that it names, and in the journal from the cut
+up to that position; so the state has none. A file that no state names does not count. If anything is wrong with it, nothing of it is used.
+"""
+
+import struct
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgpack
+import xxhash
+
+from kvemb.errors import ParameterServerError, other_format
+from kvemb.schema.table_def import TableDef
+
+MAGIC = b"kvembsst"
+FORMAT_VERSION = 4
+HEAD = struct.Struct("<8sII")
+_SUM = struct.Struct("<Q")
+_MAX_BYTES = 256 << 20
+_KEYS = ("cluster_id", "shard", "n_shards", "epoch", "k", "rows_applied", "next_incarnation", "complete", "cut")
+
+
+@dataclass(frozen=True)
+class RunEntry:
+    """One run of the row log.
+
+    Args:
+        number: gives its file's name.
+        size_bytes: of the file.
+        newest: no version in it is above this one.
+    """
+
+    number: int
+    size_bytes: int
+    newest: int
+
+
+@dataclass(frozen=True)
+class LoggedTable:
+    """One table of a shard.
+
+    Args:
+        definition: the table.
+        step: applies so far.
+        n_rows: rows that exist.
+        runs: of the row log, oldest first.
+        erased_since: runs and journal note every row that was erased by a batch above this version.
+    """
+
+    definition: TableDef
+    step: int = 0
+    n_rows: int = 0
+    runs: tuple[RunEntry, ...] = ()
+    erased_since: int = 0
+
+
+@dataclass(frozen=True)
+class ShardState:
+    """Everything a shard keeps over its end.
+
+    Args:
+        cluster_id: 16 bytes.
+        shard: its number.
+        n_shards: numbers of shards that the cluster map had; only written, never used.
+        epoch: of the process that wrote it (0: the shard never served).
+        k: of the last batch applied; the next process goes on counting.
+        rows_applied: for status.
+        next_incarnation: the next one to issue (shard 0).
+        tables: each with its runs.
+        sessions: (trainer, incarnation, last sequence).
+        members: (trainer, incarnation) of a sync job, see `paramserver.ingest.sync_steps.Membership`.
+        complete: whether all trainers of that job have been here at once.
+        journal: (segment, offset) from which the journal is replayed.
+        cut: version up to which the runs hold every change of every table; they may hold later ones. 0: there are none.
+    """
+
+    cluster_id: bytes
+    shard: int
+    n_shards: int
+    epoch: int = 0
+    k: int = 0
+    rows_applied: int = 0
+    next_incarnation: int = 1
+    tables: tuple[LoggedTable, ...] = ()
+    sessions: tuple[tuple[str, int, int], ...] = ()
+    members: tuple[tuple[str, int], ...] = ()
+    complete: bool = False
+    journal: tuple[int, int] = (0, 0)
+    cut: int = 0
+
+    def of(self, definition: TableDef) -> LoggedTable:
+        """Return a table; an empty one where the shard has not had work of it.
+
+        Raises:
+            ParameterServerError: it is there, and of another definition.
+        """
+        found = next((one for one in self.tables if one.definition.key == definition.key), LoggedTable(definition))
+        if found.definition != definition:
+            raise ParameterServerError(
+                f"table {definition.name!r}: the saved state knows {found.definition}, the registry {definition}. Is the folder another "
+                "cluster's?"
+            )
+        return found
+
+    def with_table(self, table: LoggedTable) -> "ShardState":
+        """Return the state with this table in the place of the one of its key."""
+        return replace(self, tables=(*(one for one in self.tables if one.definition.key != table.definition.key), table))
+
+
+def encode_state(state: ShardState) -> bytes:
+    """Return the file's bytes.
+
+    Example:
+        >>> state = ShardState(b"c" * 16, 0, 1, k=7, cut=5)
+        >>> decode_state(encode_state(state), "f") == state
+        True
+    """
+    fields = {key: getattr(state, key) for key in _KEYS}
+    fields["tables"] = [
+        [one.definition.to_dict(), one.step, one.n_rows, [[run.number, run.size_bytes, run.newest] for run in one.runs], one.erased_since]
+        for one in state.tables
+    ]
+    fields["sessions"], fields["members"], fields["journal"] = list(state.sessions), list(state.members), list(state.journal)
+    body: bytes = msgpack.packb(fields)
+    data = HEAD.pack(MAGIC, FORMAT_VERSION, len(body)) + body
+    return data + _SUM.pack(xxhash.xxh3_64_intdigest(data))
+
+
+def decode_state(data: bytes, where: str) -> ShardState:
+    """Read a state file.
+
+    Args:
+        data: all of the file.
+        where: its path, for messages.
+
+    Raises:
+        ParameterServerError: truncated, changed, or of another format; nothing of it was used.
+    """
+    version = format_of(data, where)
+    if version != FORMAT_VERSION:
+        raise ParameterServerError(other_format(f"{where}: the shard's saved state", version, (FORMAT_VERSION,)))
+    _, _, size = HEAD.unpack_from(data)
+    if size > _MAX_BYTES or len(data) != HEAD.size + size + _SUM.size:
+        raise damaged_state(where, f"{len(data)} bytes, expected {HEAD.size + size + _SUM.size}")
+    if xxhash.xxh3_64_intdigest(data[: -_SUM.size]) != _SUM.unpack(data[-_SUM.size :])[0]:
+        raise damaged_state(where, "its checksum does not match")
+    try:
+        fields = msgpack.unpackb(data[HEAD.size : -_SUM.size])
+        segment, offset = fields["journal"]
+        return ShardState(
+            **{key: fields[key] for key in _KEYS},
+            tables=tuple(_table(*entry) for entry in fields["tables"]),
+            sessions=tuple((str(t), _count(i), _count(s)) for t, i, s in fields["sessions"]),
+            members=tuple((str(t), _count(i)) for t, i in fields["members"]),
+            journal=(_count(segment), _count(offset)),
+        )
+    except Exception as error:  # whatever bad bytes do to msgpack and to the lines above
+        raise damaged_state(where, f"{type(error).__name__}: {error}") from error
+
+
+def format_of(data: bytes, where: str) -> int:
+    """Return the format of a state file; raises as `decode_state`."""
+    if len(data) < HEAD.size + _SUM.size or data[:8] != MAGIC:
+        raise damaged_state(where, "it is no state file, or cut off")
+    return int(HEAD.unpack_from(data)[1])
+
+
+def damaged_state(where: str, why: str) -> ParameterServerError:
+    """Return the error for a file that is not as it was written."""
+    return ParameterServerError(
+        f"{where}: the shard's saved state is damaged ({why}). Put a good copy of the file back; without one this shard's rows cannot be "
+        "told from lost ones."
+    )
+
+
+def _table(fields: Any, step: Any, n_rows: Any, runs: Any, erased_since: Any) -> LoggedTable:
+    entries = tuple(RunEntry(_count(number), _count(size), _count(newest)) for number, size, newest in runs)
+    return LoggedTable(TableDef.from_dict(fields), _count(step), _count(n_rows), entries, _count(erased_since))
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"expected a number, got {value!r}")
+    return value
