@@ -197,7 +197,7 @@ SHOWN_BY = {
         "cache_mb": f"{LOCAL}:test_servers_and_shards_have_the_memory_that_was_asked_for",
         "index_mb": INDEX_ON_DISK,
         "durability": "tests/unit/test_ps_start_options.py:test_a_shard_syncs_its_journal_unless_it_is_told_not_to",
-        "journal_max_mb": "tests/faults/test_faults_archive.py:test_shards_killed_at_the_steps_of_local_snapshots_go_on_where_they_were",
+        "journal_max_mb": "tests/faults/test_faults_archive.py:test_shards_killed_at_the_steps_of_flushes_go_on_where_they_were",
         "metrics_port": SCRAPED,
         "tls": f"{TLS}:test_a_certificate_that_is_not_good_is_refused_by_name",
         "insecure": IN_THE_CLEAR,

@@ -1,13 +1,12 @@
 """Loading a checkpoint into one shard. It happens while the shard starts: a shard that is told to load stops cleanly and starts again.
 
-    reading    the checkpoint's rows that this shard owns become runs of its row log, which do not count yet; nothing else has changed,
-               and a checkpoint that turns out damaged leaves the shard as it was
-    plan       the file `load`: the rows to be erased
+    reading    the checkpoint's rows that this shard owns become runs of its row log, and its other rows notes that they are gone. None
+               of it counts yet: a checkpoint that turns out damaged leaves the shard as it was
     switch     a saved state names these runs alone, with the checkpoint's steps; the journal goes on behind its old entries
-    writing    every row goes to storage, unconditionally; rows that the checkpoint does not have are erased
-    done       the file `loaded` holds the decision's serial, `load` is gone
+    writing    every row goes to storage, unconditionally; rows that are gone are erased there
+    done       the file `loaded` holds the decision's serial, and the saved state says of no load any more
 
-A crash before the switch starts the reading again; after it the load goes on from the plan, without the checkpoint. Acknowledged changes
+A crash before the switch starts the reading again; after it the load goes on from the row log, without the checkpoint. Acknowledged changes
 from before the load are gone with it, as a load intends.
 """
 
@@ -16,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,16 +33,17 @@ from kvemb.stores.store import Store
 
 from ..engine.storage_pace import Pause
 from ..model.table_registry import Registry
+from ..model.tables import PORTION_ROWS
 from ..recovery.shard_parts import ShardParts, state_of
+from ..row_log.run_merge import merged
 from ..row_log.run_writer import RunWriter
-from ..row_log.sorted_run import ROWS, Part
+from ..row_log.sorted_run import ERASED, ROWS, Bytes, Part
 from ..row_log.state_file import LoggedTable
 from ..shard_process.data_dir import DataDir
 from . import unconditional_writer
-from .load_plan import LoadPlan, decode_load_plan, encode_load_plan
 from .unconditional_writer import UnconditionalWriter
 
-PLAN, LOADED = "load", "loaded"
+LOADED = "loaded"
 _REPORT_S = 1.0
 Ids = NDArray[np.uint64]
 log = logging.getLogger("paramserver")
@@ -106,23 +107,19 @@ class Loader:
             LoadedError: the state was replaced; start again (and call this again).
             KvembError: the decision cannot be carried out; the shard must not serve. The next start tries again.
         """
-        plan = self._plan()
-        decision = self._decision()
-        if decision is not None and plan is None and self._parts.shard not in self._store.nodes.cluster_map.writing_shards:
+        begun, decision = self._parts.saved.now.loading, self._decision()
+        if decision is not None and begun is None and self._parts.shard not in self._store.nodes.cluster_map.writing_shards:
             note_carried_out(self._data, decision, self._still_ours)  # none of its rows is this shard's, and it may be gone by now
             self._report(decision.load_id, "done")
             return
-        if decision is None and plan is None:
-            return
-        load_id = decision.load_id if decision is not None else plan.load_id if plan is not None else ""
         try:
-            if plan is None or plan.version > self._parts.runs.cut or (decision is not None and plan.load_id != decision.load_id):
-                if decision is None:
-                    return  # nodes are to be repaired first: without them it is not known whether the load is still wanted
-                self._switch(*self._read(decision, {} if plan is None else plan.erase))
+            if decision is not None and (begun is None or begun[1] != decision.load_id):
+                self._read(decision)
                 raise LoadedError
-            self._write(plan)
+            if begun is not None:
+                self._write(*begun)
         except (KvembError, OSError) as error:
+            load_id = decision.load_id if decision is not None else begun[1] if begun is not None else ""
             self._report(load_id, "failed", f"{type(error).__name__}: {error}")
             raise
 
@@ -144,54 +141,69 @@ class Loader:
         done = int(self._data.read(LOADED) or b"0")
         return found if found is not None and found.serial > done else None
 
-    def _plan(self) -> LoadPlan | None:
-        raw = self._data.read(PLAN)
-        return None if raw is None else decode_load_plan(raw, str(self._data.path / PLAN))
-
-    def _read(self, decision: Decision, erase_too: dict[str, Ids]) -> tuple[LoadPlan, list[RunWriter]]:
-        """Bring the rows that this shard owns from the checkpoint to its own disk.
-
-        Args:
-            decision: to be carried out.
-            erase_too: ids of rows in storage from an unfinished load, beside those that the index knows.
-        """
+    def _read(self, decision: Decision) -> None:
+        """Bring the rows that this shard owns from the checkpoint to its own disk, and let them be its row log."""
         log.info("loading %s", decision.url)
-        chain = check(decision.url, decision.save_id, self._parts.registry)
-        runs, version = self._parts.runs, make_version(self._parts.engine.epoch, 0)
-        self._done, self._rows = 0, sum(level.manifest.n_rows for level in chain.levels) // len(self._store.nodes.cluster_map.shard_numbers)
+        checkpoint, parts = check(decision.url, decision.save_id, self._parts.registry), self._parts
+        newest, version = checkpoint.newest, make_version(parts.engine.epoch, 0)
+        n_rows = sum(level.manifest.n_rows for level in checkpoint.levels)
+        self._done, self._rows = 0, n_rows // len(self._store.nodes.cluster_map.shard_numbers)
+        saved = {parts.registry.find_last(one.definition.name).key: one for one in newest.tables}
         writers: list[RunWriter] = []
-        loaded: dict[str, list[Ids]] = {}
-        for saved in chain.newest.tables:
-            definition = self._parts.registry.find_last(saved.definition.name)
-            definition.require_same(saved.definition)
-            parts = self._own_rows(chain, definition, version)
-            ids = loaded[definition.key] = []
-            writers += runs.in_order(definition, self._counted(parts, decision.load_id, ids))
-        erase = {}
-        for definition in [*self._parts.registry.tables, *self._parts.registry.dropping]:
-            left = erase_too.get(definition.key, np.empty(0, np.uint64))
-            ids = loaded.get(definition.key, [])
-            there = np.sort(np.concatenate([left[:0], *ids]))
-            erase[definition.key] = _without([self._parts.tables.state(definition).arrays()[0], left], there)
-        newest = chain.newest
-        steps = {self._parts.registry.find_last(saved.definition.name).key: self._step(newest, saved) for saved in newest.tables}
-        plan = LoadPlan(decision.serial, decision.load_id, version, steps, erase)
-        self._data.write(PLAN, encode_load_plan(plan), self._still_ours)
-        return plan, writers
+        tables: list[LoggedTable] = []
+        for definition in [*parts.registry.tables, *parts.registry.dropping]:
+            rows: list[RunWriter] = []
+            if (found := saved.pop(definition.key, None)) is not None:
+                definition.require_same(found.definition)
+                in_order = newest.by_key and found.definition.order == definition.order
+                rows = self._rows_of(checkpoint, definition, decision.load_id, in_order=in_order)
+            writers += [*rows, self._gone(definition, rows, version)]
+            step = 0 if found is None else self._step(newest, found)
+            tables.append(LoggedTable(definition, step, sum(one.n_rows for one in rows), erased_since=version))
+        self._still_ours()  # a process that was shut out while it read writes nothing more
+        end = parts.fenced_log.journal.end
+        loading = decision.serial, decision.load_id
+        parts.runs.publish(writers, replace(state_of(parts, end), tables=tuple(tables), cut=version, loading=loading), alone=True)
+        parts.fenced_log.discard_before(end)
 
-    def _own_rows(self, chain: Chain, definition: TableDef, version: int) -> Iterator[Part]:
+    def _rows_of(self, checkpoint: Chain, definition: TableDef, load_id: str, *, in_order: bool) -> list[RunWriter]:
+        """Write a table's rows as runs: as one where the checkpoint has them in the order of a run."""
+        version, keys = make_version(self._parts.engine.epoch, 0), definition.order.keys
+        parts = self._counted(self._own_rows(checkpoint, definition, version), load_id)
+        if not in_order:
+            return self._parts.runs.in_order(definition, parts)
+        writer = self._parts.runs.begin(definition)
+        for kind, ids, versions, records in parts:
+            writer.add(kind, keys(ids), versions, records)
+        return [writer]
+
+    def _gone(self, definition: TableDef, rows: Sequence[RunWriter], version: int) -> RunWriter:
+        """Note that all other rows are gone: those that there were, and those that a load before this one was to erase."""
+        loaded, gone = self._parts.runs.written(rows), self._parts.runs.begin(definition)
+        for ids in self._known(definition):
+            others = ids[~loaded.versions(definition, ids)[1]]
+            gone.add_erased(others, np.full(len(others), version, np.uint64))
+        return gone
+
+    def _known(self, definition: TableDef) -> Iterator[Ids]:
+        if self._parts.saved.now.loading is None:
+            return (ids for ids, _ in self._parts.tables.state(definition).portions())
+        runs = self._parts.runs.view.of(definition)  # of the load that was broken off, from which nothing has gone on
+        keys = np.sort(np.concatenate([np.empty(0, np.uint64), *(part[1] for part in merged(runs, forget_up_to=0, records=False))]))
+        return (definition.order.ids(keys[at : at + PORTION_ROWS]) for at in range(0, len(keys), PORTION_ROWS))
+
+    def _own_rows(self, checkpoint: Chain, definition: TableDef, version: int) -> Iterator[Part]:
         mine, cluster_map = self._parts.shard, self._store.nodes.cluster_map
-        sources: Sequence[int] = [mine] if self._same_shards(chain.newest) else range(chain.newest.n_shards)
-        for block in chain.rows_of(definition, sources):
+        sources: Sequence[int] = [mine] if self._same_shards(checkpoint.newest) else range(checkpoint.newest.n_shards)
+        for block in checkpoint.rows_of(definition, sources):
             own = cluster_map.shards_of(definition.placement.slots(block.ids)) == mine
             some = block if own.all() else block.take(own)
             if len(some):
                 yield ROWS, some.ids, np.full(len(some), version, np.uint64), some.records(definition, version)
 
-    def _counted(self, parts: Iterator[Part], load_id: str, ids: list[Ids]) -> Iterator[Part]:
+    def _counted(self, parts: Iterator[Part], load_id: str) -> Iterator[Part]:
         for part in parts:
             yield part
-            ids.append(part[1])
             self._done += len(part[1])
             self._report(load_id, "reading")
 
@@ -203,35 +215,25 @@ class Loader:
         """Docs/adr/0004: the same shard's, or where other shards have the rows now the largest."""
         return saved.steps[self._parts.shard] if self._same_shards(manifest) else max(saved.steps)
 
-    def _switch(self, plan: LoadPlan, writers: Sequence[RunWriter]) -> None:
-        """Let the runs that were read be the row log."""
-        self._still_ours()  # a process that was shut out while it read writes nothing more
-        tables, end = [], self._parts.fenced_log.journal.end
-        for key, step in plan.steps.items():
-            n_rows = sum(writer.n_rows for writer in writers if writer.definition.key == key)
-            tables.append(LoggedTable(self._parts.registry.find_key(key), step, n_rows, erased_since=plan.version))
-        state = replace(state_of(self._parts, end), tables=tuple(tables), cut=plan.version)
-        self._parts.runs.publish(writers, state, alone=True)
-        self._parts.fenced_log.discard_before(end)
-
-    def _write(self, plan: LoadPlan) -> None:
-        """Bring storage to the state of the index."""
-        begun, runs = time.monotonic(), self._parts.runs
-        states = [self._parts.tables.state(self._parts.registry.find_key(key)) for key in plan.steps]
-        self._done, self._rows = 0, sum(state.n_rows for state in states)
-        for state in states:
-            step = max(1, unconditional_writer.BLOCK_BYTES // state.definition.record.size_bytes)
-            for some, _ in state.portions(n_rows=step):
-                self._writer.write(state.definition, some, runs.find(state.definition, some).records)
-                self._done += len(some)
-                self._report(plan.load_id, "writing")
-        for key, ids in plan.erase.items():
-            self._writer.erase(self._parts.registry.find_key(key), ids)
-        self._data.write(LOADED, [b"%d\n" % plan.serial], self._still_ours)
-        self._data.remove(PLAN)
+    def _write(self, serial: int, load_id: str) -> None:
+        """Bring storage to the state of the row log."""
+        begun, parts, tables = time.monotonic(), self._parts, self._parts.saved.now.tables
+        self._done, self._rows = 0, sum(table.n_rows for table in tables)
+        for table in tables:
+            definition = table.definition
+            for kind, keys, records in _blocks(merged(parts.runs.view.of(definition), forget_up_to=0)):
+                ids = definition.order.ids(keys)
+                if kind != ROWS:
+                    self._writer.erase(definition, ids)
+                    continue
+                self._writer.write(definition, ids, records)
+                self._done += len(ids)
+                self._report(load_id, "writing")
+        self._data.write(LOADED, [b"%d\n" % serial], self._still_ours)
+        parts.runs.save(replace(state_of(parts, parts.fenced_log.journal.end), loading=None))
         log.info("loaded %d rows in %.1f s", self._done, time.monotonic() - begun)
         self._reported = 0.0
-        self._report(plan.load_id, "done")
+        self._report(load_id, "done")
 
     def _report(self, load_id: str, state: str, error: str = "") -> None:
         """Report the load's state to the nodes, now and then; storage that does not answer is no reason to stop here."""
@@ -244,16 +246,16 @@ class Loader:
             self._store.values.put(report_name(self._parts.shard), report.encode(), Deadline.after(self._timeout_s))
 
 
-def _without(arrays: Sequence[Ids], loaded: Ids) -> Ids:
-    """Return the unique ids of these arrays that are not among `loaded` (ascending): uint64 [n], ascending.
-
-    Example:
-        >>> _without([np.array([7, 1, 9], np.uint64), np.array([9, 4], np.uint64)], np.array([1, 2, 4], np.uint64)).tolist()
-        [7, 9]
-    """
-    ids: Ids = np.sort(np.concatenate(arrays))  # np.union1d and np.setdiff1d take 4 µs an id (NumPy 2.4)
-    ids = ids[np.append(True, ids[1:] != ids[:-1])[: len(ids)]]
-    at = np.searchsorted(loaded, ids)
-    there: NDArray[np.bool_] = (at < len(loaded)) & (np.append(loaded, np.uint64(0))[at] == ids)
-    left: Ids = ids[~there]
-    return left
+def _blocks(states: Iterator[Part]) -> Iterator[tuple[int, Ids, Bytes]]:
+    """Yield kind, keys and records of states in larger portions: as much as is written at once."""
+    waiting: dict[int, list[Part]] = {ROWS: [], ERASED: []}
+    n_bytes = 0
+    for part in chain(states, [None]):
+        if part is not None:
+            waiting[part[0]].append(part)
+            n_bytes += part[1].nbytes + part[3].nbytes
+        if part is None or n_bytes >= unconditional_writer.BLOCK_BYTES:
+            for kind, parts in waiting.items():
+                if parts:
+                    yield kind, np.concatenate([one[1] for one in parts]), np.concatenate([one[3] for one in parts])
+            waiting, n_bytes = {ROWS: [], ERASED: []}, 0

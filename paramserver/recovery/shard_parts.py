@@ -66,4 +66,5 @@ def state_of(parts: ShardParts, position: Position) -> ShardState:
         complete=complete,
         journal=(position.segment, position.offset),
         cut=saved.cut,
+        loading=saved.loading,
     )

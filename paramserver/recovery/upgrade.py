@@ -49,6 +49,11 @@ def read_state(data: DataDir) -> ShardState | None:
         return None
     if not is_of_0_1(raw, where := str(data.path / STATE)):
         return decode_state(raw, where)
+    if data.read("load") is not None:
+        raise ParameterServerError(
+            f"{data.path}: release 0.1 has begun to load a checkpoint here. Nothing was changed. Start the shard with that release until "
+            "`kvemb status` shows it, stop it with SIGTERM, and start this one again."
+        )
     state, _ = _read_image(raw, where)
     for name in _notes(data, raw):
         state, _ = _read_image(_note(data, name), str(data.path / name))

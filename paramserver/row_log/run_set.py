@@ -209,6 +209,18 @@ class Runs:
             raise
         return writers
 
+    def written(self, writers: Sequence[RunWriter]) -> RunView:
+        """Return a view of runs of one table that are whole and do not count yet.
+
+        Raises:
+            JournalFullError: one cannot be written.
+        """
+        runs = []
+        for writer in writers:
+            if (entry := writer.finish()) is not None:
+                runs.append(_open_run(_path(self._folder, entry.number), entry, writer.definition, self._readers.map))
+        return RunView(0, {writer.definition.key: tuple(runs) for writer in writers})
+
     def publish(self, writers: Sequence[RunWriter], state: ShardState, *, alone: bool = False) -> None:
         """Make new runs part of the log, durably, together with a state of the shard. Either all of it happens or nothing.
 

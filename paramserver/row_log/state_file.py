@@ -76,6 +76,7 @@ class ShardState:
         complete: whether all trainers of that job have been here at once.
         journal: (segment, offset) from which the journal is replayed.
         cut: version up to which the runs hold every change of every table; they may hold later ones. 0: there are none.
+        loading: (serial, load id) of a load whose rows are in the row log and not all in storage yet.
     """
 
     cluster_id: bytes
@@ -91,6 +92,7 @@ class ShardState:
     complete: bool = False
     journal: tuple[int, int] = (0, 0)
     cut: int = 0
+    loading: tuple[int, str] | None = None
 
     def of(self, definition: TableDef) -> LoggedTable:
         """Return a table; an empty one where the shard has not had work of it.
@@ -125,6 +127,7 @@ def encode_state(state: ShardState) -> bytes:
         for one in state.tables
     ]
     fields["sessions"], fields["members"], fields["journal"] = list(state.sessions), list(state.members), list(state.journal)
+    fields["loading"] = None if state.loading is None else list(state.loading)
     body: bytes = msgpack.packb(fields)
     data = HEAD.pack(MAGIC, FORMAT_VERSION, len(body)) + body
     return data + _SUM.pack(xxhash.xxh3_64_intdigest(data))
@@ -150,13 +153,14 @@ def decode_state(data: bytes, where: str) -> ShardState:
         raise damaged_state(where, "its checksum does not match")
     try:
         fields = msgpack.unpackb(data[HEAD.size : -_SUM.size])
-        segment, offset = fields["journal"]
+        (segment, offset), loading = fields["journal"], fields["loading"]
         return ShardState(
             **{key: fields[key] for key in _KEYS},
             tables=tuple(_table(*entry) for entry in fields["tables"]),
             sessions=tuple((str(t), _count(i), _count(s)) for t, i, s in fields["sessions"]),
             members=tuple((str(t), _count(i)) for t, i in fields["members"]),
             journal=(_count(segment), _count(offset)),
+            loading=None if loading is None else (_count(loading[0]), str(loading[1])),
         )
     except Exception as error:  # whatever bad bytes do to msgpack and to the lines above
         raise damaged_state(where, f"{type(error).__name__}: {error}") from error

@@ -14,7 +14,7 @@ from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
 from kvemb.checkpoint.writer import ShardWriter
 from kvemb.net.link import Link
 from paramserver.__main__ import main
-from paramserver.checkpoint import loader
+from paramserver.checkpoint.loader import Loader
 from paramserver.checkpoint.save_job import SaveJob
 from paramserver.checkpoint.saver import Saver
 from paramserver.checkpoint.unconditional_writer import UnconditionalWriter
@@ -29,6 +29,7 @@ from paramserver.moves.slot_giver import SlotGiver
 from paramserver.moves.slot_taker import SlotTaker
 from paramserver.row_log import Runs
 from paramserver.row_log.run_writer import RunWriter
+from paramserver.row_log.saved_state import SavedState
 
 POINTS = (
     "before fetch",
@@ -48,14 +49,14 @@ SAVE_POINTS = (
 )
 LOAD_POINTS = (
     "before writing rows of a load to disk",
-    "before the plan of a load",
+    "before a load notes what is gone",
     "before the switch of a load",
     "in the middle of the switch of a load",
     "after the switch of a load",
     "before writing rows of a load to storage",
     "before the erases of a load",
 )
-SNAPSHOT_POINTS = ("in a local snapshot", "before a local snapshot counts", "after a local snapshot counts")
+FLUSH_POINTS = ("in a flush", "before a flush counts", "after a flush counts")
 HANDOVER_POINTS = (
     "before slots are taken over",
     "after slots are taken over",
@@ -143,22 +144,22 @@ def install(shard: str) -> None:
     _patch(FencedLog, "commit", after("after a commit"))
 
     _patch(Saver, "_cut", before("before the cut of a save"))
-    _patch(SaveJob, "_records", after("after reading rows of a save"))
+    _patch(SaveJob, "_block", after("after reading rows of a save"))
     _patch(CheckpointStorage, "write", before("before writing a file of a save"))
     _patch(ShardWriter, "finish", before("before the end of a save"))
     _patch(ShardWriter, "finish", after("after the end of a save"))
 
     _patch(RunWriter, "add", before("before writing rows of a load to disk"))
-    _patch(loader, "encode_load_plan", before("before the plan of a load"))
-    _patch(loader.Loader, "_switch", before("before the switch of a load"))
-    _patch(loader, "save", before("in the middle of the switch of a load"))
-    _patch(loader.Loader, "_switch", after("after the switch of a load"))
+    _patch(Loader, "_gone", before("before a load notes what is gone"))
+    _patch(Runs, "publish", before("before the switch of a load"))
+    _patch(SavedState, "replace", before("in the middle of the switch of a load"))
+    _patch(Runs, "publish", after("after the switch of a load"))
     _patch(UnconditionalWriter, "write", before("before writing rows of a load to storage"))
     _patch(UnconditionalWriter, "erase", before("before the erases of a load"))
 
-    _patch(RunWriter, "add", before("in a local snapshot"))
-    _patch(Runs, "publish", before("before a local snapshot counts"))
-    _patch(Runs, "publish", after("after a local snapshot counts"))
+    _patch(RunWriter, "add", before("in a flush"))
+    _patch(Runs, "publish", before("before a flush counts"))
+    _patch(Runs, "publish", after("after a flush counts"))
 
     _patch(SlotTaker, "take", before("before slots are taken over"))
     _patch(SlotTaker, "take", after("after slots are taken over"))

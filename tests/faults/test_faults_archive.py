@@ -1,4 +1,4 @@
-"""Shards that die, or whose disk is full, at any step of a save, a load or a local snapshot: nothing is lost, and nothing is half."""
+"""Shards that die, or whose disk is full, at any step of a save, a load or a flush: nothing is lost, and nothing is half."""
 
 import copy
 import os
@@ -17,7 +17,7 @@ from chaos.run import LedgerRun
 from jobs import PATIENCE_S, eventually
 from matrix import one_of
 from replayed import Replayed
-from shard_launcher import LOAD_POINTS, SAVE_POINTS, SNAPSHOT_POINTS
+from shard_launcher import FLUSH_POINTS, LOAD_POINTS, SAVE_POINTS
 from training import LAUNCHER
 
 import kvemb
@@ -141,7 +141,7 @@ def test_a_load_whose_shard_is_killed_at_any_step_ends_exactly_at_the_checkpoint
     job.check()
 
 
-def test_shards_killed_at_the_steps_of_local_snapshots_go_on_where_they_were(points: Path, require_server: Callable[[str], str]) -> None:
+def test_shards_killed_at_the_steps_of_flushes_go_on_where_they_were(points: Path, require_server: Callable[[str], str]) -> None:
     require_server("redis-server")
     program = [sys.executable, LAUNCHER, str(points)]
     options = {"journal_max_mb": 1}  # so that snapshots come one after the other
@@ -150,7 +150,7 @@ def test_shards_killed_at_the_steps_of_local_snapshots_go_on_where_they_were(poi
         LedgerRun(local, n_trainers=2, seed=3) as run,
     ):
         run.wait_for_acks(5, Deadline.after(PATIENCE_S))
-        for number, point in enumerate(SNAPSHOT_POINTS):
+        for number, point in enumerate(FLUSH_POINTS):
             with dying(local, points, point, number % 2):
                 pass
             run.wait_for_acks(5, Deadline.after(2 * PATIENCE_S))

@@ -115,10 +115,10 @@ def training(shared: MovingTraining) -> Iterator[MovingTraining]:
 
 POINTS_OF = [
     ("taker", "before slots are taken over"),
-    ("taker", "after a local snapshot counts"),
+    ("taker", "after a flush counts"),
     ("taker", "after slots are taken over"),
     ("giver", "before slots are dropped"),
-    ("giver", "after a local snapshot counts"),
+    ("giver", "after a flush counts"),
     ("giver", "after slots are dropped"),
 ]
 

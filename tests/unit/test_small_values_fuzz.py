@@ -18,7 +18,6 @@ from kvemb.errors import KvembError, ParameterServerError, ProtocolError
 from kvemb.init import uniform
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.redis_cluster.whole_primaries import decode_members, encode_members
-from paramserver.checkpoint import load_plan
 from paramserver.recovery import upgrade
 from paramserver.row_log import state_file
 
@@ -47,7 +46,6 @@ VALUES: dict[str, tuple[Callable[[bytes], object], bytes, type[KvembError]]] = {
 FILES: dict[str, Callable[[bytes], object]] = {
     "state": lambda data: state_file.decode_state(data, "state"),
     "state of 0.1": lambda data: upgrade._read_image(data, "state"),
-    "plan": lambda data: load_plan.decode_load_plan(data, "load"),
 }
 MANY = b"\xdd" + struct.pack(">I", 2**32 - 1)
 BOMBS = {
@@ -115,10 +113,7 @@ def test_a_bomb_under_a_small_values_name_is_refused_and_takes_no_memory(name: s
 
 def with_checksum(kind: str, header: bytes, rest: bytes = b"") -> bytes:
     """A file whose checksum is right, around any header."""
-    if kind == "plan":
-        data = struct.pack("<8sI", load_plan.MAGIC, len(header)) + header + rest
-    else:
-        data = state_file.HEAD.pack(state_file.MAGIC, 3 if kind != "state" else state_file.FORMAT_VERSION, len(header)) + header + rest
+    data = state_file.HEAD.pack(state_file.MAGIC, 3 if kind != "state" else state_file.FORMAT_VERSION, len(header)) + header + rest
     return data + struct.pack("<Q", xxhash.xxh3_64_intdigest(data))
 
 
