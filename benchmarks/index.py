@@ -6,6 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,18 @@ from benchmarks.measure import Spread
 from benchmarks.options import whole
 from benchmarks.report import Line, Report, Section
 from kvemb.arrays.hashing import mix64
+from kvemb.arrays.record_cache import CacheBudget
 from kvemb.schema.table_def import TableDef
+from paramserver.journal import Journal
+from paramserver.recovery.known_rows import known_tables
 from paramserver.row_log import Runs
+from paramserver.row_log.saved_state import SavedState
 from paramserver.row_log.sorted_run import BLOCK_ROWS, ROWS
+from paramserver.row_log.state_file import LoggedTable, ShardState
+from paramserver.shard_process.data_dir import DataDir
 
 Ids = NDArray[np.uint64]
-_TABLE = TableDef("index", 4, kvemb.optim.sgd(lr=1.0), kvemb.init.zeros())
+_TABLE = TableDef("index", 1, kvemb.optim.sgd(lr=1.0), kvemb.init.zeros())
 _AT_ONCE = 1 << 20
 _SEED, _ZIPF = 7, 1.05
 _SCATTER = 2_654_435_761  # prime: ranks times this, modulo the number of rows, are spread over all of them
@@ -33,12 +40,13 @@ _FILTER_BITS = 10
 def index(options: argparse.Namespace) -> Report:
     """What does a look-up of a row's version cost in runs on disk, by number of rows, and what memory, time and traffic do they take?
 
-    Each line draws ids, writes them as a run of versions (16 bytes a row) and asks for the versions of batches: of ids that exist, uniform
-    and Zipf (1.05), and of new ones. µs are wall time per id of a batch, medians of the rounds; pages lie in the system's cache, and blocks
-    are checked. First: the file was dropped from that cache (as far as the system does so), and every block is read whole and checked when
-    it is met. Cold: dropped again, with the blocks checked. Filter: of new ids, when a filter of 10 bits a row (here only, in memory) is
-    asked before; B/row is the memory that the runs take without it. Merge: three runs with a thirtieth of the rows each, half of them
-    known, are merged into the large one; MB/s counts what is read and what is written.
+    Each line draws ids, writes them as a run (32 bytes a row, records of 16 among them) and asks for the versions of batches: of ids that
+    exist, uniform and Zipf (1.05), and of new ones. µs are wall time per id of a batch, medians of the rounds; pages lie in the system's
+    cache, and blocks are checked. First: the file was dropped from that cache (as far as the system does so), and every block is read whole
+    and checked when it is met. Cold: dropped again, with the blocks checked. Filter: of new ids, when a filter of 10 bits a row (here only,
+    in memory) is asked before; B/row is the memory that the runs take without it. Merge: three runs with a thirtieth of the rows each, half
+    of them known, are merged into the large one; MB/s counts what is read and what is written. Start: a shard's tables are made from such a
+    log with room for a tenth of the rows in memory, and an empty journal, as after kill -9.
     """
     return Report("index", [Section({"batch": options.batch, "repeats": options.repeats}, lines=[_line(n, options) for n in options.rows])])
 
@@ -47,7 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `index` can be asked."""
     rows = [1_000_000, 10_000_000, 100_000_000]
     parser.add_argument(
-        "--rows", nargs="+", type=whole(1000), default=rows, metavar="N", help="in the runs (1e6 1e7 1e8); 16 bytes of disk each"
+        "--rows",
+        nargs="+",
+        type=whole(1000),
+        default=rows,
+        metavar="N",
+        help="in the runs (1e6 1e7 1e8); 32 bytes of disk each, and twice that for the merge",
     )
     parser.add_argument("--batch", type=whole(1), default=30_000, metavar="N", help="ids asked for at a time (30000)")
     parser.add_argument("--dir", type=Path, default=None, metavar="DIR", help="where the runs lie (the system's folder of temporary files)")
@@ -68,17 +81,16 @@ def _line(n: int, options: argparse.Namespace) -> Line:
         return ids
 
     with tempfile.TemporaryDirectory(dir=options.dir) as temporary:
-        folder = Path(temporary)
+        folder, data = Path(temporary) / "snapshot", DataDir(Path(temporary), 0)
+        saved = SavedState(data, ShardState(b"benchmark index.", 0, 1, tables=(LoggedTable(_TABLE, n_rows=n),)))
         begun_s = time.perf_counter()
-        runs = Runs(folder)
-        _write(runs, _keys(n), 1)
+        runs = Runs(folder, saved)
+        _write(runs, saved, _keys(n), 1)
         figures: dict[str, Spread | float | str] = {"write MB/s": folder_bytes(folder) / 1e6 / (time.perf_counter() - begun_s)}
         runs.close()
         _forget(folder)
-        begun_s = time.perf_counter()
-        runs = Runs(folder, limit=1)
-        runs.versions(_TABLE, _known(np.zeros(1, np.int64), n))
-        figures["open s"] = time.perf_counter() - begun_s
+        figures["start s"] = _start_s(Path(temporary), saved, n)
+        runs = Runs(folder, saved, limit=1)
         figures["B/row"] = sum(run.memory_bytes for run in runs._open.values()) / n
         figures["first µs"] = _us(runs, uniform, 1)
         runs.versions(_TABLE, _known(np.arange(0, n, BLOCK_ROWS), n))  # one of each block
@@ -86,8 +98,9 @@ def _line(n: int, options: argparse.Namespace) -> Line:
         figures["new, filter µs"] = _filtered_us(runs, n, new, options.repeats)
         _forget(folder, runs)
         figures["cold µs"] = _us(runs, uniform, 1)
-        figures["merge MB/s"] = _merge(runs, n, folder)
+        figures["merge MB/s"] = _merge(runs, saved, n, folder)
         runs.close()
+        data.close()
         return Line(f"{n:,} rows", figures)
 
 
@@ -114,11 +127,23 @@ def _zipf(rng: np.random.Generator, n: int, size: int) -> NDArray[np.int64]:
     return positions
 
 
-def _write(runs: Runs, keys: Iterator[Ids], version: int) -> None:
-    writer = runs.begin(_TABLE, records=False)
+def _start_s(folder: Path, saved: SavedState, n: int) -> float:
+    """Return how long a shard takes to know its tables, from opening the files on."""
+    begun_s = time.perf_counter()
+    runs, journal = Runs(folder / "snapshot", saved), Journal(folder / "journal", "os")
+    (state,) = known_tables(saved.now, runs, journal, lambda *_: _TABLE, budget=CacheBudget(0), index_bytes=24 * n // 10)
+    state.versions(_known(np.zeros(1, np.int64), n))
+    took_s = time.perf_counter() - begun_s
+    runs.close()
+    journal.close()
+    return took_s
+
+
+def _write(runs: Runs, saved: SavedState, keys: Iterator[Ids], version: int) -> None:
+    writer = runs.begin(_TABLE)
     for some in keys:
-        writer.add(ROWS, some, np.full(len(some), version, np.uint64), np.empty((len(some), 0), np.uint8))
-    runs.publish([writer], version)
+        writer.add(ROWS, some, np.full(len(some), version, np.uint64), np.zeros((len(some), _TABLE.record.size_bytes), np.uint8))
+    runs.publish([writer], replace(saved.now, cut=version))
 
 
 def _us(runs: Runs, draw: Callable[[], Ids], repeats: int) -> Spread:
@@ -157,11 +182,11 @@ def _filter_place(keys: Ids, n_words: int) -> tuple[NDArray[np.int64], Ids]:
     return at, bits
 
 
-def _merge(runs: Runs, n: int, folder: Path) -> float:
+def _merge(runs: Runs, saved: SavedState, n: int, folder: Path) -> float:
     """Return the MB/s that are read and written when runs of 3 % as many rows, half of them known, are merged into the large one."""
     for version in range(2, 5):
         some = (keys[version::30] + (np.arange(len(keys[version::30]), dtype=np.uint64) & np.uint64(1)) for keys in _keys(n))
-        _write(runs, some, version)
+        _write(runs, saved, some, version)
     before, begun_s = folder_bytes(folder), time.perf_counter()
     for _ in runs.merge(_TABLE):
         pass

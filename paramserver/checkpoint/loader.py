@@ -13,8 +13,9 @@ from before the load are gone with it, as a load intends.
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -27,6 +28,7 @@ from kvemb.checkpoint.load import META_NAME, Decision, Report, decode_decision, 
 from kvemb.coordination.replicated_values import DamagedCopyError, are_damaged
 from kvemb.errors import CheckpointError, KvembError, NodeLostError, NodeSuspectError, StorageError
 from kvemb.net.deadline import Deadline
+from kvemb.process.work_ahead import work_ahead
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.store import Store
@@ -220,20 +222,26 @@ class Loader:
         begun, parts, tables = time.monotonic(), self._parts, self._parts.saved.now.tables
         self._done, self._rows = 0, sum(table.n_rows for table in tables)
         for table in tables:
-            definition = table.definition
-            for kind, keys, records in _blocks(merged(parts.runs.view.of(definition), forget_up_to=0)):
-                ids = definition.order.ids(keys)
-                if kind != ROWS:
-                    self._writer.erase(definition, ids)
-                    continue
-                self._writer.write(definition, ids, records)
-                self._done += len(ids)
-                self._report(load_id, "writing")
+            blocks = _blocks(merged(parts.runs.view.of(table.definition), forget_up_to=0))  # read while those before are written
+            with closing(work_ahead(partial(self._store_block, table.definition), blocks, n_threads=1, name="kvemb-load")) as stored:
+                for n_rows in stored:
+                    self._done += n_rows
+                    self._report(load_id, "writing")
         self._data.write(LOADED, [b"%d\n" % serial], self._still_ours)
         parts.runs.save(replace(state_of(parts, parts.fenced_log.journal.end), loading=None))
         log.info("loaded %d rows in %.1f s", self._done, time.monotonic() - begun)
         self._reported = 0.0
         self._report(load_id, "done")
+
+    def _store_block(self, definition: TableDef, block: tuple[int, Ids, Bytes]) -> int:
+        """Write or erase rows; return how many were written."""
+        kind, keys, records = block
+        ids = definition.order.ids(keys)
+        if kind != ROWS:
+            self._writer.erase(definition, ids)
+            return 0
+        self._writer.write(definition, ids, records)
+        return len(ids)
 
     def _report(self, load_id: str, state: str, error: str = "") -> None:
         """Report the load's state to the nodes, now and then; storage that does not answer is no reason to stop here."""

@@ -70,7 +70,7 @@ class PhaseWork(ABC):
 
     @property
     def changes_runs(self) -> bool:
-        """Whether index and local snapshot may change otherwise than by batches; then no snapshot may be under way."""
+        """Whether index and row log may change otherwise than by batches; then no flush may be under way."""
         return False
 
     @abstractmethod

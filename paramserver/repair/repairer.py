@@ -1,6 +1,6 @@
 """Repair: brings a node that lost its rows, or single rows, back to exactly the versions of this shard's index. Apply thread only.
 
-The index knows every row that exists and its version; the records come from the cache or are reconstructed from the local snapshot and
+The index knows every row that exists and its version; the records come from the cache or are reconstructed from the row log and
 the journal. Because the apply thread itself does this, nothing else writes the shard's rows meanwhile. The protocol between the shards
 stands on the damaged node (`kvemb.stores.store_repair`): every shard restores its rows everywhere first, and only then waits for the
 others. So two shards that begin with different nodes never wait for each other.
@@ -95,7 +95,7 @@ class _RowCallsInRepair:
 
 
 class Repairer:
-    """Restores rows of one shard that storage has lost, from cache, local snapshot and journal.
+    """Restores rows of one shard that storage has lost, from cache, row log and journal.
 
     Args:
         store: open.

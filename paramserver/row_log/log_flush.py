@@ -27,6 +27,7 @@ from ..journal.write_ahead_log import FencedLog
 from ..model.tables import Tables, TableState
 from .run_set import Runs
 from .run_writer import RunWriter
+from .sorted_run import BLOCK_ROWS, rows_of_a_block
 from .state_file import ShardState
 
 Ids = NDArray[np.uint64]
@@ -100,6 +101,7 @@ class LogFlush:
     def _rows(self, writer: RunWriter, table: TableState, ids: Ids, progress: FlushProgress) -> Iterator[FlushProgress]:
         """Write rows as they are now; one that has been erased since is among the `gone` of its table."""
         n_slice = max(1, _SLICE_BYTES // table.definition.record.size_bytes)
+        n_slice -= n_slice % rows_of_a_block(table.definition.record.size_bytes) if n_slice > BLOCK_ROWS else 0
         for start in range(0, len(ids), n_slice):
             these = ids[start : start + n_slice]
             expected = table.versions(these)

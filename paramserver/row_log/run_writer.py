@@ -67,9 +67,10 @@ class RunWriter:
             self._create()
         self._last[kind], self._newest = int(keys[-1]), max(self._newest, int(versions.max()))
         self.n_rows += len(keys) if kind == ROWS else 0
-        pairs, rest = self._waiting[kind]
-        pairs = np.concatenate([pairs, np.stack([keys, versions], axis=1)])
-        rest = np.concatenate([rest, records]) if kind == ROWS and self._record_bytes else rest
+        pairs, rest = np.stack([keys, versions], axis=1), records if kind == ROWS else self._waiting[kind][1]
+        if len(self._waiting[kind][0]):
+            before, behind = self._waiting[kind]
+            pairs, rest = np.concatenate([before, pairs]), np.concatenate([behind, records]) if kind == ROWS else behind
         n_whole = len(pairs) // self._block_rows * self._block_rows
         for start in range(0, n_whole, self._block_rows):
             self._block(kind, pairs[start : start + self._block_rows], rest[start : start + self._block_rows])

@@ -157,7 +157,7 @@ class ShardMetrics:
     def _add_journal(self, to: MetricFamilies) -> None:
         limit_bytes = self.parts.config.servers.journal_max_mb << 20
         to.gauge("kvemb_shard_journal_bytes", "Size of the journal.", self.parts.fenced_log.journal.size_bytes)
-        to.gauge("kvemb_shard_journal_limit_bytes", "Size at which the shard takes a local snapshot.", limit_bytes)
+        to.gauge("kvemb_shard_journal_limit_bytes", "Size at which the shard flushes to its row log.", limit_bytes)
         disk = os.statvfs(self.parts.config.servers.data_dir)
         to.gauge("kvemb_shard_disk_free_bytes", "Room on the journal's disk for the shard.", disk.f_bavail * disk.f_frsize)
         to.gauge("kvemb_shard_disk_bytes", "Size of the journal's disk.", disk.f_blocks * disk.f_frsize)
