@@ -24,14 +24,14 @@ from kvemb.errors import JournalDamagedError, ParameterServerError, other_format
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 
+from ..row_log import state_file
 from ..row_log.saved_state import STATE
-from ..row_log.state_file import FORMAT_VERSION, HEAD, LoggedTable, RunEntry, ShardState, damaged_state, decode_state, format_of
+from ..row_log.state_file import HEAD, LoggedTable, RunEntry, ShardState, damaged_state, decode_state, format_of
 from ..shard_process.data_dir import DataDir
 
 Ids = NDArray[np.uint64]
 SNAPSHOT = "snapshot"
 """The folder of the runs."""
-_READS = (2, 3)
 _NOTES, _MANIFEST, _MANIFEST_MAGIC = "state-after-", "manifest", b"kvembsnp"
 _SUM = struct.Struct("<Q")
 _ANY = (1 << 64) - 1
@@ -62,10 +62,10 @@ def read_state(data: DataDir) -> ShardState | None:
 
 def is_of_0_1(raw: bytes, where: str) -> bool:
     """Whether a state file was written by release 0.1; raises as `read_state`."""
-    version = format_of(raw, where)
-    if version not in (*_READS, FORMAT_VERSION):
-        raise ParameterServerError(other_format(f"{where}: the shard's saved state", version, (*_READS, FORMAT_VERSION)))
-    return version in _READS
+    version, reads = format_of(raw, where), (*state_file.OF_0_1, state_file.FORMAT_VERSION)
+    if version not in reads:
+        raise ParameterServerError(other_format(f"{where}: the shard's saved state", version, reads))
+    return version in state_file.OF_0_1
 
 
 def image_of(data: DataDir) -> Mapping[str, tuple[Ids, Ids]] | None:

@@ -18,6 +18,8 @@ from kvemb.schema.table_def import TableDef
 
 MAGIC = b"kvembsst"
 FORMAT_VERSION = 4
+OF_0_1 = (2, 3)
+"""Formats of release 0.1, which `paramserver.recovery.upgrade` reads."""
 HEAD = struct.Struct("<8sII")
 _SUM = struct.Struct("<Q")
 _MAX_BYTES = 256 << 20

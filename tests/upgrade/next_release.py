@@ -10,14 +10,12 @@ from kvemb.coordination import markers
 from kvemb.protocol.message_format import Message
 from kvemb.schema import cluster_map
 from paramserver.journal import segment
-from paramserver.recovery import upgrade
 from paramserver.row_log import sorted_run, state_file
 
 NAMES: dict[str, tuple[ModuleType | type, dict[str, object]]] = {
     "marker": (markers, {"_VERSION": 7, "_REPAIRED_VERSION": 8}),
     "map": (cluster_map, {"FORMAT_VERSION": 4, "_FIELDS": {4: 12}}),
-    "state": (state_file, {"FORMAT_VERSION": 5}),
-    "state of 0.1": (upgrade, {"FORMAT_VERSION": 5, "_READS": ()}),
+    "state": (state_file, {"FORMAT_VERSION": 5, "OF_0_1": ()}),
     "segment": (segment, {"FORMAT_VERSION": 2}),
     "run": (sorted_run, {"FORMAT_VERSION": 3, "_READS": (3,)}),
 }

@@ -107,7 +107,7 @@ def test_another_protocol_is_refused_with_a_typed_error_on_either_side(
 
 def reads(name: str) -> list[int]:
     """The formats that the later release reads."""
-    return sorted({"map": [4], "state": [4], "marker": [7, 8]}.get(name, [2]))
+    return sorted({"map": [4], "state": [5], "marker": [7, 8]}.get(name, [2]))
 
 
 def test_the_way_that_a_refusal_gives_leads_to_the_other_release(
