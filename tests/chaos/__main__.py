@@ -35,6 +35,7 @@ from kvemb.commands.shard_program import main
 from paramserver.rpc import push_streams
 push_streams._LONGEST_IDLE_S = {IDLE_STREAM_S}
 sys.exit(main(sys.argv[1:]))"""
+_ON_DISK = {"index_mb": 0, "journal_max_mb": 1}  # shards flush all the time, and know their rows by the row log
 _SHARD = (sys.executable, "-P", "-c", _PROGRAM)
 _UNEVEN = Flow(jitter_s=0.05)  # what one shard of a sync job has had of a step, another has not
 _RECOVERY_S = 90.0
@@ -217,10 +218,10 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{args.mode}, {where}, seed {seed}, {args.seconds:g} s, faults: {names}", flush=True)
     kind = TlsFaultyCluster if args.tls else FaultyCluster
     sync = args.mode == "sync"
-    job: dict[str, Any] = {"mode": "sync", "trainers": args.trainers, "servers": {"on_lost_trainer": "wait"}, "shard_flow": _UNEVEN}
-    cluster = kind(
-        args.store, args.nodes, shards=args.shards, storage={"timeout_s": _STORAGE_TIMEOUT_S}, shard_program=_SHARD, **(job if sync else {})
-    )
+    job: dict[str, Any] = {"mode": "sync", "trainers": args.trainers, "shard_flow": _UNEVEN} if sync else {}
+    servers = _ON_DISK | ({"on_lost_trainer": "wait"} if sync else {})
+    storage = {"timeout_s": _STORAGE_TIMEOUT_S}
+    cluster = kind(args.store, args.nodes, shards=args.shards, storage=storage, servers=servers, shard_program=_SHARD, **job)
     with cluster, LedgerRun(cluster, n_trainers=args.trainers, seed=seed, depth=2 if sync else 6) as run:
         chaos = Chaos(run, faults, seed, sync=sync)
         chaos.play(args.seconds)
