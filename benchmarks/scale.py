@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from benchmarks.measure import Spread, Turn, cpu_s
 from benchmarks.options import whole
 from benchmarks.report import Line, Report, Section
+from benchmarks.scale_simulate import simulate
 from benchmarks.scale_trainer import Trainer
 from benchmarks.servers import Filled, filled
 
@@ -43,13 +44,24 @@ def scale(options: argparse.Namespace) -> Report:
     Rows per second are no answer here: nodes and trainers share this machine's cores, so only what a row costs can scale. More
     processes than cores make a row dearer by themselves, since they take each other's caches. Values are medians with
     (smallest..largest).
+
+    With --simulate another question: does the model by which `kvemb plan` reckons say what real clusters take? Clusters of 1 to 8 nodes
+    and 1 to 4 shards, with tables of SGD and Adam, in few buckets, in many and in compact ones, train (by steps of 2,000 and 32,000 rows;
+    no shard has a cache), save, load, start a killed shard, bring back an empty node and let one join. Read: measured / model of the CPU
+    time per row of each kind of process, of the bytes that nodes receive and send, and of nodes' memory per row; the target is within
+    20 %. rows/s of 2 cores: what they would give if the CPU time of all processes filled them; seen is by the clock, with what else the
+    machine does. Then what is not within, and the costs that these runs alone would give the model. --rows, --seconds and --repeats hold
+    there too; --store, --dim, --nodes and --trainers do not.
     """
+    if options.simulate:
+        return simulate(options)
     versions: dict[str, str] = {}
     return Report("scale", [_measure(store, options, versions) for store in options.store], versions)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `scale` can be asked."""
+    parser.add_argument("--simulate", action="store_true", help="compare the model of `kvemb plan` with real clusters; takes minutes")
     parser.add_argument("--store", nargs="+", choices=STORES, default=["redis"], help="storage kinds, in turn (redis)")
     parser.add_argument("--dim", type=whole(1), default=16, metavar="N", help="weights per row (16)")
     parser.add_argument("--nodes", nargs="+", type=whole(2), default=[2, 4, 8], metavar="N", help="numbers of nodes beside 1 (2 4 8)")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from benchmarks import scale_simulate
 from benchmarks.__main__ import BENCHMARKS, main
 
 pytest.importorskip("torch")
@@ -32,3 +33,12 @@ TINY: dict[str, Sequence[str]] = {
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_benchmark_comes_to_its_end(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main([name, *TINY[name]]) == 0, capfd.readouterr().err
+
+
+def test_the_model_of_plan_is_laid_beside_a_real_cluster(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(scale_simulate, "CLUSTERS", ((2, 2),))
+    monkeypatch.setattr(scale_simulate, "KINDS", scale_simulate.KINDS[2:3])
+    assert main(["scale", "--simulate", "--rows", "64000", "--seconds", "0.05", *_ONCE]) == 0, capfd.readouterr().err
+    said = capfd.readouterr().out
+    for job in scale_simulate.JOBS:
+        assert f"2 nodes, 2 shards: {job}" in said

@@ -100,6 +100,7 @@ def add_plan(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> ar
     plan.add_argument("--optimizer", choices=_OPTIMIZERS, default="adam", help="without its options (default adam)")
     plan.add_argument("--step-ids", type=_large, default=100_000, metavar="N", help="distinct ids of a step, of all trainers (default 1e5)")
     plan.add_argument("--steps-per-s", type=positive, default=1.0, metavar="X", help="how many such steps a second (default 1)")
+    plan.add_argument("--trainers", type=_large, default=8, metavar="N", help="processes that train (default 8)")
     plan.add_argument("--node-gb", type=positive, default=64.0, metavar="GB", help="memory limit of a storage node (default 64)")
     plan.add_argument("--shard-gb", type=positive, default=64.0, metavar="GB", help="memory of a shard's host (default 64)")
     plan.add_argument("--cache-mb", type=positive, default=256.0, metavar="MB", help="parameter_servers.cache_mb (default 256)")

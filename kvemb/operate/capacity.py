@@ -1,21 +1,21 @@
-"""How many nodes and shards a table will need, and their load: arithmetic on measured costs. Pure; nothing here asks a server.
+"""What a table will need: nodes and shards, their memory, disk, network and times, and what breaks first. Pure; no server is asked.
 
-The costs of rows are the measured figures of benchmarks/RESULTS.md. They depend on the machine (2 cores of an AMD EPYC, shared by servers,
-shards and trainers, loopback, Redis 7.0, Valkey 9.1, memcached 1.6), and hold for tables of 300,000 to 2,000,000 rows.
-tests/unit/test_capacity.py holds each of them equal to the page.
-
-Three shares are assumed and were not measured: how full memory may be, how busy a core may be, and how much of a shard's disk a merge of
-its snapshot takes for a while.
+Times are sums of what a row costs (`kvemb.operate.row_costs`). Memory is what benchmarks/RESULTS.md says, of the same machine;
+tests/unit/test_capacity.py holds every figure equal to the page. Assumed and not measured: how full memory may be, how busy a core, and how
+much of a shard's disk a merge of its snapshot takes for a while.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kvemb.config import ServersConfig
 from kvemb.errors import InvalidInputError
+from kvemb.operate.row_costs import JOBS, MOST_MEASURED, NETWORK, SERVER, SHARD, START, TRAIN, TRAINED_BYTES, TRAINER, Scale, cost, seconds
 from kvemb.schema.buckets import LAYOUTS, MOST_COMPACT_BYTES, buckets_for
+from kvemb.schema.pages import page_layout
 from kvemb.schema.record import HEADER_SIZE
 from kvemb.schema.slots import N_SLOTS
 from kvemb.schema.table_def import TableDef
@@ -50,30 +50,45 @@ PULL_SERVER_US: Mapping[Layout, float] = {
 }
 """µs of the server per row of such a pull, records of 76 bytes."""
 
-TRAINED_US: Mapping[str, Mapping[int, float]] = {
-    "server": {204: 2.04, 780: 3.92},
-    "shard": {204: 1.55, 780: 4.18},
-    "trainer": {204: 0.84, 780: 2.29},
-}
-"""µs of CPU per row that is pulled, pushed and written (section "train": Redis, fast, Adam, two shards), by bytes of a record."""
 
-ONE_ROW_A_COMMAND = 0.76
-"""Share of the speed that remains where a batch has about one row of a bucket ("How much memory": `train --layout compact`)."""
+@dataclass(frozen=True)
+class IndexForm:
+    """What a shard keeps of every row that exists.
 
-REPAIR_ROWS_S = 352.73e3
-"""Rows a second that one shard restores on one node from its snapshot and journal (section "recovery", Redis, records of 204)."""
+    Args:
+        memory_bytes: a row.
+        cut_bytes: of memory a row, more while a checkpoint is saved (docs/adr/0012).
+        fixed_bytes: of memory, whatever the number of rows.
+        run_bytes: of disk, beside a row's record in a run.
+        runs: how often a row lies in runs, at most, while these are merged.
+        image_bytes: of disk a row, for an image of the index and the one that takes its place.
+        lookup_us: of a shard for a trained row, beyond what `row_costs` has measured with the index in memory.
+        start_us: of a shard's start, a row.
+    """
 
-SAVE_ROWS_S = 545.08e3
-"""Rows a second of a full save by one shard (section "checkpoint", records of 204)."""
+    memory_bytes: float
+    cut_bytes: float
+    fixed_bytes: float
+    run_bytes: float
+    runs: float
+    image_bytes: float
+    lookup_us: float
+    start_us: float
 
-INDEX_BYTES_PER_ROW = 24
-"""Memory of a shard's index: 20 to 23.7 bytes (`kvemb.arrays.row_index`)."""
+
+IN_MEMORY = IndexForm(24, 16, fixed_bytes=0, run_bytes=8, runs=2.5, image_bytes=2 * 16, lookup_us=0, start_us=0.30)
+"""20 to 23.7 bytes of memory (`kvemb.arrays.row_index`); an image of 16 bytes a row is read at a start. How often rows lie in runs is
+assumed."""
+ROW_LOG = IndexForm(0.14, 0, fixed_bytes=256e6, run_bytes=16, runs=2.0, image_bytes=0, lookup_us=0.53, start_us=0.0004)
+"""Sorted runs on the shard's disk, found by fences in memory (benchmarks/RESULTS.md, "Versions on disk", 10^9 rows in the system's cache),
+without filters, which take 1.25 bytes more. Not built yet: merges and the memory for versions of hot rows are assumed."""
+INDEX = IN_MEMORY
 
 PROCESS_BYTES = 250e6
 """Memory of a shard's process beside its index and cache (section "Memory of a shard in training"): at most, with pushes of 50,000 rows."""
 
-CUT_BYTES_PER_ROW = 16
-"""Bytes of the index, per row, that a save copies at its cut and holds until it has ended (docs/adr/0012)."""
+CONNECTIONS = 10_000
+"""That a node takes unless it is told otherwise (Redis' maxclients); a shard has two, a trainer one."""
 
 
 def bytes_per_row(layout: Layout, record_bytes: int) -> float:
@@ -116,28 +131,33 @@ FULL = 0.8
 """Of the memory of a node or a shard: alerts and `kvemb doctor` speak up at 0.9."""
 BUSY = 0.5
 """Of one core: a Redis or Valkey server, and a shard's apply thread, have one each."""
-_FEW_ROWS = 2.0  # of a bucket in a step: about one in a command, whose cost was measured
-_SNAPSHOTS = 2.5  # times the records: runs that wait for being merged, and the merged one
-_IMAGES = 2 * 16  # bytes of disk a row: the image of the index, and the one that takes its place
 _ID_BYTES = 8
 _FLOAT_BYTES = 4
+_ROUNDS = 50  # of finding numbers of nodes and shards that fit each other
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A table and its training, to be planned for.
+    """A table, its training, and the machines it is to have.
 
     Args:
         table: its definition; the number of buckets is chosen here.
         n_rows: that will exist.
         step_rows: distinct ids of one step, of all trainers together.
         steps_per_s: how many such steps.
+        trainers: processes.
+        node_bytes, shard_bytes: memory of a node and of a shard's host.
+        cache_bytes: of records, of each shard.
     """
 
     table: TableDef
     n_rows: int
     step_rows: int
     steps_per_s: float
+    trainers: int
+    node_bytes: float
+    shard_bytes: float
+    cache_bytes: float
 
     @property
     def rows_per_s(self) -> float:
@@ -146,7 +166,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Counted:
-    """How many servers are needed: the larger of the numbers for memory and for time."""
+    """How many servers are needed: the larger of the numbers for memory and for time; `for_cpu` 0: no number is enough."""
 
     for_memory: int
     for_cpu: int
@@ -157,134 +177,186 @@ class Counted:
 
 
 @dataclass(frozen=True)
-class StoragePlan:
-    """The nodes of one kind and layout.
+class CapacityPlan:
+    """A cluster for a workload on one kind and layout of storage.
 
     Args:
+        work: that it is for.
         kind, layout: of storage, and of rows there.
-        n_buckets: of the table; 0 where rows lie under keys or in pages.
-        row_bytes: of memory, for one row.
-        total_bytes: of all rows.
-        nodes: how many.
-        server_us: of a node's time for a row that is pulled, and written once.
-        pull_bytes: that travel to a trainer for one row.
-        repair_s: to restore one lost node's rows, if a single shard did it.
+        nodes, shards: how many.
+        at: the same for the costs.
+        row_bytes: of a node's memory, for one row.
+        us: of CPU for a trained row, by role.
+        network_bytes: that nodes receive and send for a trained row.
+        times: of each job, in seconds, and what it waits for.
     """
 
+    work: Workload
     kind: str
     layout: str
-    n_buckets: int
-    row_bytes: float
-    total_bytes: float
     nodes: Counted
-    server_us: float
-    pull_bytes: int
-    repair_s: float
-
-
-@dataclass(frozen=True)
-class ShardPlan:
-    """The shards; they are the same for every kind of storage.
-
-    Args:
-        shards: how many.
-        shard_us: of a shard's time for a row that is applied.
-        trainer_us: of a trainer's time for a row that it pulls and pushes.
-        index_bytes: of memory, of all of them together.
-        cut_bytes: more, while a checkpoint is saved.
-        cache_bytes: of records, of each.
-        snapshot_bytes: of disk, of all of them together, at most.
-        journal_bytes_per_s: written by all of them together.
-        push_bytes: that travel from a trainer for one row.
-        save_s: of a full checkpoint.
-    """
-
     shards: Counted
-    shard_us: float
-    trainer_us: float
-    index_bytes: float
-    cut_bytes: float
-    cache_bytes: int
-    snapshot_bytes: float
-    journal_bytes_per_s: float
-    push_bytes: int
-    save_s: float
+    at: Scale
+    row_bytes: float
+    us: Mapping[str, float]
+    network_bytes: float
+    times: Mapping[str, tuple[float, str]]
+
+    @property
+    def node_bytes(self) -> float:
+        """Memory of one node."""
+        return self.work.n_rows * self.row_bytes / self.at.nodes
+
+    @property
+    def index_bytes(self) -> float:
+        """Memory of all shards for what they know of rows, while a checkpoint is saved too."""
+        return self.work.n_rows * (INDEX.memory_bytes + INDEX.cut_bytes) + self.at.shards * INDEX.fixed_bytes
+
+    @property
+    def shard_bytes(self) -> float:
+        """Memory of one shard."""
+        return self.index_bytes / self.at.shards + self.work.cache_bytes + PROCESS_BYTES
+
+    @property
+    def shard_disk_bytes(self) -> float:
+        """Disk of one shard at most: local snapshots, what the index has there, the journal."""
+        row_bytes = INDEX.runs * (INDEX.run_bytes + self.at.record_bytes) + INDEX.image_bytes
+        return self.work.n_rows / self.at.shards * row_bytes + ServersConfig.journal_max_mb * 1e6
+
+    @property
+    def journal_bytes_per_s(self) -> float:
+        """Written by all shards together."""
+        return self.work.rows_per_s * journal_bytes(self.work.table)
+
+    @property
+    def node_network(self) -> float:
+        """Bytes a second that a node receives and sends."""
+        return self.work.rows_per_s * self.network_bytes / self.at.nodes
+
+    @property
+    def shard_network(self) -> float:
+        """Bytes a second that a shard receives and sends: pushes, and rows that it fetches and writes (two of a row's three ways)."""
+        pushed = 2 * _ID_BYTES + _FLOAT_BYTES * self.work.table.dim
+        return self.work.rows_per_s * (pushed + self.network_bytes * 2 / 3) / self.at.shards
+
+    @property
+    def trainer_cores(self) -> float:
+        """Cores that trainers need for rows, all together."""
+        return self.work.rows_per_s * self.us[TRAINER] / 1e6
+
+    def shares(self) -> dict[str, float]:
+        """Return how much of what it may use the cluster uses, by what is used; 1: as planned for."""
+        rows_per_s, at = self.work.rows_per_s, self.at
+        return {
+            "memory of a node": self.node_bytes / (FULL * self.work.node_bytes),
+            "memory of a shard": self.shard_bytes / (FULL * self.work.shard_bytes),
+            "CPU of a node": rows_per_s * self.us[SERVER] / at.nodes / (BUSY * 1e6),
+            "CPU of a shard": rows_per_s * self.us[SHARD] / at.shards / (BUSY * 1e6),
+            "connections of a node": (2 * at.shards + at.trainers) / CONNECTIONS,
+            "slots": max(at.nodes, at.shards) / N_SLOTS,
+        }
 
 
-def plan_storage(work: Workload, node_bytes: float) -> list[StoragePlan]:
-    """Return the plan of each kind and layout on nodes of so much memory, without layouts that refuse such records or so many rows."""
-    plans = (_storage(work, layout, node_bytes) for layout in BYTES_PER_ROW)
+def plans_for(work: Workload) -> list[CapacityPlan]:
+    """Return a plan for each kind and layout, without layouts that refuse such records or so many rows.
+
+    Raises:
+        InvalidInputError: a shard's host has no room for an index.
+    """
+    plans = (_plan(work, where) for where in BYTES_PER_ROW)
     return [plan for plan in plans if plan is not None]
 
 
-def _storage(work: Workload, where: Layout, node_bytes: float) -> StoragePlan | None:
-    kind, layout = where
-    record = work.table.record
+def smallest(plans: Sequence[CapacityPlan]) -> CapacityPlan:
+    """Return the plan with the fewest machines, among those that take any ids (pages are for ids from 0 to N - 1)."""
+    return min((plan for plan in plans if plan.layout != "pages"), key=lambda plan: plan.at.nodes + plan.at.shards)
+
+
+def ten_times(plan: CapacityPlan) -> dict[str, CapacityPlan]:
+    """Return what becomes of a plan at ten times the load: of rows/s on the same machines; of ids, with as many machines as they need."""
+    work = plan.work
+    faster = replace(work, steps_per_s=10 * work.steps_per_s)
+    return {
+        "10 x rows/s, same machines": _on(faster, (plan.kind, plan.layout), plan.nodes, plan.shards, plan.at.n_keys, plan.row_bytes),
+        "10 x ids, machines for them": smallest(plans_for(replace(work, n_rows=10 * work.n_rows))),
+    }
+
+
+def _plan(work: Workload, where: Layout) -> CapacityPlan | None:
+    size = work.table.record.size_bytes
     try:
-        n_buckets = buckets_for(work.n_rows, record.size_bytes, layout) if layout in LAYOUTS else 0
+        n_keys = _n_keys(work.n_rows, size, where)
     except InvalidInputError:
         return None
-    row_bytes = bytes_per_row(where, record.size_bytes)
-    server_us = _server_us(work, where, n_buckets)
-    nodes = Counted(_times(work.n_rows * row_bytes, FULL * node_bytes), _times(work.rows_per_s * server_us, BUSY * 1e6))
-    pull_bytes = record.prefix_bytes if layout == "pages" else record.size_bytes
-    repair_s = work.n_rows / nodes.n / REPAIR_ROWS_S
-    return StoragePlan(kind, layout, n_buckets, row_bytes, work.n_rows * row_bytes, nodes, server_us, pull_bytes, repair_s)
-
-
-def _server_us(work: Workload, where: Layout, n_buckets: int) -> float:
-    """Return the time measured on Redis with fast buckets, times the ratio of this kind and layout to it where rows are pulled."""
-    us = interpolated(TRAINED_US["server"], work.table.record.size_bytes)
-    alike = where if where in PULL_SERVER_US else (where[0], "fast")
-    us *= PULL_SERVER_US[alike] / PULL_SERVER_US["redis", "fast"]
-    return us / ONE_ROW_A_COMMAND if n_buckets and work.step_rows / n_buckets < _FEW_ROWS else us
-
-
-def plan_shards(work: Workload, shard_bytes: float, cache_bytes: int) -> ShardPlan:
-    """Return the plan of the shards on hosts of so much memory."""
-    record, dim = work.table.record, work.table.dim
-    index_bytes, cut_bytes = float(work.n_rows * INDEX_BYTES_PER_ROW), float(work.n_rows * CUT_BYTES_PER_ROW)
-    room = FULL * shard_bytes - cache_bytes - PROCESS_BYTES
+    row_bytes = bytes_per_row(where, size)
+    room = FULL * work.shard_bytes - work.cache_bytes - PROCESS_BYTES - INDEX.fixed_bytes
     if room <= 0:
         raise InvalidInputError(
-            f"a shard's cache of {cache_bytes:,} bytes and its process leave no room for its index in {shard_bytes:,.0f} bytes"
+            f"a shard's cache of {work.cache_bytes:,.0f} bytes and its process leave no room for its index in {work.shard_bytes:,.0f} bytes"
         )
-    shard_us, trainer_us = (interpolated(TRAINED_US[part], record.size_bytes) for part in ("shard", "trainer"))
-    shards = Counted(_times(index_bytes + cut_bytes, room), _times(work.rows_per_s * shard_us, BUSY * 1e6))
-    return ShardPlan(
-        shards=shards,
-        shard_us=shard_us,
-        trainer_us=trainer_us,
-        index_bytes=index_bytes,
-        cut_bytes=cut_bytes,
-        cache_bytes=cache_bytes,
-        snapshot_bytes=work.n_rows * (_SNAPSHOTS * (_ID_BYTES + record.size_bytes) + _IMAGES),
-        journal_bytes_per_s=work.rows_per_s * (_ID_BYTES + _FLOAT_BYTES * dim),
-        push_bytes=2 * _ID_BYTES + _FLOAT_BYTES * dim,
-        save_s=work.n_rows / shards.n / SAVE_ROWS_S,
-    )
+    nodes = Counted(_times(work.n_rows * row_bytes, FULL * work.node_bytes), 0)
+    shards = Counted(_times(work.n_rows * (INDEX.memory_bytes + INDEX.cut_bytes), room), 0)
+    first = plan = _on(work, where, nodes, shards, n_keys, row_bytes)
+    for _ in range(_ROUNDS):  # more of the one cost the other more: perhaps more than they bring
+        before = nodes, shards
+        nodes = replace(nodes, for_cpu=_times(work.rows_per_s * plan.us[SERVER], BUSY * 1e6))
+        shards = replace(shards, for_cpu=_times(work.rows_per_s * plan.us[SHARD], BUSY * 1e6))
+        if (nodes, shards) == before:
+            return plan
+        if max(nodes.n, shards.n) > N_SLOTS:
+            break
+        plan = _on(work, where, nodes, shards, n_keys, row_bytes)
+    return first
 
 
-def cautions(work: Workload, storage: list[StoragePlan], shards: ShardPlan) -> list[str]:
-    """Return the parts of a plan that lie outside of the measurements, or cannot be, in words."""
+def _on(work: Workload, where: Layout, nodes: Counted, shards: Counted, n_keys: int, row_bytes: float) -> CapacityPlan:
+    """Return what the workload makes of these machines."""
+    at = Scale(nodes.n, shards.n, work.trainers, work.n_rows, work.table.record.size_bytes, where[1], n_keys, work.step_rows)
+    us = {role: cost(TRAIN, role, at) for role in (SERVER, SHARD, TRAINER)}
+    us[SERVER] *= _pull_ratio(where)
+    us[SHARD] += INDEX.lookup_us
+    times = {job: seconds(job, at) for job in JOBS if job != TRAIN}
+    full_journals = round(at.shards * ServersConfig.journal_max_mb * 1e6 / journal_bytes(work.table))  # rows in those of all shards
+    replay_s, waits_for = seconds(START, replace(at, n_rows=full_journals))
+    times[START] = replay_s + work.n_rows / at.shards * INDEX.start_us / 1e6, waits_for
+    return CapacityPlan(work, *where, nodes, shards, at, row_bytes, us, cost(TRAIN, NETWORK, at), times)
+
+
+def _pull_ratio(where: Layout) -> float:
+    """Return what rows cost a server of this kind, of what they cost Redis with fast buckets, where they are pulled."""
+    alike = where if where in PULL_SERVER_US else (where[0], "fast")
+    return PULL_SERVER_US[alike] / PULL_SERVER_US["redis", "fast"]
+
+
+def _n_keys(n_rows: int, record_bytes: int, where: Layout) -> int:
+    """Return under how many keys the rows lie."""
+    layout = where[1]
+    if layout in LAYOUTS:
+        return buckets_for(n_rows, record_bytes, layout)
+    return -(-n_rows // page_layout(record_bytes).rows_per_page) if layout == "pages" else n_rows
+
+
+def journal_bytes(table: TableDef) -> int:
+    """Return the bytes of a shard's journal for one row that is pushed."""
+    return _ID_BYTES + _FLOAT_BYTES * table.dim
+
+
+def cautions(plans: Sequence[CapacityPlan]) -> list[str]:
+    """Return the parts of plans that lie outside of the measurements, or cannot be, in words."""
     sizes = sorted(next(iter(BYTES_PER_ROW.values())))
-    size = work.table.record.size_bytes
+    size = plans[0].at.record_bytes
     said = []
     if not sizes[0] <= size <= sizes[-1]:
         said.append(f"Memory was measured for records of {sizes[0]} to {sizes[-1]} bytes; these have {size}.")
-    trained = sorted(TRAINED_US["server"])
-    if not trained[0] <= size <= trained[-1]:
-        near = trained[0] if size < trained[0] else trained[-1]
-        said.append(
-            f"Times of trained rows were measured for records of {trained[0]} and {trained[-1]} bytes; the figures are those of {near}."
-        )
-    most = max([shards.shards.n, *(plan.nodes.n for plan in storage)])
-    if most > N_SLOTS:
-        said.append(f"There are {N_SLOTS:,} slots, and a node or a shard has at least one: take larger ones (--node-gb, --shard-gb).")
-    if most > 8:
-        said.append(
-            "More than 8 nodes, or more than 2 shards, were never measured together; per-row costs were within 15 % from 1 to 8 nodes."
-        )
+    if not TRAINED_BYTES[0] <= size <= TRAINED_BYTES[1]:
+        said.append(f"Times were measured for records of {TRAINED_BYTES[0]} and {TRAINED_BYTES[1]} bytes; these have {size}.")
+    most_nodes, most_shards = max(plan.at.nodes for plan in plans), max(plan.at.shards for plan in plans)
+    if max(most_nodes, most_shards) > N_SLOTS:
+        said.append(f"There are {N_SLOTS:,} slots, and a node or a shard has at least one: take larger machines (--node-gb, --shard-gb).")
+    if not all(plan.nodes.for_cpu and plan.shards.for_cpu for plan in plans):
+        said.append("CPU 0: no number of machines is enough, since more of them cost more requests: take fewer, larger steps a second.")
+    if most_nodes > MOST_MEASURED[0] or most_shards > MOST_MEASURED[1]:
+        said.append(f"More than {MOST_MEASURED[0]} nodes, or more than {MOST_MEASURED[1]} shards, were never measured together.")
     if size > MOST_COMPACT_BYTES:
         said.append(f"The compact layout is refused for records beyond {MOST_COMPACT_BYTES} bytes.")
     return said

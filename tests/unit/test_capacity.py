@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from kvemb import cli, init, optim
 from kvemb.arrays.row_index import RowIndex
 from kvemb.errors import InvalidInputError
 from kvemb.operate import capacity as costs
-from kvemb.operate.capacity import Workload, cautions, plan_shards, plan_storage
+from kvemb.operate.capacity import IN_MEMORY, Workload, cautions, plans_for, smallest, ten_times
+from kvemb.operate.row_costs import COSTS, REPAIR, SERVER, SHARD, TRAIN, Scale, cost, factors, seconds
 from kvemb.schema.table_def import TableDef
 
 ROOT = Path(__file__).parents[2]
@@ -66,21 +68,13 @@ def test_pulls_are_what_the_benchmark_measured() -> None:
     assert server_us == costs.PULL_SERVER_US
 
 
-def test_trained_rows_repairs_and_saves_are_what_the_benchmarks_measured() -> None:
-    measured: dict[str, dict[int, float]] = {"server": {}, "shard": {}, "trainer": {}}
-    for title, rows in tables("train").items():
-        size = int(dict(re.findall(r"(\w+) ([\w.]+)(?:,|$)", title))["record_bytes"])
-        head, (ours,) = rows[0], [row for row in rows if row[0] == "ours, durability os"]
-        for part, name in (("server", "server µs/row"), ("shard", "PS µs/row"), ("trainer", "trainer µs/row")):
-            measured[part][size] = median(ours[head.index(name)])
-    assert measured == costs.TRAINED_US
-    (redis,) = [rows for title, rows in tables("recovery").items() if "redis" in title]
-    (repair,) = [row for row in redis if row[0] == "repair from snapshot + journal"]
-    assert median(repair[1]) * 1e3 == pytest.approx(costs.REPAIR_ROWS_S)
-    (saves,) = tables("checkpoint").values()
-    (save,) = [row for row in saves if row[0] == "full save"]
-    assert median(save[saves[0].index("k rows/s")]) * 1e3 == pytest.approx(costs.SAVE_ROWS_S)
-    assert f"{costs.ONE_ROW_A_COMMAND} of fast by CPU" in RESULTS
+def test_costs_are_what_the_benchmark_found() -> None:
+    text = RESULTS.split("\n### scale --simulate\n")[1].split("\n### ")[0].split("Costs, ")[1]
+    found = {
+        (job, role): {name: float(each) for name, each in re.findall(r"([a-z ]+) ([\d.]+)", costs)}
+        for job, role, costs in re.findall(r"^\| (\w+), (\w+) +\| +(.*) \|$", text, re.MULTILINE)
+    }
+    assert {where: {name.strip(): each for name, each in of.items()} for where, of in found.items()} == COSTS
 
 
 @pytest.mark.parametrize("n_rows", [10_000, 70_000, 150_000, 333_333])
@@ -88,72 +82,114 @@ def test_an_index_takes_no_more_than_is_planned_for_it(n_rows: int) -> None:
     index = RowIndex()
     for part in np.array_split(np.arange(n_rows, dtype=np.uint64), 10):
         index.put(part, np.ones(len(part), np.uint64))
-    assert 0.8 * costs.INDEX_BYTES_PER_ROW < index.size_bytes / n_rows <= costs.INDEX_BYTES_PER_ROW
+    assert 0.8 * IN_MEMORY.memory_bytes < index.size_bytes / n_rows <= IN_MEMORY.memory_bytes
 
 
-def workload(n_rows: int = 10**9, dim: int = 16, optimizer: str = "adam", step_rows: int = 100_000, steps_per_s: float = 1.0) -> Workload:
+def workload(n_rows: int = 10**9, dim: int = 16, optimizer: str = "adam", step_rows: int = 100_000, **more: Any) -> Workload:
     table = TableDef("plan", dim, getattr(optim, optimizer)(), init.zeros())
-    return Workload(table, n_rows, step_rows, steps_per_s)
+    rest = {"steps_per_s": 1.0, "trainers": 8, "node_bytes": 64 * GB, "shard_bytes": 64 * GB, "cache_bytes": 0.0} | more
+    return Workload(table, n_rows, step_rows, **rest)
+
+
+def plan_of(kind: str, layout: str, work: Workload) -> costs.CapacityPlan:
+    (plan,) = [plan for plan in plans_for(work) if (plan.kind, plan.layout) == (kind, layout)]
+    return plan
 
 
 def test_the_journal_takes_what_was_measured() -> None:
-    plan = plan_shards(workload(step_rows=1), 64 * GB, 0)
+    plan = plan_of("redis", "fast", workload(step_rows=1))
     (rows,) = tables("durability").values()
     assert plan.journal_bytes_per_s == median(rows[1][rows[0].index("B/row")])
 
 
-def test_ten_times_the_rows_take_ten_times_the_memory_and_no_more_time() -> None:
-    few, many = (plan_storage(workload(n), GB) for n in (10**8, 10**9))
-    for one, ten in zip(few, many, strict=True):
-        assert ten.total_bytes == pytest.approx(10 * one.total_bytes)
+def test_ten_times_the_rows_take_ten_times_the_memory() -> None:
+    for one, ten in zip(plans_for(workload(10**9, node_bytes=GB)), plans_for(workload(10**10, node_bytes=GB)), strict=True):
+        assert ten.row_bytes == one.row_bytes
         assert ten.nodes.for_memory in range(10 * one.nodes.for_memory - 10, 10 * one.nodes.for_memory + 1)
-    shards = [plan_shards(workload(n), 64 * GB, 0).index_bytes for n in (10**8, 10**9)]
-    assert shards == [24 * 10**8, 24 * 10**9]
+        assert ten.index_bytes == pytest.approx(10 * one.index_bytes)
 
 
 def test_more_steps_take_more_nodes_and_shards_once_memory_is_enough() -> None:
-    slow, fast = workload(10**6, steps_per_s=1), workload(10**6, steps_per_s=100)
-    for few, many in zip(plan_storage(slow, 64 * GB), plan_storage(fast, 64 * GB), strict=True):
-        assert few.nodes.n == 1
-        assert many.nodes.n == many.nodes.for_cpu > 20
-    assert plan_shards(slow, 64 * GB, 0).shards.n == 1
-    assert plan_shards(fast, 64 * GB, 0).shards.n == plan_shards(fast, 64 * GB, 0).shards.for_cpu > 20
+    for slow, fast in zip(plans_for(workload(10**6)), plans_for(workload(10**6, steps_per_s=100)), strict=True):
+        assert slow.at.nodes == slow.at.shards == 1
+        assert fast.at.nodes == fast.nodes.for_cpu > 20
+        assert fast.at.shards == fast.shards.for_cpu > 20
+        assert max(share for what, share in fast.shares().items() if "CPU" in what) <= 1
 
 
-def test_a_step_with_one_row_of_a_bucket_costs_what_was_measured_for_that() -> None:
-    together, alone = (
-        next(plan for plan in plan_storage(workload(step_rows=rows), GB) if (plan.kind, plan.layout) == ("redis", "compact"))
-        for rows in (10**9, 1000)
-    )
-    assert together.server_us == pytest.approx(0.76 * alone.server_us)
+def test_where_no_number_of_machines_is_enough_that_is_said() -> None:
+    plans = plans_for(workload(10**9, step_rows=10, steps_per_s=1e9))
+    assert all(plan.shards.for_cpu == 0 and plan.at.shards == plan.shards.for_memory for plan in plans)
+    assert any("no number of machines is enough" in line for line in cautions(plans))
+
+
+def test_ten_times_the_load_has_the_same_machines_or_those_that_it_needs() -> None:
+    plan = smallest(plans_for(workload(10**11)))
+    faster, larger = ten_times(plan).values()
+    assert (faster.at.nodes, faster.at.shards) == (plan.at.nodes, plan.at.shards)
+    assert faster.shares()["CPU of a node"] == pytest.approx(10 * plan.shares()["CPU of a node"])
+    assert larger.at.nodes > 9 * plan.at.nodes
+    assert larger.us["shard"] > plan.us["shard"]  # its requests go to more nodes
+
+
+def test_the_smallest_plan_takes_any_ids() -> None:
+    plans = plans_for(workload(10**11))
+    best = smallest(plans)
+    assert best.layout != "pages"
+    assert all(best.at.nodes + best.at.shards <= plan.at.nodes + plan.at.shards for plan in plans if plan.layout != "pages")
+
+
+def test_the_row_log_takes_the_shards_that_memory_needs_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = plan_of("valkey", "fast", workload(10**11))
+    monkeypatch.setattr(costs, "INDEX", costs.ROW_LOG)
+    after = plan_of("valkey", "fast", workload(10**11))
+    assert before.shards.for_memory == 79
+    assert after.shards.for_memory == 1
+    assert after.us["shard"] == pytest.approx(cost(TRAIN, SHARD, after.at) + costs.ROW_LOG.lookup_us)
+    assert after.shard_disk_bytes * after.at.shards < before.shard_disk_bytes * before.at.shards
+
+
+def test_a_repair_waits_for_shards_that_list_every_bucket_of_the_node() -> None:
+    few, many = (Scale(100, shards, 8, 10**9, 40, "compact", 1 << 25, 10**6) for shards in (10, 100))
+    assert seconds(REPAIR, many)[0] > 5 * seconds(REPAIR, few)[0]
+    pages = Scale(100, 100, 8, 10**9, 40, "pages", 10**7, 10**6)
+    assert seconds(REPAIR, pages)[0] < seconds(REPAIR, few)[0]
+
+
+def test_a_step_with_one_row_of_a_bucket_has_a_command_for_each() -> None:
+    together, alone = (Scale(1, 1, 1, 10**6, 40, "fast", keys, 30_000) for keys in (16, 1 << 30))
+    assert factors(TRAIN, together)["command"] == pytest.approx(3 * 16 / 30_000)
+    assert factors(TRAIN, alone)["command"] == pytest.approx(3, rel=1e-3)
+    assert cost(TRAIN, SERVER, alone) > cost(TRAIN, SERVER, together)
 
 
 def test_a_layout_that_refuses_such_records_is_left_out_and_what_was_never_measured_is_said() -> None:
-    work = workload(dim=1024)
-    plans = plan_storage(work, 64 * GB)
+    plans = plans_for(workload(dim=1024))
     assert {plan.layout for plan in plans} == {"fast", "pages", "keys"}
-    said = cautions(work, plans, plan_shards(work, 64 * GB, 0))
+    said = cautions(plans)
     assert any("records of 44 to 780 bytes; these have 12300" in line for line in said)
     assert any("compact layout is refused" in line for line in said)
-    small = workload(10**6)
-    assert cautions(small, plan_storage(small, 64 * GB), plan_shards(small, 64 * GB, 0)) == []
+    assert cautions(plans_for(workload(10**6))) == []
 
 
 def test_a_cache_as_large_as_the_shard_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="leave no room for its index"):
-        plan_shards(workload(), 1 * GB, int(GB))
+        plans_for(workload(shard_bytes=GB, cache_bytes=GB))
 
 
 def test_a_plan_for_programs_has_the_figures_of_the_one_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--ids", "1e9", "--dim", "16", "--optimizer", "sgd"]
     assert cli.main([*words, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert (plan["record_bytes"], plan["shards"]["shards"]) == (76, 1)
+    assert plan["record_bytes"] == 76
     assert cli.main(words) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    for one in plan["storage"]:
+    for one in plan["plans"]:
         (line,) = [line for line in lines if line[:2] == [one["kind"], one["layout"]]]
         assert line[5] == str(one["nodes"])
+        assert one["shards"] == 1
+    (said,) = [line for line in lines if line[:2] == ["Fewest", "machines:"]]
+    assert int(said[2].strip(".")) == min(one["nodes"] + one["shards"] for one in plan["plans"] if one["layout"] != "pages")
 
 
 @pytest.mark.parametrize(
