@@ -26,7 +26,8 @@ from kvemb.process.work_ahead import work_ahead
 from kvemb.schema.table_def import TableDef
 
 from ..model.tables import TableState
-from ..row_log import Reconstructor, RunView, WantedVersions, sorted_run
+from ..repair.repairer import Reconstruct
+from ..row_log import RunView, WantedVersions, sorted_run
 from ..row_log.run_merge import Blocks, merged
 from ..row_log.sorted_run import ROWS, Part
 from ..shard_process.data_dir import replace_privately
@@ -162,7 +163,7 @@ class SaveJob:
         cut: where the shard was cut.
         tables: as of the cut.
         view: the row log as of the cut.
-        reconstructor: of that view.
+        reconstruct: makes records by that view and the journal (`Reconstructor.records`).
         is_ours: which ids of a table this shard owned at the cut: bool [n].
         figures: told when it fails.
     """
@@ -173,7 +174,7 @@ class SaveJob:
         cut: Cut,
         tables: Sequence[TableCut],
         view: RunView,
-        reconstructor: Reconstructor,
+        reconstruct: Reconstruct,
         *,
         is_ours: Callable[[TableDef, Ids], NDArray[np.bool_]],
         figures: SaveFigures,
@@ -181,7 +182,7 @@ class SaveJob:
         self._figures, self._is_ours = figures, is_ours
         self.order, self.cut, self.error = order, cut, ""
         self.fragment: Fragment | None = None
-        self._tables, self._view, self._reconstructor = tables, view, reconstructor
+        self._tables, self._view, self._reconstruct = tables, view, reconstruct
         self.n_rows = sum(self._about(table) for table in tables)
         self.rows_done = self.bytes_done = 0
         self.reads_journal = True
@@ -212,13 +213,18 @@ class SaveJob:
                     self._save_table(table, newest, writer)
                 fragment = writer.finish([(table.definition, table.step) for table in self._tables])
                 self.bytes_done = writer.n_bytes
-            self.fragment, self._view = fragment, RunView(0, {})  # runs that were merged since are closed
+            self.fragment = fragment
             log.info("saved %d rows in %.1f s", self.rows_done, time.monotonic() - begun)
         except Exception as error:
             self._figures.end(self.order.save_id, done=False)
             self._fail(f"{type(error).__name__}: {error}")
         finally:
             self.reads_journal = False
+            self._tables, self._view, self._reconstruct = (
+                (),
+                RunView(0, {}),
+                lambda wanted: [],
+            )  # the memory is given back, runs merged since are closed
 
     def _fail(self, text: str) -> None:
         if not self.error:
@@ -226,7 +232,7 @@ class SaveJob:
             log.error("save %s to %s failed: %s", self.order.save_id, self.order.url, text)
 
     def _late_runs(self) -> list[_LateRun]:
-        records = self._reconstructor.records([WantedVersions(table.table, *table.late) for table in self._tables])
+        records = self._reconstruct([WantedVersions(table.table, *table.late) for table in self._tables])
         self.reads_journal = False
         return [_LateRun(table, some) for table, some in zip(self._tables, records, strict=True)]
 

@@ -151,13 +151,13 @@ class Saver:
             state, logged = parts.tables.state(definition), parts.saved.now.of(definition)
             late = _joined(state.portions(above=view.cut))
             tables.append(TableCut(state, state.step, state.n_rows, late, _joined(state.gone()), order.base_version >= logged.erased_since))
-        reconstructor = Reconstructor(lambda: view, parts.fenced_log.journal, parts.registry.find_key)
+        reconstruct = Reconstructor(lambda: view, parts.fenced_log.journal, parts.registry.find_key).records
 
         def is_ours(definition: TableDef, ids: Ids) -> NDArray[np.bool_]:
             ours: NDArray[np.bool_] = cluster_map.shards_of(definition.placement.slots(ids)) == parts.shard
             return ours
 
-        return SaveJob(order, cut, tables, view, reconstructor, is_ours=is_ours, figures=self.figures)
+        return SaveJob(order, cut, tables, view, reconstruct, is_ours=is_ours, figures=self.figures)
 
 
 def _joined(portions: Iterable[tuple[Ids, Ids]]) -> tuple[Ids, Ids]:
