@@ -224,7 +224,7 @@ class SaveJob:
                 (),
                 RunView(0, {}),
                 lambda wanted: [],
-            )  # the memory is given back, runs merged since are closed
+            )
 
     def _fail(self, text: str) -> None:
         if not self.error:
