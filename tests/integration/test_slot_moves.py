@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -366,6 +367,9 @@ def test_a_node_leaves_with_all_rows_elsewhere_and_joins_again_as_a_whole_one(
         assert nodes.carry_out(nodes.plans.remove(address)) == []
         assert address not in [figures.address for figures in nodes.plans.show()]
         require_rows(store, ROWS, records_of(ROWS))
+        others = [server.address for server in running.servers if server.address != address]
+        with NodeScaling(replace(running.config, nodes=(address, *others))) as late:  # kvemb.yaml names the one that left, too
+            assert [figures.address for figures in late.plans.show()] == sorted(others)
         if "valkey" in request.node.name:
             time.sleep(_FORGOTTEN_S)
         told: list[tuple[str, int, int]] = []

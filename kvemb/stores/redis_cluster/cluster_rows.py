@@ -114,6 +114,7 @@ class ClusterRounds:
         redirected = batch.settle(shares, moved, *_not_vouched(checks, slot_map, in_repair=lane is not None))
         for check in here:
             line = check.reply.error or b""
+            redirected.last = line or redirected.last
             redirected.unclear |= line.startswith(NOT_NOW)
             redirected.wait |= line.startswith(b"-ASK ") and self._markers.any_settled_slot(check.address, slot_map) is None
             if line.startswith(b"-MOVED "):
