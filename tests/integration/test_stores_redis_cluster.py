@@ -188,6 +188,13 @@ def test_a_node_that_has_not_heard_of_a_move_sends_nobody_in_circles(store: Stor
     require_rows(store, keys, records_of(keys))
 
 
+def test_a_small_value_that_is_redirected_until_the_deadline_is_late_which_passes_by_itself(store: Store) -> None:
+    """A shard that starts waits for what passes, and ends at anything else."""
+    assert isinstance(store, RedisClusterStore)
+    with pytest.raises(DeadlineExceededError, match="redirected"):
+        store.values._try_again(b"kvemb:x", b"-MOVED 1 127.0.0.1:1", "127.0.0.1:2", within(0))
+
+
 def test_meta_is_right_while_its_slot_is_on_its_way(store: Store, mover: Mover) -> None:
     name = f"kvemb:test:{{{slot_tags()[SLOT].decode()}}}"
     store.values.put(name, b"before", within())

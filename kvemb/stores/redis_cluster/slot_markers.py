@@ -231,12 +231,13 @@ class SlotMarkers:
         replies = [BlobReply(miss=b"$-1") for _ in range(N_SLOTS)]
         steps = [Step(request, reply) for request, reply in zip(_marker_requests(), replies, strict=True)]
         self._on_slots(steps, deadline)
-        moving = [slot for slot, reply in enumerate(replies) if reply.error is not None and reply.error.startswith(REDIRECTS)]
-        self._topology.on_the_way.update(slot for slot in moving if (replies[slot].error or b"").startswith(b"-ASK "))
-        elsewhere = set(moving)
-        self._require_no_error([reply.error for slot, reply in enumerate(replies) if slot not in elsewhere])
+        lines = {slot: reply.error for slot, reply in enumerate(replies) if reply.error is not None and reply.error.startswith(REDIRECTS)}
+        self._topology.on_the_way.update(slot for slot, line in lines.items() if line.startswith(b"-ASK "))
+        self._require_no_error([reply.error for slot, reply in enumerate(replies) if slot not in lines])
+        if moved := {s: redirect_target(line, self._topology.address_of(s)) for s, line in lines.items() if line.startswith(b"-MOVED ")}:
+            self._topology.follow(moved, deadline)  # together: one by one, each would wait a moment
         values = [reply.value for reply in replies]
-        for slot in moving:  # wherever they are by now
+        for slot in lines:  # wherever they are by now
             values[slot] = self._values.one(marker_keys()[slot].decode(), deadline)
         return values
 
