@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +20,16 @@ from kvemb.schema.slot_dealing import SlotPlan, SlotSizes
 from kvemb.schema.slots import N_SLOTS
 from kvemb.stores.redis_cluster.node_change import NodeChange
 from kvemb.stores.redis_cluster.scaling.admin_links import AdminLinks
+from kvemb.stores.redis_cluster.scaling.cluster_nodes import ClusterNode
 from kvemb.stores.redis_cluster.scaling.key_migration import KeyMigration
 from kvemb.stores.redis_cluster.scaling.node_scaling import NodeScaling
+from kvemb.stores.redis_cluster.scaling.redis_slot_mover import RedisSlotMover
 from kvemb.stores.redis_cluster.scaling.scaling_plans import new_holder, owners_among
 from kvemb.stores.redis_cluster.slot_map import marker_keys
 from kvemb.stores.redis_server.redis_commands import Word
 from kvemb.stores.store import Store
 from kvemb.testing.real_servers import ServerNodes, redis_client
+from kvemb.testing.repair_contract import begun, eventually_reads, rows_of, write_back
 from kvemb.testing.store_contract import CLUSTER, GENERATION, TAG, records_of, require_rows, within, write
 from kvemb.wire.resp.resp_value import Value
 
@@ -191,6 +195,47 @@ def test_rows_that_a_server_loses_while_its_slot_stands_open_are_told_never_new(
     assert all(node.why == "empty" for node in found)
 
 
+def repair_all(store: Store) -> None:
+    """Bring the rows of every lost node back, as the only shard."""
+    while found := store.repair.lost_nodes(within()):
+        address = found[0].address
+        nonce = begun(store, address)
+        write_back(store, address, nonce, rows_of(store, address, ROWS))
+        store.repair.report(address, nonce, 0, within())
+        assert store.repair.finish(address, nonce, range(1), within())
+
+
+def test_slots_that_stand_open_go_back_together_when_their_source_has_lost_its_rows(
+    store: Store, running: ServerNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carry = RedisSlotMover._carry
+
+    def markers_only(mover: RedisSlotMover, slots: Sequence[int], source: ClusterNode, target: ClusterNode) -> None:
+        mover._migration.run([[marker_keys()[slot]] for slot in slots], source, target)
+        raise Killed
+
+    with NodeScaling(running.config) as nodes:
+        plan = plan_of(nodes)
+        monkeypatch.setattr(RedisSlotMover, "_carry", markers_only)
+        with pytest.raises(Killed):
+            nodes.carry_out(plan)
+        monkeypatch.setattr(RedisSlotMover, "_carry", carry)
+        view = nodes.plans.view()
+        assert len(view.open_slots) > 1
+        source = view.nodes[view.open_slots[0].source]
+        (server,) = [server for server in running.servers if server.port == source.port]
+        with redis_client(server) as client:
+            client.flushall()
+        repair_all(store)
+        require_rows(store, ROWS, records_of(ROWS))
+        with pytest.raises(NodeLostError):  # what it has of them may not be all
+            nodes.abort()
+        repair_all(store)
+        nodes.resume()
+        require_settled(running, nodes, plan.basis.names, plan.basis.before)
+    eventually_reads(store, keys=ROWS)
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("server", ["redis", "valkey"])
 def test_a_dead_nodes_slots_go_to_a_newcomer_however_slowly_it_takes_them(
@@ -322,6 +367,9 @@ def test_a_node_leaves_with_all_rows_elsewhere_and_joins_again_as_a_whole_one(
         assert nodes.carry_out(nodes.plans.remove(address)) == []
         assert address not in [figures.address for figures in nodes.plans.show()]
         require_rows(store, ROWS, records_of(ROWS))
+        others = [server.address for server in running.servers if server.address != address]
+        with NodeScaling(replace(running.config, nodes=(address, *others))) as late:  # kvemb.yaml names the one that left, too
+            assert [figures.address for figures in late.plans.show()] == sorted(others)
         if "valkey" in request.node.name:
             time.sleep(_FORGOTTEN_S)
         told: list[tuple[str, int, int]] = []

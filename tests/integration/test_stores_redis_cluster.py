@@ -23,7 +23,7 @@ from kvemb.stores.redis_server.redis_login import RedisAccess
 from kvemb.stores.row_io import WritePart
 from kvemb.stores.store import Store
 from kvemb.testing.real_servers import ServerNodes
-from kvemb.testing.repair_contract import begun, lost, repair
+from kvemb.testing.repair_contract import LOST, begun, eventually_reads, lost, repair, rows_of, write_back
 from kvemb.testing.store_contract import (
     CLUSTER,
     GENERATION,
@@ -188,6 +188,13 @@ def test_a_node_that_has_not_heard_of_a_move_sends_nobody_in_circles(store: Stor
     require_rows(store, keys, records_of(keys))
 
 
+def test_a_small_value_that_is_redirected_until_the_deadline_is_late_which_passes_by_itself(store: Store) -> None:
+    """A shard that starts waits for what passes, and ends at anything else."""
+    assert isinstance(store, RedisClusterStore)
+    with pytest.raises(DeadlineExceededError, match="redirected"):
+        store.values._try_again(b"kvemb:x", b"-MOVED 1 127.0.0.1:1", "127.0.0.1:2", within(0))
+
+
 def test_meta_is_right_while_its_slot_is_on_its_way(store: Store, mover: Mover) -> None:
     name = f"kvemb:test:{{{slot_tags()[SLOT].decode()}}}"
     store.values.put(name, b"before", within())
@@ -342,6 +349,48 @@ def test_an_importing_node_that_was_emptied_says_nothing_about_rows(store: Store
     mover.clients[to].flushall()
     with pytest.raises(NodeLostError, match=f"127.0.0.1:{mover.ports[to]}"):
         read(store, inside)
+
+
+@pytest.fixture
+def standing_open(store: Store, mover: Mover) -> Iterator[tuple[int, int]]:
+    """The node that gives a slot and the one that takes it, after a change was broken off: its marker and a half of its keys have moved."""
+    inside = rows_in(SLOT)
+    write(store, inside, records_of(inside))
+    to = (mover.owner(SLOT) + 1) % 3
+    source = mover.begin(SLOT, to)
+    mover.migrate(source, to, [marker_keys()[SLOT], *encoded(inside)[::2]])
+    yield source, to
+    mover.finish(SLOT, source, to)
+    mover.move(SLOT, source)  # other tests rely on its node
+
+
+@pytest.mark.parametrize("how", ["started again empty", "flushed", "sent back to an old snapshot"])
+@pytest.mark.parametrize("which", ["gives", "takes"])
+def test_rows_of_a_slot_that_stands_open_come_back_when_a_node_of_it_has_lost_them(
+    store: Store, running: ServerNodes, standing_open: tuple[int, int], which: str, how: str
+) -> None:
+    node, inside = standing_open[which == "takes"], rows_in(SLOT)
+    running.save(node)
+    write(store, inside, records_of(inside, salt=1))
+    if how == "flushed":
+        running.flush(node)
+    else:
+        running.restart(node, saved=how.endswith("snapshot"))
+    found, deadline = lost(store), within(20)
+    while found:
+        with pytest.raises((*LOST, DeadlineExceededError, NodeUnavailableError)):  # never an old row, nor one that is missing
+            read(store, inside, deadline=within(1))
+        assert not deadline.expired
+        address = found[0].address
+        nonce = begun(store, address)
+        write_back(store, address, nonce, rows_of(store, address, inside), salt=1)
+        store.repair.report(address, nonce, 0, within())
+        assert store.repair.finish(address, nonce, range(1), within())
+        found = store.repair.lost_nodes(within())
+    eventually_reads(store, 1, inside)
+    with running.store() as late:
+        late.open(within())
+        require_rows(late, inside, records_of(inside, salt=1))
 
 
 def test_an_importing_node_without_slots_vouches_by_the_marker_of_the_slot(running: ServerNodes, mover: Mover) -> None:

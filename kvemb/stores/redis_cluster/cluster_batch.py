@@ -5,7 +5,7 @@ further rounds, a few at a time, and are put in place afterwards.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -123,11 +123,14 @@ class ClusterBatch(ABC):
         """Which rows of a share were answered to be missing."""
         return False
 
-    def settle(self, shares: list[NodeShare], moved: set[str], unsure: frozenset[tuple[str, int]] = frozenset()) -> Redirects:
+    def settle(
+        self, shares: list[NodeShare], moved: set[str], unsure: Collection[tuple[str, int]] = (), lost: Collection[tuple[str, int]] = ()
+    ) -> Redirects:
         """Take a round's answers: rows that were redirected are pending again, and so are all rows of nodes whose marker has moved.
 
         Args:
             unsure: importing nodes and slots whose marker has not come: rows that are missing there are asked for again.
+            lost: the same where neither node has the marker: all rows are.
 
         Raises:
             StorageError: a server's error that is no redirection.
@@ -143,9 +146,10 @@ class ClusterBatch(ABC):
                 redirects.last = b"marker moved"
             else:
                 self._redirect(part, share, positions, good, redirects)
-                if share.asking and unsure:
-                    doubtful = np.isin(part.slots[positions], [slot for address, slot in unsure if address == share.address])
-                    self._ask_again(part, positions, good, good & doubtful & self._missing(share), redirects)
+                if share.asking and (unsure or lost):
+                    slots = part.slots[positions]
+                    doubtful, gone = (np.isin(slots, [slot for node, slot in some if node == share.address]) for some in (unsure, lost))
+                    self._ask_again(part, positions, good, good & (gone | (doubtful & self._missing(share))), redirects)
             self._place(share, good)
         return redirects
 
@@ -156,7 +160,7 @@ class ClusterBatch(ABC):
             good[again] = False
             part.left.append(positions[again])
             redirects.wait = True
-            redirects.last = b"the marker of a slot has not moved with its rows"
+            redirects.last = b"the marker of a slot has not moved with its rows, or is lost"
 
     def _start(self, slot_map: SlotMap, codec: Codec) -> None:
         self._started = True

@@ -2,6 +2,8 @@
 
 A repair is of the slots that a primary held when it began. A slot that moves meanwhile takes its state with it: it is repaired where it
 is then. So a shard reports the slots whose rows it has brought back, and only slots that every shard has reported are given new markers.
+A slot that stands open is of the primary that gives it, also where its marker and rows are with the one that takes it: a command that
+moves slots may have been broken off for good, and until another one goes on with it, a loss at either of the two must be mended.
 
 One loss is not seen: of a process that is demoted, promoted again and serves, all while a client has an idle connection to it. And one
 comparison is needless: a primary that another tool than `scaling` added to the cluster and gave slots is compared once.
@@ -163,6 +165,9 @@ class SlotsOfPrimaries(MarkedNodes):
             self._map.keep(deadline)
 
     def restored(self, lane: RepairLane, deadline: Deadline) -> None:
+        if lane.process not in self._whole.known:  # it may have brought old rows back, also of slots that are on their way to it
+            for slot in self._markers.coming_to(lane.address, deadline):
+                self._values.drop(marker_keys()[slot].decode(), deadline)  # they are repaired with the node that gives them
         self._whole.admit({lane.process}, deadline)  # a store that misses it on the list would call it suspect
 
     def over(self, lane: RepairLane, shards: Collection[int], deadline: Deadline) -> None:

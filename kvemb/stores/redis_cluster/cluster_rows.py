@@ -98,22 +98,23 @@ class ClusterRounds:
         for share in shares:
             by_node.setdefault(share.address, []).extend(share.steps.steps)
         checks = self._checks(batch, shares, slot_map, lane)
-        for address, steps in by_node.items():
-            steps += merged_steps([check.step for check in checks if check.address == address])
-        run_id = None if lane is None else run_id_in(lane.process)
-        exchange(self._rows if lane is None else self._repair, by_node, [share.steps for share in shares], deadline, run_id)
+        for address in {check.address for check in checks}:
+            by_node.setdefault(address, []).extend(merged_steps([check.step for check in checks if check.address == address]))
+        run_ids = {} if lane is None else {lane.address: run_id_in(lane.process)}
+        exchange(self._rows if lane is None else self._repair, by_node, [share.steps for share in shares], deadline, run_ids)
         for check in checks:
             if check.good and not check.importing and lane is None:
                 self._topology.vouched[check.slot] = self._topology.number(check.address)
         wrong = [check for check in checks if check.wrong]
-        self._markers.changed.update(check.address for check in wrong)  # perhaps they were repaired
+        self._markers.changed.update(at for check in wrong for at in (check.address, slot_map.address_of(check.slot)))  # perhaps repaired
         for check in wrong:
             raise diagnose(f"{check.address} (slot {check.slot})", check.marker, check.reply.value)
         here = [check for check in checks if not (check.leaving and (check.reply.error or b"").startswith(b"-ASK "))]
         moved = {check.address for check in here if not self._markers.stays(check.slot, check.reply)}
-        redirected = batch.settle(shares, moved, frozenset((check.address, check.slot) for check in checks if check.not_yet))
+        redirected = batch.settle(shares, moved, *_not_vouched(checks, slot_map, in_repair=lane is not None))
         for check in here:
             line = check.reply.error or b""
+            redirected.last = line or redirected.last
             redirected.unclear |= line.startswith(NOT_NOW)
             redirected.wait |= line.startswith(b"-ASK ") and self._markers.any_settled_slot(check.address, slot_map) is None
             if line.startswith(b"-MOVED "):
@@ -132,12 +133,32 @@ class ClusterRounds:
             expected = markers.expected(slot) if lane is None else lane.begun(markers.expected(slot))
             checks[address, slot] = markers.check(address, slot, expected)
         for share in shares:
-            if not share.asking or share.address in last_slot:
+            if not share.asking:
                 continue
             own = markers.any_settled_slot(share.address, slot_map)
-            for slot in np.unique(batch.slots_of(share)).tolist() if own is None else [own]:
-                checks[share.address, slot] = markers.check(share.address, slot, markers.expected(slot), importing=own is None)
+            if own is not None and lane is None and share.address not in last_slot:
+                checks[share.address, own] = markers.check(share.address, own, markers.expected(own))
+            for slot in np.unique(batch.slots_of(share)).tolist():
+                expected = markers.expected(slot) if lane is None else lane.begun(markers.expected(slot))
+                source = slot_map.address_of(slot)
+                checks.setdefault((source, slot), markers.check(source, slot, expected, leaving=True))
+                checks[share.address, slot] = markers.check(share.address, slot, expected, importing=True)
         return list(checks.values())
+
+
+_Open = set[tuple[str, int]]
+
+
+def _not_vouched(checks: Sequence[Check], slot_map: SlotMap, *, in_repair: bool) -> tuple[_Open, _Open]:
+    """Return importing nodes and slots without the slot's marker.
+
+    First those where the source has it, and no other marker says that the importing node has lost nothing; then those where neither has.
+    """
+    good = {(check.address, check.slot) for check in checks if check.good}
+    whole = {check.address for check in checks if check.good and not check.importing}
+    without = {(check.address, check.slot) for check in checks if check.not_yet}
+    lost = {(address, slot) for address, slot in without if (slot_map.address_of(slot), slot) not in good}
+    return {(address, slot) for address, slot in without - lost if address not in whole and not in_repair}, lost
 
 
 class SlotRows(StoreRows):

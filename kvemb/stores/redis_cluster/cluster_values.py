@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvemb.coordination.replicated_values import ValueCell
+from kvemb.errors import DeadlineExceededError
 from kvemb.net.deadline import Deadline
 from kvemb.net.pool import LinkPool
 from kvemb.schema.slots import text_slot
@@ -110,6 +111,9 @@ class ClusterValues(StoreValues):
         """Whether a single command was redirected or refused for now; the map has been corrected then."""
         if line is None:
             return False
+        if deadline.expired and line.startswith((b"-MOVED ", b"-ASK ")):
+            text = line.decode("ascii", "replace")
+            raise DeadlineExceededError(f"the cluster redirected a small value for {deadline.timeout_s:g} s without an end; last: {text}")
         if not line.startswith(REDIRECTS) or deadline.expired:
             raise server_error(address, line)
         time.sleep(min(_PAUSE_S, deadline.remaining_s()))

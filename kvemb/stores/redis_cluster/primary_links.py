@@ -5,6 +5,7 @@ small values and repair. Both name themselves on the server and look for a newer
 """
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from kvemb.coordination.shard_owners import OwnerFence
 from kvemb.errors import NodeSuspectError
@@ -45,7 +46,11 @@ class PrimaryConnector(RoleLinks):
 
 
 def exchange(
-    pool: LinkPool, by_node: Mapping[str, list[Step]], plans: Sequence[NodeSteps], deadline: Deadline, run_id: str | None = None
+    pool: LinkPool,
+    by_node: Mapping[str, list[Step]],
+    plans: Sequence[NodeSteps],
+    deadline: Deadline,
+    run_ids: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Run the steps of each node.
 
@@ -54,11 +59,11 @@ def exchange(
         by_node: steps by address.
         plans: which rows each step is about, for messages.
         deadline: of all of it.
-        run_id: the only server process that may answer, None for any.
+        run_ids: by address the only server process that may answer there; any where none is named.
     """
     with pool.lease(by_node, deadline) as links:
         for link in links.values():
-            if run_id is not None and link.address in by_node and link.run_id != run_id:
+            if link.run_id != run_ids.get(link.address, link.run_id):
                 raise NodeSuspectError(f"node {link.address}: the server was started again while it was being repaired; begin again")
         try:
             run([Conversation(links[address], steps) for address, steps in by_node.items()], deadline)

@@ -164,7 +164,7 @@ class ClusterTopology:
         self.vouched[self.vouched != self.owners(after)] = -1
         self.known = after
         self._answered = (after.source,)
-        self.on_the_way = {slot for slot in self.on_the_way if before and before.address_of(slot) == after.address_of(slot)}
+        self.on_the_way = {slot for slot in [*self.on_the_way] if before and before.address_of(slot) == after.address_of(slot)}
         return after
 
     def follow(self, moved: Mapping[int, str], deadline: Deadline) -> None:

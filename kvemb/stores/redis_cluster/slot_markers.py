@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.coordination.markers import Identity, Marker, accept, why_lost
-from kvemb.errors import StorageError
+from kvemb.errors import DeadlineExceededError, NodeUnavailableError, StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.net.pool import LinkPool
 from kvemb.schema.cluster_map import ClusterMap
@@ -17,14 +17,16 @@ from kvemb.schema.slots import N_SLOTS
 from kvemb.stores.redis_cluster.cluster_values import ClusterValues
 from kvemb.stores.redis_cluster.primary_links import exchange
 from kvemb.stores.redis_cluster.slot_map import ClusterTopology, SlotMap, marker_keys
-from kvemb.stores.redis_server.redis_commands import REDIRECTS
+from kvemb.stores.redis_server.redis_commands import REDIRECTS, redirect_target
 from kvemb.stores.server_errors import server_error
 from kvemb.wire.buffer_scan import Bytes
 from kvemb.wire.replies import BlobReply, CodeReply, LineReply, RepliesInOrder, ReplyReader, Step
 from kvemb.wire.request_arrays import chunks
 from kvemb.wire.resp.resp_codec import RespCodec, command
+from kvemb.wire.resp.resp_value import ErrorLine
 
 _SLOTS_PER_STEP = 512
+_TARGET_S = 1.0  # for a node that takes open slots, while the one that gives them answers
 _NO_MAP = ClusterMap.first(0, 1)
 
 
@@ -33,7 +35,7 @@ class Check:
     """A marker that a batch reads at a node, after its rows.
 
     Args:
-        leaving: the slot is known to be on its way elsewhere: the node may answer ASK, as it does for every row that it has no more.
+        leaving: the slot may be on its way elsewhere: the node may answer ASK, as it does for every row that it has no more.
         importing: the slot is asked for out of turn, and its marker may not have arrived yet.
     """
 
@@ -140,7 +142,7 @@ class SlotMarkers:
                 with suppress(StorageError):  # the batch says what is wrong
                     if isinstance(value, bytes) and value != self.expected(slot).encode():
                         self.repairs[slot] = accept(self._topology.slot_name(slot), self.expected(slot), value, "").repair
-                if value == self.expected(slot).encode():
+                if value == self.expected(slot).encode() and slot not in self._topology.on_the_way:
                     self._topology.vouched[slot] = self._topology.number(address)
 
     def check(self, address: str, slot: int, marker: Marker, *, leaving: bool = False, importing: bool = False) -> Check:
@@ -178,19 +180,50 @@ class SlotMarkers:
     # --- of many slots ----------------------------------------------------------------------------------------------------------
 
     def at(self, address: str, slots: NDArray[np.int64], deadline: Deadline) -> list[bytes | bool | None]:
-        """Return the values in the places of a primary's markers: None for nothing, False where the slot is on its way or elsewhere."""
+        """Return the values in the places of a primary's markers: None for nothing, False where the slot is elsewhere.
+
+        Of a slot that stands open it is the marker at the node that takes it, once it has left this one. Such a node may be down: False.
+        """
+        found, asked = self._seen_at(address, slots, deadline), dict[str, list[Check]]()
+        for slot, line in zip(slots.tolist(), found, strict=True):
+            if isinstance(line, ErrorLine) and line.line.startswith(b"-ASK "):
+                target = redirect_target(line.line, address)
+                asked.setdefault(target, []).append(self.check(target, slot, self.expected(slot), importing=True))
+                self._topology.on_the_way.add(slot)
+        there: dict[int, bytes | bool | None] = {}
+        for target, checks in asked.items():
+            with suppress(NodeUnavailableError, DeadlineExceededError):
+                exchange(self._pool, {target: merged_steps([check.step for check in checks])}, [], deadline.within(_TARGET_S))
+                there |= {check.slot: check.reply.value if check.reply.error is None else False for check in checks}
+        return [
+            there.get(slot, False) if isinstance(value, ErrorLine) else value for slot, value in zip(slots.tolist(), found, strict=True)
+        ]
+
+    def coming_to(self, address: str, deadline: Deadline) -> list[int]:
+        """Return the slots that stand open and are on their way to a primary, as those say that answer."""
+        slot_map, coming = self._topology.slot_map(deadline), list[int]()
+        for source, share in deadline.shared([other for other in slot_map.addresses if other != address]):
+            slots = np.flatnonzero(slot_map.slots_of(source))
+            with suppress(NodeUnavailableError, DeadlineExceededError):
+                for slot, value in zip(slots.tolist(), self._seen_at(source, slots, share), strict=True):
+                    if isinstance(value, ErrorLine) and value.line.startswith(b"-ASK ") and redirect_target(value.line, source) == address:
+                        coming.append(slot)
+        return coming
+
+    def _seen_at(self, address: str, slots: NDArray[np.int64], deadline: Deadline) -> list[bytes | ErrorLine | None]:
+        """What a primary answers when it is asked for markers: a value, None for nothing, or a redirection."""
         requests, wanted = _marker_requests(), [self.encoded(slot) for slot in slots.tolist()]
         groups = [slots[rows].tolist() for rows in chunks(len(slots), _SLOTS_PER_STEP)]
         replies = [_Markers([wanted[at] for at in range(rows.start, rows.stop)]) for rows in chunks(len(slots), _SLOTS_PER_STEP)]
         sources = [memoryview(b"".join(requests[slot] for slot in group)) for group in groups]
         if sources:
             exchange(self._pool, {address: [Step(*step) for step in zip(sources, replies, strict=True)]}, [], deadline)
-        found: list[bytes | bool | None] = []
+        found: list[bytes | ErrorLine | None] = []
         for one in replies:
             for reply in one.others:
                 if reply.error is not None and not reply.error.startswith((b"-MOVED ", b"-ASK ")):
                     raise server_error(address, reply.error)
-            found += one.wanted if one.good else [reply.value if reply.error is None else False for reply in one.others]
+            found += one.wanted if one.good else [reply.value if reply.error is None else ErrorLine(reply.error) for reply in one.others]
         return found
 
     def all(self, deadline: Deadline) -> list[bytes | None]:
@@ -198,12 +231,13 @@ class SlotMarkers:
         replies = [BlobReply(miss=b"$-1") for _ in range(N_SLOTS)]
         steps = [Step(request, reply) for request, reply in zip(_marker_requests(), replies, strict=True)]
         self._on_slots(steps, deadline)
-        moving = [slot for slot, reply in enumerate(replies) if reply.error is not None and reply.error.startswith(REDIRECTS)]
-        self._topology.on_the_way.update(slot for slot in moving if (replies[slot].error or b"").startswith(b"-ASK "))
-        elsewhere = set(moving)
-        self._require_no_error([reply.error for slot, reply in enumerate(replies) if slot not in elsewhere])
+        lines = {slot: reply.error for slot, reply in enumerate(replies) if reply.error is not None and reply.error.startswith(REDIRECTS)}
+        self._topology.on_the_way.update(slot for slot, line in lines.items() if line.startswith(b"-ASK "))
+        self._require_no_error([reply.error for slot, reply in enumerate(replies) if slot not in lines])
+        if moved := {s: redirect_target(line, self._topology.address_of(s)) for s, line in lines.items() if line.startswith(b"-MOVED ")}:
+            self._topology.follow(moved, deadline)  # together: one by one, each would wait a moment
         values = [reply.value for reply in replies]
-        for slot in moving:  # wherever they are by now
+        for slot in lines:  # wherever they are by now
             values[slot] = self._values.one(marker_keys()[slot].decode(), deadline)
         return values
 

@@ -61,7 +61,8 @@ def swap(address: str, access: RedisAccess, changes: Sequence[Change], run_id: s
         Which were replaced; none if the process is another. After an error some may have been.
 
     Raises:
-        NodeUnavailableError: the server does not answer, or does not hold a key's slot (any more).
+        NodeUnavailableError: the server does not answer, or does not hold a key's slot (any more). Of a slot that stands open, keys that
+            have left it are changed at the node that takes them.
     """
     words = [swap_words(change) for change in changes]
     return [reply not in (None, 0) for reply in _run_all(address, access, words, run_id, deadline)]
@@ -116,6 +117,16 @@ def _run_all(address: str, access: RedisAccess, commands: Sequence[Sequence[Word
         if run_id_of(link, deadline) != run_id:
             return [0] * len(commands)
         values = [value for rows in chunks(len(commands), _PIPELINED) for value in ask_all(link, commands[rows], deadline)]
+    asked: dict[str, list[int]] = {}
+    for at, value in enumerate(values):
+        if isinstance(value, ErrorLine) and value.line.startswith(b"-ASK "):
+            asked.setdefault(redirect_target(value.line, address), []).append(at)
+    for target, places in asked.items():
+        with logged_in(target, access, deadline) as link:
+            for rows in chunks(len(places), _PIPELINED):
+                answers = ask_all(link, [words for at in places[rows] for words in (("ASKING",), commands[at])], deadline)[1::2]
+                for at, value in zip(places[rows], answers, strict=True):
+                    values[at] = value
     for value in values:
         if isinstance(value, ErrorLine):
             why = server_error(address, value.line)

@@ -82,6 +82,9 @@ class AdminLinks:
             except (NodeUnavailableError, DeadlineExceededError) as error:
                 failures.append(str(error))
                 continue
+            if not any(node.slots.any() for node in told):
+                failures.append(f"node {first}: knows of no slot; it has left the cluster, or was never in one")
+                continue
             answers = [told]
             for node in told:
                 if node.is_primary and node.known and "myself" not in node.flags:

@@ -12,7 +12,7 @@ Example:
     ...     nodes.carry_out(plan, progress=print)
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 
@@ -143,12 +143,10 @@ class NodeScaling:
     def _close_strays(self) -> list[str]:
         """Close open slots that are of no change of ours."""
         view = self.plans.view()
-        for state in view.open_slots:
-            owner = view.nodes.get(view.owners[state.slot])
-            if owner is None:
-                raise NodeUnavailableError(f"slot {state.slot} stands open, and no node holds it; CLUSTER NODES tells more")
-            holder = self._close(state, owner, view)
-            self._mover.drop_witnesses([state.slot], holder)
+        loads = slot_loads(self._links, view, self._config.timeout_s)
+        for states in _alike({state.slot: state for state in view.open_slots}, view, loads):
+            for holder, slots in self._close(states, view):
+                self._mover.drop_witnesses(slots, holder)
         return [f"{len(view.open_slots)} slots stood open; no change of nodes was under way"] if view.open_slots else []
 
     def _go_on(self, change: NodeChange, progress: Progress | None, loads: NDArray[np.uint64] | None = None) -> list[str]:
@@ -170,14 +168,13 @@ class NodeScaling:
         return self._end(change, going)
 
     def _groups(self, going: NDArray[np.int64], change: NodeChange, view: ClusterView, loads: NDArray[np.uint64]) -> Iterator[list[int]]:
-        """Slots that can be moved at once: a few, from one node to another. Those that stand open come first, each alone."""
-        standing = {state.slot for state in view.open_slots}
-        yield from ([slot] for slot in going.tolist() if slot in standing)
+        """Slots that can be moved at once: a few, from one node to another. Those that stand open come first, in the same way."""
+        standing = {state.slot: state for state in view.open_slots if change.before[state.slot] != change.after[state.slot]}
+        yield from ([state.slot for state in states] for states in _alike(standing, view, loads, change))
         alike: dict[tuple[str, str, int], list[int]] = {}
         for slot in going.tolist():
             if slot not in standing:
-                at_once = _AT_ONCE if loads[slot] > LEAST_LOAD else _EMPTY_AT_ONCE
-                alike.setdefault((view.owners[slot], change.names[int(change.goal[slot])], at_once), []).append(slot)
+                alike.setdefault((view.owners[slot], change.names[int(change.goal[slot])], _at_once(slot, loads)), []).append(slot)
         while alike:  # in turns, so that no node's clients have all of it at once
             for kind, slots in list(alike.items()):
                 yield slots[: kind[2]]
@@ -192,25 +189,29 @@ class NodeScaling:
         if owner is None or target is None:
             missing = goal if target is None else owner_name or "nobody"
             raise NodeUnavailableError(f"slot {slots[0]}: its node {missing} is not in the cluster any more; abort the change, or mend it")
-        found = next((state for state in view.open_slots if [state.slot] == slots), None)
-        if found is not None:
-            owner = self._close(found, owner, view)
-        if owner.name != goal:
-            self._mover.move(slots, owner, target, view.primaries)
+        states = {state.slot: state for state in view.open_slots}
+        standing = [states[slot] for slot in slots if slot in states]
+        for holder, held in self._close(standing, view) if standing else [(owner, slots)]:
+            if holder.name != goal:
+                self._mover.move(held, holder, target, view.primaries)
 
-    def _close(self, state: OpenSlot, owner: ClusterNode, view: ClusterView) -> ClusterNode:
-        """Close an open slot, so that one node alone has it; return that node."""
-        target = view.nodes.get(state.target)
+    def _close(self, states: Sequence[OpenSlot], view: ClusterView) -> list[tuple[ClusterNode, list[int]]]:
+        """Close open slots that are alike, so that one node alone has each; return which node has which."""
+        slots, one = [state.slot for state in states], states[0]
+        owner, target = view.nodes.get(view.owners[one.slot]), view.nodes.get(one.target)
+        if owner is None:
+            raise NodeUnavailableError(f"slot {one.slot} stands open, and no node holds it; CLUSTER NODES tells more")
         if target is None or target.failed:
-            self._mover.give_up(state.slot, owner)
-            return owner
+            self._mover.give_up(slots, owner)
+            return [(owner, slots)]
         if target.name == owner.name:  # only some nodes had not been told
-            self._mover.settle([state.slot], owner, view.primaries)
-        elif state.leaving or not self._mover.close_unused(state.slot, owner, target):
-            self._mover.move([state.slot], owner, target, view.primaries, state)
-        else:
-            return owner
-        return target
+            self._mover.settle(slots, owner, view.primaries)
+            return [(owner, slots)]
+        unused = [] if one.leaving else [slot for slot in slots if self._mover.close_unused(slot, owner, target)]
+        used = [slot for slot in slots if slot not in unused]
+        if used:
+            self._mover.move(used, owner, target, view.primaries, one)
+        return [(node, held) for node, held in ((owner, unused), (target, used)) if held]
 
     def _end(self, change: NodeChange, going: NDArray[np.int64]) -> list[str]:
         view, trouble = self.plans.view(), []
@@ -230,3 +231,20 @@ class NodeScaling:
 
     def _deadline(self) -> Deadline:
         return Deadline.after(max(_PATIENCE_S, self._config.timeout_s))
+
+
+def _at_once(slot: int, loads: NDArray[np.uint64]) -> int:
+    return _AT_ONCE if loads[slot] > LEAST_LOAD else _EMPTY_AT_ONCE
+
+
+def _alike(
+    standing: Mapping[int, OpenSlot], view: ClusterView, loads: NDArray[np.uint64], change: NodeChange | None = None
+) -> Iterator[list[OpenSlot]]:
+    """Group slots that stand open, by their numbers: those between the same nodes, in the same way and with the same goal."""
+    groups: dict[tuple[int, str, str, str, bool, int], list[OpenSlot]] = {}
+    for slot, state in standing.items():
+        goal = -1 if change is None else int(change.goal[slot])
+        kind = _at_once(slot, loads), view.owners[slot], state.source, state.target, state.leaving, goal
+        groups.setdefault(kind, []).append(state)
+    for (at_once, *_), states in groups.items():
+        yield from (states[first : first + at_once] for first in range(0, len(states), at_once))

@@ -74,7 +74,7 @@ class RedisSlotMover:
             source: the node that holds them.
             target: the node that is to hold them.
             everybody: all primaries; they are told in the end.
-            state: of a single slot, how far an earlier try came; None for none.
+            state: of one of the slots, which are alike: how far an earlier try came; None for none.
 
         Raises:
             NodeLostError: the source has lost a slot's keys; nothing was moved.
@@ -141,15 +141,15 @@ class RedisSlotMover:
         self._do(source, "CLUSTER", "SETSLOT", slot, "STABLE")
         return True
 
-    def give_up(self, slot: int, source: ClusterNode) -> None:
-        """Close an open slot whose target is dead, with all keys that it had got.
+    def give_up(self, slots: Sequence[int], source: ClusterNode) -> None:
+        """Close open slots whose target is dead, with all keys that it had got.
 
         Which rows are gone is not known, so the source vouches for none: all of its markers are deleted first. The shards compare every
         row there with what they know and bring back those missing; no client reads meanwhile.
         """
         mine = np.flatnonzero(source.slots).tolist()
         self._links.run(source.address, [("DEL", marker_keys()[other]) for other in mine], self._timeout_s)
-        self._do(source, "CLUSTER", "SETSLOT", slot, "STABLE")
+        self._do_all(source, slots, "STABLE")
 
     def drop_witnesses(self, slots: Sequence[int], owner: ClusterNode) -> None:
         """Delete the witnesses of `move` in slots that are not on their way any more."""
@@ -175,7 +175,8 @@ class RedisSlotMover:
 
     def _open(self, slots: Sequence[int], source: ClusterNode, target: ClusterNode, *, stale: bool) -> None:
         if stale:  # no client was sent to the target: its keys are of a source that has failed over since
-            self._forget_keys(slots[0], target)
+            for slot in slots:
+                self._forget_keys(slot, target)
         looks = [words for slot in slots for words in (("EXISTS", marker_keys()[slot]), ("SET", witness_key(slot), b"1"))]
         found = self._links.run(source.address, looks, self._timeout_s)
         for answer in found:
