@@ -31,6 +31,14 @@ def open_to_read(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
+def in_place(path: Path, descriptor: int) -> bool:
+    """Whether an open file is still the one that its path leads to: it may have been deleted, unmounted, or replaced by a copy."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
 def reader(descriptor: int) -> ReadAt:
     """Return a function that reads at an offset; it returns fewer bytes at the file's end only."""
 

@@ -13,6 +13,7 @@ any trainer is told. Entries committed before a successor raised the epoch are i
 acknowledged.
 """
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -115,7 +116,8 @@ class Journal:
         """Make the appended entries durable, and visible.
 
         Raises:
-            JournalFullError: they are not known durable. They are kept: call `commit` again, do not append them again.
+            JournalFullError: they are not known durable, or the segment is not in its folder any more. They are kept: call `commit` again,
+                do not append them again.
             FencedError: as `append`.
         """
         with self._lock:
@@ -125,6 +127,7 @@ class Journal:
                     self._sync(self._current)
                 except OSError:
                     self._current.trusted = False
+            self._require_in_place(self._current)
             if not self._current.trusted and self._pending:
                 self._rotate()
             self._pending.clear()
@@ -227,6 +230,18 @@ class Journal:
             segment_files.sync(segment.descriptor)
         segment.commit()
 
+    def _require_in_place(self, segment: _Current) -> None:
+        """A sync succeeds on a file that was deleted, too, and no start would read it. Nor may a segment follow one that is elsewhere."""
+        try:
+            if segment_files.in_place(segment.path, segment.descriptor):
+                return
+        except OSError as unreadable:
+            raise _full(segment.path, unreadable) from unreadable
+        raise JournalFullError(
+            f"{segment.path}: this segment of the journal is gone, or another file is in its place: the shard's folder was deleted, "
+            f"unmounted, or written over by a copy. Nothing is acknowledged until the very file is back: {mend(OSError(errno.ENOENT, ''))}."
+        )
+
     def _rotate(self) -> None:
         """Go on in a new segment, which takes over the uncommitted entries. All of it succeeds, or the old segment stays."""
         old = self._current
@@ -309,7 +324,10 @@ class FencedLog:
             FencedError: another process owns the shard; nothing may be acknowledged any more.
         """
         self.journal.commit()
-        self._still_ours()
+        try:
+            self._still_ours()
+        except OSError as error:
+            raise _full(Path(error.filename or "?"), error) from error
 
     def record(self, trainer: str, incarnation: int) -> None:
         """Make a hello (or, with NO_INCARNATION, a goodbye) durable. Raises as `append` and `commit` do."""
