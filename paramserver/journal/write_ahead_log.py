@@ -13,7 +13,6 @@ any trainer is told. Entries committed before a successor raised the epoch are i
 acknowledged.
 """
 
-import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -40,10 +39,6 @@ class _Current(Segment):
     descriptor: int
     written: int
     trusted: bool = True
-
-    def commit(self) -> None:
-        """Record that all that is written is committed."""
-        self.end = self.written
 
 
 class Journal:
@@ -127,7 +122,10 @@ class Journal:
                     self._sync(self._current)
                 except OSError:
                     self._current.trusted = False
-            self._require_in_place(self._current)
+            try:
+                segment_files.require_in_place(self._current.path, self._current.descriptor)
+            except OSError as error:
+                raise _full(self._current.path, error) from error
             if not self._current.trusted and self._pending:
                 self._rotate()
             self._pending.clear()
@@ -228,19 +226,7 @@ class Journal:
     def _sync(self, segment: _Current) -> None:
         if self._fsync and segment.written > segment.end:
             segment_files.sync(segment.descriptor)
-        segment.commit()
-
-    def _require_in_place(self, segment: _Current) -> None:
-        """A sync succeeds on a file that was deleted, too, and no start would read it. Nor may a segment follow one that is elsewhere."""
-        try:
-            if segment_files.in_place(segment.path, segment.descriptor):
-                return
-        except OSError as unreadable:
-            raise _full(segment.path, unreadable) from unreadable
-        raise JournalFullError(
-            f"{segment.path}: this segment of the journal is gone, or another file is in its place: the shard's folder was deleted, "
-            f"unmounted, or written over by a copy. Nothing is acknowledged until the very file is back: {mend(OSError(errno.ENOENT, ''))}."
-        )
+        segment.end = segment.written
 
     def _rotate(self) -> None:
         """Go on in a new segment, which takes over the uncommitted entries. All of it succeeds, or the old segment stays."""
