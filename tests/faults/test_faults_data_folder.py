@@ -6,14 +6,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from chaos import processes
 from chaos.cluster import FaultyCluster
 from chaos.run import LedgerRun
-from jobs import PATIENCE_S, eventually
+from jobs import PATIENCE_S, add, counting_table, eventually
 from volumes import Volume, volume
 
+import kvemb
 from kvemb.config import load
 from kvemb.coordination.shard_notes import ShardNote, newest_note, note_name
 from kvemb.local_cluster.processes import LocalProcessError
@@ -112,6 +114,7 @@ def test_a_shard_whose_volume_fails_is_taken_over_from_the_replica(
         ledger.is_kept()
 
 
+@pytest.mark.full
 def test_a_replica_lacks_what_was_acknowledged_before_it_was_synced_and_is_refused(
     tmp_path: Path, cluster: Callable[..., FaultyCluster]
 ) -> None:
@@ -124,6 +127,7 @@ def test_a_replica_lacks_what_was_acknowledged_before_it_was_synced_and_is_refus
         assert ledger.refused("--take-over").startswith("JournalBehindError: shard 0")
 
 
+@pytest.mark.full
 def test_a_shard_whose_volume_is_mounted_again_goes_on_by_itself(tmp_path: Path, cluster: Callable[..., FaultyCluster]) -> None:
     with volume(tmp_path) as away, cluster(away.path) as local, LedgerRun(local, n_trainers=2) as run:
         ledger = Ledger(run, away.path)
@@ -166,7 +170,7 @@ def older_copy_over_it(folder: Path, older: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        deleted,
+        pytest.param(deleted, marks=pytest.mark.full),
         pytest.param(journal_deleted, marks=pytest.mark.full),
         pytest.param(older_copy_in_its_place, marks=pytest.mark.full),
         older_copy_over_it,
@@ -188,6 +192,23 @@ def test_a_running_shard_acknowledges_nothing_that_no_start_would_find(
         good.rename(ledger.folder)
         local.start_shard(0)
         ledger.is_kept()
+
+
+def test_a_shard_that_ends_leaves_a_folder_that_was_put_in_the_place_of_its_own_as_it_is(
+    tmp_path: Path, cluster: Callable[..., FaultyCluster]
+) -> None:
+    with cluster(tmp_path / "data") as local:
+        with kvemb.connect(local.url, timeout_s=PATIENCE_S) as connected:
+            table = counting_table(connected, "t")
+            add(table, np.arange(100)).wait_applied(timeout_s=PATIENCE_S)
+            folder = tmp_path / "data" / "shard-0"
+            older = copied(folder, tmp_path / "older")
+            add(table, np.arange(100)).wait_applied(timeout_s=PATIENCE_S)
+        older_copy_over_it(folder, older)
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        assert processes.terminate(local.shards[0], PATIENCE_S) == 4
+        assert "everything is applied, but the state was not saved" in local.shards[0].log_tail()
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 def test_a_start_on_another_folder_than_the_last_is_refused_until_that_one_is_back(
