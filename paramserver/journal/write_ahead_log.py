@@ -40,6 +40,12 @@ class _Current(Segment):
     written: int
     trusted: bool = True
 
+    def commit(self, *, fsync: bool) -> None:
+        """Record that all that is written is committed, once it is durable."""
+        if fsync and self.written > self.end:
+            segment_files.sync(self.descriptor)
+        self.end = self.written
+
 
 class Journal:
     """One folder of segments. Thread-safe; not fork-safe. Opening it recovers what is there and begins a new segment.
@@ -119,7 +125,7 @@ class Journal:
             self._check_open()
             if self._current.trusted:
                 try:
-                    self._sync(self._current)
+                    self._current.commit(fsync=self._fsync)
                 except OSError:
                     self._current.trusted = False
             try:
@@ -223,11 +229,6 @@ class Journal:
             raise _full(segment.path, error) from error
         segment.written += len(head) + sum(len(piece) for piece in pieces)
 
-    def _sync(self, segment: _Current) -> None:
-        if self._fsync and segment.written > segment.end:
-            segment_files.sync(segment.descriptor)
-        segment.end = segment.written
-
     def _rotate(self) -> None:
         """Go on in a new segment, which takes over the uncommitted entries. All of it succeeds, or the old segment stays."""
         old = self._current
@@ -235,7 +236,7 @@ class Journal:
         try:
             for pieces in self._pending:
                 self._write(new, pieces)  # type: ignore[arg-type]
-            self._sync(new)
+            new.commit(fsync=self._fsync)
         except (OSError, JournalFullError) as error:
             self._drop(new.descriptor, new.path)
             raise (error if isinstance(error, JournalFullError) else _full(new.path, error)) from error
