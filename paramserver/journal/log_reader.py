@@ -40,7 +40,10 @@ def recover(folder: Path, *, sync: bool) -> list[Segment]:
     numbers = segment_files.numbers(folder)
     for before, number in pairwise(numbers):
         if number != before + 1:
-            raise JournalDamagedError(f"{segment_files.path_of(folder, before + 1)}: this segment of the journal is missing")
+            raise JournalDamagedError(
+                f"{segment_files.path_of(folder, before + 1)}: this segment of the journal is missing. Put the data folder of the "
+                "shard's last owner back, whole: a copy that was made while the shard ran is none."
+            )
     headers = [_header(folder, number, last=number == numbers[-1]) for number in numbers]
     known = [(segment_files.path_of(folder, header.number), header) for header in headers if header is not None]
     ends = [header.previous_end for _, header in known[1:]]

@@ -1,5 +1,6 @@
 """The journal's system calls: segment files and their folder. Every OSError passes through; `write_ahead_log` knows its meaning."""
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,21 @@ def create(path: Path) -> int:
 def open_to_read(path: Path) -> int:
     """Return a descriptor of a file that is there."""
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def require_in_place(path: Path, descriptor: int) -> None:
+    """Refuse an open file to which its path does not lead any more: a sync succeeds on that, too, and no start would read it.
+
+    Raises:
+        FileNotFoundError: it was deleted, unmounted, or replaced by a copy.
+    """
+    try:
+        if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+            return
+    except FileNotFoundError:
+        pass
+    what = "this segment of the journal is gone, or another file is in its place: the shard's folder was deleted, unmounted, or copied over"
+    raise FileNotFoundError(errno.ENOENT, what, str(path))
 
 
 def reader(descriptor: int) -> ReadAt:

@@ -40,8 +40,10 @@ class _Current(Segment):
     written: int
     trusted: bool = True
 
-    def commit(self) -> None:
-        """Record that all that is written is committed."""
+    def commit(self, *, fsync: bool) -> None:
+        """Record that all that is written is committed, once it is durable."""
+        if fsync and self.written > self.end:
+            segment_files.sync(self.descriptor)
         self.end = self.written
 
 
@@ -115,16 +117,21 @@ class Journal:
         """Make the appended entries durable, and visible.
 
         Raises:
-            JournalFullError: they are not known durable. They are kept: call `commit` again, do not append them again.
+            JournalFullError: they are not known durable, or the segment is not in its folder any more. They are kept: call `commit` again,
+                do not append them again.
             FencedError: as `append`.
         """
         with self._lock:
             self._check_open()
             if self._current.trusted:
                 try:
-                    self._sync(self._current)
+                    self._current.commit(fsync=self._fsync)
                 except OSError:
                     self._current.trusted = False
+            try:
+                segment_files.require_in_place(self._current.path, self._current.descriptor)
+            except OSError as error:
+                raise _full(self._current.path, error) from error
             if not self._current.trusted and self._pending:
                 self._rotate()
             self._pending.clear()
@@ -222,11 +229,6 @@ class Journal:
             raise _full(segment.path, error) from error
         segment.written += len(head) + sum(len(piece) for piece in pieces)
 
-    def _sync(self, segment: _Current) -> None:
-        if self._fsync and segment.written > segment.end:
-            segment_files.sync(segment.descriptor)
-        segment.commit()
-
     def _rotate(self) -> None:
         """Go on in a new segment, which takes over the uncommitted entries. All of it succeeds, or the old segment stays."""
         old = self._current
@@ -234,7 +236,7 @@ class Journal:
         try:
             for pieces in self._pending:
                 self._write(new, pieces)  # type: ignore[arg-type]
-            self._sync(new)
+            new.commit(fsync=self._fsync)
         except (OSError, JournalFullError) as error:
             self._drop(new.descriptor, new.path)
             raise (error if isinstance(error, JournalFullError) else _full(new.path, error)) from error
@@ -309,7 +311,10 @@ class FencedLog:
             FencedError: another process owns the shard; nothing may be acknowledged any more.
         """
         self.journal.commit()
-        self._still_ours()
+        try:
+            self._still_ours()
+        except OSError as error:
+            raise _full(Path(error.filename or "?"), error) from error
 
     def record(self, trainer: str, incarnation: int) -> None:
         """Make a hello (or, with NO_INCARNATION, a goodbye) durable. Raises as `append` and `commit` do."""

@@ -5,7 +5,9 @@ acknowledges a push), then on every node, where stores read it before they write
 journal, which holds the rest; it is replaced as a whole.
 """
 
+import errno
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -179,8 +181,11 @@ def require_owner(data: DataDir, epoch: int) -> None:
 
     Raises:
         FencedError: the folder holds a higher epoch.
+        OSError: it cannot be told: the folder is gone, or cannot be read.
     """
     found = read_epoch(data)
+    if not found:  # a process that takes a shard over writes its own
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(data.path / EPOCH))
     if found != epoch:
         raise FencedError(f"{data.path}: a process with epoch {found} has taken the shard over from this one (epoch {epoch})")
 
@@ -225,6 +230,15 @@ class _Traces:
             "(docs/guarantees.md says what can be done without it)."
         )
 
+    def way_back(self, data: DataDir) -> str:
+        """Say what helps where later owners may have been refused behind their claim: they came with another copy of the folder, say."""
+        if self.note is None or not self.note.epoch <= self.kept < self.stored:
+            return ""
+        return (
+            f" The nodes were last told of a batch in epoch {self.note.epoch}. Where later starts were refused, with another copy of this "
+            f"folder, and this is the one that served last, let it go on: write {self.stored} to {data.path / EPOCH}."
+        )
+
 
 def _left_state(data: DataDir, n_shards: int, found: _Traces) -> ShardState:
     """The last owner's state, checked against the epochs of nodes and folder."""
@@ -252,5 +266,6 @@ def _left_state(data: DataDir, n_shards: int, found: _Traces) -> ShardState:
                 f"{data.path / STATE}: saved in epoch {state.epoch}, but the nodes say that epoch {stored} owned the shard last (this "
                 f"folder: {kept}): the folder is an older copy, or the nodes are of an earlier time"
             )
+            + found.way_back(data)
         )
     return state

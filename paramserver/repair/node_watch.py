@@ -158,7 +158,7 @@ class NodeWatch:
         """Have damaged copies mended; nodes that do not answer are looked at next time."""
         try:
             self._copies()
-        except KvembError as error:
+        except (KvembError, OSError) as error:  # of a node, or of the shard's own folder
             log.warning("%s", error)
 
     def look_for_another_owner(self) -> None:

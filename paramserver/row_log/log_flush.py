@@ -203,7 +203,7 @@ class FlushSchedule:
             if not self._begins():
                 return False
             self._cut, self._begun_s = applied, time.monotonic()
-            self._steps = self._flush.steps(lambda: self._state(self._applied))
+            self._steps = self._flush.steps(self._state_now)
         try:
             self._progress = next(self._steps)
             return True
@@ -213,6 +213,10 @@ class FlushSchedule:
         except BaseException:
             self.give_up()
             raise
+
+    def _state_now(self) -> ShardState:
+        self._fenced_log.commit()  # else a folder that was put in the place of ours would get our state
+        return self._state(self._applied)
 
     def _begins(self) -> bool:
         """Whether a flush is due now, which then answers all requests; else the journal grows a bit before the next look."""

@@ -18,6 +18,7 @@ from kvemb.errors import KvembError, ParameterServerError
 from kvemb.process import replace_atomically, sync_folder
 
 _MENDS = {
+    errno.ENOENT: "put the folder, or its volume's mount, back as it was (docs/operations.md, \"A shard's volume\", says what else helps)",
     errno.ENOSPC: "free some space on that disk",
     errno.EDQUOT: "free some space, or raise the quota",
     errno.EROFS: "mount that disk writable, or set parameter_servers.data_dir to a folder that is",

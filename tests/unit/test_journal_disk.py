@@ -1,15 +1,18 @@
 """A journal on a disk that is full, fails to sync or writes by halves: it stays usable, and nothing is half written."""
 
+import errno
 import os
 import resource
 from collections.abc import Sequence
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 
 from kvemb.errors import JournalFullError
-from paramserver.journal import Journal
+from paramserver.journal import Journal, SessionEntry
 from paramserver.journal.segment import HEADER_SIZE, unpack_header
+from paramserver.journal.write_ahead_log import FencedLog
 from tests.unit.journal_disk import FaultyOs, last_file, payloads, put, refuse, system
 
 __all__ = ["system"]  # the fixture
@@ -129,3 +132,57 @@ def test_writes_that_stop_short_go_on(tmp_path: Path, system: FaultyOs, monkeypa
     again = Journal(tmp_path, "fsync")
     assert payloads(again) == [b"abcdefghijklmno" + b"p" * 20]
     again.close()
+
+
+@pytest.mark.parametrize("harm", ["deleted", "in another place", "replaced by a copy"])
+@pytest.mark.parametrize("durability", ["fsync", "os"])
+def test_nothing_counts_as_committed_while_its_segment_is_not_in_the_folder(harm: str, durability: str, tmp_path: Path) -> None:
+    folder, away = tmp_path / "journal", tmp_path / "away"
+    journal = Journal(folder, durability)
+    put(journal, b"one")
+    path = last_file(folder)
+    if harm == "in another place":  # of an unmounted volume, or of a folder that was moved
+        folder.rename(away)
+    else:
+        path.rename(away)
+    if harm == "replaced by a copy":
+        path.write_bytes(away.read_bytes())
+    journal.append([b"two"])
+    for _ in range(2):
+        with pytest.raises(JournalFullError, match=f"{path}: this segment of the journal is gone, or another file is in its place"):
+            journal.commit()
+    away.rename(folder if harm == "in another place" else path)
+    journal.commit()
+    put(journal, b"three")
+    journal.close()
+    again = Journal(folder, durability)
+    assert payloads(again) == [b"one", b"two", b"three"]
+    again.close()
+
+
+def test_after_a_failed_sync_no_segment_follows_in_a_folder_that_another_one_has_taken_the_place_of(
+    tmp_path: Path, system: FaultyOs
+) -> None:
+    folder = tmp_path / "journal"
+    journal = Journal(folder, "fsync")
+    put(journal, b"one")
+    older = folder.rename(tmp_path / "older")
+    copytree(older, folder)
+    journal.append([b"two"])
+    system.next_syncs = [True]
+    for _ in range(2):
+        with pytest.raises(JournalFullError, match="another file is in its place"):
+            journal.commit()
+    assert len(list(folder.iterdir())) == 1
+    journal.close()
+
+
+def test_a_log_whose_folder_cannot_be_asked_whose_the_shard_is_acknowledges_nothing_and_may_be_asked_again(tmp_path: Path) -> None:
+    answers: list[OSError] = [OSError(errno.EIO, "Input/output error", "data/epoch")]
+    journal = Journal(tmp_path, "fsync")
+    log = FencedLog(journal, lambda: None if not answers else (_ for _ in ()).throw(answers.pop()))
+    log.append(SessionEntry("a", 1))
+    with pytest.raises(JournalFullError, match="data/epoch: Input/output error; nothing is acknowledged"):
+        log.commit()
+    log.commit()
+    journal.close()

@@ -175,6 +175,32 @@ def test_a_process_that_lost_the_shard_cannot_save_over_its_successor(folder: Fo
     assert decode_state(data.read(STATE) or b"", "f").k == 9
 
 
+def test_a_folder_that_is_gone_is_no_owner_after_this_one(folder: Folder, tmp_path: Path) -> None:
+    data = folder(tmp_path, 0)
+    epoch = start(addresses(), data).epoch
+    data.remove(EPOCH)
+    for write in (lambda: require_owner(data, epoch), lambda: save(data, left(ShardState(bytes(16), 0, 1, epoch)))):
+        with pytest.raises(FileNotFoundError):
+            write()
+
+
+@pytest.mark.parametrize(("told", "advice"), [(None, False), (ShardNote(1, 7), True), (ShardNote(2, 7), False)])
+def test_a_folder_behind_the_nodes_is_told_the_way_back_where_no_later_owner_has_told_of_a_batch(
+    told: ShardNote | None, advice: bool, folder: Folder, tmp_path: Path
+) -> None:
+    nodes, data = addresses(), folder(tmp_path, 0)
+    start(nodes, data)
+    store = opened_store(nodes)
+    store.values.put(owner_name(0), Owner(2, 1).encode(), Deadline.after(5))
+    if told is not None:
+        store.values.put(note_name(0), told.encode(), Deadline.after(5))
+    with pytest.raises(ParameterServerError) as refused:
+        start(nodes, data)
+    assert (f"write 2 to {data.path / EPOCH}." in str(refused.value)) == advice
+    data.write(EPOCH, [b"2\n"])
+    assert start(nodes, data).epoch == 3
+
+
 def test_a_folder_that_is_behind_the_nodes_is_refused(folder: Folder, tmp_path: Path) -> None:
     nodes, data = addresses(), folder(tmp_path, 0)
     start(nodes, data)

@@ -127,3 +127,11 @@ def test_a_shard_without_batches_learns_that_another_process_has_taken_it_over(c
     watch._run()
     assert (len(said), answers) == (1, [])
     assert len(caplog.records) == 2, "the same trouble is told once"
+
+
+def test_a_watch_goes_on_although_the_shards_own_folder_cannot_be_read(caplog: pytest.LogCaptureFixture) -> None:
+    def copies() -> None:
+        raise OSError(5, "Input/output error", "data/tables")
+
+    NodeWatch(SlowStore([]), 1.0, copies=copies).look_at_copies()
+    assert "data/tables" in caplog.text
