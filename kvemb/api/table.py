@@ -204,12 +204,14 @@ class Table:
             return self._hyper
         return self._definition.optimizer.check_hyper({**self._hyper, **values})
 
-    def assign(self, ids: ArrayLike, rows: ArrayLike, *, timeout_s: float | None = None) -> None:
+    def assign(self, ids: ArrayLike, rows: ArrayLike, *, state: ArrayLike | None = None, timeout_s: float | None = None) -> None:
         """Set weights, and create the rows that do not exist. Return when every client's pulls see them.
 
         Args:
             ids: any integer array, each id once.
             rows: floats [*ids.shape, dim], finite; rounded to the table's storage dtype.
+            state: the optimizer's, floats [*ids.shape, s]: the fields of `definition.optimizer.state_fields()`, one behind the other.
+                Unless given, each row's state begins anew, as that of a row which was never pushed.
             timeout_s: of the whole call; unless given, `away_timeout_s` for every message of 16 MB to a shard.
 
         Raises:
@@ -217,7 +219,7 @@ class Table:
             ParameterServerError: some rows may have been set, or may still be; assigning again is fine.
         """
         shards = self._shared.require_shards("assign")
-        prepared = prepare_assign(self._definition, ids, rows)
+        prepared = prepare_assign(self._definition, ids, rows, state)
         with self._shared.changes.change():
             shards.assign(prepared, timeout_s)
 

@@ -1,6 +1,7 @@
 """The engine against storage in memory: its writes, its refusals, and every half-written batch can be completed."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -237,6 +238,16 @@ def test_assign_sets_rows_and_begins_their_optimizer_state_anew() -> None:
     got = store.rows.read([ReadPart(keys, size, size)], Deadline.after(5))[0]
     assert not HALF.record.state(got.records).any()
     assert engine._tables.state(HALF).step == 1
+
+
+def test_assign_sets_the_state_that_lies_behind_the_weights() -> None:
+    store = make_store()
+    wide = np.arange(2 * (HALF.dim + HALF.record.state_size), dtype=np.float32).reshape(2, -1)
+    run(engine_on(store), Batch(ASSIGN, (replace(rows(HALF, [1, 2]), rows=wide),)), never)
+    size, keys = HALF.record.size_bytes, RowKeys(HALF.tag, np.array([1, 2], np.uint64))
+    got = store.rows.read([ReadPart(keys, size, size)], Deadline.after(5))[0].in_key_order()
+    assert HALF.record.weights(got.records).tolist() == wide[:, : HALF.dim].tolist()
+    assert HALF.record.state(got.records).tolist() == wide[:, HALF.dim :].tolist()
 
 
 def test_erase_counts_what_existed_and_a_row_can_come_back() -> None:
