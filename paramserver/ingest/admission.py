@@ -112,7 +112,7 @@ def check_rows(rows: TableRows, find: FindTable, shard: int, cluster_map: Cluste
         raise PushRejectedError(f"{at}: {error}") from error
     if definition.schema != rows.schema:
         raise PushRejectedError(f"{at}: exists with another definition (schema {definition.schema}, got {rows.schema}); open it again")
-    dims = dims_of(kind, definition)
+    dims = dims_of(kind, definition) if kind else (definition.dim,)
     dim = rows.rows.shape[1] if len(rows.ids) else dims[0]
     if dim not in dims:
         raise PushRejectedError(f"{at}: rows of dim {dim}, expected {' or '.join(map(str, dims))}")
