@@ -217,6 +217,13 @@ def _add_foreign_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParse
     )
     bring.add_argument("--resume", action="store_true", help="go on behind the rows that the table has already")
     bring.set_defaults(run=_runs("foreign_commands", "import_command"))
+    give = verbs.add_parser("export", help="write the rows of a table into a file that other programs read")
+    takes_config(give)
+    give.add_argument("table", help="its name")
+    give.add_argument("url", help="path or URL of the file: .npy, .safetensors, .parquet, .pt")
+    give.add_argument("--format", default="", help="of the file, where its ending does not tell")
+    give.add_argument("--ids", metavar="URL", help="of npy: a further file for the ids")
+    give.set_defaults(run=_runs("foreign_commands", "export_command"))
 
 
 def _checkpoint_verb(

@@ -67,6 +67,13 @@ SHOWN_BY = {
         "timeout_s": f"{IMPORT}:test_each_block_has_the_time_that_the_caller_gives",
         "progress": f"{IMPORT}:test_an_import_that_was_broken_off_goes_on_and_ends_with_the_same_rows",
     },
+    "kvemb/api/cluster.py:Cluster.export_rows": {
+        "table": f"{IMPORT}:test_an_exported_table_comes_back_bit_for_bit",
+        "url": f"{IMPORT}:test_an_exported_table_comes_back_bit_for_bit",
+        "format": f"{IMPORT}:test_a_dense_table_is_one_npy_and_rows_that_do_not_exist_are_as_pulls_give_them",
+        "ids": f"{IMPORT}:test_an_exported_table_comes_back_bit_for_bit",
+        "progress": f"{IMPORT}:test_an_exported_table_comes_back_bit_for_bit",
+    },
     "kvemb/api/cluster.py:Cluster.save": {
         "url": SAVED,
         "base": SAVED,

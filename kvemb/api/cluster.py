@@ -31,6 +31,7 @@ from kvemb.schema.table_def import TableDef, check_table_name
 from kvemb.stores.store import Store
 
 if TYPE_CHECKING:
+    from kvemb.api.row_export import ExportProgress, ExportResult
     from kvemb.api.row_import import ImportProgress, ImportResult, RowArrays
     from kvemb.checkpoint.load import LoadProgress, LoadResult
     from kvemb.checkpoint.save import SaveProgress, SaveResult
@@ -410,6 +411,39 @@ class Cluster:
 
         names = ArrayNames(ids, weights, state)
         return import_rows(self.table(table), source, names, file_format=format, resume=resume, timeout_s=timeout_s, progress=progress)
+
+    def export_rows(
+        self,
+        table: str,
+        url: str | os.PathLike[str],
+        *,
+        format: str = "",
+        ids: str | None = None,
+        progress: ExportProgress | None = None,
+    ) -> ExportResult:
+        """Write the rows of a table into a file that other programs read, and `import_rows` too; see docs/id-lifecycle.md.
+
+        The file has the ids as "id", ascending, and the weights as "weights". Training may go on meanwhile, so this is no snapshot; a row
+        that is erased meanwhile is written as a pull gives it. The optimizer's state is not written: `save` does that.
+
+        Args:
+            table: its name.
+            url: a path or any fsspec URL; an older file is replaced. It ends in .npy, .safetensors, .parquet or .pt, or is, with
+                format="tensorflow", a checkpoint's prefix.
+            format: of the file, where its ending does not tell.
+            ids: of npy, a further file for the ids. Without, a table with num_ids is written whole: row i is id i, rows that do not exist
+                are as a pull gives them.
+            progress: called now and then with (name of the phase, rows done, rows in all).
+
+        Raises:
+            InvalidInputError: the format is not known, or does not take the table's ids; nothing was written.
+            ForeignRowsError: the file cannot be written; an older one is untouched.
+            ConfigError: a library that writes the format is not installed.
+        """
+        from kvemb.api.row_export import export_rows
+
+        self._shared.require_shards("export_rows")
+        return export_rows(self.table(table), os.fspath(url), file_format=format, ids=ids, progress=progress)
 
     def close(self) -> None:
         """Wait until pushes are accepted and released steps are in storage; then tell the shards and close every connection.

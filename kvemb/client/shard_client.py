@@ -40,7 +40,7 @@ from kvemb.schema.table_def import TableDef
 
 M = TypeVar("M", bound=Message)
 
-_MESSAGE_BYTES = MAX_PART_BYTES // 4  # small enough for a shard to be at several steps of several messages at a time
+_MESSAGE_BYTES = MAX_PART_BYTES // 2  # small enough for a shard to be at several steps of several messages at a time
 _AT_ONCE = 3  # messages to a shard: one is taken in and one journaled while one is applied
 _ANSWER_MARGIN_S = 1.0
 _MOVED_PAUSE_S = 0.02

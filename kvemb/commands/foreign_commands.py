@@ -1,4 +1,4 @@
-"""The verb `kvemb import`: rows of other programs' files into a table. The work is `Cluster.import_rows`'s."""
+"""The verbs `kvemb import` and `export`: rows of other programs' files into a table, and back. The work is `Cluster.import_rows`'s."""
 
 import argparse
 import sys
@@ -32,6 +32,16 @@ def import_command(args: argparse.Namespace) -> int:
     found = f", {done.n_found:,} of them there already" if done.n_found else ""
     rate = (done.n_rows - done.n_found) / max(done.seconds, 1e-9)
     print(f"imported {n_of(done.n_rows, 'row')} into table {args.table!r}{found}, in {done.seconds:.1f} s ({rate:,.0f} rows/s)")
+    return 0
+
+
+def export_command(args: argparse.Namespace) -> int:
+    """Export a table."""
+    from kvemb.api import connect
+
+    with connect(args.config) as cluster, ProgressMeter(sys.stderr, "rows") as meter:
+        done = cluster.export_rows(args.table, args.url, format=args.format, ids=args.ids, progress=meter)
+    print(f"exported {n_of(done.n_rows, 'row')} of table {args.table!r} in {done.seconds:.1f} s to {args.url}")
     return 0
 
 

@@ -3,18 +3,23 @@
 import os
 from collections.abc import Mapping
 
-from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
+from kvemb.checkpoint.checkpoint_storage import CheckpointStorage, shown
 from kvemb.errors import ForeignRowsError, InvalidInputError
 from kvemb.foreign.array_files import ArrayRows, open_npy, open_safetensors
 from kvemb.foreign.foreign_file import is_local
 from kvemb.foreign.foreign_rows import ArrayNames, RowSource
+from kvemb.foreign.framework_arrays import CheckpointVariables, TorchArrays
 from kvemb.foreign.parquet_rows import ParquetRows
+from kvemb.foreign.word_vectors import WordVectors
 from kvemb.schema.table_def import TableDef
 
 FORMATS: Mapping[str, tuple[str, ...]] = {
     "npy": (".npy",),
     "safetensors": (".safetensors",),
     "parquet": (".parquet", ".pq"),
+    "torch": (".pt", ".pth"),
+    "tensorflow": (".index",),
+    "word2vec": (".vec", ".w2v", ".txt"),
 }
 """By the format's name the endings of its files."""
 
@@ -33,18 +38,39 @@ def open_rows(definition: TableDef, url: str, names: ArrayNames, file_format: st
         InvalidInputError: the format is not known, or names are wrong.
         ConfigError: a library is not installed.
     """
-    if file_format and file_format not in FORMATS:
-        raise InvalidInputError(f"format is {file_format!r}; known: {', '.join(FORMATS)}")
-    if not file_format and is_local(url) and os.path.isdir(url):
-        file_format = "parquet"
-    kind = file_format or next((name for name, ends in FORMATS.items() if url.endswith(ends)), "")
+    kind = format_of(url, "parquet" if not file_format and is_local(url) and os.path.isdir(url) else file_format)
     if kind == "npy":
         return ArrayRows(definition, *open_npy(url, names))
     if kind == "safetensors":
         return ArrayRows(definition, open_safetensors(url), names)
     if kind == "parquet":
         return ParquetRows(definition, _parquet_files(url), names)
-    raise InvalidInputError(f"{url}: which format is it? Known by their endings are {_endings()}; else give one of {', '.join(FORMATS)}")
+    if kind == "torch":
+        return ArrayRows(definition, TorchArrays(url), names)
+    if kind == "tensorflow":
+        return ArrayRows(definition, CheckpointVariables(url), names)
+    return WordVectors(definition, url, names)
+
+
+def format_of(url: str, file_format: str = "") -> str:
+    """Return the name of a file's format: as given, else by its ending.
+
+    Raises:
+        InvalidInputError: neither tells.
+
+    Example:
+        >>> format_of("s3://bucket/user.parquet"), format_of("user.data", "npy")
+        ('parquet', 'npy')
+    """
+    if file_format and file_format not in FORMATS:
+        raise InvalidInputError(f"format is {file_format!r}; known: {', '.join(FORMATS)}")
+    kind = file_format or next((name for name, ends in FORMATS.items() if url.endswith(ends)), "")
+    if not kind:
+        ends = ", ".join(end for ends in FORMATS.values() for end in ends)
+        raise InvalidInputError(
+            f"{shown(url)}: which format is it? Known by their endings are {ends}; else give one of {', '.join(FORMATS)}"
+        )
+    return kind
 
 
 def _parquet_files(url: str) -> list[str]:
@@ -59,7 +85,3 @@ def _parquet_files(url: str) -> list[str]:
     if not files:
         raise ForeignRowsError(f"{base}: has no files that end in {' or '.join(FORMATS['parquet'])}")
     return files
-
-
-def _endings() -> str:
-    return ", ".join(end for ends in FORMATS.values() for end in ends)

@@ -284,6 +284,74 @@ def test_what_is_not_there_is_said(cluster: Cluster, tmp_path: Path) -> None:
         cluster.import_rows(table.name, tmp_path / "rows.npy", state=str(tmp_path / "rows.npy"))
 
 
+# --- exported, and imported again ---------------------------------------------------------------------------------------------------
+
+FORMATS_BACK = ["safetensors", "parquet", "pt", "npy"]
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("ending", FORMATS_BACK)
+@pytest.mark.parametrize(("dtype", "id_dtype"), [("float32", "int64"), ("float16", "uint64"), ("bfloat16", "int64")])
+def test_an_exported_table_comes_back_bit_for_bit(cluster: Cluster, tmp_path: Path, ending: str, dtype: str, id_dtype: str) -> None:
+    if ending == "pt":
+        pytest.importorskip("torch")
+    table, other = (new_table(cluster, DIM, dtype=dtype, id_dtype=id_dtype) for _ in range(2))
+    ids = ids_of(N).view(id_dtype)
+    table.assign(ids, rows_of())
+    more = {"ids": str(tmp_path / "ids.npy")} if ending == "npy" else {}
+    shown: list[tuple[int, int]] = []
+    done = cluster.export_rows(table.name, tmp_path / f"t.{ending}", progress=lambda what, n, total: shown.append((n, total)), **more)
+    assert (done.n_rows, shown[-1], len(shown) > 1) == (N, (N, N), True)
+    assert cluster.import_rows(other.name, tmp_path / f"t.{ending}", **more).n_rows == N
+    assert other.pull(ids).tobytes() == table.pull(ids).tobytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([f"t.{ending}", *(["ids.npy"] if more else [])])
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_dense_table_is_one_npy_and_rows_that_do_not_exist_are_as_pulls_give_them(cluster: Cluster, tmp_path: Path) -> None:
+    table = new_table(cluster, DIM, num_ids=N, initializer=kvemb.init.uniform())
+    table.assign(np.arange(0, N, 2), rows_of()[::2])
+    cluster.export_rows(table.name, str(tmp_path / "t.data"), format="npy")
+    assert np.load(tmp_path / "t.data").tobytes() == table.pull(np.arange(N)).tobytes()
+
+
+def test_other_programs_read_what_was_exported(cluster: Cluster, tmp_path: Path) -> None:
+    table = new_table(cluster, DIM)
+    table.assign(np.arange(N), rows_of())
+    cluster.export_rows(table.name, tmp_path / "t.parquet")
+    columns = parquet.read_table(tmp_path / "t.parquet")
+    assert columns["id"].to_pylist() == list(range(N))
+    assert np.array(columns["weights"].to_pylist(), np.float32).tobytes() == rows_of().tobytes()
+    torch = pytest.importorskip("torch")
+    cluster.export_rows(table.name, tmp_path / "t.pt")
+    held = torch.load(tmp_path / "t.pt", weights_only=True)
+    assert (held["id"].tolist(), held["weights"].numpy().tobytes()) == (list(range(N)), rows_of().tobytes())
+
+
+def test_what_cannot_be_exported_is_refused_and_leaves_the_older_file(cluster: Cluster, tmp_path: Path) -> None:
+    table = new_table(cluster, DIM)
+    table.assign(np.arange(3), rows_of(3))
+    for url, more, message in (
+        ("t.vec", {}, "word vectors are words"),
+        ("t.npy", {}, "give ids, a file for them"),
+        ("t.parquet", {"ids": "x"}, "only an npy needs"),
+        ("t.xyz", {}, "which format"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            cluster.export_rows(table.name, tmp_path / url, **more)
+    (tmp_path / "t.parquet").write_text("older")
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cluster.export_rows(table.name, tmp_path / "t.parquet", progress=stop)
+    assert [path.name for path in tmp_path.iterdir()] == ["t.parquet"]
+    assert (tmp_path / "t.parquet").read_text() == "older"
+    with pytest.raises(ForeignRowsError, match="cannot be written"):
+        cluster.export_rows(table.name, tmp_path / "t.parquet" / "below.parquet")
+
+
 # --- the command --------------------------------------------------------------------------------------------------------------------
 
 
@@ -302,6 +370,9 @@ def test_the_command_imports_and_resumes(running: LocalCluster, cluster: Cluster
     assert table.pull(ids_of(N)).tobytes() == rows.tobytes()
     assert stored_state(cluster, table, ids_of(N)).tobytes() == np.concatenate([rows, rows], axis=1).tobytes()
     assert "1,000 of them there already" in command(running, *words, "--resume").stdout
+    out = command(running, "export", running.url, table.name, tmp_path / "w.npy", "--ids", tmp_path / "i.npy")
+    assert out.stdout.startswith(f"exported 1,000 rows of table '{table.name}' in "), out
+    assert table.pull(np.load(tmp_path / "i.npy")).tobytes() == np.load(tmp_path / "w.npy").tobytes()
     refused = command(running, "import", running.url, table.name, tmp_path / "none.npy")
     assert (refused.returncode, refused.stdout) == (1, "")
     assert "ForeignRowsError" in refused.stderr
