@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.api.table import Table
-from kvemb.arrays.ids import to_caller
 from kvemb.errors import InvalidInputError
 from kvemb.foreign.foreign_rows import block_rows
 from kvemb.foreign.formats import format_of
@@ -58,6 +57,6 @@ def _existing(table: Table) -> NDArray[np.uint64]:
 def _pulled(table: Table, ids: NDArray[np.uint64], show: ExportProgress) -> Iterator[NDArray[np.float32]]:
     step = block_rows(table.definition)
     for at in range(0, len(ids), step):
-        rows = table.pull(to_caller(ids[at : at + step], table.definition.id_dtype))
+        rows, _ = table.pull_known(ids[at : at + step])
         show("exporting", min(at + step, len(ids)), len(ids))
         yield rows

@@ -164,7 +164,7 @@ def _verify(definition: TableDef, source: RowSource, show: ImportProgress) -> No
 
 def _is_there(table: Table, block: ForeignRows) -> bool:
     """Whether the table has exactly these weights already. State cannot be pulled; a row's weights and state are written as one."""
-    found, versions = table.pull(to_caller(block.ids, table.definition.id_dtype), return_versions=True)
+    found, versions = table.pull_known(block.ids)
     dtype = table.definition.dtype
     stored = to_float32(round_nearest(block.weights, dtype), dtype)
     return bool((versions != 0).all()) and found.tobytes() == np.ascontiguousarray(stored).tobytes()

@@ -253,13 +253,24 @@ class Table:
             page[at : at + _EXPORTED_AT_ONCE] for page in shards.questions.ids(self.name) for at in range(0, len(page), _EXPORTED_AT_ONCE)
         )
         for ids in pages:
-            request = prepare_pull(self._definition, to_caller(ids, self._definition.id_dtype), minus_one=True)
-            (pulled,) = self._shared.pull([request], None, versions=True)
-            rows, versions = pulled.rows, pulled.versions
+            rows, versions = self.pull_known(ids)
             exists = versions != 0
             kept_ids.append(ids[exists])
             kept_rows.append(rows[exists])
         return to_caller(np.concatenate(kept_ids), self._definition.id_dtype), np.concatenate(kept_rows)
+
+    def pull_known(self, ids: NDArray[np.uint64]) -> tuple[NDArray[np.float32], NDArray[np.uint64]]:
+        """Read rows of ids that come from the cluster itself, or a checked file: no padding is among them, and -1 is an id like any other.
+
+        Args:
+            ids: the 64 bits of each, uint64 [n].
+
+        Returns:
+            (float32 [n, dim] rows, uint64 [n] versions, 0 where a row does not exist).
+        """
+        request = prepare_pull(self._definition, to_caller(ids, self._definition.id_dtype), minus_one=True)
+        (pulled,) = self._shared.pull([request], None, versions=True)
+        return pulled.rows, pulled.versions
 
     def steps(self, timeout_s: float | None = None) -> int:
         """Return how often the optimizer was applied to the table, on the shard where that is most.

@@ -13,7 +13,7 @@ import kvemb
 from kvemb.api import Cluster
 from kvemb.api.table import Table
 from kvemb.arrays.rounding import round_nearest, to_float32
-from kvemb.errors import ForeignRowsError, InvalidInputError, KvembError
+from kvemb.errors import ForeignRowsError, InvalidInputError, KvembError, ShardUnavailableError
 from kvemb.foreign import foreign_rows
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
@@ -180,6 +180,33 @@ def test_an_import_that_was_broken_off_goes_on_and_ends_with_the_same_rows(clust
     assert cluster.import_rows(table.name, tmp_path / "rows.npy", resume=True).n_found == N
 
 
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("kind", one_of("memcached", "redis"))
+def test_a_shard_killed_under_an_import_keeps_what_it_took_and_the_import_done_again_ends_with_all_rows(
+    kind: str, require_server: Callable[[str], str], tmp_path: Path
+) -> None:
+    ids, rows = ids_of(N), rows_of()
+    columns = {"id": ids, "weights": list(rows), "sums": list(np.abs(rows))}
+    parquet.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    with start(kind, require_server) as local, kvemb.connect(local.url) as cluster:
+        table = new_table(cluster, DIM, optimizer=kvemb.optim.adagrad())
+
+        def kill(what: str, done: int, total: int) -> None:
+            if what == "importing" and local.shards[1].poll() is None and done > 100:
+                local.shards[1].kill()
+
+        with pytest.raises(ShardUnavailableError):
+            cluster.import_rows(table.name, tmp_path / "rows.parquet", state="sums", timeout_s=3.0, progress=kill)
+        local.start_shard(1)
+        assert cluster.import_rows(table.name, tmp_path / "rows.parquet", state="sums", resume=True).n_found > 100
+        assert len(table) == N
+        assert table.pull(ids).tobytes() == rows.tobytes()
+        assert stored_state(cluster, table, ids).tobytes() == np.abs(rows).tobytes()
+        table.push(ids, np.zeros((N, DIM)))  # rows that were journaled with state are applied to, and found as the index has them
+        table.flush()
+        assert table.pull(ids).tobytes() == rows.tobytes()
+
+
 def test_each_block_has_the_time_that_the_caller_gives(cluster: Cluster) -> None:
     table = new_table(cluster, DIM)
     with pytest.raises(KvembError) as raised:
@@ -297,12 +324,16 @@ def test_an_exported_table_comes_back_bit_for_bit(cluster: Cluster, tmp_path: Pa
         pytest.importorskip("torch")
     table, other = (new_table(cluster, DIM, dtype=dtype, id_dtype=id_dtype) for _ in range(2))
     ids = ids_of(N).view(id_dtype)
+    ids[0] = -1 if id_dtype == "int64" else 2**64 - 1  # of a hash it is an id like any other
     table.assign(ids, rows_of())
+    for one in (table, other):
+        one.allow_minus_one()
     more = {"ids": str(tmp_path / "ids.npy")} if ending == "npy" else {}
     shown: list[tuple[int, int]] = []
     done = cluster.export_rows(table.name, tmp_path / f"t.{ending}", progress=lambda what, n, total: shown.append((n, total)), **more)
     assert (done.n_rows, shown[-1], len(shown) > 1) == (N, (N, N), True)
     assert cluster.import_rows(other.name, tmp_path / f"t.{ending}", **more).n_rows == N
+    assert cluster.import_rows(other.name, tmp_path / f"t.{ending}", resume=True, **more).n_found == N
     assert other.pull(ids).tobytes() == table.pull(ids).tobytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([f"t.{ending}", *(["ids.npy"] if more else [])])
 

@@ -57,7 +57,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_table_is_exported_to_a_checkpoint_and_comes_back_bit_for_bit(cluster: Cluster, tmp_path: Path, dtype: str) -> None:
-    ids = np.arange(N) * 7 - 50
+    ids = np.arange(N) * 7 - 52
     for name in ("there", "back"):
         cluster.create_table(f"{name}-{dtype}", dim=3, dtype=dtype, optimizer=kvemb.optim.sgd(), initializer=kvemb.init.zeros())
     cluster.table(f"there-{dtype}").assign(ids, ROWS)
