@@ -39,6 +39,13 @@ def cluster(running: LocalCluster) -> Iterator[Cluster]:
         yield opened
 
 
+@pytest.fixture(scope="module")
+def redis(require_server: Callable[[str], str]) -> Iterator[Cluster]:
+    """Of what files hold, one storage tells as much as another."""
+    with start("redis", require_server) as local, kvemb.connect(local.url) as opened:
+        yield opened
+
+
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 64 rows of a table without state, so that a file has many."""
@@ -75,10 +82,10 @@ def test_row_i_of_an_npy_is_id_i(cluster: Cluster, tmp_path: Path, num_ids: int 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("given", ["float64", "float16", "float32", "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_rows_of_any_dtype_become_the_table_s(cluster: Cluster, tmp_path: Path, given: str, dtype: str) -> None:
-    table, rows = new_table(cluster, DIM, dtype=dtype), (rows_of() * 20).astype(given)
+def test_rows_of_any_dtype_become_the_table_s(redis: Cluster, tmp_path: Path, given: str, dtype: str) -> None:
+    table, rows = new_table(redis, DIM, dtype=dtype), (rows_of() * 20).astype(given)
     np.save(tmp_path / "rows.npy", rows)
-    cluster.import_rows(table.name, str(tmp_path / "rows.npy"))
+    redis.import_rows(table.name, str(tmp_path / "rows.npy"))
     expected = to_float32(round_nearest(rows.astype(np.float32), dtype), dtype)
     assert table.pull(np.arange(N)).tobytes() == expected.tobytes()
 
@@ -96,13 +103,13 @@ def test_ids_and_state_of_npy_are_files_of_their_own(cluster: Cluster, tmp_path:
     assert not stored_state(cluster, table, ids).any(), "without state it begins anew"
 
 
-def test_text_ids_are_hashed_as_hash_ids_does(cluster: Cluster, tmp_path: Path) -> None:
+def test_text_ids_are_hashed_as_hash_ids_does(redis: Cluster, tmp_path: Path) -> None:
     rows, words = rows_of(), np.array([f"wörd{i}" for i in range(N)])
     np.save(tmp_path / "rows.npy", rows)
     np.save(tmp_path / "ids.npy", words)
     for id_dtype in ("int64", "uint64"):
-        table = new_table(cluster, DIM, id_dtype=id_dtype)
-        cluster.import_rows(table.name, str(tmp_path / "rows.npy"), ids=str(tmp_path / "ids.npy"))
+        table = new_table(redis, DIM, id_dtype=id_dtype)
+        redis.import_rows(table.name, str(tmp_path / "rows.npy"), ids=str(tmp_path / "ids.npy"))
         assert table.pull(kvemb.hash_ids(words).view(id_dtype)).tobytes() == rows.tobytes()
 
 
@@ -111,21 +118,21 @@ def test_text_ids_are_hashed_as_hash_ids_does(cluster: Cluster, tmp_path: Path) 
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("kind", ["list", "large_list", "fixed"])
-def test_parquet_of_lists_is_read(cluster: Cluster, tmp_path: Path, kind: str) -> None:
-    table, ids, rows = new_table(cluster, DIM), ids_of(N), rows_of()
+def test_parquet_of_lists_is_read(redis: Cluster, tmp_path: Path, kind: str) -> None:
+    table, ids, rows = new_table(redis, DIM), ids_of(N), rows_of()
     of = {"list": pa.list_(pa.float32()), "large_list": pa.large_list(pa.float32()), "fixed": pa.list_(pa.float32(), DIM)}[kind]
     parquet.write_table(pa.table({"user": ids, "e": pa.array(list(rows), of)}), tmp_path / "a.parquet", row_group_size=130)
-    cluster.import_rows(table.name, tmp_path / "a.parquet", ids="user", weights="e")
+    redis.import_rows(table.name, tmp_path / "a.parquet", ids="user", weights="e")
     assert table.pull(ids).tobytes() == rows.tobytes()
 
 
-def test_a_folder_of_parquet_is_read_and_text_ids_hashed(cluster: Cluster, tmp_path: Path) -> None:
-    table, rows, words = new_table(cluster, DIM), rows_of(), [f"w{i}" for i in range(N)]
+def test_a_folder_of_parquet_is_read_and_text_ids_hashed(redis: Cluster, tmp_path: Path) -> None:
+    table, rows, words = new_table(redis, DIM), rows_of(), [f"w{i}" for i in range(N)]
     (tmp_path / "_SUCCESS").touch()
     for name, part in {"part-1": slice(0, 300), "part-2": slice(300, N)}.items():
         id_column = pa.array(words[part]).dictionary_encode()
         parquet.write_table(pa.table({"id": id_column, "weights": list(rows[part])}), tmp_path / f"{name}.parquet")
-    assert cluster.import_rows(table.name, tmp_path).n_rows == N
+    assert redis.import_rows(table.name, tmp_path).n_rows == N
     assert table.pull(kvemb.hash_ids(words)).tobytes() == rows.tobytes()
 
 
@@ -207,10 +214,10 @@ def test_a_shard_killed_under_an_import_keeps_what_it_took_and_the_import_done_a
         assert table.pull(ids).tobytes() == rows.tobytes()
 
 
-def test_each_block_has_the_time_that_the_caller_gives(cluster: Cluster) -> None:
-    table = new_table(cluster, DIM)
+def test_each_block_has_the_time_that_the_caller_gives(redis: Cluster) -> None:
+    table = new_table(redis, DIM)
     with pytest.raises(KvembError) as raised:
-        cluster.import_rows(table.name, (ids_of(N), rows_of()), timeout_s=1e-6)
+        redis.import_rows(table.name, (ids_of(N), rows_of()), timeout_s=1e-6)
     assert "import with resume goes on" in raised.value.__notes__[0]
 
 
@@ -247,20 +254,20 @@ def with_nan(rows: np.ndarray) -> np.ndarray:
         (rows_of().astype(complex), "expected numbers"),
     ],
 )
-def test_a_wrong_npy_is_refused_before_anything_is_written(cluster: Cluster, tmp_path: Path, rows: np.ndarray, message: str) -> None:
-    table = new_table(cluster, DIM, num_ids=N)
+def test_a_wrong_npy_is_refused_before_anything_is_written(redis: Cluster, tmp_path: Path, rows: np.ndarray, message: str) -> None:
+    table = new_table(redis, DIM, num_ids=N)
     np.save(tmp_path / "rows.npy", rows)
     with pytest.raises(ForeignRowsError, match=message):
-        cluster.import_rows(table.name, tmp_path / "rows.npy")
+        redis.import_rows(table.name, tmp_path / "rows.npy")
     assert len(table) == 0
 
 
 @pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"x", lambda data: data[:40], lambda data: b""])
 @pytest.mark.parametrize("name", ["rows.npy", "rows.parquet"])
 def test_a_damaged_file_is_refused_before_anything_is_written(
-    cluster: Cluster, tmp_path: Path, name: str, change: Callable[[bytes], bytes]
+    redis: Cluster, tmp_path: Path, name: str, change: Callable[[bytes], bytes]
 ) -> None:
-    table = new_table(cluster, DIM)
+    table = new_table(redis, DIM)
     path = tmp_path / name
     if name == "rows.npy":
         np.save(path, rows_of())
@@ -268,7 +275,7 @@ def test_a_damaged_file_is_refused_before_anything_is_written(
         parquet.write_table(pa.table({"id": ids_of(N), "weights": list(rows_of())}), path)
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(ForeignRowsError, match=name):
-        cluster.import_rows(table.name, path)
+        redis.import_rows(table.name, path)
     assert len(table) == 0
 
 
@@ -286,29 +293,29 @@ def test_a_damaged_file_is_refused_before_anything_is_written(
     ],
 )
 def test_wrong_columns_are_refused_before_anything_is_written(
-    cluster: Cluster, tmp_path: Path, columns: dict[str, list[object]], message: str
+    redis: Cluster, tmp_path: Path, columns: dict[str, list[object]], message: str
 ) -> None:
-    table = new_table(cluster, DIM)
+    table = new_table(redis, DIM)
     parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
     with pytest.raises(ForeignRowsError, match=message):
-        cluster.import_rows(table.name, tmp_path / "a.parquet")
+        redis.import_rows(table.name, tmp_path / "a.parquet")
     assert len(table) == 0
 
 
-def test_what_is_not_there_is_said(cluster: Cluster, tmp_path: Path) -> None:
-    table = new_table(cluster, DIM)
+def test_what_is_not_there_is_said(redis: Cluster, tmp_path: Path) -> None:
+    table = new_table(redis, DIM)
     for url, error, message in (
         (tmp_path / "none.npy", ForeignRowsError, "none.npy"),
         (tmp_path / "rows.xyz", InvalidInputError, "which format"),
         (tmp_path, ForeignRowsError, "has no files"),
     ):
         with pytest.raises(error, match=message):
-            cluster.import_rows(table.name, url)
+            redis.import_rows(table.name, url)
     with pytest.raises(InvalidInputError, match="format is 'odd'"):
-        cluster.import_rows(table.name, "a.npy", format="odd")
+        redis.import_rows(table.name, "a.npy", format="odd")
     np.save(tmp_path / "rows.npy", rows_of())
     with pytest.raises(InvalidInputError, match="has no state"):
-        cluster.import_rows(table.name, tmp_path / "rows.npy", state=str(tmp_path / "rows.npy"))
+        redis.import_rows(table.name, tmp_path / "rows.npy", state=str(tmp_path / "rows.npy"))
 
 
 # --- exported, and imported again ---------------------------------------------------------------------------------------------------
@@ -319,10 +326,10 @@ FORMATS_BACK = ["safetensors", "parquet", "pt", "npy"]
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("ending", FORMATS_BACK)
 @pytest.mark.parametrize(("dtype", "id_dtype"), [("float32", "int64"), ("float16", "uint64"), ("bfloat16", "int64")])
-def test_an_exported_table_comes_back_bit_for_bit(cluster: Cluster, tmp_path: Path, ending: str, dtype: str, id_dtype: str) -> None:
+def test_an_exported_table_comes_back_bit_for_bit(redis: Cluster, tmp_path: Path, ending: str, dtype: str, id_dtype: str) -> None:
     if ending == "pt":
         pytest.importorskip("torch")
-    table, other = (new_table(cluster, DIM, dtype=dtype, id_dtype=id_dtype) for _ in range(2))
+    table, other = (new_table(redis, DIM, dtype=dtype, id_dtype=id_dtype) for _ in range(2))
     ids = ids_of(N).view(id_dtype)
     ids[0] = -1 if id_dtype == "int64" else 2**64 - 1  # of a hash it is an id like any other
     table.assign(ids, rows_of())
@@ -330,10 +337,10 @@ def test_an_exported_table_comes_back_bit_for_bit(cluster: Cluster, tmp_path: Pa
         one.allow_minus_one()
     more = {"ids": str(tmp_path / "ids.npy")} if ending == "npy" else {}
     shown: list[tuple[int, int]] = []
-    done = cluster.export_rows(table.name, tmp_path / f"t.{ending}", progress=lambda what, n, total: shown.append((n, total)), **more)
+    done = redis.export_rows(table.name, tmp_path / f"t.{ending}", progress=lambda what, n, total: shown.append((n, total)), **more)
     assert (done.n_rows, shown[-1], len(shown) > 1) == (N, (N, N), True)
-    assert cluster.import_rows(other.name, tmp_path / f"t.{ending}", **more).n_rows == N
-    assert cluster.import_rows(other.name, tmp_path / f"t.{ending}", resume=True, **more).n_found == N
+    assert redis.import_rows(other.name, tmp_path / f"t.{ending}", **more).n_rows == N
+    assert redis.import_rows(other.name, tmp_path / f"t.{ending}", resume=True, **more).n_found == N
     assert other.pull(ids).tobytes() == table.pull(ids).tobytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([f"t.{ending}", *(["ids.npy"] if more else [])])
 
@@ -346,21 +353,21 @@ def test_a_dense_table_is_one_npy_and_rows_that_do_not_exist_are_as_pulls_give_t
     assert np.load(tmp_path / "t.data").tobytes() == table.pull(np.arange(N)).tobytes()
 
 
-def test_other_programs_read_what_was_exported(cluster: Cluster, tmp_path: Path) -> None:
-    table = new_table(cluster, DIM)
+def test_other_programs_read_what_was_exported(redis: Cluster, tmp_path: Path) -> None:
+    table = new_table(redis, DIM)
     table.assign(np.arange(N), rows_of())
-    cluster.export_rows(table.name, tmp_path / "t.parquet")
+    redis.export_rows(table.name, tmp_path / "t.parquet")
     columns = parquet.read_table(tmp_path / "t.parquet")
     assert columns["id"].to_pylist() == list(range(N))
     assert np.array(columns["weights"].to_pylist(), np.float32).tobytes() == rows_of().tobytes()
     torch = pytest.importorskip("torch")
-    cluster.export_rows(table.name, tmp_path / "t.pt")
+    redis.export_rows(table.name, tmp_path / "t.pt")
     held = torch.load(tmp_path / "t.pt", weights_only=True)
     assert (held["id"].tolist(), held["weights"].numpy().tobytes()) == (list(range(N)), rows_of().tobytes())
 
 
-def test_what_cannot_be_exported_is_refused_and_leaves_the_older_file(cluster: Cluster, tmp_path: Path) -> None:
-    table = new_table(cluster, DIM)
+def test_what_cannot_be_exported_is_refused_and_leaves_the_older_file(redis: Cluster, tmp_path: Path) -> None:
+    table = new_table(redis, DIM)
     table.assign(np.arange(3), rows_of(3))
     for url, more, message in (
         ("t.vec", {}, "word vectors are words"),
@@ -369,18 +376,18 @@ def test_what_cannot_be_exported_is_refused_and_leaves_the_older_file(cluster: C
         ("t.xyz", {}, "which format"),
     ):
         with pytest.raises(InvalidInputError, match=message):
-            cluster.export_rows(table.name, tmp_path / url, **more)
+            redis.export_rows(table.name, tmp_path / url, **more)
     (tmp_path / "t.parquet").write_text("older")
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cluster.export_rows(table.name, tmp_path / "t.parquet", progress=stop)
+        redis.export_rows(table.name, tmp_path / "t.parquet", progress=stop)
     assert [path.name for path in tmp_path.iterdir()] == ["t.parquet"]
     assert (tmp_path / "t.parquet").read_text() == "older"
     with pytest.raises(ForeignRowsError, match="cannot be written"):
-        cluster.export_rows(table.name, tmp_path / "t.parquet" / "below.parquet")
+        redis.export_rows(table.name, tmp_path / "t.parquet" / "below.parquet")
 
 
 # --- the command --------------------------------------------------------------------------------------------------------------------
