@@ -391,7 +391,8 @@ class Cluster:
             source: a path or any fsspec URL. Or (ids, weights) or (ids, weights, state) as arrays, or any iterable of such blocks: of
                 an id that comes again the later row holds, and no block is looked at before its turn.
             ids: which array of the file holds the ids, integers or text, which is hashed as by `kvemb.hash_ids`. Unless given, it is
-                that named "id"; where there is none, row i is id i. Of npy all names are those of further files.
+                that named "id"; where there is none, row i is id i, unless a Parquet file has other columns that could be ids. Of npy all
+                names are those of further files.
             weights: which array holds the rows; unless given, that named "weights", or the only one with two axes.
             state: which arrays hold the optimizer's state: one for all of it, or by the name of the field (`exp_avg`). Without, the
                 rows' state begins anew.

@@ -30,7 +30,7 @@ def import_command(args: argparse.Namespace) -> int:
             print("".join(f"{note}\n" for note in getattr(error, "__notes__", ())), end="", file=sys.stderr)
             raise
     found = f", {done.n_found:,} of them there already" if done.n_found else ""
-    rate = (done.n_rows - done.n_found) / max(done.seconds, 1e-9)
+    rate = done.n_rows / max(done.seconds, 1e-9)
     print(f"imported {n_of(done.n_rows, 'row')} into table {args.table!r}{found}, in {done.seconds:.1f} s ({rate:,.0f} rows/s)")
     return 0
 

@@ -43,6 +43,8 @@ class ParquetRows:
             with ForeignFile(url) as file, translated(file.where), closing(_parquet(file)) as parquet:
                 self.where = file.where
                 self._names = names.choose(_shapes(parquet.schema_arrow), self.where)
+                if self._names.ids is None:
+                    _refuse_unnamed_ids(parquet.schema_arrow, self.where)
                 self.n_rows += parquet.metadata.num_rows
 
     def blocks(self) -> Iterator[ForeignRows]:
@@ -88,6 +90,15 @@ def _shapes(schema: Any) -> dict[str, list[int]]:
     types = require_extra("pyarrow").types
     lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
     return {field.name: [-1, getattr(field.type, "list_size", -1)] if any(is_(field.type) for is_ in lists) else [-1] for field in schema}
+
+
+def _refuse_unnamed_ids(schema: Any, where: str) -> None:
+    """Refuse to number the rows of a file that has ids under another name: they would be other rows."""
+    types = require_extra("pyarrow").types
+    kinds = (types.is_integer, types.is_string, types.is_large_string, types.is_dictionary)
+    found = [repr(field.name) for field in schema if any(is_(field.type) for is_ in kinds)]
+    if found:
+        raise ForeignRowsError(f"{where}: say which column holds the ids (ids=): {' or '.join(found)}? Without such a column row i is id i")
 
 
 def _id_array(column: Any) -> NDArray[Any]:

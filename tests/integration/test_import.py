@@ -289,6 +289,7 @@ def test_a_damaged_file_is_refused_before_anything_is_written(
         ({"id": [1, None], "weights": [[1.0] * DIM] * 2}, "ids are missing"),
         ({"id": [1.5, 2.0], "weights": [[1.0] * DIM] * 2}, "expected integers or text"),
         ({"id": [7, 7], "weights": [[1.0] * DIM] * 2}, "id 7 stands twice"),
+        ({"user_id": ["a", "b"], "w": [[1.0] * DIM] * 2}, "say which column holds the ids .*'user_id'"),
         ({"id": [7, 8], "w": [[1.0] * DIM] * 2, "x": [[1.0] * DIM] * 2}, "which array holds the weights"),
     ],
 )
