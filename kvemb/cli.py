@@ -142,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     drop.add_argument("--yes", action="store_true", help="do it; without, only say how many rows there are")
     drop.set_defaults(run=_runs("table_commands", "drop_command"))
     _add_checkpoint_verbs(verbs)
+    _add_foreign_verbs(verbs)
     _add_move_verbs(verbs)
     add_plan(verbs).set_defaults(run=_runs("plan_command", "plan_command"))
     add_bench(verbs).set_defaults(run=_runs("bench_command", "bench_command"))
@@ -201,6 +202,28 @@ def _add_checkpoint_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentPa
         "--keep", type=_count, required=True, metavar="N", help="how many of the newest to keep, and their bases; exports count apart"
     )
     prune.add_argument("--dry-run", action="store_true", help="only say which would be deleted")
+
+
+def _add_foreign_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    bring = verbs.add_parser("import", help="set rows of a table from a file of another program; a row that is there is written over")
+    takes_config(bring)
+    bring.add_argument("table", help="its name")
+    bring.add_argument("url", help="path or URL of the file, or of a folder of Parquet files")
+    bring.add_argument("--format", default="", help="of the file, where its ending does not tell")
+    bring.add_argument("--ids", metavar="NAME", help="its array of ids (default: that named id; else row i is id i)")
+    bring.add_argument("--weights", metavar="NAME", help="its array of rows (default: that named weights, or the only one with two axes)")
+    bring.add_argument(
+        "--state", action="append", default=[], metavar="[FIELD=]NAME", help="its array of the optimizer's state, or of one field of it"
+    )
+    bring.add_argument("--resume", action="store_true", help="go on behind the rows that the table has already")
+    bring.set_defaults(run=_runs("foreign_commands", "import_command"))
+    give = verbs.add_parser("export", help="write the rows of a table into a file that other programs read")
+    takes_config(give)
+    give.add_argument("table", help="its name")
+    give.add_argument("url", help="path or URL of the file: .npy, .safetensors, .parquet, .pt")
+    give.add_argument("--format", default="", help="of the file, where its ending does not tell")
+    give.add_argument("--ids", metavar="URL", help="of npy: a further file for the ids")
+    give.set_defaults(run=_runs("foreign_commands", "export_command"))
 
 
 def _checkpoint_verb(

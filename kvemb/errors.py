@@ -192,6 +192,10 @@ class CheckpointError(KvembError):
     """A checkpoint is missing, unfinished, damaged, or does not fit here; the message names the file. The cluster was left as it was."""
 
 
+class ForeignRowsError(KvembError, ValueError):
+    """Rows of another program are missing, damaged, or do not fit the table; the message names the file. No row of it was set."""
+
+
 class MessageError(KvembError, ValueError):
     """A message is malformed, truncated, oversized or of another protocol version. Nothing of it was used."""
 

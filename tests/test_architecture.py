@@ -53,6 +53,7 @@ ROOMS = {
         {"kvemb.datapath", "kvemb.local_cluster", "kvemb.stores.redis_server"},
         {"kvemb.client", "kvemb.stores.redis_cluster", "kvemb.stores.standalone"},
         {"kvemb.checkpoint", "kvemb.operate", "kvemb.stores.redis_cluster.scaling", "kvemb.testing"},
+        {"kvemb.foreign"},
         {"kvemb.api"},
         {"kvemb", "kvemb.commands"},
         {"kvemb.demo"},

@@ -14,6 +14,7 @@ COMPACT = "tests/integration/test_compact_tables.py"
 FAILURES = "tests/integration/test_table_failures.py"
 DISTRIBUTE = "tests/torch/test_distribute.py"
 LOCAL = "tests/integration/test_local_cluster.py"
+IMPORT = "tests/integration/test_import.py"
 SAVES = "tests/integration/test_save_load.py"
 LOADED = "tests/unit/test_checkpoint_load.py"
 PREPARE = "tests/torch/test_prepare.py"
@@ -56,6 +57,24 @@ SHOWN_BY = {
         "layout": f"{COMPACT}:test_the_buckets_of_a_compact_table_are_compact_strings_and_those_of_others_are_not",
         "exist_ok": f"{TABLE}:test_another_identity_is_refused_and_both_are_shown",
         "start_over": "tests/integration/test_drop_table.py:test_start_over_drops_what_there_is_and_creates_anew",
+    },
+    "kvemb/api/cluster.py:Cluster.import_rows": {
+        "table": f"{IMPORT}:test_row_i_of_an_npy_is_id_i",
+        "source": f"{IMPORT}:test_row_i_of_an_npy_is_id_i",
+        "ids": f"{IMPORT}:test_ids_and_state_of_npy_are_files_of_their_own",
+        "weights": f"{IMPORT}:test_parquet_of_lists_is_read",
+        "state": f"{IMPORT}:test_ids_and_state_of_npy_are_files_of_their_own",
+        "format": f"{IMPORT}:test_the_command_imports_and_resumes",
+        "resume": f"{IMPORT}:test_an_import_that_was_broken_off_goes_on_and_ends_with_the_same_rows",
+        "timeout_s": f"{IMPORT}:test_each_block_has_the_time_that_the_caller_gives",
+        "progress": f"{IMPORT}:test_an_import_that_was_broken_off_goes_on_and_ends_with_the_same_rows",
+    },
+    "kvemb/api/cluster.py:Cluster.export_rows": {
+        "table": f"{IMPORT}:test_an_exported_table_comes_back_bit_for_bit",
+        "url": f"{IMPORT}:test_an_exported_table_comes_back_bit_for_bit",
+        "format": f"{IMPORT}:test_a_dense_table_is_one_npy_and_rows_that_do_not_exist_are_as_pulls_give_them",
+        "ids": f"{IMPORT}:test_an_exported_table_comes_back_bit_for_bit",
+        "progress": f"{IMPORT}:test_an_exported_table_comes_back_bit_for_bit",
     },
     "kvemb/api/cluster.py:Cluster.save": {
         "url": SAVED,

@@ -6,7 +6,8 @@ What must not live here: the work of a verb (kvemb.datapath, kvemb.client, kvemb
 
 from __future__ import annotations  # help() shows types as they are written here
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +31,8 @@ from kvemb.schema.table_def import TableDef, check_table_name
 from kvemb.stores.store import Store
 
 if TYPE_CHECKING:
+    from kvemb.api.row_export import ExportProgress, ExportResult
+    from kvemb.api.row_import import ImportProgress, ImportResult, RowArrays
     from kvemb.checkpoint.load import LoadProgress, LoadResult
     from kvemb.checkpoint.save import SaveProgress, SaveResult
     from kvemb.client.ack import Ack
@@ -364,6 +367,84 @@ class Cluster:
         loading = Loading(servers, self._shared.store, self._tables.definitions(), self._config.storage.timeout_s)
         with self._shared.changes.change():
             return load(loading, url, stall_timeout_s=stall_timeout_s, progress=progress)
+
+    def import_rows(
+        self,
+        table: str,
+        source: str | os.PathLike[str] | RowArrays | Iterable[RowArrays],
+        *,
+        ids: str | None = None,
+        weights: str | None = None,
+        state: str | Mapping[str, str] | None = None,
+        format: str = "",
+        resume: bool = False,
+        timeout_s: float | None = None,
+        progress: ImportProgress | None = None,
+    ) -> ImportResult:
+        """Set rows of a table from a file of another program, or from arrays; see docs/id-lifecycle.md.
+
+        A file is verified first, all of it: a file that is damaged, or does not fit, changes nothing. Then rows are assigned, block by
+        block. Rows of other ids stay as they are.
+
+        Args:
+            table: its name; it exists.
+            source: a path or any fsspec URL. Or (ids, weights) or (ids, weights, state) as arrays, or any iterable of such blocks: of
+                an id that comes again the later row holds, and no block is looked at before its turn.
+            ids: which array of the file holds the ids, integers or text, which is hashed as by `kvemb.hash_ids`. Unless given, it is
+                that named "id"; where there is none, row i is id i, unless a Parquet file has other columns that could be ids. Of npy all
+                names are those of further files.
+            weights: which array holds the rows; unless given, that named "weights", or the only one with two axes.
+            state: which arrays hold the optimizer's state: one for all of it, or by the name of the field (`exp_avg`). Without, the
+                rows' state begins anew.
+            format: of the file, where its ending does not tell.
+            resume: leave out the first blocks as far as the table has their weights already.
+            timeout_s: of each block; as of `Table.assign`.
+            progress: called now and then with (name of the phase, rows done, rows in all).
+
+        Raises:
+            ForeignRowsError: the file is missing, damaged, or does not fit the table; nothing was changed.
+            InvalidInputError: names, or the format, are wrong; nothing was changed.
+            ConfigError: a library that reads the format is not installed.
+            ParameterServerError: blocks before this one are set, of this one some rows may be. Import again, or with resume.
+        """
+        from kvemb.api.row_import import import_rows
+        from kvemb.foreign.foreign_rows import ArrayNames
+
+        names = ArrayNames(ids, weights, state)
+        return import_rows(self.table(table), source, names, file_format=format, resume=resume, timeout_s=timeout_s, progress=progress)
+
+    def export_rows(
+        self,
+        table: str,
+        url: str | os.PathLike[str],
+        *,
+        format: str = "",
+        ids: str | None = None,
+        progress: ExportProgress | None = None,
+    ) -> ExportResult:
+        """Write the rows of a table into a file that other programs read, and `import_rows` too; see docs/id-lifecycle.md.
+
+        The file has the ids as "id", ascending, and the weights as "weights". Training may go on meanwhile, so this is no snapshot; a row
+        that is erased meanwhile is written as a pull gives it. The optimizer's state is not written: `save` does that.
+
+        Args:
+            table: its name.
+            url: a path or any fsspec URL; an older file is replaced. It ends in .npy, .safetensors, .parquet or .pt, or is, with
+                format="tensorflow", a checkpoint's prefix.
+            format: of the file, where its ending does not tell.
+            ids: of npy, a further file for the ids. Without, a table with num_ids is written whole: row i is id i, rows that do not exist
+                are as a pull gives them.
+            progress: called now and then with (name of the phase, rows done, rows in all).
+
+        Raises:
+            InvalidInputError: the format is not known, or does not take the table's ids; nothing was written.
+            ForeignRowsError: the file cannot be written; an older one is untouched.
+            ConfigError: a library that writes the format is not installed.
+        """
+        from kvemb.api.row_export import export_rows
+
+        self._shared.require_shards("export_rows")
+        return export_rows(self.table(table), os.fspath(url), file_format=format, ids=ids, progress=progress)
 
     def close(self) -> None:
         """Wait until pushes are accepted and released steps are in storage; then tell the shards and close every connection.

@@ -204,12 +204,14 @@ class Table:
             return self._hyper
         return self._definition.optimizer.check_hyper({**self._hyper, **values})
 
-    def assign(self, ids: ArrayLike, rows: ArrayLike, *, timeout_s: float | None = None) -> None:
+    def assign(self, ids: ArrayLike, rows: ArrayLike, *, state: ArrayLike | None = None, timeout_s: float | None = None) -> None:
         """Set weights, and create the rows that do not exist. Return when every client's pulls see them.
 
         Args:
             ids: any integer array, each id once.
             rows: floats [*ids.shape, dim], finite; rounded to the table's storage dtype.
+            state: the optimizer's, floats [*ids.shape, s]: the fields of `definition.optimizer.state_fields()`, one behind the other.
+                Unless given, each row's state begins anew, as that of a row which was never pushed.
             timeout_s: of the whole call; unless given, `away_timeout_s` for every message of 16 MB to a shard.
 
         Raises:
@@ -217,7 +219,7 @@ class Table:
             ParameterServerError: some rows may have been set, or may still be; assigning again is fine.
         """
         shards = self._shared.require_shards("assign")
-        prepared = prepare_assign(self._definition, ids, rows)
+        prepared = prepare_assign(self._definition, ids, rows, state)
         with self._shared.changes.change():
             shards.assign(prepared, timeout_s)
 
@@ -251,13 +253,24 @@ class Table:
             page[at : at + _EXPORTED_AT_ONCE] for page in shards.questions.ids(self.name) for at in range(0, len(page), _EXPORTED_AT_ONCE)
         )
         for ids in pages:
-            request = prepare_pull(self._definition, to_caller(ids, self._definition.id_dtype), minus_one=True)
-            (pulled,) = self._shared.pull([request], None, versions=True)
-            rows, versions = pulled.rows, pulled.versions
+            rows, versions = self.pull_known(ids)
             exists = versions != 0
             kept_ids.append(ids[exists])
             kept_rows.append(rows[exists])
         return to_caller(np.concatenate(kept_ids), self._definition.id_dtype), np.concatenate(kept_rows)
+
+    def pull_known(self, ids: NDArray[np.uint64]) -> tuple[NDArray[np.float32], NDArray[np.uint64]]:
+        """Read rows of ids that come from the cluster itself, or a checked file: no padding is among them, and -1 is an id like any other.
+
+        Args:
+            ids: the 64 bits of each, uint64 [n].
+
+        Returns:
+            (float32 [n, dim] rows, uint64 [n] versions, 0 where a row does not exist).
+        """
+        request = prepare_pull(self._definition, to_caller(ids, self._definition.id_dtype), minus_one=True)
+        (pulled,) = self._shared.pull([request], None, versions=True)
+        return pulled.rows, pulled.versions
 
     def steps(self, timeout_s: float | None = None) -> int:
         """Return how often the optimizer was applied to the table, on the shard where that is most.

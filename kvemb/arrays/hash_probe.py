@@ -36,7 +36,8 @@ class Homes:
     """Says in which bucket the probes for an id begin: buckets ascend with the hashes, so that a range of hashes is a range of the table.
 
     A shard has the rows of some slots alone, which are ranges of hashes. So hashes are cut into cells, and only cells with rows have
-    buckets, all equally many; without `starts` all have.
+    buckets, all equally many; without `starts` all have. Where neighbouring ids share a page, slots have a few pages each, some many more
+    than others: there a cell has buckets by the number of its rows.
 
     Args:
         order: of the ids.
@@ -54,16 +55,18 @@ class Homes:
     def made_for(order: KeyOrder, n_buckets: int, ids: Iterable[Ids]) -> "Homes":
         """Spread ids over a table: blocks of uint64 [n] each."""
         bits = min(_MOST_CELL_BITS, (n_buckets // _CELL_BUCKETS).bit_length() - 1)
-        used = np.zeros(1 << bits, bool)
+        counts = np.zeros(1 << bits, np.int64)  # [cells]: rows of each
         for some in ids:
-            used[order.hashes(some) >> np.uint64(64 - bits)] = True
-        n_used = int(np.count_nonzero(used))
-        if not n_used or n_used >= _NEARLY_ALL * len(used):
+            counts += np.bincount(order.hashes(some) >> np.uint64(64 - bits), minlength=len(counts))
+        if order.ids_per_group == 1:  # then a cell's rows are as many as another's, or none
+            np.minimum(counts, 1, out=counts)
+        n_used = int(np.count_nonzero(counts))
+        if not n_used or (n_used >= _NEARLY_ALL * len(counts) and order.ids_per_group == 1):
             return Homes(order, n_buckets)
-        width = (n_buckets << _HASH_BITS) // n_used
-        before = np.cumsum(used, dtype=np.uint64) - used  # uint64 [cells]: so many cells before it have rows
-        starts = np.minimum(before * np.uint64(width), np.uint64((n_buckets << _HASH_BITS) - 1))
-        return Homes(order, n_buckets, starts, used * np.uint64(width >> (_HASH_BITS - bits)))
+        width = (n_buckets << _HASH_BITS) // int(counts.sum())  # of a row
+        before = np.cumsum(counts) - counts  # [cells]: rows of the cells before
+        starts = np.minimum(before.view(np.uint64) * np.uint64(width), np.uint64((n_buckets << _HASH_BITS) - 1))
+        return Homes(order, n_buckets, starts, counts.view(np.uint64) * np.uint64(width) >> np.uint64(_HASH_BITS - bits))
 
     def of(self, hashes: Words) -> tuple[Places, Words]:
         """Return the bucket of each hash (int64 [n]), and its tag, 1 to 255 (uint64 [n]); the hashes are overwritten."""

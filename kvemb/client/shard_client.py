@@ -7,6 +7,7 @@ questions that change nothing (kvemb.client.shard_questions). Thread-safe; not f
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from itertools import chain
 from typing import TypeVar
 
@@ -19,6 +20,7 @@ from kvemb.datapath.prefetched_rows import PrefetchedRows
 from kvemb.errors import SlotsMovedError
 from kvemb.net.deadline import Deadline
 from kvemb.process import interrupts
+from kvemb.process.work_ahead import work_ahead
 from kvemb.protocol.message_format import Message, TableRows
 from kvemb.protocol.messages import (
     MAX_PART_BYTES,
@@ -38,7 +40,8 @@ from kvemb.schema.table_def import TableDef
 
 M = TypeVar("M", bound=Message)
 
-_ERASE_BYTES = MAX_PART_BYTES // 4  # a row without weights is small in a message, and as much work as any
+_MESSAGE_BYTES = MAX_PART_BYTES // 2  # small enough for a shard to be at several steps of several messages at a time
+_AT_ONCE = 3  # messages to a shard: one is taken in and one journaled while one is applied
 _ANSWER_MARGIN_S = 1.0
 _MOVED_PAUSE_S = 0.02
 log = logging.getLogger("kvemb")
@@ -170,39 +173,57 @@ class ShardClient:
             self.missing.close()
 
     def _change_rows(self, method: str, rows: TableRows, reply_type: type[M], timeout_s: float | None) -> list[M]:
-        """Send each shard its rows, one message at a time; unless the caller gave a timeout, each message has the whole default time."""
+        """Send each shard its rows, a few messages ahead; unless the caller gave a timeout, each message has the whole default time."""
         deadline = self._deadline(timeout_s)
         self._session.wait_accepted(deadline)
-        limit = MAX_PART_BYTES if rows.rows.size else _ERASE_BYTES
-        queues = self._queues([rows], limit)
-        replies: list[M] = []
-        while True:
-            heads = [next(queue, None) for queue in queues]
-            if all(head is None for head in heads):
-                return replies
-            deadline = deadline if timeout_s is not None else self._deadline(None)
-            sent = {shard: head for shard, head in enumerate(heads) if head is not None}
-            requests = {shard: RowsRequest(head, _wait_s(deadline)) for shard, head in sent.items()}
-            answers = self._servers.try_each(method, requests, reply_type, deadline)
-            moved = [sent[shard] for shard, answer in answers.items() if isinstance(answer, SlotsMovedError)]
-            for answer in answers.values():
-                if isinstance(answer, Exception) and (not isinstance(answer, SlotsMovedError) or deadline.expired):
-                    raise answer
-            replies += [answer for answer in answers.values() if not isinstance(answer, Exception)]
-            if moved:  # nothing of these was taken: they, and the rows not sent yet, are routed by the map as it is now
-                time.sleep(min(_MOVED_PAUSE_S, deadline.remaining_s()))
-                self._servers.refresh_map(deadline)
-                queues = self._queues([*moved, *(piece for queue in queues for piece in queue)], limit)
 
-    def _queues(self, rows: Sequence[TableRows], limit_bytes: int) -> list[Iterator[TableRows]]:
+        def send(heads: dict[int, TableRows]) -> list[tuple[TableRows, M | Exception]]:
+            until = deadline if timeout_s is not None else self._deadline(None)
+            requests = {shard: RowsRequest(head, _wait_s(until)) for shard, head in heads.items()}
+            answers = self._servers.try_each(method, requests, reply_type, until)
+            return [(heads[shard], answer) for shard, answer in answers.items()]
+
+        replies, queues = list[M](), self._queues([rows])
+        while queues:
+            moved: list[TableRows] = []
+            ahead = rows.size_bytes > _MESSAGE_BYTES  # a small change is one message: it needs no threads
+            rounds = _rounds(queues, moved)
+            answered = work_ahead(send, rounds, n_threads=_AT_ONCE, name="kvemb-rows") if ahead else (send(heads) for heads in rounds)
+            with closing(answered):
+                for sent, answer in chain.from_iterable(answered):
+                    if isinstance(answer, SlotsMovedError) and not (timeout_s is not None and deadline.expired):
+                        moved.append(sent)
+                    elif isinstance(answer, Exception):
+                        raise answer
+                    else:
+                        replies.append(answer)
+            if not moved:
+                break
+            # Nothing of these was taken: they, and the rows not sent yet, are routed by the map as it is now.
+            pause = self._deadline(timeout_s) if timeout_s is None else deadline
+            time.sleep(min(_MOVED_PAUSE_S, pause.remaining_s()))
+            self._servers.refresh_map(pause)
+            queues = self._queues([*moved, *(piece for queue in queues for piece in queue)])
+        return replies
+
+    def _queues(self, rows: Sequence[TableRows]) -> list[Iterator[TableRows]]:
         """Distribute rows over shards, and each shard's over messages."""
         cluster_map = self._servers.cluster_map
         routed = [route(one, cluster_map) for one in rows]
         shares = [[share[shard] for share in routed] for shard in range(cluster_map.n_shards)]
-        return [chain.from_iterable(pieces(one, limit_bytes) for one in share if len(one.ids)) for share in shares]
+        return [chain.from_iterable(pieces(one, _MESSAGE_BYTES) for one in share if len(one.ids)) for share in shares]
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
         return Deadline.of_caller(self.timeout_s if timeout_s is None else timeout_s)
+
+
+def _rounds(queues: Sequence[Iterator[TableRows]], moved: Sequence[TableRows]) -> Iterator[dict[int, TableRows]]:
+    """Yield the next message to each shard, until there is none, or rows were refused because their slots have moved."""
+    while not moved:
+        heads = {shard: head for shard, head in enumerate(next(queue, None) for queue in queues) if head is not None}
+        if not heads:
+            return
+        yield heads
 
 
 def _wait_s(deadline: Deadline) -> float:

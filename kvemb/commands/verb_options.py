@@ -200,6 +200,11 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "verify": ("kvemb verify s3://bucket/run/step-1000", "kvemb verify /backups/monday --against-storage"),
     "ls": ("kvemb ls s3://bucket/run",),
     "prune": ("kvemb prune s3://bucket/run --keep 5 --dry-run", "kvemb prune s3://bucket/run --keep 5"),
+    "import": (
+        "kvemb import user s3://bucket/user.parquet --ids user_id --weights embedding",
+        "kvemb import item model.safetensors --weights item.weight --resume",
+    ),
+    "export": ("kvemb export user s3://bucket/user.parquet", "kvemb export item item.npy --ids item-ids.npy"),
     "bench": ("kvemb bench", "kvemb bench kvemb.yaml --seconds 10 --table user --batch 100000"),
     "completion": ("kvemb completion bash > ~/.local/share/bash-completion/completions/kvemb", "kvemb completion zsh > ~/.zfunc/_kvemb"),
     "plan": ("kvemb plan --ids 1e11 --dim 10 --optimizer adam --step-ids 1e6", "kvemb plan --ids 5e8 --dim 64 --optimizer sgd --json"),

@@ -15,7 +15,7 @@ from kvemb.arrays.rounding import LARGEST, round_nearest
 from kvemb.arrays.segment_sum import Groups, group_by_id
 from kvemb.errors import InvalidInputError
 from kvemb.protocol.message_format import TableRows
-from kvemb.schema.table_def import TableDef
+from kvemb.schema.table_def import MAX_DIM, TableDef
 
 
 def prepare_push(
@@ -48,7 +48,7 @@ def prepare_push(
     """
     # m: the ids as given; n: the unique ids, ascending in `groups.ids`. flat uint64 [m], rows float32 [m, dim]
     flat, shape = normalize(ids, definition.id_dtype, definition.name, definition.num_ids, minus_one=minus_one)
-    rows = _float_rows(definition, grads, shape, "grads")
+    rows = _float_rows(definition, grads, shape, "grads", definition.dim)
     groups = group_by_id(flat)
     with np.errstate(over="ignore", invalid="ignore"):  # found below, and refused by name
         sums = groups.sum(rows)  # float32 [n, dim]
@@ -61,14 +61,19 @@ def prepare_push(
     return TableRows(definition.name, definition.schema, groups.ids, sent, seen, in_force, wire_dtype, definition.placement)
 
 
-def prepare_assign(definition: TableDef, ids: ArrayLike, rows: ArrayLike) -> TableRows:
-    """Check an assign: ids unique, rows finite floats [*ids.shape, dim].
+def prepare_assign(definition: TableDef, ids: ArrayLike, rows: ArrayLike, state: ArrayLike | None = None) -> TableRows:
+    """Check an assign: ids unique, rows finite floats [*ids.shape, dim], and state the same, [*ids.shape, state values].
+
+    Returns:
+        Rows in ascending order of ids; each with its state behind the weights, if that is given.
 
     Raises:
-        InvalidInputError: otherwise.
+        InvalidInputError: otherwise; or weights and state are more values than a message takes in one row.
     """
     flat, shape = normalize(ids, definition.id_dtype, definition.name, definition.num_ids)
-    values = _float_rows(definition, rows, shape, "rows")
+    values = _float_rows(definition, rows, shape, "rows", definition.dim)
+    if state is not None:
+        values = _with_state(definition, values, state, shape)
     groups = group_by_id(flat)
     if len(groups.ids) < len(flat):  # the first id with more than one row
         twice = groups.ids[np.argmax(np.diff(groups.starts, append=len(flat)) > 1)]
@@ -90,23 +95,33 @@ def prepare_erase(definition: TableDef, ids: ArrayLike) -> TableRows:
     return TableRows(definition.name, definition.schema, unique, np.empty((len(unique), 0), np.float32), placement=definition.placement)
 
 
-def _float_rows(definition: TableDef, rows: ArrayLike, shape: tuple[int, ...], name: str) -> NDArray[np.float32]:
+def _with_state(definition: TableDef, values: NDArray[np.float32], state: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Put each row's state behind its weights: float32 [n, dim + s]."""
+    if (width := definition.dim + definition.record.state_size) > MAX_DIM:
+        raise InvalidInputError(
+            f"table {definition.name!r}: weights and state of a row are {width} values; at most {MAX_DIM} are assigned together. Leave "
+            "the state out"
+        )
+    return np.concatenate([values, _float_rows(definition, state, shape, "state", definition.record.state_size)], axis=1)
+
+
+def _float_rows(definition: TableDef, rows: ArrayLike, shape: tuple[int, ...], name: str, width: int) -> NDArray[np.float32]:
     refuse_masked(rows, f"table {definition.name!r}: {name}")
     try:
         array = np.asarray(rows)
     except (ValueError, TypeError, RuntimeError) as error:  # ragged lists; tensors that require grad
         raise InvalidInputError(f"table {definition.name!r}: {name} cannot be read as an array: {error}") from error
     if array.size == 0 and 0 in shape and array.ndim <= 1:  # [] beside []
-        array = array.reshape((*shape, definition.dim))
-    if array.shape != (*shape, definition.dim):
+        array = array.reshape((*shape, width))
+    if array.shape != (*shape, width):
         raise InvalidInputError(
-            f"table {definition.name!r}: {name} have shape {array.shape}, expected {(*shape, definition.dim)}: one row of dim "
-            f"{definition.dim} for each of the ids of shape {shape}"
+            f"table {definition.name!r}: {name} have shape {array.shape}, expected {(*shape, width)}: one row of dim "
+            f"{width} for each of the ids of shape {shape}"
         )
     if array.dtype.kind != "f":
         raise InvalidInputError(f"table {definition.name!r}: {name} have dtype {array.dtype}, expected floats")
     with np.errstate(over="ignore"):  # becomes infinity, which is refused by name
-        return array.astype(np.float32, copy=False).reshape(-1, definition.dim)
+        return array.astype(np.float32, copy=False).reshape(-1, width)
 
 
 def _to_wire(definition: TableDef, ids: NDArray[np.uint64], sums: NDArray[np.float32], wire_dtype: str) -> NDArray[Any]:

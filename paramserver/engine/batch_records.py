@@ -63,6 +63,11 @@ class FetchedRecords:
     found: NDArray[np.bool_]
     tokens: NDArray[np.uint64] | None
 
+    @staticmethod
+    def of_none(n: int, size_bytes: int) -> "FetchedRecords":
+        """Return the records of n rows of which none was found; they take no memory."""
+        return FetchedRecords(np.broadcast_to(np.zeros(size_bytes, np.uint8), (n, size_bytes)), np.zeros(n, bool), None)
+
     def take(self, which: NDArray[np.bool_] | slice) -> "FetchedRecords":
         """Return the rows where `which` (bool [n], or a slice) selects."""
         return FetchedRecords(self.records[which], self.found[which], None if self.tokens is None else self.tokens[which])

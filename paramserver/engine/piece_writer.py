@@ -14,10 +14,10 @@ from kvemb.errors import StorageError, n_of
 from kvemb.stores.row_io import WritePart, WriteResult
 from kvemb.stores.store import Store
 
-from ..model.batch import ERASE, CheckedRows
+from ..model.batch import ASSIGN, ERASE, CheckedRows
 from ..model.tables import Tables
 from ..model.transition import Replay, Timeline, new_records, records_to_write, rows_to_erase
-from .batch_records import Fetched, PreparedRows, RecordArena
+from .batch_records import Fetched, FetchedRecords, PreparedRows, RecordArena
 from .row_access import RowAccess, until_none_is_left
 from .storage_pace import CHANGED_BY_ANOTHER_WRITER, AheadOfIndex
 
@@ -94,45 +94,60 @@ class PieceWriter:
             self._erase([rows for rows in todo if len(rows.ids)], change)
             return
         self._arena.reset()
-        until_none_is_left(todo, lambda left: self._round(change, left), _many_changes)
+        looks = change.kind != ASSIGN or change.replay is not None
+        until_none_is_left(todo, lambda left: self._round(change, left, looks=looks or left is not todo), _many_changes)
 
     def forget(self, piece: Sequence[CheckedRows]) -> None:
         """Drop a piece's rows from the cache: which were written is not known. They are read again, and their versions tell."""
         for rows in piece:
             self._tables.state(rows.definition).cache.forget(rows.ids)
 
-    def _round(self, change: Change, todo: Sequence[CheckedRows]) -> list[CheckedRows]:
-        """Read, compute, write once; return the rows that met a conflict."""
+    def _round(self, change: Change, todo: Sequence[CheckedRows], *, looks: bool) -> list[CheckedRows]:
+        """Read (see `_fetch`), compute, write once; return the rows that met a conflict."""
         self.prepared = []
         self._tables.follow(self._store.nodes.cluster_map)
-        fetched = self._fetch(todo)
+        fetched = self._fetch(todo, looks=looks)
         prepared = [self._prepare(change, rows, got) for rows, got in zip(todo, fetched, strict=True)]
         computed, self._computed = self._computed, None  # only the first round begins with all rows
         if computed is not None and all(len(one.rows.ids) == len(rows.ids) for one, rows in zip(prepared, todo, strict=True)):
             computed(prepared)
         now = [one for one in prepared if len(one.rows.ids)]
         written = self._access.write([one.part for one in now])
-        conflicts = [self._settle(one, result) for one, result in zip(now, written, strict=True)]
+        conflicts = [self._settle(change.kind, one, result) for one, result in zip(now, written, strict=True)]
         if change.newest != change.version:
             self._keep_done(todo, fetched, change.version)
         self.prepared = prepared
         return [rows for rows in conflicts if len(rows.ids)]
 
-    def _fetch(self, todo: Sequence[CheckedRows]) -> list[Fetched]:
-        """Take rows from the cache, and those that it lacks from storage, all tables in one read."""
+    def _fetch(self, todo: Sequence[CheckedRows], *, looks: bool = True) -> list[Fetched]:
+        """Take rows from the cache, and those that it lacks from storage, all tables in one read.
+
+        Without `looks`, rows of which the index knows none are not read: any value that is there would be written over (docs/adr/0093).
+        """
         caches = [self._tables.state(rows.definition).cache for rows in todo]
         places = [cache.find(rows.ids) for cache, rows in zip(caches, todo, strict=True)]  # of each table int64 [n]; -1: not in the cache
         lacking = [at < 0 for at in places]  # of each table bool [n]
+        if not looks and all(self._are_new(rows) for rows in todo):
+            sizes = [(len(rows.ids), rows.definition.record.size_bytes) for rows in todo]
+            return [Fetched(cache, at, FetchedRecords.of_none(*size)) for cache, at, size in zip(caches, places, sizes, strict=True)]
         missing = [rows if none.all() else rows.take(none) for rows, none in zip(todo, lacking, strict=True) if none.any()]
         read = iter(self._access.read([(rows.definition, rows.ids) for rows in missing]))
         return [Fetched(cache, at, next(read) if none.any() else None) for cache, at, none in zip(caches, places, lacking, strict=True)]
 
-    def _settle(self, prepared: PreparedRows, result: WriteResult) -> CheckedRows:
-        """Put stored rows into the cache; return the rows that met a conflict."""
+    def _are_new(self, rows: CheckedRows) -> bool:
+        """Whether the index knows none of these rows; then none is in the cache."""
+        return not self._tables.state(rows.definition).versions(rows.ids, keep=True).any()
+
+    def _settle(self, kind: str, prepared: PreparedRows, result: WriteResult) -> CheckedRows:
+        """Put stored rows into the cache; return the rows that met a conflict.
+
+        Assigned rows are kept only among rows that are cached already: nobody trains them yet, and there may be many.
+        """
         rows, part = prepared.rows, prepared.part
         cache = self._tables.state(rows.definition).cache
         if result.stored.all():
-            cache.put(rows.ids, part.records, result.tokens, prepared.at)
+            if kind != ASSIGN or (prepared.at >= 0).any():
+                cache.put(rows.ids, part.records, result.tokens, prepared.at)
             return rows.take(slice(0, 0))
         conflict = rows.take(~result.stored)
         cache.forget(conflict.ids)

@@ -26,7 +26,7 @@ from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, HOLDING, SHARDS
 from kvemb.schema.table_def import TableDef
 
-from ..model.batch import ERASE, CheckedRows
+from ..model.batch import ERASE, CheckedRows, dims_of
 from ..model.table_registry import AFTER_A_DROP
 
 _FIRST = ClusterMap.first(0, 1)
@@ -112,9 +112,10 @@ def check_rows(rows: TableRows, find: FindTable, shard: int, cluster_map: Cluste
         raise PushRejectedError(f"{at}: {error}") from error
     if definition.schema != rows.schema:
         raise PushRejectedError(f"{at}: exists with another definition (schema {definition.schema}, got {rows.schema}); open it again")
-    dim = 0 if kind == ERASE else definition.dim
-    if len(rows.ids) and rows.rows.shape[1] != dim:
-        raise PushRejectedError(f"{at}: rows of dim {rows.rows.shape[1]}, expected {dim}")
+    dims = dims_of(kind, definition) if kind else (definition.dim,)
+    dim = rows.rows.shape[1] if len(rows.ids) else dims[0]
+    if dim not in dims:
+        raise PushRejectedError(f"{at}: rows of dim {dim}, expected {' or '.join(map(str, dims))}")
     values = to_float32(rows.rows, rows.dtype).reshape(len(rows.ids), dim)  # exact: a 16-bit dtype saves bytes on the way only
     _check_values(at, definition, rows, values)
     _check_ids(at, definition, rows, shard, cluster_map)

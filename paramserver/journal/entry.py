@@ -1,7 +1,7 @@
 """One entry of the journal as bytes: a merged batch with all that its replay needs, or a change of session. Pure.
 
     header size u32 | msgpack header | zeros up to a multiple of 8 | arrays of each table
-    arrays: ids '<u8' [n] | rows '<f4' [n, dim] | zeros up to a multiple of 8
+    arrays: ids '<u8' [n] | rows '<f4' [n, dim], of an assign with state [n, dim + s] | zeros up to a multiple of 8
 
 The header of a batch is [format, "batch", version, kind, steps, watermarks, tables]. A watermark is [trainer, incarnation, sequence], a
 table [key, schema, n, dim, hyper]. The header of a session is [format, "session", trainer, incarnation]. Arrays lie at multiples of 8, so
@@ -23,7 +23,7 @@ from kvemb.errors import InvalidInputError, JournalDamagedError, ParameterServer
 from kvemb.protocol.message_format import ItemBudget
 from kvemb.schema.table_def import MAX_DIM, TableDef
 
-from ..model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
+from ..model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows, dims_of
 
 FORMAT_VERSION = 1
 MAX_HEADER_BYTES = 16 << 20
@@ -189,9 +189,8 @@ def _rows(kind: str, fields: list[Any], view: memoryview, find: Find) -> Checked
         hyper = definition.optimizer.check_hyper(hyper)
     except (UnknownTableError, InvalidInputError) as error:
         raise _damaged(f"table {name!r}: {error}") from error
-    expected = 0 if kind == ERASE else definition.dim
     _expect(definition.schema == schema, f"table {name!r}: schema {schema}, the registry's is {definition.schema}")
-    _expect(dim == expected, f"table {name!r}: dim {dim}, expected {expected}")
+    _expect(dim in dims_of(kind, definition), f"table {name!r}: dim {dim}, expected one of {dims_of(kind, definition)}")
     ids = np.frombuffer(view, "<u8", n).astype(np.uint64, copy=False)
     rows = np.frombuffer(view, "<f4", n * dim, 8 * n).astype(np.float32, copy=False).reshape(n, dim)
     ordered = ids if kind == APPLY else np.sort(ids)

@@ -16,6 +16,14 @@ Sink = Callable[[PushReply], None]
 APPLY, ASSIGN, ERASE = "apply", "assign", "erase"
 
 
+def dims_of(kind: str, definition: TableDef) -> tuple[int, ...]:
+    """Return how many values a row of a change may have: none to erase it; to assign it, its state may lie behind its weights."""
+    if kind == ERASE:
+        return (0,)
+    dim, state_size = definition.dim, definition.record.state_size
+    return (dim, dim + state_size) if kind == ASSIGN and state_size else (dim,)
+
+
 @dataclass(frozen=True, eq=False)
 class CheckedRows:
     """Rows of one table that passed every check.
@@ -23,7 +31,7 @@ class CheckedRows:
     Args:
         definition: the table.
         ids: uint64 [n], unique, owned by this shard.
-        rows: float32 [n, dim], finite: gradients or weights; [n, 0] for erase.
+        rows: float32 [n, dim], finite: gradients or weights; [n, 0] for erase, [n, dim + s] for an assign with state.
         versions: uint64 [n] as the pull saw them, or [0].
         hyper: every run-time value in force.
     """

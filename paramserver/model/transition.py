@@ -235,7 +235,7 @@ def new_records(
 
     Args:
         state: the table; its step is the one before this batch.
-        kind: "apply" (rows are gradients) or "assign" (rows are weights; state is reset, as in a created row).
+        kind: "apply" (rows are gradients) or "assign" (rows are weights; state is what lies behind them, else as in a created row).
         rows: n rows.
         records: uint8 [n, record bytes], as read.
         exists: bool [n]; where false, the record has no meaning and the row is created.
@@ -245,7 +245,9 @@ def new_records(
     definition, optimizer = state.definition, state.optimizer
     n, dim, dtype = len(rows.ids), definition.dim, definition.dtype
     if kind == ASSIGN:
-        definition.record.encode(rows.ids, version, round_nearest(rows.rows, dtype), optimizer.initial_state(n, dim), out)
+        given, row_state = rows.rows[:, :dim], rows.rows[:, dim:]
+        stored = round_nearest(given, dtype)
+        definition.record.encode(rows.ids, version, stored, row_state if row_state.size else optimizer.initial_state(n, dim), out)
         return
     weights, row_state = first_values(state, rows.ids, records, exists)
     optimizer.update_in_place(weights, row_state, rows.rows, optimizer.factors(rows.hyper, state.step + 1))

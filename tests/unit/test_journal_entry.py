@@ -65,6 +65,14 @@ def decode_batch(data: bytes) -> BatchEntry:
     return entry
 
 
+def test_an_assign_may_have_state_behind_its_weights_and_an_apply_may_not() -> None:
+    wide = rows(USER, [9, 4], 0.25, dim=9)
+    entry = BatchEntry(7, Batch(ASSIGN, (wide,)), (1,), ())
+    assert same(entry, decode_batch(packed(entry)))
+    with pytest.raises(JournalDamagedError, match="dim 9, expected one of"):
+        decode_batch(packed(BatchEntry(7, Batch(APPLY, (wide,)), (1,), ())))
+
+
 ID_LISTS = st.lists(st.integers(0, 2**64 - 1), max_size=20, unique=True)
 
 

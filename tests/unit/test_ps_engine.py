@@ -1,6 +1,7 @@
 """The engine against storage in memory: its writes, its refusals, and every half-written batch can be completed."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -239,6 +240,16 @@ def test_assign_sets_rows_and_begins_their_optimizer_state_anew() -> None:
     assert engine._tables.state(HALF).step == 1
 
 
+def test_assign_sets_the_state_that_lies_behind_the_weights() -> None:
+    store = make_store()
+    wide = np.arange(2 * (HALF.dim + HALF.record.state_size), dtype=np.float32).reshape(2, -1)
+    run(engine_on(store), Batch(ASSIGN, (replace(rows(HALF, [1, 2]), rows=wide),)), never)
+    size, keys = HALF.record.size_bytes, RowKeys(HALF.tag, np.array([1, 2], np.uint64))
+    got = store.rows.read([ReadPart(keys, size, size)], Deadline.after(5))[0].in_key_order()
+    assert HALF.record.weights(got.records).tolist() == wide[:, : HALF.dim].tolist()
+    assert HALF.record.state(got.records).tolist() == wide[:, HALF.dim :].tolist()
+
+
 def test_erase_counts_what_existed_and_a_row_can_come_back() -> None:
     store = make_store()
     engine = engine_on(store)
@@ -287,6 +298,39 @@ def test_rows_written_lately_are_not_fetched_again_and_come_out_the_same() -> No
     everything = [1, 2, 3, 4]
     for got, expected in zip(read(cached, ADAM, everything), read(plain, ADAM, everything), strict=True):
         np.testing.assert_array_equal(got, expected)
+
+
+def test_an_assign_does_not_look_for_rows_that_the_index_does_not_know_and_leaves_the_cache_to_those_that_are_trained() -> None:
+    store = make_store()
+    engine = cached_engine(store)
+    run(engine, Batch(APPLY, (rows(SGD, [1, 2]),)), never)
+    asked = count_reads(store)
+    run(engine, Batch(ASSIGN, (rows(SGD, [3, 4], 0.25),)), never)
+    assert asked == []
+    run(engine, Batch(ASSIGN, (rows(SGD, [3], 0.5),)), never)
+    assert asked == [1], "a row that exists is compared with the index"
+    run(engine, Batch(ASSIGN, (rows(SGD, [2], 0.5),)), never)
+    assert asked == [1], "one that is trained was in the cache, and is"
+    run(engine, Batch(APPLY, (rows(SGD, [2, 3, 4], 0.0),)), never)
+    assert asked == [1, 2]
+    assert read(store, SGD, [2, 3, 4])[2].tolist() == [[0.5] * SGD.dim, [0.5] * SGD.dim, [0.25] * SGD.dim]
+
+
+def test_an_assign_whose_answer_was_lost_is_completed_and_a_row_of_a_later_owner_is_refused() -> None:
+    store = make_store()
+    engine = cached_engine(store)
+
+    def landed_without_a_reply(parts: Sequence[WritePart]) -> list[WriteResult]:
+        MemoryStore.write(store, parts, Deadline.after(5))
+        raise NodeUnavailableError("node x: connection reset")
+
+    store.spoil = landed_without_a_reply
+    run(engine, Batch(ASSIGN, (rows(SGD, [1, 2], 0.25),)), lambda error, pause_s: None)
+    assert read(store, SGD, [1, 2])[1].tolist() == [make_version(1, 1)] * 2
+    run(engine_on(store, epoch=3), Batch(ASSIGN, (rows(SGD, [7], 0.5),)), never)
+    with pytest.raises(FencedError, match="epoch"):  # this storage has tokens: what must not exist yet is not written over
+        run(engine_on(store, epoch=2), Batch(ASSIGN, (rows(SGD, [7], 0.75),)), never)
+    assert read(store, SGD, [7])[2].tolist() == [[0.5] * SGD.dim]
 
 
 def test_rows_of_an_unanswered_write_are_fetched_before_the_next_try() -> None:

@@ -100,6 +100,19 @@ def test_unusable_assignments_are_refused(ids: object, rows: object, message: st
         prepare_assign(TABLE, ids, rows)  # type: ignore[arg-type]
 
 
+def test_an_assign_with_state_has_it_behind_the_weights() -> None:
+    table = TableDef("adam", 2, optim.rowwise_adagrad(), init.zeros())
+    rows = prepare_assign(table, [9, 4], [[1.0, 2.0], [3.0, 4.0]], [[5.0], [6.0]])
+    assert rows.rows.tolist() == [[3, 4, 6], [1, 2, 5]]
+    with pytest.raises(InvalidInputError, match=r"state have shape \(1, 2\), expected \(1, 1\)"):
+        prepare_assign(table, [9], [[1.0, 2.0]], [[5.0, 6.0]])
+    with pytest.raises(InvalidInputError, match="NaN or infinity in its row"):
+        prepare_assign(table, [9], [[1.0, 2.0]], [[NAN]])
+    wide = TableDef("wide", 40_000, optim.adam(), init.zeros())
+    with pytest.raises(InvalidInputError, match="Leave the state out"):
+        prepare_assign(wide, [9], np.zeros((1, 40_000)), np.zeros((1, 80_000)))
+
+
 def test_erase_takes_duplicates() -> None:
     rows = prepare_erase(TABLE, [5, 3, 5])
     assert rows.ids.tolist() == [3, 5]

@@ -269,3 +269,17 @@ def test_rows_that_were_looked_up_are_put_without_another_look(monkeypatch: pyte
     index.set_at(found.take(np.arange(1000)), ids[2000:] + np.uint64(1))
     assert looked == [1000]
     assert np.array_equal(index.get(ids), ids + np.uint64(1))
+
+
+@pytest.mark.parametrize("ascending", [True, False])
+def test_rows_of_pages_lie_near_their_bucket_in_whatever_order_they_come(ascending: bool) -> None:
+    order, ids = KeyOrder(53), np.arange(600_000, dtype=np.uint64)
+    coming = ids if ascending else np.random.default_rng(0).permutation(ids)
+    index = RowIndex(order=order)
+    for at in range(0, len(ids), 40_000):
+        some = coming[at : at + 40_000]
+        index.put(some, some + np.uint64(1))
+    buckets, n_buckets = index._homes.of(order.hashes(ids))[0], len(index._tags)
+    away = (index.find(ids).places // 8 - buckets) % n_buckets
+    assert away.max() < 50, "slots have a few pages each, some many more than others"
+    assert (index.get(ids) == ids + np.uint64(1)).all()

@@ -28,8 +28,13 @@ from kvemb.schema.record import HEADER_SIZE
 from kvemb.schema.table_def import TableDef
 
 
-def require_extra(module: str) -> Any:
-    """Import pyarrow, fsspec or a module of theirs.
+def require_extra(module: str, *, what: str = "checkpoints", extra: str = "checkpoint") -> Any:
+    """Import pyarrow, fsspec or a module of theirs, or of another library that an extra installs.
+
+    Args:
+        module: its name.
+        what: needs it, for the message.
+        extra: installs it.
 
     Raises:
         ConfigError: it is not installed.
@@ -45,7 +50,7 @@ def require_extra(module: str) -> Any:
         return import_module(module)
     except ImportError:
         name = module.partition(".")[0]
-        raise ConfigError(f"checkpoints need {name}, which is not installed: pip install 'kvemb[checkpoint]'") from None
+        raise ConfigError(f"{what} need {name}, which is not installed: pip install 'kvemb[{extra}]'") from None
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,62 @@
+"""Rows of a table into a file of another program's format: ids from the shards, weights by pulls, block by block.
+
+For rows with the optimizer's state, and as of one moment, there are checkpoints. What must not live here: formats (`kvemb.foreign`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.api.table import Table
+from kvemb.errors import InvalidInputError
+from kvemb.foreign.foreign_rows import block_rows
+from kvemb.foreign.formats import format_of
+from kvemb.foreign.row_files import check_writable, write_ids, write_rows
+
+ExportProgress = Callable[[str, int, int], None]
+"""Called with (name of the phase, rows done, rows in all)."""
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """The end of an export: rows written, and seconds of all of it."""
+
+    n_rows: int
+    seconds: float
+
+
+def export_rows(table: Table, url: str, *, file_format: str, ids: str | None, progress: ExportProgress | None) -> ExportResult:
+    """Export a table; see `Cluster.export_rows`."""
+    begun, definition, show = time.monotonic(), table.definition, progress or (lambda what, done, total: None)
+    is_npy = format_of(url, file_format) == "npy"
+    if ids is not None and not is_npy:
+        raise InvalidInputError("ids names a further file, which only an npy needs: in other formats the ids are beside the rows")
+    if is_npy and ids is None and definition.num_ids is None:
+        raise InvalidInputError(
+            f"table {table.name!r} has ids of any number, which an npy of rows does not hold: give ids, a file for them"
+        )
+    check_writable(format_of(url, file_format), np.empty(0, np.uint64))
+    dense = definition.num_ids if is_npy and ids is None else None
+    all_ids = _existing(table) if dense is None else np.arange(dense, dtype=np.uint64)
+    write_rows(definition, url, None if is_npy else all_ids, len(all_ids), _pulled(table, all_ids, show), file_format)
+    if ids is not None:
+        write_ids(definition, ids, all_ids)
+    return ExportResult(len(all_ids), time.monotonic() - begun)
+
+
+def _existing(table: Table) -> NDArray[np.uint64]:
+    pages = [np.empty(0, np.uint64), *table.cluster.questions.ids(table.name)]
+    return np.sort(np.concatenate(pages))
+
+
+def _pulled(table: Table, ids: NDArray[np.uint64], show: ExportProgress) -> Iterator[NDArray[np.float32]]:
+    step = block_rows(table.definition)
+    for at in range(0, len(ids), step):
+        rows, _ = table.pull_known(ids[at : at + step])
+        show("exporting", min(at + step, len(ids)), len(ids))
+        yield rows

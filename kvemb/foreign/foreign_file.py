@@ -1,0 +1,96 @@
+"""The shell around files of other programs: a path, or any fsspec URL, read range by range. Knows nothing of their content.
+
+Foreign exceptions become ForeignRowsError here. Credentials come from where a file system's library takes them, as for checkpoints, and are
+cut out of URLs in messages. A file of this machine needs no library. Not thread-safe; not to be carried over a fork.
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.checkpoint.checkpoint_storage import shown
+from kvemb.checkpoint.format.parquet_blocks import require_extra
+from kvemb.errors import ConfigError, ForeignRowsError
+
+
+class ForeignFile:
+    """An open file; close it.
+
+    Args:
+        url: a path of this machine, or a URL.
+
+    Raises:
+        ForeignRowsError: it is not there, no regular file, or cannot be read.
+        ConfigError: fsspec, or what it needs for this protocol, is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.where = shown(url)
+        with translated(self.where):
+            self._file = _open_local(url) if is_local(url) else require_extra("fsspec").open(url, "rb").open()
+            self.size_bytes = int(self._file.seek(0, os.SEEK_END))
+
+    def read(self, start: int, n_bytes: int) -> NDArray[np.uint8]:
+        """Return bytes as uint8 [n_bytes], a new array.
+
+        Raises:
+            ForeignRowsError: the file ends before, or cannot be read.
+        """
+        if start + n_bytes > self.size_bytes:
+            raise ForeignRowsError(f"{self.where}: ends at byte {self.size_bytes}, expected {start + n_bytes} at least: it is cut off")
+        data = np.empty(n_bytes, np.uint8)
+        at = 0
+        with translated(self.where):
+            self._file.seek(start)
+            while at < n_bytes:
+                n = self._file.readinto(data[at:].data)
+                if not n:
+                    raise ForeignRowsError(f"{self.where}: ended at byte {start + at} while it was read, expected {self.size_bytes}")
+                at += n
+        return data
+
+    @property
+    def stream(self) -> Any:
+        """The file object, for a library that reads it by itself, under `translated`."""
+        self._file.seek(0)
+        return self._file
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> "ForeignFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def is_local(url: str) -> bool:
+    """Whether a URL is a path of this machine."""
+    return "://" not in url
+
+
+@contextmanager
+def translated(where: str) -> Iterator[None]:
+    """Turn what a file system's library, or the reader of a format, raises into ForeignRowsError that names the file."""
+    try:
+        yield
+    except (ForeignRowsError, ConfigError):
+        raise
+    except ImportError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except Exception as error:  # a file system's library may raise any
+        raise ForeignRowsError(f"{where}: cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _open_local(path: str) -> Any:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would be waited for without end
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ForeignRowsError(f"{path}: is no regular file")
+    return open(descriptor, "rb", buffering=0)

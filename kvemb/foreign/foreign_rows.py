@@ -1,0 +1,207 @@
+"""Foreign rows: what a reader of any format yields, and how other programs' arrays become ids, weights and state of a table. Pure.
+
+A reader knows its format and nothing else. Which names are meant, what fits the table and what is no number is decided here, once for all
+formats. What must not live here: files (`kvemb.foreign.foreign_file`), tables and shards (`kvemb.api.row_import`).
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.arrays.hashing import hash_ids
+from kvemb.arrays.ids import normalize
+from kvemb.arrays.rounding import LARGEST
+from kvemb.errors import ForeignRowsError, InvalidInputError, n_of
+from kvemb.schema.table_def import TableDef
+
+BLOCK_BYTES = 64 << 20
+"""Of one block, about: what a reader holds at once, twice, since the next block is read while one is sent."""
+
+State = str | Mapping[str, str] | None
+"""The name of one array [n, state values], or the names of the arrays of each field of the optimizer's state; None: no state."""
+
+
+@dataclass(frozen=True, eq=False)
+class ForeignRows:
+    """n rows for one table, as a file has them.
+
+    Args:
+        ids: uint64 [n].
+        weights: float32 [n, dim].
+        state: float32 [n, state values], or None.
+    """
+
+    ids: NDArray[np.uint64]
+    weights: NDArray[np.float32]
+    state: NDArray[np.float32] | None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def take(self, which: slice) -> "ForeignRows":
+        """Return some of the rows."""
+        return ForeignRows(self.ids[which], self.weights[which], None if self.state is None else self.state[which])
+
+    @staticmethod
+    def concatenate(blocks: Sequence["ForeignRows"]) -> "ForeignRows":
+        """Put blocks behind each other; at least one, all with state or all without."""
+        if len(blocks) == 1:
+            return blocks[0]
+        state = [block.state for block in blocks if block.state is not None]
+        return ForeignRows(
+            np.concatenate([block.ids for block in blocks]),
+            np.concatenate([block.weights for block in blocks]),
+            np.concatenate(state) if state else None,
+        )
+
+
+class RowSource(Protocol):
+    """Rows of one table in a file, or several: a reader of each format is one."""
+
+    @property
+    def where(self) -> str:
+        """Names the file in messages, without credentials."""
+
+    @property
+    def n_rows(self) -> int:
+        """How many there are; 0 where that is not known before all are read."""
+
+    def blocks(self) -> Iterator[ForeignRows]:
+        """Yield all rows from the first on, in blocks that memory has room for; may be called again.
+
+        Raises:
+            ForeignRowsError: the file is damaged, or does not fit the table.
+        """
+
+
+@dataclass(frozen=True)
+class ArrayNames:
+    """Which arrays (columns, tensors, variables) of a file are meant.
+
+    Args:
+        ids: of the ids; None: "id" where there is such an array, else row i is id i.
+        weights: of the rows; None: "weights" where there is such an array, else the only one that could be meant.
+        state: of the optimizer's state.
+    """
+
+    ids: str | None = None
+    weights: str | None = None
+    state: State = None
+
+    def choose(self, shapes: Mapping[str, Sequence[int]], where: str) -> "ArrayNames":
+        """Return the names that are meant in a file of these arrays, by name their shape (-1: not known).
+
+        Raises:
+            ForeignRowsError: there is no such array, or it is not clear which; those that there are are listed.
+        """
+        weights = self.weights
+        if weights is None:
+            tables = [name for name, shape in shapes.items() if len(shape) == 2]
+            weights = "weights" if "weights" in shapes else tables[0] if len(tables) == 1 else None
+        if weights is None:
+            raise ForeignRowsError(f"{where}: say which array holds the weights (weights=); there are {_listed(shapes)}")
+        ids = "id" if self.ids is None and "id" in shapes else self.ids
+        named = [self.state] if isinstance(self.state, str) else list((self.state or {}).values())
+        for name in (weights, *([] if ids is None else [ids]), *named):
+            if name not in shapes:
+                raise ForeignRowsError(f"{where}: has no array {name!r}; there are {_listed(shapes)}")
+        return ArrayNames(ids, weights, self.state)
+
+    def state_parts(self, definition: TableDef) -> list[tuple[str, int]]:
+        """Return the names of the arrays of state in the order of the record, each with its values per row.
+
+        Raises:
+            InvalidInputError: the names are not those of the fields of the table's optimizer.
+        """
+        if self.state is None:
+            return []
+        fields = definition.optimizer.state_fields()
+        names = [field.name for field in fields]
+        where = f"table {definition.name!r}: {definition.optimizer.kind}"
+        if not names:
+            raise InvalidInputError(f"{where} has no state beside its rows: leave state out")
+        if isinstance(self.state, str):
+            return [(self.state, definition.record.state_size)]
+        if set(self.state) != set(names):
+            raise InvalidInputError(f"{where} has state {', '.join(names)}; got {', '.join(self.state) or 'none'}. Name an array for each")
+        return [(self.state[field.name], field.size(definition.dim)) for field in fields]
+
+
+def block_rows(definition: TableDef) -> int:
+    """Return how many rows one block has."""
+    return max(1, BLOCK_BYTES // (4 * (definition.dim + definition.record.state_size) + 8))
+
+
+def gathered(blocks: Iterable[ForeignRows], n_rows: int) -> Iterator[ForeignRows]:
+    """Yield blocks of n rows, the last one fewer, of blocks of any size."""
+    waiting, n_waiting = list[ForeignRows](), 0
+    for block in blocks:
+        waiting.append(block)
+        n_waiting += len(block)
+        if n_waiting < n_rows:
+            continue
+        whole = ForeignRows.concatenate(waiting)
+        full = n_waiting - n_waiting % n_rows
+        yield from (whole.take(slice(at, at + n_rows)) for at in range(0, full, n_rows))
+        waiting, n_waiting = [whole.take(slice(full, n_waiting))], n_waiting - full
+    if n_waiting:
+        yield ForeignRows.concatenate(waiting)
+
+
+def ids_of(array: NDArray[Any], definition: TableDef, where: str) -> NDArray[np.uint64]:
+    """Return ids as 64 bits; text is hashed as `kvemb.hash_ids` does.
+
+    Args:
+        array: [n] of integers or text.
+        definition: the table.
+        where: names file and array.
+
+    Raises:
+        ForeignRowsError: neither integers nor text, not one id per row, or ids that the table does not take.
+    """
+    if array.ndim != 1:
+        raise ForeignRowsError(f"{where}: ids have shape {array.shape}, expected one axis")
+    try:
+        if array.dtype.kind in "UTO":
+            hashed = hash_ids(array)
+            array = hashed if definition.id_dtype == "int64" else hashed.view(np.uint64)
+        return normalize(array, definition.id_dtype, definition.name, definition.num_ids)[0]
+    except InvalidInputError as error:
+        raise ForeignRowsError(f"{where}: {error}") from error
+
+
+def values_of(array: NDArray[Any], width: int, where: str, largest: float = LARGEST["float32"], *, first: int = 0) -> NDArray[np.float32]:
+    """Return numbers as float32 [n, width].
+
+    Args:
+        array: [n, width] of any numbers, or [n] where width is 1.
+        width: values of a row.
+        where: names file and array.
+        largest: the largest value that the table's dtype holds.
+        first: number of the first row in its file, for messages.
+
+    Raises:
+        ForeignRowsError: another shape, no numbers, or NaN, infinity or a number beyond `largest`; the first such row is named.
+    """
+    if array.ndim == 1 and width == 1:
+        array = array[:, None]
+    if array.ndim != 2 or array.shape[1] != width:
+        raise ForeignRowsError(f"{where}: has shape {array.shape}, expected (n, {width}): {width} values of a row")
+    if array.dtype.kind not in "fiu":
+        raise ForeignRowsError(f"{where}: has dtype {array.dtype}, expected numbers")
+    with np.errstate(over="ignore"):  # becomes infinity, which is refused
+        values = array.astype(np.float32, copy=False)
+    # NaN compares as false with everything, so it is found, too
+    if values.size and not (float(values.min()) >= -largest and float(values.max()) <= largest):
+        bad = ~(np.abs(values) <= largest).all(axis=1)
+        at, n_bad = first + int(np.argmax(bad)), n_of(int(bad.sum()), "such row")
+        raise ForeignRowsError(f"{where}: row {at} holds NaN, infinity or a value beyond {largest:.4g} ({n_bad})")
+    return values
+
+
+def _listed(shapes: Mapping[str, Sequence[int]]) -> str:
+    shown = [f"{name!r} {list(shape)}" for name, shape in list(shapes.items())[:20]]
+    return ", ".join([*shown, *([f"and {len(shapes) - 20} more"] if len(shapes) > 20 else [])]) or "none"

@@ -1,0 +1,105 @@
+"""The arrays of a torch state_dict, and the variables of a TensorFlow checkpoint.
+
+Both are read by their framework, which is imported here when such a file is opened, and nowhere else outside of its bridge: a file is no
+model, and kvemb imports no trainer. torch reads with weights_only=True: tensors and plain values, nothing that runs code.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.checkpoint.checkpoint_storage import shown
+from kvemb.checkpoint.format.parquet_blocks import require_extra
+from kvemb.errors import ForeignRowsError
+from kvemb.foreign.foreign_file import ForeignFile, is_local, translated
+
+_NUMPY_HAS = ("torch.float64", "torch.float32", "torch.float16")
+
+
+def require_framework(name: str) -> Any:
+    """Import torch or tensorflow.
+
+    Raises:
+        ConfigError: it is not installed; the extra that installs it is named.
+    """
+    return require_extra(name, what=f"files of {name}", extra=name)
+
+
+class TorchArrays:
+    """The tensors of a file that torch.save wrote, in dicts and lists of any depth: a tensor's name is its keys, joined by dots.
+
+    Of a file on this machine only the ranges that are read take memory.
+
+    Raises:
+        ForeignRowsError: it is missing or damaged, or holds more than tensors and plain values.
+        ConfigError: torch is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.where = shown(url)
+        torch = require_framework("torch")
+        with ForeignFile(url) as file, translated(self.where):
+            try:
+                held = torch.load(url if is_local(url) else file.stream, map_location="cpu", weights_only=True, mmap=is_local(url) or None)
+            except RuntimeError as error:
+                if "mmap" not in str(error):
+                    raise
+                held = torch.load(url, map_location="cpu", weights_only=True)  # in the format of torch before 1.6
+        self._tensors = dict(_tensors(held, "weights" if torch.is_tensor(held) else "", torch))
+        self.shapes: Mapping[str, Sequence[int]] = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        """See `NamedArrays.read`."""
+        with translated(f"{self.where}: {name!r}"):
+            some = self._tensors[name][start:stop].detach()
+            if some.dtype.is_floating_point and str(some.dtype) not in _NUMPY_HAS:
+                some = some.float()  # of 8 and 16 bits: exact
+            return np.asarray(some.numpy())
+
+
+def _tensors(held: Any, name: str, torch: Any) -> Iterator[tuple[str, Any]]:
+    if torch.is_tensor(held):
+        yield name, held
+        return
+    items = held.items() if isinstance(held, Mapping) else enumerate(held) if isinstance(held, list | tuple) else ()
+    for key, value in items:
+        yield from _tensors(value, f"{name}.{key}" if name else str(key), torch)
+
+
+class CheckpointVariables:
+    """The variables of a TensorFlow checkpoint, by the names that `tf.train.list_variables` shows; TensorFlow reads each as a whole.
+
+    Args:
+        url: the checkpoint's prefix, or its file that ends in .index.
+
+    Raises:
+        ForeignRowsError: it is missing or damaged.
+        ConfigError: TensorFlow is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.where, prefix = shown(url), url.removesuffix(".index")
+        with translated(self.where):
+            self._reader = require_framework("tensorflow").train.load_checkpoint(prefix)
+            self.shapes: Mapping[str, Sequence[int]] = {name: tuple(s) for name, s in self._reader.get_variable_to_shape_map().items()}
+        self._kept: dict[str, NDArray[Any]] = {}
+
+    def read(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        """See `NamedArrays.read`."""
+        if start == 0 or name not in self._kept:
+            with translated(f"{self.where}: {name!r}"):
+                self._kept[name] = _plain(self._reader.get_tensor(name))
+        return self._kept[name][start:stop]
+
+
+def _plain(array: NDArray[Any]) -> NDArray[Any]:
+    """Text as str, and numbers that NumPy does not have as float32."""
+    if array.dtype.kind == "O":
+        return np.array([text.decode() for text in array.reshape(-1).tolist()], object).reshape(array.shape)
+    if array.dtype.kind == "V":
+        if "float" not in array.dtype.name:
+            raise ForeignRowsError(f"holds {array.dtype.name}, expected numbers")
+        return array.astype(np.float32)
+    return array

@@ -1,0 +1,418 @@
+"""Foreign rows come into tables of real clusters: bit for bit where their dtype allows, all or nothing where a file does not fit."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matrix import one_of
+
+import kvemb
+from kvemb.api import Cluster
+from kvemb.api.table import Table
+from kvemb.arrays.rounding import round_nearest, to_float32
+from kvemb.errors import ForeignRowsError, InvalidInputError, KvembError, ShardUnavailableError
+from kvemb.foreign import foreign_rows
+from kvemb.local_cluster import LocalCluster
+from kvemb.net.deadline import Deadline
+from kvemb.stores.row_io import ReadPart
+from tests.integration.table_clusters import ids_of, new_table, start
+
+pa = pytest.importorskip("pyarrow")
+from pyarrow import parquet  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+N, DIM = 1000, 4
+
+
+@pytest.fixture(scope="module", params=one_of("memcached", "redis", "redis-cluster"))
+def running(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
+    with start(request.param, require_server) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def cluster(running: LocalCluster) -> Iterator[Cluster]:
+    with kvemb.connect(running.url) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def redis(require_server: Callable[[str], str]) -> Iterator[Cluster]:
+    """Of what files hold, one storage tells as much as another."""
+    with start("redis", require_server) as local, kvemb.connect(local.url) as opened:
+        yield opened
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 64 rows of a table without state, so that a file has many."""
+    monkeypatch.setattr(foreign_rows, "BLOCK_BYTES", 64 * (4 * DIM + 8))
+
+
+def rows_of(n: int = N, dim: int = DIM, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((n, dim), dtype=np.float32)
+
+
+def stored_state(cluster: Cluster, table: Table, ids: np.ndarray) -> np.ndarray:
+    """The state of rows, as storage has it."""
+    definition, record = table.definition, table.definition.record
+    keys = definition.keys(ids.astype(np.uint64), pages=cluster.store.capabilities.pages)
+    (read,) = cluster.store.rows.read([ReadPart(keys, record.size_bytes, record.size_bytes)], Deadline.after(10))
+    got = read.in_key_order()
+    assert got.found.all()
+    return record.state(got.records)
+
+
+# --- npy ----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("num_ids", [None, N + 5])
+def test_row_i_of_an_npy_is_id_i(cluster: Cluster, tmp_path: Path, num_ids: int | None) -> None:
+    table, rows = new_table(cluster, DIM, num_ids=num_ids), rows_of()
+    np.save(tmp_path / "rows.npy", rows)
+    done = cluster.import_rows(table.name, tmp_path / "rows.npy")
+    assert (done.n_rows, done.n_found, len(table)) == (N, 0, N)
+    assert table.pull(np.arange(N)).tobytes() == rows.tobytes()
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("given", ["float64", "float16", "float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_rows_of_any_dtype_become_the_table_s(redis: Cluster, tmp_path: Path, given: str, dtype: str) -> None:
+    table, rows = new_table(redis, DIM, dtype=dtype), (rows_of() * 20).astype(given)
+    np.save(tmp_path / "rows.npy", rows)
+    redis.import_rows(table.name, str(tmp_path / "rows.npy"))
+    expected = to_float32(round_nearest(rows.astype(np.float32), dtype), dtype)
+    assert table.pull(np.arange(N)).tobytes() == expected.tobytes()
+
+
+def test_ids_and_state_of_npy_are_files_of_their_own(cluster: Cluster, tmp_path: Path) -> None:
+    table = new_table(cluster, DIM, optimizer=kvemb.optim.adam(lr=0.1))
+    ids, rows, m, v = ids_of(N), rows_of(), rows_of(seed=2), rows_of(seed=3)
+    for name, array in {"ids": ids, "rows": rows, "m": m, "v": v}.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    at = {name: str(tmp_path / f"{name}.npy") for name in ("ids", "rows", "m", "v")}
+    cluster.import_rows(table.name, at["rows"], ids=at["ids"], state={"exp_avg_sq": at["v"], "exp_avg": at["m"]})
+    assert table.pull(ids).tobytes() == rows.tobytes()
+    assert stored_state(cluster, table, ids).tobytes() == np.concatenate([m, v], axis=1).tobytes()
+    cluster.import_rows(table.name, at["rows"], ids=at["ids"])
+    assert not stored_state(cluster, table, ids).any(), "without state it begins anew"
+
+
+def test_text_ids_are_hashed_as_hash_ids_does(redis: Cluster, tmp_path: Path) -> None:
+    rows, words = rows_of(), np.array([f"wörd{i}" for i in range(N)])
+    np.save(tmp_path / "rows.npy", rows)
+    np.save(tmp_path / "ids.npy", words)
+    for id_dtype in ("int64", "uint64"):
+        table = new_table(redis, DIM, id_dtype=id_dtype)
+        redis.import_rows(table.name, str(tmp_path / "rows.npy"), ids=str(tmp_path / "ids.npy"))
+        assert table.pull(kvemb.hash_ids(words).view(id_dtype)).tobytes() == rows.tobytes()
+
+
+# --- Parquet ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("kind", ["list", "large_list", "fixed"])
+def test_parquet_of_lists_is_read(redis: Cluster, tmp_path: Path, kind: str) -> None:
+    table, ids, rows = new_table(redis, DIM), ids_of(N), rows_of()
+    of = {"list": pa.list_(pa.float32()), "large_list": pa.large_list(pa.float32()), "fixed": pa.list_(pa.float32(), DIM)}[kind]
+    parquet.write_table(pa.table({"user": ids, "e": pa.array(list(rows), of)}), tmp_path / "a.parquet", row_group_size=130)
+    redis.import_rows(table.name, tmp_path / "a.parquet", ids="user", weights="e")
+    assert table.pull(ids).tobytes() == rows.tobytes()
+
+
+def test_a_folder_of_parquet_is_read_and_text_ids_hashed(redis: Cluster, tmp_path: Path) -> None:
+    table, rows, words = new_table(redis, DIM), rows_of(), [f"w{i}" for i in range(N)]
+    (tmp_path / "_SUCCESS").touch()
+    for name, part in {"part-1": slice(0, 300), "part-2": slice(300, N)}.items():
+        id_column = pa.array(words[part]).dictionary_encode()
+        parquet.write_table(pa.table({"id": id_column, "weights": list(rows[part])}), tmp_path / f"{name}.parquet")
+    assert redis.import_rows(table.name, tmp_path).n_rows == N
+    assert table.pull(kvemb.hash_ids(words)).tobytes() == rows.tobytes()
+
+
+def test_a_checkpoint_s_own_files_are_foreign_rows_too_state_included(cluster: Cluster, tmp_path: Path) -> None:
+    table = new_table(cluster, DIM, optimizer=kvemb.optim.adam(lr=0.1))
+    ids = ids_of(N)
+    table.push(ids, rows_of())
+    table.flush()
+    cluster.save(str(tmp_path / "saved"))
+    other = new_table(cluster, DIM, optimizer=kvemb.optim.adam(lr=0.1))
+    cluster.import_rows(other.name, tmp_path / "saved" / table.name, state="slots")
+    assert other.pull(ids).tobytes() == table.pull(ids).tobytes()
+    assert stored_state(cluster, other, ids).tobytes() == stored_state(cluster, table, ids).tobytes()
+
+
+# --- arrays, and any iterable of them -----------------------------------------------------------------------------------------------
+
+
+def test_arrays_and_blocks_are_taken_and_of_a_repeated_id_the_later_row_holds(cluster: Cluster) -> None:
+    table, ids, rows = new_table(cluster, DIM), ids_of(N), rows_of()
+    assert cluster.import_rows(table.name, (ids, rows)).n_rows == N
+    assert table.pull(ids).tobytes() == rows.tobytes()
+    later = rows_of(seed=9)
+    cluster.import_rows(table.name, ((ids[at : at + 10], block[at : at + 10]) for block in (rows, later) for at in range(0, N, 10)))
+    assert table.pull(ids).tobytes() == later.tobytes()
+    with pytest.raises(InvalidInputError, match="name what is in a file"):
+        cluster.import_rows(table.name, (ids, rows), weights="w")
+
+
+# --- interrupted, and resumed -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_an_import_that_was_broken_off_goes_on_and_ends_with_the_same_rows(cluster: Cluster, tmp_path: Path) -> None:
+    table, rows = new_table(cluster, DIM), rows_of()
+    np.save(tmp_path / "rows.npy", rows)
+
+    def stop(what: str, done: int, total: int) -> None:
+        assert total == N
+        if what == "importing" and done >= 300:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        cluster.import_rows(table.name, tmp_path / "rows.npy", progress=stop)
+    assert "320 rows of" in raised.value.__notes__[0]
+    assert len(table) == 320
+    phases: list[str] = []
+    done = cluster.import_rows(table.name, tmp_path / "rows.npy", resume=True, progress=lambda what, *_: phases.append(what))
+    assert (done.n_rows, done.n_found) == (N, 320)
+    assert list(dict.fromkeys(phases)) == ["verifying", "comparing", "importing"]
+    assert table.pull(np.arange(N)).tobytes() == rows.tobytes()
+    assert cluster.import_rows(table.name, tmp_path / "rows.npy", resume=True).n_found == N
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("kind", one_of("memcached", "redis"))
+def test_a_shard_killed_under_an_import_keeps_what_it_took_and_the_import_done_again_ends_with_all_rows(
+    kind: str, require_server: Callable[[str], str], tmp_path: Path
+) -> None:
+    ids, rows = ids_of(N), rows_of()
+    columns = {"id": ids, "weights": list(rows), "sums": list(np.abs(rows))}
+    parquet.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    with start(kind, require_server) as local, kvemb.connect(local.url) as cluster:
+        table = new_table(cluster, DIM, optimizer=kvemb.optim.adagrad())
+
+        def kill(what: str, done: int, total: int) -> None:
+            if what == "importing" and local.shards[1].poll() is None and done > 100:
+                local.shards[1].kill()
+
+        with pytest.raises(ShardUnavailableError):
+            cluster.import_rows(table.name, tmp_path / "rows.parquet", state="sums", timeout_s=3.0, progress=kill)
+        local.start_shard(1)
+        assert cluster.import_rows(table.name, tmp_path / "rows.parquet", state="sums", resume=True).n_found > 100
+        assert len(table) == N
+        assert table.pull(ids).tobytes() == rows.tobytes()
+        assert stored_state(cluster, table, ids).tobytes() == np.abs(rows).tobytes()
+        table.push(ids, np.zeros((N, DIM)))  # rows that were journaled with state are applied to, and found as the index has them
+        table.flush()
+        assert table.pull(ids).tobytes() == rows.tobytes()
+
+
+def test_each_block_has_the_time_that_the_caller_gives(redis: Cluster) -> None:
+    table = new_table(redis, DIM)
+    with pytest.raises(KvembError) as raised:
+        redis.import_rows(table.name, (ids_of(N), rows_of()), timeout_s=1e-6)
+    assert "import with resume goes on" in raised.value.__notes__[0]
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_row_that_was_trained_since_is_not_taken_for_an_imported_one(cluster: Cluster, tmp_path: Path) -> None:
+    table, rows = new_table(cluster, DIM), rows_of()
+    np.save(tmp_path / "rows.npy", rows)
+    cluster.import_rows(table.name, tmp_path / "rows.npy")
+    table.push([70], np.ones((1, DIM)))
+    table.flush()
+    assert cluster.import_rows(table.name, tmp_path / "rows.npy", resume=True).n_found == 64
+    assert table.pull(np.arange(N)).tobytes() == rows.tobytes()
+
+
+# --- what does not fit changes nothing ----------------------------------------------------------------------------------------------
+
+
+def with_nan(rows: np.ndarray) -> np.ndarray:
+    rows = rows.copy()
+    rows[777, 1] = np.nan
+    return rows
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (rows_of(dim=5), r"shape \(1000, 5\), expected \(1000, 4\)"),
+        (rows_of().reshape(-1), "expected"),
+        (with_nan(rows_of()), "row 777 holds NaN"),
+        (rows_of(n=N + 1), "1001 rows without ids"),
+        (np.asfortranarray(rows_of()), "Fortran"),
+        (np.array([[None] * DIM] * 3), "not unpickled"),
+        (rows_of().astype(complex), "expected numbers"),
+    ],
+)
+def test_a_wrong_npy_is_refused_before_anything_is_written(redis: Cluster, tmp_path: Path, rows: np.ndarray, message: str) -> None:
+    table = new_table(redis, DIM, num_ids=N)
+    np.save(tmp_path / "rows.npy", rows)
+    with pytest.raises(ForeignRowsError, match=message):
+        redis.import_rows(table.name, tmp_path / "rows.npy")
+    assert len(table) == 0
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"x", lambda data: data[:40], lambda data: b""])
+@pytest.mark.parametrize("name", ["rows.npy", "rows.parquet"])
+def test_a_damaged_file_is_refused_before_anything_is_written(
+    redis: Cluster, tmp_path: Path, name: str, change: Callable[[bytes], bytes]
+) -> None:
+    table = new_table(redis, DIM)
+    path = tmp_path / name
+    if name == "rows.npy":
+        np.save(path, rows_of())
+    else:
+        parquet.write_table(pa.table({"id": ids_of(N), "weights": list(rows_of())}), path)
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(ForeignRowsError, match=name):
+        redis.import_rows(table.name, path)
+    assert len(table) == 0
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"weights": [[1.0] * DIM, [1.0] * 3]}, "a list of 3 values, expected 4"),
+        ({"weights": [[1.0] * DIM, None]}, "missing"),
+        ({"weights": [[1.0] * DIM, [1.0, 2.0, None, 4.0]]}, "missing"),
+        ({"weights": [["a"] * DIM] * 2}, "lists of numbers"),
+        ({"id": [1, None], "weights": [[1.0] * DIM] * 2}, "ids are missing"),
+        ({"id": [1.5, 2.0], "weights": [[1.0] * DIM] * 2}, "expected integers or text"),
+        ({"id": [7, 7], "weights": [[1.0] * DIM] * 2}, "id 7 stands twice"),
+        ({"user_id": ["a", "b"], "w": [[1.0] * DIM] * 2}, "say which column holds the ids .*'user_id'"),
+        ({"id": [7, 8], "w": [[1.0] * DIM] * 2, "x": [[1.0] * DIM] * 2}, "which array holds the weights"),
+    ],
+)
+def test_wrong_columns_are_refused_before_anything_is_written(
+    redis: Cluster, tmp_path: Path, columns: dict[str, list[object]], message: str
+) -> None:
+    table = new_table(redis, DIM)
+    parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(ForeignRowsError, match=message):
+        redis.import_rows(table.name, tmp_path / "a.parquet")
+    assert len(table) == 0
+
+
+def test_what_is_not_there_is_said(redis: Cluster, tmp_path: Path) -> None:
+    table = new_table(redis, DIM)
+    for url, error, message in (
+        (tmp_path / "none.npy", ForeignRowsError, "none.npy"),
+        (tmp_path / "rows.xyz", InvalidInputError, "which format"),
+        (tmp_path, ForeignRowsError, "has no files"),
+    ):
+        with pytest.raises(error, match=message):
+            redis.import_rows(table.name, url)
+    with pytest.raises(InvalidInputError, match="format is 'odd'"):
+        redis.import_rows(table.name, "a.npy", format="odd")
+    np.save(tmp_path / "rows.npy", rows_of())
+    with pytest.raises(InvalidInputError, match="has no state"):
+        redis.import_rows(table.name, tmp_path / "rows.npy", state=str(tmp_path / "rows.npy"))
+
+
+# --- exported, and imported again ---------------------------------------------------------------------------------------------------
+
+FORMATS_BACK = ["safetensors", "parquet", "pt", "npy"]
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("ending", FORMATS_BACK)
+@pytest.mark.parametrize(("dtype", "id_dtype"), [("float32", "int64"), ("float16", "uint64"), ("bfloat16", "int64")])
+def test_an_exported_table_comes_back_bit_for_bit(redis: Cluster, tmp_path: Path, ending: str, dtype: str, id_dtype: str) -> None:
+    if ending == "pt":
+        pytest.importorskip("torch")
+    table, other = (new_table(redis, DIM, dtype=dtype, id_dtype=id_dtype) for _ in range(2))
+    ids = ids_of(N).view(id_dtype)
+    ids[0] = -1 if id_dtype == "int64" else 2**64 - 1  # of a hash it is an id like any other
+    table.assign(ids, rows_of())
+    for one in (table, other):
+        one.allow_minus_one()
+    more = {"ids": str(tmp_path / "ids.npy")} if ending == "npy" else {}
+    shown: list[tuple[int, int]] = []
+    done = redis.export_rows(table.name, tmp_path / f"t.{ending}", progress=lambda what, n, total: shown.append((n, total)), **more)
+    assert (done.n_rows, shown[-1], len(shown) > 1) == (N, (N, N), True)
+    assert redis.import_rows(other.name, tmp_path / f"t.{ending}", **more).n_rows == N
+    assert redis.import_rows(other.name, tmp_path / f"t.{ending}", resume=True, **more).n_found == N
+    assert other.pull(ids).tobytes() == table.pull(ids).tobytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([f"t.{ending}", *(["ids.npy"] if more else [])])
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_dense_table_is_one_npy_and_rows_that_do_not_exist_are_as_pulls_give_them(cluster: Cluster, tmp_path: Path) -> None:
+    table = new_table(cluster, DIM, num_ids=N, initializer=kvemb.init.uniform())
+    table.assign(np.arange(0, N, 2), rows_of()[::2])
+    cluster.export_rows(table.name, str(tmp_path / "t.data"), format="npy")
+    assert np.load(tmp_path / "t.data").tobytes() == table.pull(np.arange(N)).tobytes()
+
+
+def test_other_programs_read_what_was_exported(redis: Cluster, tmp_path: Path) -> None:
+    table = new_table(redis, DIM)
+    table.assign(np.arange(N), rows_of())
+    redis.export_rows(table.name, tmp_path / "t.parquet")
+    columns = parquet.read_table(tmp_path / "t.parquet")
+    assert columns["id"].to_pylist() == list(range(N))
+    assert np.array(columns["weights"].to_pylist(), np.float32).tobytes() == rows_of().tobytes()
+    torch = pytest.importorskip("torch")
+    redis.export_rows(table.name, tmp_path / "t.pt")
+    held = torch.load(tmp_path / "t.pt", weights_only=True)
+    assert (held["id"].tolist(), held["weights"].numpy().tobytes()) == (list(range(N)), rows_of().tobytes())
+
+
+def test_what_cannot_be_exported_is_refused_and_leaves_the_older_file(redis: Cluster, tmp_path: Path) -> None:
+    table = new_table(redis, DIM)
+    table.assign(np.arange(3), rows_of(3))
+    for url, more, message in (
+        ("t.vec", {}, "word vectors are words"),
+        ("t.npy", {}, "give ids, a file for them"),
+        ("t.parquet", {"ids": "x"}, "only an npy needs"),
+        ("t.xyz", {}, "which format"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            redis.export_rows(table.name, tmp_path / url, **more)
+    (tmp_path / "t.parquet").write_text("older")
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        redis.export_rows(table.name, tmp_path / "t.parquet", progress=stop)
+    assert [path.name for path in tmp_path.iterdir()] == ["t.parquet"]
+    assert (tmp_path / "t.parquet").read_text() == "older"
+    with pytest.raises(ForeignRowsError, match="cannot be written"):
+        redis.export_rows(table.name, tmp_path / "t.parquet" / "below.parquet")
+
+
+# --- the command --------------------------------------------------------------------------------------------------------------------
+
+
+def command(running: LocalCluster, *words: object) -> subprocess.CompletedProcess[str]:
+    arguments = [sys.executable, "-m", "kvemb.cli", *map(str, words)]
+    return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_the_command_imports_and_resumes(running: LocalCluster, cluster: Cluster, tmp_path: Path) -> None:
+    table, rows = new_table(cluster, DIM, optimizer=kvemb.optim.adam(lr=0.1)), rows_of()
+    columns = {"user": ids_of(N), "e": list(rows), "m": list(rows), "v": list(rows)}
+    parquet.write_table(pa.table(columns), tmp_path / "rows.data")
+    words = ("import", running.url, table.name, tmp_path / "rows.data", "--format", "parquet", "--ids", "user", "--weights", "e")
+    out = command(running, *words, "--state", "exp_avg=m", "--state", "exp_avg_sq=v")
+    assert out.stdout.startswith(f"imported 1,000 rows into table '{table.name}', in "), out
+    assert table.pull(ids_of(N)).tobytes() == rows.tobytes()
+    assert stored_state(cluster, table, ids_of(N)).tobytes() == np.concatenate([rows, rows], axis=1).tobytes()
+    assert "1,000 of them there already" in command(running, *words, "--resume").stdout
+    out = command(running, "export", running.url, table.name, tmp_path / "w.npy", "--ids", tmp_path / "i.npy")
+    assert out.stdout.startswith(f"exported 1,000 rows of table '{table.name}' in "), out
+    assert table.pull(np.load(tmp_path / "i.npy")).tobytes() == np.load(tmp_path / "w.npy").tobytes()
+    refused = command(running, "import", running.url, table.name, tmp_path / "none.npy")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "ForeignRowsError" in refused.stderr
+    assert "none.npy" in refused.stderr
