@@ -56,7 +56,7 @@ COSTS: Mapping[tuple[str, str], Mapping[str, float]] = {
     (JOIN, SHARD): {"row": 1.9, "byte": 0.0057, "index row": 0.008, "process": 182000},
     (START, SHARD): {"row": 1.3, "byte": 0.0058, "process": 766000},
 }
-"""By job and role: µs for each of `factors` (of the network: bytes), as `scale --simulate` found them (benchmarks/RESULTS.md)."""
+"""By job and role: µs for each of `factors` (of the network: bytes), as measured (benchmarks/RESULTS.md, section "scale --simulate")."""
 
 COLDEST = 12
 """Steps that touch one row in 2**12 were measured; "cold" counts halvings of the part that a step touches, and no further ones."""
