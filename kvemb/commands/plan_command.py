@@ -7,12 +7,13 @@ from typing import Any
 from kvemb import init, optim
 from kvemb.commands.terminal_output import text_table
 from kvemb.operate import capacity as costs
-from kvemb.operate.capacity import BUSY, FULL, CapacityPlan, Workload, cautions, parts_of, plans_for, smallest, ten_times
+from kvemb.operate.capacity import BUSY, FULL, LOAD_S, CapacityPlan, Workload, cautions, parts_of, plans_for, smallest, ten_times
 from kvemb.operate.row_costs import JOIN, LOAD, REPAIR, SAVE, SERVER, SHARD, START
 from kvemb.schema.table_def import TableDef
 
 _GB, _MB = 1e9, 1e6
-_HEAD = ("STORAGE", "LAYOUT", "B/ROW", "MEMORY", "NODES", "FOR MEMORY", "FOR CPU", "SHARDS", "FOR MEMORY", "FOR CPU", "NODE BACK IN")
+_WHY = "FOR MEMORY", "FOR CPU"
+_HEAD = "STORAGE", "LAYOUT", "B/ROW", "MEMORY", "NODES", *_WHY, "SHARDS", *_WHY, "FOR LOAD", "FOR LOG", "NODE BACK IN"
 _JOBS = {
     SAVE: "a full checkpoint is saved in",
     LOAD: "a full checkpoint is loaded in",
@@ -58,7 +59,8 @@ def _text(args: argparse.Namespace, work: Workload, plans: list[CapacityPlan]) -
         f"{work.rows_per_s:,.0f} rows/s pulled and trained",
         "",
         f"Fewest machines: {best.at.nodes + best.at.shards:,}. {best.at.nodes:,} nodes of {args.node_gb:g} GB ({best.kind}, {best.layout}) "
-        f"and {best.at.shards:,} shards of {args.shard_gb:g} GB, memory filled to {FULL:.0%}, a core of each busy to {BUSY:.0%} at most",
+        f"and {best.at.shards:,} shards of {args.shard_gb:g} GB, so that a load takes at most {LOAD_S / 3600:g} h; "
+        f"memory filled to {FULL:.0%}, a core of each busy to {BUSY:.0%} at most",
         text_table(_machines(best)),
         f"Trainers need {best.trainer_cores:.1f} cores for rows.",
         "",
@@ -76,17 +78,17 @@ def _text(args: argparse.Namespace, work: Workload, plans: list[CapacityPlan]) -
 
 
 def _machines(plan: CapacityPlan) -> list[tuple[object, ...]]:
-    at, shares, index = plan.at, plan.shares(), costs.INDEX
+    at, shares = plan.at, plan.shares()
 
     def row(what: str, node: float | None, shard: float, unit: str = "", note: str = "") -> tuple[object, ...]:
         nodes = ("-", "-") if node is None else (f"{_bytes(node * at.nodes)}{unit}", f"{_bytes(node)}{unit}")
         return (what, *nodes, f"{_bytes(shard * at.shards)}{unit}", f"{_bytes(shard)}{unit}{note}")
 
-    index_note = f" ({index.memory_bytes:g} B a row, {index.cut_bytes:g} more while it saves)"
+    log_note = f" ({costs.logged_share(plan.shard_rows):.1%} of its rows are known from its disk alone)"
     return [
         ("", "ALL NODES", "EACH", "ALL SHARDS", "EACH"),
         row("memory", plan.node_bytes, plan.shard_bytes),
-        row("  index", None, plan.index_bytes / at.shards, note=index_note),
+        row("  index", None, plan.index_bytes, note=log_note),
         row("disk", None, plan.shard_disk_bytes, note=" at most"),
         row("  journal", None, plan.journal_bytes_per_s / at.shards, "/s"),
         row("network", plan.node_network, plan.shard_network, "/s"),
@@ -133,6 +135,8 @@ def _row(plan: CapacityPlan) -> tuple[object, ...]:
         f"{plan.at.shards:,}",
         f"{plan.shards.for_memory:,}",
         f"{plan.shards.for_cpu:,}",
+        f"{plan.shards.for_load:,}",
+        f"{plan.shards.for_log:,}",
         _time(plan.times[REPAIR][0]),
     )
 
@@ -157,6 +161,8 @@ def _fields(plan: CapacityPlan) -> dict[str, Any]:
         "shards": plan.at.shards,
         "shards_for_memory": plan.shards.for_memory,
         "shards_for_cpu": plan.shards.for_cpu,
+        "shards_for_load": plan.shards.for_load,
+        "shards_for_log": plan.shards.for_log,
         "row_bytes": plan.row_bytes,
         "node_bytes": plan.node_bytes,
         "shard_bytes": plan.shard_bytes,

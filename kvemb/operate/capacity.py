@@ -1,8 +1,8 @@
 """What a table will need: nodes and shards, their memory, disk, network and times, and what breaks first. Pure; no server is asked.
 
 Times are sums of what a row costs (`kvemb.operate.row_costs`). Memory is what benchmarks/RESULTS.md says, of the same machine;
-tests/unit/test_capacity.py holds every figure equal to the page. Assumed and not measured: how full memory may be, how busy a core, and how
-much of a shard's disk a merge of its snapshot takes for a while.
+tests/unit/test_capacity.py holds every figure equal to the page. Assumed and not measured: how full memory may be, how busy a core, how
+long a load, and that no row is likelier to be trained than another.
 """
 
 import math
@@ -13,7 +13,7 @@ import numpy as np
 
 from kvemb.config import ServersConfig
 from kvemb.errors import InvalidInputError
-from kvemb.operate.row_costs import JOBS, MOST_MEASURED, NETWORK, SERVER, SHARD, START, TRAIN, TRAINED_BYTES, TRAINER, Scale, cost, seconds
+from kvemb.operate.row_costs import JOBS, LOAD, MEASURED, NETWORK, SERVER, SHARD, START, TRAIN, TRAINED_BYTES, TRAINER, Scale, cost, seconds
 from kvemb.schema.buckets import LAYOUTS, MOST_COMPACT_BYTES, buckets_for
 from kvemb.schema.pages import page_layout
 from kvemb.schema.record import HEADER_SIZE
@@ -51,38 +51,14 @@ PULL_SERVER_US: Mapping[Layout, float] = {
 """µs of the server per row of such a pull, records of 76 bytes."""
 
 
-@dataclass(frozen=True)
-class IndexForm:
-    """What a shard keeps of every row that exists.
-
-    Args:
-        memory_bytes: a row.
-        cut_bytes: of memory a row, more while a checkpoint is saved (docs/adr/0012).
-        fixed_bytes: of memory, whatever the number of rows.
-        run_bytes: of disk, beside a row's record in a run.
-        runs: how often a row lies in runs, at most, while these are merged.
-        image_bytes: of disk a row, for an image of the index and the one that takes its place.
-        lookup_us: of a shard for a trained row, beyond what `row_costs` has measured with the index in memory.
-        start_us: of a shard's start, a row.
-    """
-
-    memory_bytes: float
-    cut_bytes: float
-    fixed_bytes: float
-    run_bytes: float
-    runs: float
-    image_bytes: float
-    lookup_us: float
-    start_us: float
-
-
-IN_MEMORY = IndexForm(24, 16, fixed_bytes=0, run_bytes=8, runs=2.5, image_bytes=2 * 16, lookup_us=0, start_us=0.30)
-"""20 to 23.7 bytes of memory (`kvemb.arrays.row_index`); an image of 16 bytes a row is read at a start. How often rows lie in runs is
-assumed."""
-ROW_LOG = IndexForm(0.14, 0, fixed_bytes=256e6, run_bytes=16, runs=2.0, image_bytes=0, lookup_us=0.53, start_us=0.0004)
-"""Sorted runs on the shard's disk, found by fences in memory (benchmarks/RESULTS.md, "Versions on disk", 10^9 rows in the system's cache),
-without filters, which take 1.25 bytes more. Not built yet: merges and the memory for versions of hot rows are assumed."""
-INDEX = IN_MEMORY
+VERSION_BYTES, FENCE_BYTES = 24, 0.14
+"""Of a shard's memory: for a row whose version is there (20 to 23.7, `kvemb.arrays.row_index`); for each row, to find it in the row log."""
+LOOKUP_US, COLD_ROWS_S = 0.53, 50_000
+"""To find a row's version there, in the system's cache; how many a second where each is a page of the disk (section "Versions on disk")."""
+LOG_BYTES, LOG_COPIES = 16, 2.5
+"""Of disk, beside a row's record; and how often all rows lie there at most: new runs grow to half of an old one, then all are merged."""
+INDEX_BYTES = ServersConfig.index_mb << 20
+JOURNAL_BYTES = ServersConfig.journal_max_mb << 20
 
 PROCESS_BYTES = 250e6
 """Memory of a shard's process beside its index and cache (section "Memory of a shard in training"): at most, with pushes of 50,000 rows."""
@@ -127,6 +103,8 @@ def interpolated(measured: Mapping[int, float], record_bytes: int) -> float:
     return float(np.interp(record_bytes, sizes, [measured[size] for size in sizes]))
 
 
+LOAD_S = 4 * 3600
+"""That a full load may take shards: the longest of the jobs here."""
 FULL = 0.8
 """Of the memory of a node or a shard: alerts and `kvemb doctor` speak up at 0.9."""
 BUSY = 0.5
@@ -166,14 +144,16 @@ class Workload:
 
 @dataclass(frozen=True)
 class Counted:
-    """How many servers are needed: the larger of the numbers for memory and for time; `for_cpu` 0: no number is enough."""
+    """How many servers are needed: the largest of these numbers; `for_cpu` 0: no number is enough."""
 
     for_memory: int
-    for_cpu: int
+    for_cpu: int = 0
+    for_load: int = 1
+    for_log: int = 1
 
     @property
     def n(self) -> int:
-        return max(self.for_memory, self.for_cpu)
+        return max(self.for_memory, self.for_cpu, self.for_load, self.for_log)
 
 
 @dataclass(frozen=True)
@@ -208,20 +188,29 @@ class CapacityPlan:
         return self.work.n_rows * self.row_bytes / self.at.nodes
 
     @property
+    def shard_rows(self) -> float:
+        """Rows of one shard."""
+        return self.work.n_rows / self.at.shards
+
+    @property
     def index_bytes(self) -> float:
-        """Memory of all shards for what they know of rows, while a checkpoint is saved too."""
-        return self.work.n_rows * (INDEX.memory_bytes + INDEX.cut_bytes) + self.at.shards * INDEX.fixed_bytes
+        """Memory of one shard for what it knows of its rows."""
+        return min(VERSION_BYTES * self.shard_rows, INDEX_BYTES) + FENCE_BYTES * self.shard_rows
 
     @property
     def shard_bytes(self) -> float:
         """Memory of one shard."""
-        return self.index_bytes / self.at.shards + self.work.cache_bytes + PROCESS_BYTES
+        return self.index_bytes + self.work.cache_bytes + PROCESS_BYTES
 
     @property
     def shard_disk_bytes(self) -> float:
-        """Disk of one shard at most: local snapshots, what the index has there, the journal."""
-        row_bytes = INDEX.runs * (INDEX.run_bytes + self.at.record_bytes) + INDEX.image_bytes
-        return self.work.n_rows / self.at.shards * row_bytes + ServersConfig.journal_max_mb * 1e6
+        """Disk of one shard at most: its row log and journal."""
+        return LOG_COPIES * self.shard_rows * (LOG_BYTES + self.at.record_bytes) + JOURNAL_BYTES
+
+    @property
+    def cached_rows(self) -> float:
+        """Rows of one shard's log whose keys and versions the system can cache, in the memory that the shard leaves free."""
+        return max(0.0, self.work.shard_bytes - self.shard_bytes) / LOG_BYTES
 
     @property
     def journal_bytes_per_s(self) -> float:
@@ -246,12 +235,13 @@ class CapacityPlan:
 
     def shares(self) -> dict[str, float]:
         """Return how much of what it may use the cluster uses, by what is used; 1: as planned for."""
-        rows_per_s, at = self.work.rows_per_s, self.at
+        rows_per_s, at, cached = self.work.rows_per_s, self.at, self.cached_rows / self.shard_rows
         return {
             "memory of a node": self.node_bytes / (FULL * self.work.node_bytes),
             "memory of a shard": self.shard_bytes / (FULL * self.work.shard_bytes),
             "CPU of a node": rows_per_s * self.us[SERVER] / at.nodes / (BUSY * 1e6),
             "CPU of a shard": rows_per_s * self.us[SHARD] / at.shards / (BUSY * 1e6),
+            "row log of a shard": rows_per_s / at.shards * max(0.0, logged_share(self.shard_rows) - cached) / COLD_ROWS_S,
             "connections of a node": (2 * at.shards + at.trainers) / CONNECTIONS,
             "slots": max(at.nodes, at.shards) / N_SLOTS,
         }
@@ -289,18 +279,20 @@ def _plan(work: Workload, where: Layout) -> CapacityPlan | None:
     except InvalidInputError:
         return None
     row_bytes = bytes_per_row(where, size)
-    room = FULL * work.shard_bytes - work.cache_bytes - PROCESS_BYTES - INDEX.fixed_bytes
+    room = FULL * work.shard_bytes - work.cache_bytes - PROCESS_BYTES - min(VERSION_BYTES * work.n_rows, INDEX_BYTES)
     if room <= 0:
         raise InvalidInputError(
             f"a shard's cache of {work.cache_bytes:,.0f} bytes and its process leave no room for its index in {work.shard_bytes:,.0f} bytes"
         )
-    nodes = Counted(_times(work.n_rows * row_bytes, FULL * work.node_bytes), 0)
-    shards = Counted(_times(work.n_rows * (INDEX.memory_bytes + INDEX.cut_bytes), room), 0)
+    nodes = Counted(_times(work.n_rows * row_bytes, FULL * work.node_bytes))
+    one = _on(work, where, nodes, Counted(1), n_keys, row_bytes)
+    shards = Counted(_times(work.n_rows * FENCE_BYTES, room), for_load=_times(work.n_rows * cost(LOAD, SHARD, one.at), LOAD_S * 1e6))
     first = plan = _on(work, where, nodes, shards, n_keys, row_bytes)
     for _ in range(_ROUNDS):  # more of the one cost the other more: perhaps more than they bring
         before = nodes, shards
         nodes = replace(nodes, for_cpu=_times(work.rows_per_s * plan.us[SERVER], BUSY * 1e6))
-        shards = replace(shards, for_cpu=_times(work.rows_per_s * plan.us[SHARD], BUSY * 1e6))
+        for_log = _times(work.rows_per_s * logged_share(plan.shard_rows), COLD_ROWS_S + work.rows_per_s * plan.cached_rows / work.n_rows)
+        shards = replace(shards, for_cpu=_times(work.rows_per_s * plan.us[SHARD], BUSY * 1e6), for_log=for_log)
         if (nodes, shards) == before:
             return plan
         if max(nodes.n, shards.n) > N_SLOTS:
@@ -314,12 +306,21 @@ def _on(work: Workload, where: Layout, nodes: Counted, shards: Counted, n_keys: 
     at = Scale(nodes.n, shards.n, work.trainers, work.n_rows, work.table.record.size_bytes, where[1], n_keys, work.step_rows)
     us = {role: cost(TRAIN, role, at) for role in (SERVER, SHARD, TRAINER)}
     us[SERVER] *= _pull_ratio(where)
-    us[SHARD] += INDEX.lookup_us
+    us[SHARD] += LOOKUP_US * logged_share(work.n_rows / at.shards)
     times = {job: seconds(job, at) for job in JOBS if job != TRAIN}
-    full_journals = round(at.shards * ServersConfig.journal_max_mb * 1e6 / journal_bytes(work.table))  # rows in those of all shards
-    replay_s, waits_for = seconds(START, replace(at, n_rows=full_journals))
-    times[START] = replay_s + work.n_rows / at.shards * INDEX.start_us / 1e6, waits_for
+    full_journals = round(at.shards * JOURNAL_BYTES / journal_bytes(work.table))  # rows in those of all shards
+    times[START] = seconds(START, replace(at, n_rows=full_journals))
     return CapacityPlan(work, *where, nodes, shards, at, row_bytes, us, cost(TRAIN, NETWORK, at), times)
+
+
+def logged_share(n_rows: float) -> float:
+    """Return the share of trained rows whose versions a shard of n rows has not in memory; each row is taken to be as likely as others.
+
+    Example:
+        >>> logged_share(10**6), round(logged_share(10**9), 2)
+        (0.0, 0.96)
+    """
+    return max(0.0, 1 - INDEX_BYTES / (VERSION_BYTES * n_rows))
 
 
 def _pull_ratio(where: Layout) -> float:
@@ -355,8 +356,8 @@ def cautions(plans: Sequence[CapacityPlan]) -> list[str]:
         said.append(f"There are {N_SLOTS:,} slots, and a node or a shard has at least one: take larger machines (--node-gb, --shard-gb).")
     if not all(plan.nodes.for_cpu and plan.shards.for_cpu for plan in plans):
         said.append("CPU 0: no number of machines is enough, since more of them cost more requests: take fewer, larger steps a second.")
-    if most_nodes > MOST_MEASURED[0] or most_shards > MOST_MEASURED[1]:
-        said.append(f"More than {MOST_MEASURED[0]} nodes, or more than {MOST_MEASURED[1]} shards, were never measured together.")
+    if most_nodes > MEASURED[0] or most_shards > MEASURED[1]:
+        said.append(f"More than {MEASURED[0]} nodes, or more than {MEASURED[1]} shards, were never measured together.")
     if size > MOST_COMPACT_BYTES:
         said.append(f"The compact layout is refused for records beyond {MOST_COMPACT_BYTES} bytes.")
     return said

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from kvemb.schema.buckets import LAYOUTS, needs_filler
 
 TRAIN, SAVE, LOAD, REPAIR, JOIN, START = JOBS = ("train", "save", "load", "repair", "join", "start")
-"""Rows trained (pulled, fetched by a shard that has them not in its cache, written); saved; loaded; brought back to a node that lost them;
-moved to a node that joins; replayed by one shard that starts after kill -9."""
+"""Rows trained (pulled, fetched by a shard that has them not in its cache, written); saved from the row logs of shards; loaded; brought
+back to a node that lost them; moved to a node that joins; replayed by one shard that starts after kill -9."""
 SERVER, SHARD, TRAINER, NETWORK = "server", "shard", "trainer", "network"
 """All storage servers (of a repair and a join, the node's); all shards (of a start, the one); all trainers; bytes at the nodes' side."""
 
@@ -47,19 +47,16 @@ COSTS: Mapping[tuple[str, str], Mapping[str, float]] = {
     (TRAIN, SHARD): {"row": 0.56, "byte": 0.0065, "command": 0.07, "batch": 3860, "batch request": 62},
     (TRAIN, TRAINER): {"row": 0.33, "byte": 0.0011, "command": 0.048, "pull": 1640, "pull request": 110, "push": 812},
     (TRAIN, NETWORK): {"row": 61, "byte": 3.02, "command": 39.6, "packed command": 35.3, "filler": 86},
-    (SAVE, SERVER): {"row": 0.18, "byte": 0.0019, "read key": 0.65},
-    (SAVE, SHARD): {"row": 0.38, "byte": 0.005, "process": 81000},
+    (SAVE, SHARD): {"row": 0.085, "byte": 0.0033, "process": 17500},
     (LOAD, SERVER): {"row": 0.25, "byte": 0.0015, "process": 21000},
-    (LOAD, SHARD): {"row": 1.28, "byte": 0.0077, "process": 163000},
+    (LOAD, SHARD): {"row": 1.1, "byte": 0.0033, "process": 125000},
     (REPAIR, SERVER): {"row": 0.75, "byte": 0.0022, "listed row": 0.12, "listed key": 19},
     (REPAIR, SHARD): {"row": 1.7, "byte": 0.0086, "index row": 0.074, "listed row": 0.69, "listed key": 133},
     (JOIN, SERVER): {"row": 0.45, "byte": 0.0024},
     (JOIN, SHARD): {"row": 1.9, "byte": 0.0057, "index row": 0.008, "process": 182000},
     (START, SHARD): {"row": 1.3, "byte": 0.0058, "process": 766000},
 }
-"""By job and role: µs for each of `factors` (of the network: bytes), as `scale --simulate` found them (benchmarks/RESULTS.md)."""
-
-_SAVED_BYTES = 8 << 20  # of a block that a save reads at once, in the order of ids
+"""By job and role: µs for each of `factors` (of the network: bytes), as measured (benchmarks/RESULTS.md, section "scale --simulate")."""
 
 COLDEST = 12
 """Steps that touch one row in 2**12 were measured; "cold" counts halvings of the part that a step touches, and no further ones."""
@@ -67,7 +64,7 @@ COLDEST = 12
 TRAINED_BYTES = 40, 204
 """Records whose times were measured."""
 
-MOST_MEASURED = 8, 4
+MEASURED = 8, 4
 """Nodes and shards that were measured together."""
 
 
@@ -76,8 +73,7 @@ def factors(job: str, at: Scale) -> dict[str, float]:
 
     Of training: how often the part of the table that a step touches was halved ("cold"); commands of storage, of keys that are strings
     ("packed"), with a longer field of no row ("filler"); batches of shards and their requests; pulls, their requests, and parts of pushes.
-    Of other jobs: keys of a block that is saved; shards ("process"); rows of the index that are looked through; rows and keys that are
-    listed in a repair.
+    Of other jobs: shards ("process"); rows of the index that are looked through; rows and keys that are listed in a repair.
 
     Example:
         >>> scale = Scale(nodes=8, shards=4, trainers=1, n_rows=10**6, record_bytes=40, layout="fast", n_keys=256, step_rows=32_000)
@@ -105,8 +101,6 @@ def factors(job: str, at: Scale) -> dict[str, float]:
         counts["request"] = counts["batch request"] + counts["pull request"]
         return per_row | {"cold": cold, "cold byte": cold * at.record_bytes} | {name: n / at.step_rows for name, n in counts.items()}
     n_rows = rows_of(job, at)
-    n_block = _SAVED_BYTES / at.record_bytes
-    per_row["read key"] = _met(at.n_keys, n_block) / n_block if at.layout != "keys" else 0.0
     per_row["process"] = (1 if job == START else at.shards) / n_rows
     if job == REPAIR:
         # Every shard looks through its whole index. And it asks every bucket of the node for its rows, be they its own or not.
@@ -137,7 +131,7 @@ def cost(job: str, role: str, at: Scale) -> float:
 def seconds(job: str, at: Scale) -> tuple[float, str]:
     """Return how long a job takes where every process has a core of its own, and the role that it waits for.
 
-    All nodes do their part of a save and a load at once; a repair and a join are one node's work, a start one shard's.
+    All nodes and shards do their part of a save and a load at once; a repair and a join are one node's work, a start one shard's.
     """
     at_work = {SERVER: 1 if job in (REPAIR, JOIN) else at.nodes, SHARD: 1 if job == START else at.shards}
     took = {role: rows_of(job, at) * cost(job, role, at) / n / 1e6 for role, n in at_work.items() if (job, role) in COSTS}

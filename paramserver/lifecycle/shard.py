@@ -11,7 +11,7 @@ from kvemb.checkpoint.load import newest_decision
 from kvemb.coordination.registry_format import META_NAME
 from kvemb.coordination.shard_notes import ShardNote
 from kvemb.coordination.shard_owners import newest_owner, owner_name
-from kvemb.errors import FencedError, JournalFullError, KvembError, NodeLostError, StorageError, UnsafeNodeError
+from kvemb.errors import ClosedError, FencedError, JournalFullError, KvembError, NodeLostError, StorageError, UnsafeNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import make_version
 from kvemb.stores.storage_kinds import open_store
@@ -276,6 +276,8 @@ class Shard:
         try:
             self._parts.fenced_log.commit()  # else a folder that was put in the place of ours would get our state
             self._parts.runs.save(state_of(self._parts, self._applier.applied))
+        except ClosedError:
+            return ""  # it has stopped before
         except JournalFullError as error:
             return f"everything is applied, but the state was not saved: {error}"
         except OSError as error:

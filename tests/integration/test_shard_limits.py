@@ -254,7 +254,7 @@ def test_what_a_shard_keeps_on_disk_is_its_own_users_alone(cluster: Cluster) -> 
     shard.process.child.terminate()
     assert shard.process.wait() == 0
     kept = [path for path in folder.rglob("*")]
-    assert {"epoch", "state", "lock", "tables", "journal", "snapshot", "manifest"} <= {path.name for path in kept}
+    assert {"epoch", "state", "lock", "tables", "journal", "snapshot"} <= {path.name for path in kept}
     assert {oct(mode_of(path)) for path in [folder, *kept] if path.is_dir()} == {"0o700"}
     assert {oct(mode_of(path)) for path in kept if path.is_file()} == {"0o600"}
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from kvemb import cli, init, optim
 from kvemb.arrays.row_index import RowIndex
 from kvemb.errors import InvalidInputError
 from kvemb.operate import capacity as costs
-from kvemb.operate.capacity import IN_MEMORY, Workload, cautions, plans_for, smallest, ten_times
-from kvemb.operate.row_costs import COSTS, REPAIR, SERVER, SHARD, TRAIN, Scale, cost, factors, seconds
+from kvemb.operate.capacity import LOAD_S, LOOKUP_US, VERSION_BYTES, Workload, cautions, logged_share, plans_for, smallest, ten_times
+from kvemb.operate.row_costs import COSTS, LOAD, REPAIR, SERVER, SHARD, TRAIN, Scale, cost, factors, seconds
 from kvemb.schema.table_def import TableDef
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +83,14 @@ def test_an_index_takes_no_more_than_is_planned_for_it(n_rows: int) -> None:
     index = RowIndex()
     for part in np.array_split(np.arange(n_rows, dtype=np.uint64), 10):
         index.put(part, np.ones(len(part), np.uint64))
-    assert 0.8 * IN_MEMORY.memory_bytes < index.size_bytes / n_rows <= IN_MEMORY.memory_bytes
+    assert 0.8 * VERSION_BYTES < index.size_bytes / n_rows <= VERSION_BYTES
+
+
+def test_versions_on_disk_are_what_the_benchmark_measured() -> None:
+    (measured,) = tables("Versions on disk").values()
+    most = dict(zip(measured[0], measured[-1], strict=True))
+    assert (median(most["uniform"]), median(most["memory"])) == (LOOKUP_US, costs.FENCE_BYTES)
+    assert f"{costs.COLD_ROWS_S:,} to 90,000 a second from this disk" in RESULTS
 
 
 def workload(n_rows: int = 10**9, dim: int = 16, optimizer: str = "adam", step_rows: int = 100_000, **more: Any) -> Workload:
@@ -106,7 +114,7 @@ def test_ten_times_the_rows_take_ten_times_the_memory() -> None:
     for one, ten in zip(plans_for(workload(10**9, node_bytes=GB)), plans_for(workload(10**10, node_bytes=GB)), strict=True):
         assert ten.row_bytes == one.row_bytes
         assert ten.nodes.for_memory in range(10 * one.nodes.for_memory - 10, 10 * one.nodes.for_memory + 1)
-        assert ten.index_bytes == pytest.approx(10 * one.index_bytes)
+        assert ten.at.shards * ten.shard_rows == pytest.approx(10 * one.at.shards * one.shard_rows)
 
 
 def test_more_steps_take_more_nodes_and_shards_once_memory_is_enough() -> None:
@@ -139,14 +147,32 @@ def test_the_smallest_plan_takes_any_ids() -> None:
     assert all(best.at.nodes + best.at.shards <= plan.at.nodes + plan.at.shards for plan in plans if plan.layout != "pages")
 
 
-def test_the_row_log_takes_the_shards_that_memory_needs_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = plan_of("valkey", "fast", workload(10**11))
-    monkeypatch.setattr(costs, "INDEX", costs.ROW_LOG)
-    after = plan_of("valkey", "fast", workload(10**11))
-    assert before.shards.for_memory == 79
-    assert after.shards.for_memory == 1
-    assert after.us["shard"] == pytest.approx(cost(TRAIN, SHARD, after.at) + costs.ROW_LOG.lookup_us)
-    assert after.shard_disk_bytes * after.at.shards < before.shard_disk_bytes * before.at.shards
+def test_rows_are_known_from_memory_as_far_as_the_index_may_grow() -> None:
+    small, large = (plan_of("valkey", "fast", workload(n_rows)) for n_rows in (10**7, 10**11))
+    assert small.index_bytes == pytest.approx((VERSION_BYTES + costs.FENCE_BYTES) * 10**7)
+    assert small.us[SHARD] == cost(TRAIN, SHARD, small.at)
+    assert large.index_bytes == pytest.approx(costs.INDEX_BYTES + costs.FENCE_BYTES * large.shard_rows)
+    assert large.us[SHARD] == pytest.approx(cost(TRAIN, SHARD, large.at) + LOOKUP_US * logged_share(large.shard_rows))
+    assert large.shards.for_memory == 1
+
+
+def test_what_the_system_has_no_memory_for_is_read_from_disk() -> None:
+    roomy, tight = (plan_of("valkey", "fast", workload(10**11, shard_bytes=n_bytes)) for n_bytes in (1000 * GB, 64 * GB))
+    (none, some) = (plan.shares()["row log of a shard"] for plan in (roomy, tight))
+    assert none == 0
+    assert 0 < some < tight.work.rows_per_s / tight.at.shards / costs.COLD_ROWS_S
+
+
+def test_there_are_as_many_shards_as_find_versions_on_their_disks_in_time() -> None:
+    plan = plan_of("valkey", "fast", workload(10**11, dim=7, optimizer="sgd", step_rows=10**6))
+    assert plan.at.shards == plan.shards.for_log > plan.shards.for_load
+    assert 0.8 < plan.shares()["row log of a shard"] <= 1
+
+
+def test_there_are_as_many_shards_as_bring_a_load_to_its_time() -> None:
+    plan = plan_of("valkey", "fast", workload(10**11))
+    assert plan.at.shards == plan.shards.for_load
+    assert plan.times[LOAD][0] <= LOAD_S < seconds(LOAD, replace(plan.at, shards=plan.at.shards - 1))[0]
 
 
 def test_a_repair_waits_for_shards_that_list_every_bucket_of_the_node() -> None:
