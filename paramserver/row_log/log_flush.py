@@ -94,9 +94,11 @@ class LogFlush:
                 writer.drop()
             raise
         self._tables.published(cut)
-        for table in tables:
-            for _ in self._runs.merge(table.definition):
-                yield progress
+
+    def merges(self) -> Iterator[None]:
+        """Merge the runs of tables that have too many, a block at a time; flushes may come and go meanwhile."""
+        for table in self._tables.all():
+            yield from self._runs.merge(table.definition)
 
     def _rows(self, writer: RunWriter, table: TableState, ids: Ids, progress: FlushProgress) -> Iterator[FlushProgress]:
         """Write rows as they are now; one that has been erased since is among the `gone` of its table."""
@@ -149,7 +151,7 @@ class FlushSchedule:
         held: whether somebody reads the journal: then it is cut later.
 
     Attributes:
-        due_bytes: `step` has nothing to do while the journal is not larger; -1 while a flush is under way, or asked for.
+        due_bytes: `step` has nothing to do while the journal is not larger; -1 while a flush or a merge is under way, or a flush asked for.
         taken: flushes so far.
     """
 
@@ -168,6 +170,7 @@ class FlushSchedule:
         self._limit_bytes, self._past_bytes = max_bytes, 0
         self.due_bytes = 0  # the index is looked at, too
         self._steps: Generator[FlushProgress, None, None] | None = None
+        self._merges: Iterator[None] | None = None
         self._applied = self._cut = START
         self._begun_s = 0.0
         self._progress = FlushProgress()
@@ -190,7 +193,7 @@ class FlushSchedule:
         return max(0, self.journal.size_bytes - self._past_bytes)
 
     def step(self, applied: Position) -> bool:
-        """Begin a flush if one is due, or go on with it; return whether there is more to do.
+        """Begin a flush if one is due, or go on with it; else go on with a merge. Return whether there is more to do.
 
         Args:
             applied: where the journal entry of the last batch applied ends.
@@ -201,7 +204,7 @@ class FlushSchedule:
         self._applied = applied
         if self._steps is None:
             if not self._begins():
-                return False
+                return self._merge()
             self._cut, self._begun_s = applied, time.monotonic()
             self._steps = self._flush.steps(self._state_now)
         try:
@@ -209,10 +212,17 @@ class FlushSchedule:
             return True
         except StopIteration:
             self._end()
-            return False
+            return True
         except BaseException:
             self.give_up()
             raise
+
+    def _merge(self) -> bool:
+        merges, self._merges = self._merges, None
+        if merges is None or next(merges, self) is self:
+            return False
+        self._merges, self.due_bytes = merges, -1
+        return True
 
     def _state_now(self) -> ShardState:
         self._fenced_log.commit()  # else a folder that was put in the place of ours would get our state
@@ -221,11 +231,12 @@ class FlushSchedule:
     def _begins(self) -> bool:
         """Whether a flush is due now, which then answers all requests; else the journal grows a bit before the next look."""
         with self._lock:
-            if self._asked or self.journal.size_bytes > self._limit_bytes or self._tables.index_is_large:
+            large = self.journal.size_bytes > self._limit_bytes or (self.behind_bytes and self._tables.index_is_large)
+            if self._asked or large:
                 self._answers, self._asked, self.due_bytes = [*self._answers, *self._asked], [], -1
                 return True
             self.due_bytes = min(self.journal.size_bytes + _LOOK_BYTES, self._limit_bytes)
-            return False
+        return False
 
     def give_up(self) -> None:
         """Give up the flush under way, if any; a new one begins when it is due. Before runs come from another shard this is called, too."""
@@ -244,8 +255,7 @@ class FlushSchedule:
         self._past_bytes = self.journal.size_bytes
         self._limit_bytes = max(self._max_bytes, self._past_bytes + self._max_bytes // 2)
         answers, self._answers = self._answers, []
-        with self._lock:
-            self.due_bytes = -1 if self._asked else self._past_bytes
+        self._merges = self._merges or self._flush.merges()
         for done in answers:
             done.set()
         took_s = time.monotonic() - self._begun_s

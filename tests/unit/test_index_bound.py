@@ -1,6 +1,7 @@
 """A table whose rows are mostly on disk behaves as a dict of id to version, whatever is in memory, and whenever the log is written."""
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -183,7 +184,8 @@ def test_runs_on_disk_are_such_a_log(tmp_path: Path) -> None:
             state.applied(some, version)
             model.update(dict.fromkeys(some.tolist(), version))
         if version % 2 == 0:
-            for _ in LogFlush(runs, tables, written, lambda: version).steps(lambda: present(saved, tables, version)):  # noqa: B023
+            flush = LogFlush(runs, tables, written, lambda: version)  # noqa: B023
+            for _ in chain(flush.steps(lambda: present(saved, tables, version)), flush.merges()):  # noqa: B023
                 pass
         assert state.n_rows == len(model)
     assert listed(state, 1000) == model

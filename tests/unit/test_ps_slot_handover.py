@@ -1,7 +1,7 @@
 """Slots handed from one shard to another: the taker knows every row, and can reconstruct it, bit for bit; the giver knows none of them."""
 
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 import numpy as np
@@ -103,7 +103,8 @@ class Shard:
         self.engine.run(batch, version, never)
 
     def snapshot(self) -> None:
-        for _ in LogFlush(self.runs, self.tables, self.read, lambda: self.applied).steps(self.state):
+        flush = LogFlush(self.runs, self.tables, self.read, lambda: self.applied)
+        for _ in chain(flush.steps(self.state), flush.merges()):
             pass
 
     def known(self, table: TableDef) -> set[int]:

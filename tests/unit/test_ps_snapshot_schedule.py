@@ -30,7 +30,7 @@ from paramserver.model.transition import Timeline
 from paramserver.recovery.replay import Recovery
 from paramserver.repair.repairer import Repairer
 from paramserver.repair.scrub import Scrub
-from paramserver.row_log import Reconstructor, Runs
+from paramserver.row_log import Reconstructor, Runs, log_flush
 from paramserver.row_log.log_flush import FlushSchedule, LogFlush, from_storage
 from tests.unit.snapshot_states import present, saved_in
 
@@ -156,6 +156,7 @@ def test_a_journal_that_is_read_is_cut_later(shard: Shard) -> None:
 
 def test_an_index_that_is_too_large_is_flushed_before_the_journal_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "_UNPUBLISHED_BYTES", 0)
+    monkeypatch.setattr(log_flush, "_LOOK_BYTES", 0)
     shard = Shard(tmp_path / "bounded", index_bytes=0)
     shard.flushes._limit_bytes = 1 << 40
     for number in range(4):

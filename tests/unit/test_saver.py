@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,7 +95,8 @@ class Shard:
     def flush(self) -> threading.Event:
         """Flush to the row log, unless that is to be left to the journal."""
         applied = make_version(self.engine.epoch, self.engine.k)
-        for _ in LogFlush(self.runs, self.tables, from_storage(self.store, 5), lambda: applied).steps(self.present) if self.flushes else ():
+        flush = LogFlush(self.runs, self.tables, from_storage(self.store, 5), lambda: applied)
+        for _ in chain(flush.steps(self.present), flush.merges()) if self.flushes else ():
             pass
         (done := threading.Event()).set()
         return done

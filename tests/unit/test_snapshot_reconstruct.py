@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +63,7 @@ class Shard:
 
     def open(self) -> None:
         self.journal = Journal(self.folder / "journal", "os", segment_bytes=1)  # one entry each: nothing is kept that may be discarded
-        self.saved = saved_in(self.folder)
+        self.saved, self.merging = saved_in(self.folder), iter(())
         self.runs = Runs(self.folder / "snapshot", self.saved, limit=2)
         self.reconstructor = Reconstructor(lambda: self.runs.view, self.journal, find)
 
@@ -95,12 +95,14 @@ class Shard:
 
     def flush(self) -> Iterator[FlushProgress]:
         flush = LogFlush(self.runs, self.tables, from_storage(self.store, 5), lambda: self.applied)
-        return flush.steps(lambda: present(self.saved, self.tables, self.applied, self.position))
+        yield from flush.steps(lambda: present(self.saved, self.tables, self.applied, self.position))
+        self.merging = chain(self.merging, flush.merges())
 
     def snapshot(self, between: Callable[[], None] = lambda: None) -> None:
         position = self.position
         for _ in self.flush():
             between()
+            next(self.merging, None)  # of the flush before: it goes on while this one is taken
         self.journal.discard_before(Position(position.segment + 1, 0))  # the position's own segment stays otherwise
 
     def read(self, table: TableDef, ids: np.ndarray) -> np.ndarray:
