@@ -21,7 +21,7 @@ import kvemb
 from kvemb import init, optim
 from kvemb.errors import InvalidInputError
 from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer, distribute, materialize
-from trainer.torch.export.materialize import KnownRowsBag, RowsAtStart
+from trainer.torch.export.materialize import KnownRowsBag, KnownRows
 
 N_IDS, DIM = 30, 3
 
@@ -117,7 +117,7 @@ def test_chosen_ids_are_found_and_others_are_zeros(cluster: kvemb.Cluster, by: s
     model = Model(cluster, "hashed").eval()
     chosen = [29, 0, 3, 1, 9, 9]  # and what pads: 4 and 5
     plain = materialize(model, {"hashed": chosen} if by == "hashed" else {"row": chosen, "bag": chosen})
-    assert [type(module) for module in (plain.row, plain.bag)] == [RowsAtStart, KnownRowsBag]
+    assert [type(module) for module in (plain.row, plain.bag)] == [KnownRows, KnownRowsBag]
     assert plain.bag.weight is plain.row.weight
     with torch.no_grad():
         torch.testing.assert_close(plain.bag(IDS), model.bag(IDS))
@@ -334,6 +334,6 @@ def test_a_copy_of_chosen_ids_exports_to_onnx(tmp_path: Path, dynamo: bool, bag:
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 9, 100])
 def test_the_search_that_onnx_gets_finds_what_searchsorted_finds(n: int) -> None:
     ids = torch.unique(torch.randint(-200, 200, (n,), generator=torch.Generator().manual_seed(n)))
-    rows = RowsAtStart(ids, nn.Parameter(torch.zeros(len(ids) + 1, 1)))
+    rows = KnownRows(ids, nn.Parameter(torch.zeros(len(ids) + 1, 1)))
     wanted = torch.arange(-210, 210)
     assert torch.equal(rows._n_below(wanted), torch.searchsorted(ids, wanted))

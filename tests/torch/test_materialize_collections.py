@@ -33,7 +33,7 @@ from trainer.torch import (
     materialize,
     prepare,
 )
-from trainer.torch.export.plain_tables import PlainDenseFeatures, PlainEmbeddingBagCollection, PlainEmbeddingCollection, RowsAtStart
+from trainer.torch.export.plain_tables import PlainDenseFeatures, PlainEmbeddingBagCollection, PlainEmbeddingCollection, KnownRows
 from trainer.torch.lookup.table_module import LookupModule
 
 ROWS = {"embedding_dim": 3, "optimizer": optim.sgd(0.5), "initializer": init.normal(std=1.0)}
@@ -82,7 +82,7 @@ def test_a_copy_gives_the_same_bits(kind: str, ids: str) -> None:
     chosen = {t.name: np.arange(t.definition.num_ids) for t in cluster.tables.values()} if ids == "chosen" else None
     plain = materialize(model.eval(), chosen)
     assert not plain.training
-    assert {type(table) for table in plain.tables} == {nn.Embedding if ids == "all" else RowsAtStart}
+    assert {type(table) for table in plain.tables} == {nn.Embedding if ids == "all" else KnownRows}
     before = cluster.n_pulls
     assert torch.equal(flat(plain(features)), flat(model(features)))
     assert cluster.n_pulls == before + 1, "only the model's own"
