@@ -71,7 +71,7 @@ FULL = (
     "tests/faults/test_faults_cluster_nodes.py",
     "tests/faults/test_faults_large.py",
     "tests/faults/test_faults_archive.py",  # test_save_load.py: a shard killed in a save, in a load; unit/test_loader.py: at every step
-    "tests/faults/test_faults_bytes.py::test_a_save_has_the_shards_restore_what_another_program_wrote_over_or_deleted[memcached-True]",
+    "tests/faults/test_faults_bytes.py::test_a_save_has_the_rows_that_another_program_wrote_over_or_deleted_in_storage[memcached-True]",
     "tests/faults/test_faults_bytes.py::test_rows_that_another_program_wrote_over_come_back_with_the_next_push_or_repair[memcached-64]",
     "tests/faults/test_faults_copies.py::test_damaged_copies_are_mended",
     "tests/faults/test_faults_copies.py::test_shards_start",

@@ -216,7 +216,7 @@ def saved_rows(url: str) -> dict[str, tuple[list[int], list[float]]]:
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
-def test_a_save_has_the_shards_restore_what_another_program_wrote_over_or_deleted(kind: str, weights_only: bool, tmp_path: Path) -> None:
+def test_a_save_has_the_rows_that_another_program_wrote_over_or_deleted_in_storage(kind: str, weights_only: bool, tmp_path: Path) -> None:
     with (
         FaultyCluster(kind, 3, shards=2, storage={"timeout_s": 2}, servers={"cache_mb": 0}) as local,
         kvemb.connect(local.url, timeout_s=PATIENCE_S) as c,
@@ -233,10 +233,11 @@ def test_a_save_has_the_shards_restore_what_another_program_wrote_over_or_delete
                 client.rpush(key, "x")
         c.save(str(tmp_path / "a"), weights_only=weights_only)
         assert saved_rows(str(tmp_path / "a")) == {"foreign": (ids.tolist(), [1.0])}
-        require(table, ids, 1)
+        add(table, ids).wait_applied(timeout_s=PATIENCE_S)
+        require(table, ids, 2)
 
 
-def test_a_save_has_pages_brought_back_that_another_program_replaced(kind: str, tmp_path: Path) -> None:
+def test_a_save_has_the_pages_that_another_program_replaced_in_storage(kind: str, tmp_path: Path) -> None:
     if kind == "memcached":
         pytest.skip("memcached keeps no pages and knows one type of value")
     with FaultyCluster(kind, 3, shards=2, storage={"timeout_s": 2}) as local, kvemb.connect(local.url, timeout_s=PATIENCE_S) as cluster:
@@ -246,7 +247,8 @@ def test_a_save_has_pages_brought_back_that_another_program_replaced(kind: str, 
             replace_page(local, table, 7 + 500 * number, what)
         cluster.save(str(tmp_path / "a"))
         assert saved_rows(str(tmp_path / "a")) == {"pages": (ids.tolist(), [1.0])}
-        require(table, ids, 1)
+        add(table, ids).wait_applied(timeout_s=PATIENCE_S)
+        require(table, ids, 2)
 
 
 @pytest.mark.parametrize("make", ["rpush", "sadd"])
