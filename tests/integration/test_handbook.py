@@ -87,6 +87,7 @@ COMMANDS = set(re.findall(r"^\$ (kvemb [^#\n]*?) *(?:#.*)?$", PAGE, re.MULTILINE
 # Of those that need a word of the cluster's in the place of one of the page, or are run elsewhere: where.
 ELSEWHERE = {
     "kvemb shard": "the cluster's own processes",
+    "kvemb shard --config kvemb.yaml --shard N --take-over": "tests/faults/test_faults_data_folder.py",
     "kvemb shard --log-format json": "test_shard_logs.py",
     "kvemb completion bash > ~/.local/share/bash-completion/completions/kvemb": "test_cli.py",
     "kvemb completion zsh > ~/.zfunc/_kvemb": "test_cli.py",

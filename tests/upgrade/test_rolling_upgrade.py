@@ -134,7 +134,7 @@ def test_a_cluster_is_upgraded_part_by_part_and_the_older_release_refuses_to_go_
         cluster.releases[0] = old
         refused = cluster.launch_shard(0)
         assert refused._child.wait(PATIENCE_S) == 3, refused.log_tail()
-        assert "saved state has format 4, this release of kvemb reads 2 and 3. Nothing was changed" in refused.log_tail()
+        assert "state: format version 4, expected 3; use the kvemb release that wrote it" in refused.log_tail()
         cluster.releases[0] = new
         cluster.start_shard(0)
         here("shards", "rebalance", config, "--yes")
