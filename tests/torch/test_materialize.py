@@ -21,7 +21,7 @@ import kvemb
 from kvemb import init, optim
 from kvemb.errors import InvalidInputError
 from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer, distribute, materialize
-from trainer.torch.export.materialize import KnownRowsBag, KnownRows
+from trainer.torch.export.materialize import KnownRows, KnownRowsBag
 
 N_IDS, DIM = 30, 3
 

@@ -33,7 +33,7 @@ from trainer.torch import (
     materialize,
     prepare,
 )
-from trainer.torch.export.plain_tables import PlainDenseFeatures, PlainEmbeddingBagCollection, PlainEmbeddingCollection, KnownRows
+from trainer.torch.export.plain_tables import KnownRows, PlainDenseFeatures, PlainEmbeddingBagCollection, PlainEmbeddingCollection
 from trainer.torch.lookup.table_module import LookupModule
 
 ROWS = {"embedding_dim": 3, "optimizer": optim.sgd(0.5), "initializer": init.normal(std=1.0)}
