@@ -227,7 +227,7 @@ class TableState:
         with self._lock:
             ids, versions, next_ = self._index.portion(low, high, n_rows, above=above)
             gone = self._gone
-        if self._in_memory or above >= self._published:
+        if self._in_memory or 0 < self._published <= above:  # 0: all rows are asked for, and the log may have some that were taken over
             return ids, versions, next_
         found = [(ids, versions)]
         for logged, as_logged in self._in_log.between(self.definition, low, next_):

@@ -186,6 +186,21 @@ def test_the_taker_knows_rows_and_steps_and_goes_on_from_them(pair: tuple[Shard,
     taker.check()
 
 
+def test_rows_taken_before_the_first_flush_are_known_after_a_restart_that_leaves_them_on_disk(tmp_path: Path) -> None:
+    giver, taker = new_pair(tmp_path, on_disk=True)
+    giver.run(APPLY, ADAM, IDS.tolist())
+    hand_over(giver, taker, EVERY)
+    taker.save()
+    taker.start()
+    assert taker.known(ADAM) == set(IDS.tolist())
+    assert taker.tables.state(ADAM).n_rows == len(IDS)
+    taker.check()
+    taker.snapshot()
+    taker.check()
+    for shard in (giver, taker):
+        shard.close()
+
+
 def test_only_rows_that_changed_are_read_again(pair: tuple[Shard, Shard], monkeypatch: pytest.MonkeyPatch) -> None:
     giver, taker = pair
     giver.run(APPLY, ADAM, IDS.tolist())
