@@ -281,7 +281,7 @@ class TableState:
             yield ids, versions
 
     def arrays(self) -> tuple[Ids, Ids]:
-        """Return copies of all ids and versions, in no particular order: for the saved state and the cut of a save."""
+        """Return copies of all ids and versions, in no particular order."""
         if not self._in_memory:
             ids, versions = zip(*self.portions(), strict=True)
             return np.concatenate(ids), np.concatenate(versions)

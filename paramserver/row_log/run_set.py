@@ -160,11 +160,6 @@ class Runs:
         """The version up to which the runs hold every change of every table; they may hold later ones. 0: there are none."""
         return self._saved.now.cut
 
-    @property
-    def size_bytes(self) -> int:
-        """Of all files."""
-        return sum(run.size_bytes for table in self._saved.now.tables for run in table.runs)
-
     def find(self, definition: TableDef, ids: Ids) -> FoundRows:
         """See `RunView.find`."""
         return self.view.find(definition, ids)
@@ -359,7 +354,7 @@ def _open_run(path: Path, entry: RunEntry, definition: TableDef, each: Each) -> 
         size = os.fstat(descriptor).st_size
         words = np.frombuffer(_mapped(descriptor), "<u8", size // 8) if size else np.empty(0, "<u8")
         run = SortedRun(_checked_reader(path, descriptor), words, size, str(path), each, entry.newest)
-        if size != entry.size_bytes or run.record_bytes not in (0, definition.record.size_bytes):
+        if size != entry.size_bytes or run.record_bytes != definition.record.size_bytes:
             raise JournalDamagedError(f"{path}: offset 0: {size} bytes with records of {run.record_bytes}, the state names another run")
     except BaseException:
         os.close(descriptor)

@@ -27,7 +27,7 @@ class RunWriter:
         path: of the file, which is not there yet.
         number: of the run.
         definition: the table.
-        record_bytes: 0 for a run of versions alone.
+        record_bytes: of one record.
     """
 
     def __init__(self, path: Path, number: int, definition: TableDef, record_bytes: int) -> None:

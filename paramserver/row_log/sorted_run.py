@@ -7,8 +7,7 @@
     tail, 32 bytes: footer offset u64 | n_blocks u64 | xxh3-64 of header, footer and the two before u64 | magic 8
 
 Keys are those of `kvemb.arrays.key_order`. Header and blocks are filled up with zeros, so that the pairs between two fences never lie on
-two pages. Of one kind all blocks are full but the last: the place of a row follows from its number. Records of 0 bytes make a run of
-versions alone.
+two pages. Of one kind all blocks are full but the last: the place of a row follows from its number.
 
 Keys are looked up in the fences, which are in memory, and then among the pairs of one page of the mapped file. Before that the pairs of a
 block are read once and compared with their checksum. A run does not change once it is written. Erased ids are kept because the journal's
