@@ -124,11 +124,15 @@ class Chain:
             yield merged if len(taken) == 1 else merged.take(np.argsort(order(merged.ids)))
 
 
-def open_chain(url: str) -> Chain:
+def open_chain(url: str, tables: Sequence[str] = ()) -> Chain:
     """Open a checkpoint with everything it is built on.
 
+    Args:
+        url: of it.
+        tables: names: as if it held these alone; none: all.
+
     Raises:
-        CheckpointError: a checkpoint of the chain is missing, damaged, or not the one that was built on.
+        CheckpointError: a checkpoint of the chain is missing, damaged, or not the one that was built on, or it holds no such table.
     """
     levels = [open_checkpoint(url)]
     while (base := levels[-1].manifest.base) is not None:
@@ -137,7 +141,10 @@ def open_chain(url: str) -> Chain:
         below = open_checkpoint(sibling_url(levels[-1].storage.url, base.name))
         _check_link(levels[-1], below)
         levels.append(below)
-    return Chain(tuple(levels))
+    there = [table.definition.name for table in levels[0].manifest.tables]
+    if missing := [name for name in tables if name not in there]:
+        raise CheckpointError(f"{levels[0].storage!r}: holds no table {missing[0]!r}; it holds {', '.join(there)}")
+    return Chain(tuple(Checkpoint(one.storage, one.manifest.only(tables)) for one in levels) if tables else tuple(levels))
 
 
 def sibling_url(url: str, name: str) -> str:

@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import msgpack
@@ -38,12 +38,14 @@ class Decision:
         load_id: 32 hex digits.
         url: of the checkpoint.
         save_id: of the checkpoint: another one that lies there later is not loaded.
+        tables: names of those to be loaded, while all others stay as they are; none: all, and no other table keeps its rows.
     """
 
     serial: int
     load_id: str
     url: str
     save_id: str
+    tables: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
         """Return the bytes that nodes hold.
@@ -52,7 +54,8 @@ class Decision:
             >>> newest_decision([None, Decision(1, "a", "u", "s").encode(), Decision(2, "b", "u", "s").encode()]).load_id
             'b'
         """
-        packed: bytes = msgpack.packb(["kvemb-load", 1, *astuple(self)])
+        fields = astuple(self)
+        packed: bytes = msgpack.packb(["kvemb-load", 2, *fields] if self.tables else ["kvemb-load", 1, *fields[:-1]])
         return packed
 
 
@@ -75,7 +78,8 @@ class Report:
 
 def decode_decision(data: bytes) -> Decision:
     """Read one copy. Raises as `newest_decision`."""
-    return Decision(*_read(data, "kvemb-load", Decision))
+    fields: list[Any] = _read(data, "kvemb-load", {1: [int, str, str, str], 2: [int, str, str, str, list]})
+    return Decision(*fields[:4], tables=tuple(map(str, fields[4])) if len(fields) > 4 else ())
 
 
 def newest_decision(copies: Iterable[bytes | None], where: Sequence[str] = ()) -> Decision | None:
@@ -92,7 +96,7 @@ def newest_decision(copies: Iterable[bytes | None], where: Sequence[str] = ()) -
 def newest_report(copies: Iterable[bytes | None]) -> Report | None:
     """Return the newest of the nodes' copies of a shard's report, or None; damaged copies are passed over."""
     try:
-        found = intact_copies(copies, lambda data: Report(*_read(data, "kvemb-load-report", Report)), "of a load's report")
+        found = intact_copies(copies, lambda data: Report(*_read(data, "kvemb-load-report", _REPORT)), "of a load's report")
     except DamagedCopyError:
         return None
     return max(found, key=lambda report: report.beat, default=None)
@@ -103,26 +107,29 @@ def report_name(shard: int) -> str:
     return f"kvemb:load:{shard}"
 
 
-def _read(data: bytes, magic: str, kind: type) -> list[Any]:
+_REPORT = {1: [str, str, str, int, int, int]}
+
+
+def _read(data: bytes, magic: str, kinds: Mapping[int, Sequence[type]]) -> list[Any]:
+    """Read the fields of a value; `kinds` has those of each format."""
     try:
-        items = msgpack.unpackb(data, max_array_len=16, max_map_len=0, max_ext_len=0)
+        items = msgpack.unpackb(data, max_array_len=1 << 12, max_map_len=0, max_ext_len=0)
         if not isinstance(items, list) or items[:1] != [magic]:
             raise ValueError("no list of ours")
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise DamagedCopyError(f"expected {magic}, got {data[:40]!r}") from error
     try:
-        wanted = [field.type for field in fields(kind)]
-        if items[:2] != [magic, 1] or [type(item) for item in items[2:]] != wanted:
+        if [type(item) for item in items[2:]] != kinds[items[1]]:
             raise ValueError("other fields")
         return list(items[2:])
-    except (ValueError, TypeError) as error:
+    except (IndexError, KeyError, ValueError, TypeError) as error:
         raise ProtocolError(
             f"the value under {META_NAME} is not of this release ({error}): start the shards with the release that began this load, until "
             "it is done (docs/upgrade.md)"
         ) from error
 
 
-_POLL_S, _CALL_S = 0.25, 60.0
+_POLL_S, _LONGEST_POLL_S, _POLL_SHARE, _CALL_S = 0.02, 0.25, 0.05, 60.0
 
 LoadProgress = Callable[[str, int, int], None]
 """Called now and then with (name of the phase, amount done, amount in all): "verifying" in bytes, "loading" in rows."""
@@ -241,7 +248,8 @@ def _watch(loading: Loading, load_id: str, stall_timeout_s: float, progress: Loa
     Raises:
         CheckpointError: a shard has failed, or none has made progress for so long. The load stays decided.
     """
-    moved, seen = time.monotonic(), ""
+    begun = moved = time.monotonic()
+    seen = ""
     while True:
         found = zip(loading.servers.numbers, _reports(loading), strict=True)
         of_shards = {shard: report for shard, report in found if report is not None and report.load_id == load_id}
@@ -260,7 +268,7 @@ def _watch(loading: Loading, load_id: str, stall_timeout_s: float, progress: Loa
                 f"no shard has come any further for {stall_timeout_s:g} s: {reports}. The load stays decided: shards that are down load "
                 "when they are started"
             )
-        time.sleep(_POLL_S)
+        time.sleep(min(max(_POLL_S, _POLL_SHARE * (time.monotonic() - begun)), _LONGEST_POLL_S))
 
 
 def _share_done(report: Report) -> int:

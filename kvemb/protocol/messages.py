@@ -336,12 +336,16 @@ class SaveReply(Message):
 
 @dataclass(frozen=True, eq=False)
 class LoadRequest(Message):
-    """A load: check that this shard could (`begin` false), or begin: it is decided, and stands on the storage nodes."""
+    """A load: check that this shard could (`begin` false), or begin: it is decided, and stands on the storage nodes.
+
+    `tables` are the names of those to be loaded; none: all.
+    """
 
     load_id: str
     url: str
     save_id: str
     begin: bool
+    tables: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)

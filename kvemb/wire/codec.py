@@ -55,6 +55,7 @@ class Codec(Protocol):
     ) -> list[RowsStep]:
         """Read n rows into out [n, prefix]; tokens where the protocol has compare-and-swap and the caller wants them.
 
+        With tokens and a prefix of 0 bytes any value is found, of whatever size.
         Values of another size are marked in foreign, bool [n]; where that is None, they raise UnexpectedValueError.
         """
 

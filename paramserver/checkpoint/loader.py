@@ -2,19 +2,23 @@
 
     reading    the checkpoint's rows that this shard owns become runs of its row log, and its other rows notes that they are gone. None
                of it counts yet: a checkpoint that turns out damaged leaves the shard as it was
-    switch     a saved state names these runs alone, with the checkpoint's steps; the journal goes on behind its old entries
+    switch     a saved state names these runs, with the checkpoint's steps; the journal goes on behind its old entries
     writing    every row goes to storage, unconditionally; rows that are gone are erased there
     done       the file `loaded` holds the decision's serial, and the saved state says of no load any more
 
+Reading needs no row in memory, so it comes before the tables are made, if the saved state is all there is: nothing in the journal behind
+it, and for a load of some tables nothing behind the row log. Else the shard recovers first, flushes what other tables need, and starts
+once more.
+
 A crash before the switch starts the reading again; after it the load goes on from the row log, without the checkpoint. Acknowledged changes
-from before the load are gone with it, as a load intends.
+from before the load to its tables are gone with it, as a load intends.
 """
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
@@ -23,7 +27,7 @@ from numpy.typing import NDArray
 
 from kvemb.checkpoint.chain import Chain, open_chain
 from kvemb.checkpoint.format.checkpoint_manifest import CheckpointManifest, SavedTable
-from kvemb.checkpoint.format.parquet_blocks import require_extra
+from kvemb.checkpoint.format.parquet_blocks import RowBlock, require_extra
 from kvemb.checkpoint.load import META_NAME, Decision, Report, decode_decision, newest_decision, report_name
 from kvemb.coordination.replicated_values import DamagedCopyError, are_damaged
 from kvemb.errors import CheckpointError, KvembError, NodeLostError, NodeSuspectError, StorageError
@@ -33,13 +37,18 @@ from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.store import Store
 
-from ..engine.storage_pace import Pause
+from ..engine.storage_pace import Pause, until_stored
+from ..journal.write_ahead_log import FencedLog
 from ..model.table_registry import Registry
-from ..model.tables import PORTION_ROWS
+from ..recovery.claim_shard import Claim
 from ..recovery.shard_parts import ShardParts, state_of
+from ..row_log import Runs
+from ..row_log.log_flush import LogFlush, from_storage
+from ..row_log.reconstruct import batches_behind
 from ..row_log.run_merge import merged
 from ..row_log.run_writer import RunWriter
 from ..row_log.sorted_run import ERASED, ROWS, Bytes, Part
+from ..row_log.saved_state import SavedState
 from ..row_log.state_file import LoggedTable
 from ..shard_process.data_dir import DataDir
 from . import unconditional_writer
@@ -47,30 +56,32 @@ from .unconditional_writer import UnconditionalWriter
 
 LOADED = "loaded"
 _REPORT_S = 1.0
+_MOST_WAITING = 4 << 20  # keys from the journal, of which some may be there more than once
 Ids = NDArray[np.uint64]
+_NONE, _NO_RECORDS = np.empty(0, np.uint64), np.empty((0, 0), np.uint8)
 log = logging.getLogger("paramserver")
 
 
 class LoadedError(Exception):
-    """The shard's state is the checkpoint's now; it must be started again. Internal: no caller outside sees it."""
+    """A load is to be read, and the journal's end is in the saved state now: start again. Internal: no caller outside sees it."""
 
 
-def check(url: str, save_id: str, registry: Registry) -> Chain:
-    """Open a checkpoint as this shard would load it; nothing changes.
+def check(url: str, save_id: str, registry: Registry, tables: Sequence[str] = ()) -> Chain:
+    """Open a checkpoint as this shard would load it, or some of its tables; nothing changes.
 
     Raises:
-        CheckpointError: it cannot be read from here, or is another one by now.
+        CheckpointError: it cannot be read from here, is another one by now, or lacks a table.
         TableMismatchError: a table exists with another identity.
         ConfigError: pyarrow or fsspec is missing on this machine.
     """
     require_extra("pyarrow.parquet")
-    chain = open_chain(url)
+    chain = open_chain(url, tables)
     if chain.newest.save_id != save_id:
         raise CheckpointError(f"{url}: holds save {chain.newest.save_id} by now, the load is of {save_id}")
     known = {table.name: table for table in registry.reloaded()}
-    for table in chain.newest.tables:
-        if table.definition.name in known:
-            known[table.definition.name].require_same(table.definition)
+    for saved in chain.newest.tables:
+        if saved.definition.name in known:
+            known[saved.definition.name].require_same(saved.definition)
     return chain
 
 
@@ -80,21 +91,31 @@ def note_carried_out(data: DataDir, decision: Decision | None, still_ours: Calla
         data.write(LOADED, [b"%d\n" % decision.serial], still_ours)
 
 
+@dataclass(frozen=True)
+class Replaceable:
+    """The parts of a shard that a load replaces, or asks before it does."""
+
+    shard: int
+    registry: Registry
+    runs: Runs
+    saved: SavedState
+    fenced_log: FencedLog
+    claim: Claim
+
+
 class Loader:
-    """Replaces one shard's rows by a checkpoint's, step by step, so that a crash at any step can be gone on from.
+    """Carries out the newest decision of a cluster on one shard that does not serve yet.
 
     Args:
-        parts: of a shard that has recovered and does not serve yet.
+        shard: its parts.
         store: open.
         data: the shard's folder.
+        timeout_s: of one storage call.
         pause: between tries of storage calls; raises to give up.
     """
 
-    def __init__(self, parts: ShardParts, store: Store, data: DataDir, pause: Pause) -> None:
-        self._parts, self._store, self._data = parts, store, data
-        self._servers, self._timeout_s = parts.config.servers, parts.config.storage.timeout_s
-        self._writer = UnconditionalWriter(store, self._timeout_s, pause, parts.repairer)
-        self._still_ours = parts.claim.require
+    def __init__(self, shard: Replaceable, store: Store, data: DataDir, timeout_s: float, pause: Pause) -> None:
+        self._shard, self._store, self._data, self._timeout_s, self._pause = shard, store, data, timeout_s, pause
         self._reported = 0.0
         self._done = self._rows = 0
 
@@ -102,106 +123,135 @@ class Loader:
         """Rows done, and of about how many. Any thread."""
         return self._done, self._rows
 
-    def run(self) -> None:
-        """Carry out the newest decision, if this shard has not yet.
+    def read(self) -> None:
+        """Make the checkpoint's rows the shard's row log, if a load is decided. Nothing is in the journal behind the saved state.
 
         Raises:
-            LoadedError: the state was replaced; start again (and call this again).
             KvembError: the decision cannot be carried out; the shard must not serve. The next start tries again.
         """
-        begun, decision = self._parts.saved.now.loading, self._decision()
-        if decision is not None and begun is None and self._parts.shard not in self._store.nodes.cluster_map.writing_shards:
-            note_carried_out(self._data, decision, self._still_ours)  # none of its rows is this shard's, and it may be gone by now
-            self._report(decision.load_id, "done")
+        decision = self._undone()
+        if decision is None:
             return
+        with self._failing(decision.load_id):
+            touched = self._touched()
+            if not (touched and decision.tables):
+                self._read(decision, touched)
+
+    def finish(self, parts: ShardParts) -> None:
+        """Write what was read to storage, for a shard that has recovered.
+
+        Raises:
+            LoadedError: it is still to be read, and can be at the next start.
+            KvembError: see `read`.
+        """
+        if (decision := self._undone()) is not None:
+            with self._failing(decision.load_id):
+                if decision.tables:
+                    until_stored(partial(self._flush, parts), self._pause, parts.repairer, _give_up)
+            raise LoadedError
+        if (begun := self._shard.saved.now.loading) is not None:
+            with self._failing(begun[1]):
+                self._write(parts, *begun)
+
+    @contextmanager
+    def _failing(self, load_id: str) -> Iterator[None]:
         try:
-            if decision is not None and (begun is None or begun[1] != decision.load_id):
-                self._read(decision)
-                raise LoadedError
-            if begun is not None:
-                self._write(*begun)
+            yield
         except (KvembError, OSError) as error:
-            load_id = decision.load_id if decision is not None else begun[1] if begun is not None else ""
             self._report(load_id, "failed", f"{type(error).__name__}: {error}")
             raise
 
-    def _decision(self) -> Decision | None:
-        """The newest decision, unless it was carried out."""
-        try:
-            copies = self._store.values.get(META_NAME, Deadline.after(self._timeout_s))
-            found = newest_decision(copies, self._store.values.copies_on(META_NAME))
-        except (NodeLostError, NodeSuspectError):  # to be repaired first; a decision that only lost nodes held was never answered
+    def _undone(self) -> Decision | None:
+        """Return the newest decision, if this shard is still to read it."""
+        begun, decision = self._shard.saved.now.loading, newest_undone(self._store, self._data, self._timeout_s)
+        if decision is not None and begun is None and self._shard.shard not in self._store.nodes.cluster_map.writing_shards:
+            note_carried_out(self._data, decision, self._shard.claim.require)  # none of its rows is this shard's, and it may be gone by now
+            self._report(decision.load_id, "done")
             return None
-        except DamagedCopyError as error:
-            raise DamagedCopyError(
-                f"{error} It said whether a checkpoint is to be loaded. If no load is under way, delete the key there, and start the shard "
-                "again."
-            ) from error
-        damaged = are_damaged(copies, decode_decision)
-        if found is not None and any(damaged):
-            self._store.values.mend(META_NAME, copies, damaged, found.encode(), Deadline.after(self._timeout_s))
-        done = int(self._data.read(LOADED) or b"0")
-        return found if found is not None and found.serial > done else None
+        return decision if decision is not None and (begun is None or begun[1] != decision.load_id) else None
 
-    def _read(self, decision: Decision) -> None:
+    def _touched(self) -> dict[str, Ids]:
+        """Return the keys of the rows that the journal has changed or erased behind the row log: ascending, by the table's key."""
+        shard, waiting = self._shard, dict[str, list[Ids]]()
+        for _, entry in batches_behind(shard.saved.now.cut, shard.fenced_log.journal, shard.registry.find_key):
+            for rows in entry.batch.tables:
+                some = waiting.setdefault(rows.definition.key, [_NONE])
+                some.append(rows.definition.order.keys(rows.ids))
+                if sum(map(len, some[1:])) > _MOST_WAITING + len(some[0]):
+                    some[:] = [np.unique(np.concatenate(some))]
+        return {key: np.unique(np.concatenate(some)) for key, some in waiting.items()}
+
+    def _flush(self, parts: ShardParts) -> None:
+        """Bring the row log up to the journal's end, so that no table needs the journal."""
+        end, applied = parts.fenced_log.journal.end, make_version(parts.engine.epoch, parts.engine.k)
+        flush = LogFlush(parts.runs, parts.tables, from_storage(self._store, self._timeout_s), lambda: applied)
+        for _ in flush.steps(lambda: state_of(parts, end)):
+            pass
+        parts.fenced_log.discard_before(end)
+
+    def _read(self, decision: Decision, touched: Mapping[str, Ids]) -> None:
         """Bring the rows that this shard owns from the checkpoint to its own disk, and let them be its row log."""
         log.info("loading %s", decision.url)
-        checkpoint, parts = check(decision.url, decision.save_id, self._parts.registry), self._parts
-        newest, version = checkpoint.newest, make_version(parts.engine.epoch, 0)
+        shard, state = self._shard, self._shard.saved.now
+        checkpoint, registry = check(decision.url, decision.save_id, shard.registry, decision.tables), shard.registry
+        newest, version = checkpoint.newest, make_version(state.epoch, 0)
         n_rows = sum(level.manifest.n_rows for level in checkpoint.levels)
         self._done, self._rows = 0, n_rows // len(self._store.nodes.cluster_map.shard_numbers)
-        saved = {parts.registry.find_last(one.definition.name).key: one for one in newest.tables}
+        saved = {registry.find_last(one.definition.name).key: one for one in newest.tables}
+        there = [one for one in [*registry.tables, *registry.dropping] if not decision.tables or one.key in saved]
         writers: list[RunWriter] = []
-        tables: list[LoggedTable] = []
-        for definition in [*parts.registry.tables, *parts.registry.dropping]:
+        tables = [] if not decision.tables else [one for one in state.tables if one.definition.key not in saved]
+        for definition in there:
             rows: list[RunWriter] = []
-            if (found := saved.pop(definition.key, None)) is not None:
+            if (found := saved.get(definition.key)) is not None:
                 definition.require_same(found.definition)
                 in_order = newest.by_key and found.definition.order == definition.order
                 rows = self._rows_of(checkpoint, definition, decision.load_id, in_order=in_order)
-            writers += [*rows, self._gone(definition, rows, version)]
+            writers += [*rows, self._gone(definition, rows, version, touched.get(definition.key, _NONE))]
             step = 0 if found is None else self._step(newest, found)
             tables.append(LoggedTable(definition, step, sum(one.n_rows for one in rows), erased_since=version))
-        self._still_ours()  # a process that was shut out while it read writes nothing more
-        end = parts.fenced_log.journal.end
-        loading = decision.serial, decision.load_id
-        parts.runs.publish(writers, replace(state_of(parts, end), tables=tuple(tables), cut=version, loading=loading), alone=True)
-        parts.fenced_log.discard_before(end)
+        shard.claim.require()  # a process that was shut out while it read writes nothing more
+        end, keys = shard.fenced_log.journal.end, {one.key for one in there}
+        unwritten = () if state.loading is None else state.loading[2]  # of a load that was broken off
+        loading = decision.serial, decision.load_id, tuple(sorted(keys.union(unwritten)))
+        new = replace(state, tables=tuple(tables), cut=version, loading=loading, journal=(end.segment, end.offset))
+        shard.runs.publish(writers, new, alone=keys)
+        shard.fenced_log.discard_before(end)
 
     def _rows_of(self, checkpoint: Chain, definition: TableDef, load_id: str, *, in_order: bool) -> list[RunWriter]:
         """Write a table's rows as runs: as one where the checkpoint has them in the order of a run."""
-        version, keys = make_version(self._parts.engine.epoch, 0), definition.order.keys
-        parts = self._counted(self._own_rows(checkpoint, definition, version), load_id)
+        keys = definition.order.keys
+        parts = self._counted(self._own_rows(checkpoint, definition), load_id)
         if not in_order:
-            return self._parts.runs.in_order(definition, parts)
-        writer = self._parts.runs.begin(definition)
+            return self._shard.runs.in_order(definition, parts)
+        writer = self._shard.runs.begin(definition)
         for kind, ids, versions, records in parts:
             writer.add(kind, keys(ids), versions, records)
         return [writer]
 
-    def _gone(self, definition: TableDef, rows: Sequence[RunWriter], version: int) -> RunWriter:
+    def _gone(self, definition: TableDef, rows: Sequence[RunWriter], version: int, touched: Ids) -> RunWriter:
         """Note that all other rows are gone: those that there were, and those that a load before this one was to erase."""
-        loaded, gone = self._parts.runs.written(rows), self._parts.runs.begin(definition)
-        for ids in self._known(definition):
-            others = ids[~loaded.versions(definition, ids)[1]]
-            gone.add_erased(others, np.full(len(others), version, np.uint64))
+        runs = self._shard.runs
+        gone, known = runs.begin(definition), [_Known(partial(run.blocks, kind)) for run in runs.view.of(definition) for kind in (ROWS, ERASED)]
+        if len(touched):
+            known.append(_Known(lambda **_: iter([(ROWS, touched, np.zeros(len(touched), np.uint64), _NO_RECORDS)])))
+        if known:  # where a row is loaded, too, that is the newest
+            for _, keys, versions, _ in merged([*known, *runs.written(rows).of(definition)], forget_up_to=0, records=False):
+                others = keys[versions != np.uint64(version)]
+                gone.add(ERASED, others, np.full(len(others), version, np.uint64), _NO_RECORDS)
         return gone
 
-    def _known(self, definition: TableDef) -> Iterator[Ids]:
-        if self._parts.saved.now.loading is None:
-            return (ids for ids, _ in self._parts.tables.state(definition).portions())
-        runs = self._parts.runs.view.of(definition)  # of the load that was broken off, from which nothing has gone on
-        keys = np.sort(np.concatenate([np.empty(0, np.uint64), *(part[1] for part in merged(runs, forget_up_to=0, records=False))]))
-        return (definition.order.ids(keys[at : at + PORTION_ROWS]) for at in range(0, len(keys), PORTION_ROWS))
-
-    def _own_rows(self, checkpoint: Chain, definition: TableDef, version: int) -> Iterator[Part]:
-        mine, cluster_map = self._parts.shard, self._store.nodes.cluster_map
+    def _own_rows(self, checkpoint: Chain, definition: TableDef) -> Iterator[Part]:
+        mine, cluster_map, version = self._shard.shard, self._store.nodes.cluster_map, make_version(self._shard.saved.now.epoch, 0)
         sources: Sequence[int] = [mine] if self._same_shards(checkpoint.newest) else range(checkpoint.newest.n_shards)
-        for block in checkpoint.rows_of(definition, sources):
+
+        def part(block: RowBlock) -> Part:
             own = cluster_map.shards_of(definition.placement.slots(block.ids)) == mine
             some = block if own.all() else block.take(own)
-            if len(some):
-                yield ROWS, some.ids, np.full(len(some), version, np.uint64), some.records(definition, version)
+            return ROWS, some.ids, np.full(len(some), version, np.uint64), some.records(definition, version)
+
+        with closing(work_ahead(part, checkpoint.rows_of(definition, sources), n_threads=1, name="kvemb-load")) as parts:
+            yield from parts
 
     def _counted(self, parts: Iterator[Part], load_id: str) -> Iterator[Part]:
         for part in parts:
@@ -211,37 +261,29 @@ class Loader:
 
     def _same_shards(self, manifest: CheckpointManifest) -> bool:
         """Whether the shard of our number wrote all of our rows, and no others."""
-        return manifest.slots == self._store.nodes.cluster_map.shard_runs and self._parts.shard < manifest.n_shards
+        return manifest.slots == self._store.nodes.cluster_map.shard_runs and self._shard.shard < manifest.n_shards
 
     def _step(self, manifest: CheckpointManifest, saved: SavedTable) -> int:
         """Docs/adr/0004: the same shard's, or where other shards have the rows now the largest."""
-        return saved.steps[self._parts.shard] if self._same_shards(manifest) else max(saved.steps)
+        return saved.steps[self._shard.shard] if self._same_shards(manifest) else max(saved.steps)
 
-    def _write(self, serial: int, load_id: str) -> None:
+    def _write(self, parts: ShardParts, serial: int, load_id: str, keys: Collection[str]) -> None:
         """Bring storage to the state of the row log."""
-        begun, parts, tables = time.monotonic(), self._parts, self._parts.saved.now.tables
+        begun, tables = time.monotonic(), [one for one in self._shard.saved.now.tables if one.definition.key in keys]
+        writer = UnconditionalWriter(self._store, self._timeout_s, self._pause, parts.repairer)
         self._done, self._rows = 0, sum(table.n_rows for table in tables)
         for table in tables:
             blocks = _blocks(merged(parts.runs.view.of(table.definition), forget_up_to=0))  # read while those before are written
-            with closing(work_ahead(partial(self._store_block, table.definition), blocks, n_threads=1, name="kvemb-load")) as stored:
+            store = partial(_store_block, writer, table.definition)
+            with closing(work_ahead(store, blocks, n_threads=1, name="kvemb-load")) as stored:
                 for n_rows in stored:
                     self._done += n_rows
                     self._report(load_id, "writing")
-        self._data.write(LOADED, [b"%d\n" % serial], self._still_ours)
+        self._data.write(LOADED, [b"%d\n" % serial], self._shard.claim.require)
         parts.runs.save(replace(state_of(parts, parts.fenced_log.journal.end), loading=None))
         log.info("loaded %d rows in %.1f s", self._done, time.monotonic() - begun)
         self._reported = 0.0
         self._report(load_id, "done")
-
-    def _store_block(self, definition: TableDef, block: tuple[int, Ids, Bytes]) -> int:
-        """Write or erase rows; return how many were written."""
-        kind, keys, records = block
-        ids = definition.order.ids(keys)
-        if kind != ROWS:
-            self._writer.erase(definition, ids)
-            return 0
-        self._writer.write(definition, ids, records)
-        return len(ids)
 
     def _report(self, load_id: str, state: str, error: str = "") -> None:
         """Report the load's state to the nodes, now and then; storage that does not answer is no reason to stop here."""
@@ -251,7 +293,56 @@ class Loader:
         self._reported = now
         report = Report(load_id, state, error[:2000], self._done, self._rows, time.time_ns())
         with suppress(StorageError):
-            self._store.values.put(report_name(self._parts.shard), report.encode(), Deadline.after(self._timeout_s))
+            self._store.values.put(report_name(self._shard.shard), report.encode(), Deadline.after(self._timeout_s))
+
+
+@dataclass(frozen=True)
+class _Known:
+    """All keys of a run, of rows or of erased ids, as rows of a run."""
+
+    of: Callable[..., Iterator[Part]]
+
+    def blocks(self, kind: int, low: int = 0, *, records: bool = True, above: int = 0) -> Iterator[Part]:
+        """See `SortedRun.blocks`."""
+        for _, keys, versions, _ in self.of(records=False) if kind == ROWS else ():
+            yield kind, keys, versions, np.empty((len(keys), 0), np.uint8)
+
+
+def newest_undone(store: Store, data: DataDir, timeout_s: float) -> Decision | None:
+    """Return the newest decision, unless the shard of this folder has carried it out.
+
+    Raises:
+        DamagedCopyError: no copy of it can be read.
+    """
+    try:
+        copies = store.values.get(META_NAME, Deadline.after(timeout_s))
+        found = newest_decision(copies, store.values.copies_on(META_NAME))
+    except (NodeLostError, NodeSuspectError):  # to be repaired first; a decision that only lost nodes held was never answered
+        return None
+    except DamagedCopyError as error:
+        raise DamagedCopyError(
+            f"{error} It said whether a checkpoint is to be loaded. If no load is under way, delete the key there, and start the shard again."
+        ) from error
+    damaged = are_damaged(copies, decode_decision)
+    if found is not None and any(damaged):
+        store.values.mend(META_NAME, copies, damaged, found.encode(), Deadline.after(timeout_s))
+    done = int(data.read(LOADED) or b"0")
+    return found if found is not None and found.serial > done else None
+
+
+def _give_up(error: StorageError) -> None:
+    raise error
+
+
+def _store_block(writer: UnconditionalWriter, definition: TableDef, block: tuple[int, Ids, Bytes]) -> int:
+    """Write or erase rows; return how many were written."""
+    kind, keys, records = block
+    ids = definition.order.ids(keys)
+    if kind != ROWS:
+        writer.erase(definition, ids)
+        return 0
+    writer.write(definition, ids, records)
+    return len(ids)
 
 
 def _blocks(states: Iterator[Part]) -> Iterator[tuple[int, Ids, Bytes]]:

@@ -210,6 +210,14 @@ class RowAccess:
         versions = np.where(read.found & ~foreign, record.versions(read.records), np.uint64(0))
         return SeenRows(versions, foreign, None if read.tokens is None else np.where(read.found | foreign, read.tokens, np.uint64(0)))
 
+    def _tokens(self, keys: RowKeys, record_bytes: int) -> Ids:
+        """Return the tokens of any values under keys: uint64 [n], 0 where there is none."""
+        read = self._calls.read([ReadPart(keys, record_bytes, 0, tokens=True)], self.deadline())[0]
+        assert read.tokens is not None
+        tokens = np.empty_like(read.tokens)
+        tokens[slice(None) if read.order is None else read.order] = np.where(read.found, read.tokens, np.uint64(0))
+        return tokens
+
     def write_over(
         self, definition: TableDef, ids: Ids, records: NDArray[np.uint8], judge: Callable[[Ids, Ids, Ids], None] | None = None
     ) -> None:
@@ -226,13 +234,14 @@ class RowAccess:
         """
 
         def one_round(left: _Unwritten) -> _Unwritten:
-            tokens = None
-            if self._store.capabilities.cas:
+            keys, tokens = self.keys(definition, left.ids), None
+            if self._store.capabilities.cas and judge is not None:
                 seen = self.look(definition, left.ids)
                 tokens = seen.tokens
-                if judge is not None:
-                    judge(left.ids, seen.versions, definition.record.versions(left.records))
-            part = WritePart(self.keys(definition, left.ids), np.ascontiguousarray(left.records), tokens)
+                judge(left.ids, seen.versions, definition.record.versions(left.records))
+            elif self._store.capabilities.cas:
+                tokens = self._tokens(keys, left.records.shape[1])
+            part = WritePart(keys, np.ascontiguousarray(left.records), tokens)
             stored = self.write([part])[0].stored
             return _Unwritten(left.ids[:0], left.records[:0]) if stored.all() else _Unwritten(left.ids[~stored], left.records[~stored])
 

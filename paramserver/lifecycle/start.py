@@ -16,7 +16,7 @@ from kvemb.net.deadline import Deadline, WhyWaiting
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.stores.storage_kinds import open_store
 
-from ..checkpoint.loader import LoadedError, Loader
+from ..checkpoint.loader import LoadedError, Loader, Replaceable
 from ..engine.engine import Engine
 from ..engine.storage_pace import Pause
 from ..ingest.admission import MapGate
@@ -97,7 +97,7 @@ def start(
             try:
                 running = step.shard(front, on_fenced, on_load)
                 break
-            except LoadedError:  # everything is done again, with the state that was loaded
+            except LoadedError:  # everything is done again: the journal's end is in the saved state now, and a load can be read
                 roll_back = False
         running.serve()
     except BaseException as error:
@@ -213,13 +213,19 @@ class _Start:
             runs.upgrade()
             budget = CacheBudget(servers.cache_mb << 20)
             index_bytes = servers.index_mb << 20
+            recovery = Recovery(journal, Position(*state.journal), state.k, registry.find_key)
+            report.enter(READING, recovery.looked_through)
+            recovery.scan()
+            replaceable = Replaceable(shard, registry, runs, saved, fenced_log, claim)
+            loader = Loader(replaceable, self._store, data, timeout_s, self._retry_until())
+            report.enter(LOADING, loader.how_far)
+            if recovery.is_done and image is None and not self._roll_back:
+                loader.read()
+            report.enter(READING)
             known = known_tables(saved.now, runs, journal, registry.find_key, budget=budget, index_bytes=index_bytes, image=image)
             tables = Tables(known, budget, log=runs, index_bytes=index_bytes)
             sessions = Sessions(shard == 0, state.next_incarnation + self._skipped_incarnations, list(state.sessions))
             members = Membership(servers.trainers, state.members, state.complete)
-            recovery = Recovery(journal, Position(*state.journal), state.k, registry.find_key)
-            report.enter(READING, recovery.looked_through)
-            recovery.scan()
             timeline = Timeline(state.epoch, recovery.k, self._where, roll_back=self._roll_back)
             repairer = self._repairer(timeline, journal, runs, registry, tables, still_ours)
             engine = Engine(self._store, tables, timeline, k=state.k, timeout_s=timeout_s, repair=repairer, rows_applied=state.rows_applied)
@@ -249,9 +255,8 @@ class _Start:
                 saved,
             )
             self._settle(parts, changed=image is not None)
-            loader = Loader(parts, self._store, self._data, self._retry_until())
             report.enter(LOADING, loader.how_far)
-            loader.run()
+            loader.finish(parts)
             return parts
         except JournalBehindError:
             journal.give_up()

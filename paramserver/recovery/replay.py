@@ -72,6 +72,11 @@ class Recovery:
         self._n_applied: Callable[[], int] = lambda: 0
         self._rules = Replay(0)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the first pass has found nothing behind the saved state."""
+        return not self._n_entries
+
     def looked_through(self) -> tuple[int, int]:
         """How far the first pass is: rows, and 0, since their number is not known. Any thread."""
         return self._n_rows, 0

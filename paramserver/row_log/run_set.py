@@ -11,7 +11,7 @@ numbers: it neither names nor deletes a file of its successor.
 import mmap
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -216,18 +216,21 @@ class Runs:
                 runs.append(_open_run(_path(self._folder, entry.number), entry, writer.definition, self._readers.map))
         return RunView(0, {writer.definition.key: tuple(runs) for writer in writers})
 
-    def publish(self, writers: Sequence[RunWriter], state: ShardState, *, alone: bool = False) -> None:
+    def publish(self, writers: Sequence[RunWriter], state: ShardState, *, alone: Collection[str] = ()) -> None:
         """Make new runs part of the log, durably, together with a state of the shard. Either all of it happens or nothing.
 
         Args:
             writers: begun here; those without rows are dropped.
             state: of the shard; its tables are all there are. It need not name runs.
-            alone: whether the new runs are all there are.
+            alone: keys of tables of which the new runs are all there are.
 
         Raises:
             JournalFullError, FencedError: the log is the old one.
         """
-        tables = {one.definition.key: replace(one, runs=() if alone else self._runs_of(one.definition)) for one in state.tables}
+        tables = {
+            one.definition.key: replace(one, runs=() if one.definition.key in alone else self._runs_of(one.definition))
+            for one in state.tables
+        }
         for writer in writers:
             key = writer.definition.key
             if key not in tables:  # dropped since the run was begun

@@ -78,7 +78,7 @@ class ShardState:
         complete: whether all trainers of that job have been here at once.
         journal: (segment, offset) from which the journal is replayed.
         cut: version up to which the runs hold every change of every table; they may hold later ones. 0: there are none.
-        loading: (serial, load id) of a load whose rows are in the row log and not all in storage yet.
+        loading: (serial, load id, keys of its tables) of a load whose rows are in the row log and not all in storage yet.
     """
 
     cluster_id: bytes
@@ -94,7 +94,7 @@ class ShardState:
     complete: bool = False
     journal: tuple[int, int] = (0, 0)
     cut: int = 0
-    loading: tuple[int, str] | None = None
+    loading: tuple[int, str, tuple[str, ...]] | None = None
 
     def of(self, definition: TableDef) -> LoggedTable:
         """Return a table; an empty one where the shard has not had work of it.
@@ -162,7 +162,7 @@ def decode_state(data: bytes, where: str) -> ShardState:
             sessions=tuple((str(t), _count(i), _count(s)) for t, i, s in fields["sessions"]),
             members=tuple((str(t), _count(i)) for t, i in fields["members"]),
             journal=(_count(segment), _count(offset)),
-            loading=None if loading is None else (_count(loading[0]), str(loading[1])),
+            loading=None if loading is None else (_count(loading[0]), str(loading[1]), tuple(map(str, loading[2]))),
         )
     except Exception as error:  # whatever bad bytes do to msgpack and to the lines above
         raise damaged_state(where, f"{type(error).__name__}: {error}") from error

@@ -322,7 +322,7 @@ def test_after_a_load_nothing_of_the_journal_before_it_is_replayed(shard: Shard)
     shard.journal.close()
     (shard.folder / "journal" / "000000000002.journal").unlink()
     shard.open()
-    shard.runs.publish([], replace(shard.saved.now, tables=(), cut=make_version(2, 0)), alone=True)
+    shard.runs.publish([], replace(shard.saved.now, tables=(), cut=make_version(2, 0)))
     shard.epoch = 3
     shard.run(APPLY, rows(ADAM, [1]))
     shard.check()

@@ -5,8 +5,8 @@ leave the checkpoint nor hide in it.
 """
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
@@ -194,6 +194,11 @@ class CheckpointManifest:
     def size_bytes(self) -> int:
         """Bytes of its own files."""
         return sum(file.size_bytes for file in self.files)
+
+    def only(self, tables: Collection[str]) -> "CheckpointManifest":
+        """Return it as if it held these tables alone."""
+        kept = tuple(table for table in self.tables if table.definition.name in tables)
+        return replace(self, tables=kept, files=tuple(file for file in self.files if file.table in tables))
 
     def table(self, name: str) -> SavedTable | None:
         """Return a table, or None."""

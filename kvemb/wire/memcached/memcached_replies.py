@@ -4,7 +4,7 @@
 constant there, so rows are found from the positions of all lines that look like a hit or a miss. Genuine ones follow each other without a
 gap. One that lies inside a value starts before its predecessor ends, and is dropped. All in vector operations.
 
-`CasWriteReply`: conditional writes, `HD c<token>` and its refusals, one line per row. Every line end ends a row's answer. memcached hands
+`CasWriteReply`: conditional writes, `HD c<token>` and its refusals, one line per row; tokens that were asked for alone look alike. Every line end ends a row's answer. memcached hands
 them over in small pieces. They gather first, since parsing costs the same for few lines as for many. Tokens count up, so usually all
 lines are equally wide and have a constant stride; others are parsed from the positions of their ends.
 
@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import ProtocolError
-from kvemb.wire.buffer_scan import EOL, Bytes, find, is_error, matches, parse_digits, take_line, value_size, windows
+from kvemb.wire.buffer_scan import EOL, Bytes, find, is_error, matches, matches_at, parse_digits, take_line, value_size, windows
 from kvemb.wire.replies import ReplyReader, RowsReader, UnexpectedValueError
 
 _MISS = b"EN\r\n"
+_PADDING = np.zeros(len(_MISS), np.uint8)
 _MAX_DIGITS = 20
 _STORED = int.from_bytes(b"HD", "little")
 # NS: "must not exist", but it does. EX: the token is an older one. NF: a token was given for a row that is not there.
@@ -155,15 +156,17 @@ def _without_inner(
 
 @dataclass(eq=False)
 class CasWriteReply(RowsReader):
-    """n answers to `ms` with the flag c.
+    """n answers to `ms` with the flag c, or to `mg` with that flag alone.
 
     Args:
-        out: uint8 [n], set to 0 for stored, 1 for a conflict.
-        tokens: uint64 [n], set to the new token of rows stored.
+        out: uint8 [n], set to 0 for stored or found, 1 for a conflict or a miss.
+        tokens: uint64 [n], set to the new token of rows stored, or the present one of values found.
+        found: bool [n] of `mg`, whose answer may be that there is no value: set here. None of `ms`.
     """
 
     out: NDArray[np.uint8]
     tokens: NDArray[np.uint64]
+    found: NDArray[np.bool_] | None = None
     errors: list[tuple[int, bytes]] = field(default_factory=list)
     _at: int = 0
 
@@ -200,9 +203,15 @@ class CasWriteReply(RowsReader):
             value += digit
         run = count if good.all() else int(np.argmin(good))  # good rows, from the first on
         rows = slice(self._at, self._at + run)
-        self.out[rows], self.tokens[rows] = 0, value[:run]
+        self._note(rows, np.True_)
+        self.tokens[rows] = value[:run]
         self._at += run
         return run * width
+
+    def _note(self, rows: slice, stored: NDArray[np.bool_] | np.bool_) -> None:
+        self.out[rows] = ~stored
+        if self.found is not None:
+            self.found[rows] = stored
 
     def _take_lines(self, data: Bytes) -> int:
         ends = np.flatnonzero(data == ord("\n"))[: len(self.out) - self._at]  # intp [k]: each line's LF
@@ -211,19 +220,21 @@ class CasWriteReply(RowsReader):
         starts = np.concatenate([[0], ends[:-1] + 1])  # intp [k]: each line's first byte
         n_digits = ends - starts - _HEAD - 1  # intp [k]: bytes between `HD c` and CR
         plausible = n_digits > 0  # bool [k]: long enough for a token
-        starts = np.where(plausible, starts, 0)
+        lines, starts = starts, np.where(plausible, starts, 0)
         # uint16 [k]: the first two bytes of each line as one number: HD, NS, EX or NF
         codes = data[starts].astype(np.uint16) | (data[np.minimum(starts + 1, len(data) - 1)].astype(np.uint16) << np.uint16(8))
-        stored = codes == _STORED  # bool [k]; the other good ones are conflicts
+        stored = plausible & (codes == _STORED)  # bool [k]; the other good ones are conflicts
         good = stored | (codes == _REFUSED[0]) | (codes == _REFUSED[1]) | (codes == _REFUSED[2])
         # bool [k]: a known code, then `c`, then CR before LF
         good &= plausible & (data[np.minimum(starts + 3, len(data) - 1)] == ord("c")) & (data[ends - 1] == ord("\r"))
         # Every byte between head and line end must be a digit. n_before: intp [len(data)], digits up to each byte, that byte included.
         n_before = np.cumsum((data >= ord("0")) & (data <= ord("9")))
         good &= n_before[np.maximum(ends - 2, 0)] - n_before[np.minimum(starts + _HEAD - 1, len(data) - 1)] == n_digits
+        if self.found is not None:  # such an answer is good, too
+            good |= (ends - lines == len(_MISS) - 1) & matches_at(np.append(data, _PADDING), lines, _MISS, len(_MISS))
         count = len(ends) if good.all() else int(np.argmin(good))  # good lines, from the first on
         rows = slice(self._at, self._at + count)
-        self.out[rows] = ~stored[:count]
+        self._note(rows, stored[:count])
         self.tokens[rows] = parse_digits(data, starts[:count] + _HEAD, n_digits[:count])
         self._at += count
         return int(ends[count - 1]) + 1 if count else 0

@@ -38,7 +38,8 @@ class MetaCodec:
         foreign: NDArray[np.bool_] | None = None,
     ) -> list[RowsStep]:
         """See `Codec.read_steps`."""
-        tail = b" v\r\n" if tokens is None else b" v c\r\n"
+        alone = tokens is not None and not out.shape[1]  # tokens without values: a tenth of the bytes, and half of the server's time
+        tail = b" v\r\n" if tokens is None else b" c\r\n" if alone else b" v c\r\n"
         head = b"VA %d\r\n" % record_bytes
         shared = SharedRows(lambda rows: columns(rows.stop - rows.start, b"mg ", keys[rows].encode(), tail), len(keys), self._rows_per_step)
         steps = []
@@ -48,6 +49,8 @@ class MetaCodec:
             if tokens is None:
                 reply = FixedSizeValuesReply(head, record_bytes, b"EN\r\n", out[rows], found[rows], foreign=odd)
                 steps.append(RowsStep(request, reply, reply.reply_bytes))
+            elif alone:
+                steps.append(RowsStep(request, CasWriteReply(np.empty(rows.stop - rows.start, np.uint8), tokens[rows], found[rows])))
             else:
                 steps.append(RowsStep(request, CasValuesReply(record_bytes, out[rows], found[rows], tokens[rows], odd)))
         return steps
