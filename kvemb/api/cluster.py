@@ -7,7 +7,7 @@ What must not live here: the work of a verb (kvemb.datapath, kvemb.client, kvemb
 from __future__ import annotations  # help() shows types as they are written here
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -347,18 +347,28 @@ class Cluster:
             progress=progress,
         )
 
-    def load(self, url: str, *, stall_timeout_s: float = 600.0, progress: LoadProgress | None = None) -> LoadResult:
+    def load(
+        self,
+        url: str,
+        *,
+        tables: Collection[str] | None = None,
+        stall_timeout_s: float = 600.0,
+        progress: LoadProgress | None = None,
+    ) -> LoadResult:
         """Give the cluster the rows of a checkpoint, all of them and no others; see docs/checkpoints.md.
 
         The checkpoint is verified first. The shards stop for the time of the load; trainers' pushes wait and are retried.
 
         Args:
             url: of the checkpoint; of a cluster with any number of shards, on any storage.
+            tables: names of those to be loaded: these get the rows of the checkpoint and no others, all other tables stay as they are.
+                None: all; tables that the checkpoint does not have are emptied.
             stall_timeout_s: give up watching when no shard has come any further for so long.
             progress: called now and then with (name of the phase, amount done, amount in all).
 
         Raises:
-            CheckpointError: it is missing or damaged, or does not fit: the cluster is as it was. Or a shard failed on the way.
+            CheckpointError: it is missing or damaged, lacks a table that was asked for, or a load of other tables is not carried out yet:
+                the cluster is as it was. Or a shard failed on the way.
             TableMismatchError: a table exists with another identity; nothing was changed.
         """
         from kvemb.checkpoint.load import Loading, load
@@ -366,7 +376,7 @@ class Cluster:
         servers = self._shared.require_shards("load").servers
         loading = Loading(servers, self._shared.store, self._tables.definitions(), self._config.storage.timeout_s)
         with self._shared.changes.change():
-            return load(loading, url, stall_timeout_s=stall_timeout_s, progress=progress)
+            return load(loading, url, tables=tables, stall_timeout_s=stall_timeout_s, progress=progress)
 
     def import_rows(
         self,

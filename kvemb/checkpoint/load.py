@@ -8,7 +8,7 @@ see old and new rows side by side. Shards report their progress on the nodes, to
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from kvemb.checkpoint.format.checkpoint_manifest import CheckpointManifest
 from kvemb.checkpoint.verify import verify_chain
 from kvemb.client.all_shards import AllShards
 from kvemb.coordination.replicated_values import DamagedCopyError, intact_copies
-from kvemb.errors import CheckpointError, ParameterServerError, ProtocolError, StorageError
+from kvemb.errors import CheckpointError, InvalidInputError, ParameterServerError, ProtocolError, StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import CreateTableRequest, DescribeReply, Empty, LoadRequest, TableReply
 from kvemb.schema.table_def import TableDef
@@ -79,7 +79,8 @@ class Report:
 def decode_decision(data: bytes) -> Decision:
     """Read one copy. Raises as `newest_decision`."""
     fields: list[Any] = _read(data, "kvemb-load", {1: [int, str, str, str], 2: [int, str, str, str, list]})
-    return Decision(*fields[:4], tables=tuple(map(str, fields[4])) if len(fields) > 4 else ())
+    serial, load_id, url, save_id, *names = fields
+    return Decision(serial, load_id, url, save_id, tuple(map(str, names[0])) if names else ())
 
 
 def newest_decision(copies: Iterable[bytes | None], where: Sequence[str] = ()) -> Decision | None:
@@ -155,15 +156,20 @@ class Loading:
     timeout_s: float
 
 
-def load(loading: Loading, url: str, *, stall_timeout_s: float, progress: LoadProgress | None = None) -> LoadResult:
+def load(
+    loading: Loading, url: str, *, tables: Collection[str] | None = None, stall_timeout_s: float, progress: LoadProgress | None = None
+) -> LoadResult:
     """Load a checkpoint; see `kvemb.api.cluster.Cluster.load`."""
     begun = time.monotonic()
-    chain = _verified(url, loading.tables, progress)
+    if tables is not None and (isinstance(tables, str) or not tables):
+        raise InvalidInputError(f"tables: expected a list of names, or None for all, got {tables!r}")
+    names = tuple(sorted(set(tables or ())))
+    chain = _verified(url, loading.tables, progress, names)
     url, save_id = chain.levels[0].storage.url, chain.newest.save_id
     load_id = secrets.token_hex(16)
-    loading.servers.call_each("Load", LoadRequest(load_id, url, save_id, False), Empty, _deadline())
+    loading.servers.call_each("Load", LoadRequest(load_id, url, save_id, False, list(names)), Empty, _deadline())
     _create_tables(loading, chain)
-    _decide(loading.store, Decision(_next_serial(loading.store, loading.timeout_s), load_id, url, save_id), loading.timeout_s)
+    _decide(loading.store, Decision(_next_serial(loading.store, loading.timeout_s), load_id, url, save_id, names), loading.timeout_s)
     for reply in loading.servers.try_each("Load", LoadRequest(load_id, url, save_id, True), Empty, _deadline()).values():
         if isinstance(reply, Exception) and not isinstance(reply, ParameterServerError):
             raise reply  # a shard that does not answer now loads when it is started
@@ -195,8 +201,8 @@ def decide(
     return chain.newest
 
 
-def _verified(url: str, tables: Mapping[str, TableDef], progress: LoadProgress | None) -> Chain:
-    chain = open_chain(url)
+def _verified(url: str, tables: Mapping[str, TableDef], progress: LoadProgress | None, names: Sequence[str] = ()) -> Chain:
+    chain = open_chain(url, names)
     for table in chain.newest.tables:
         if table.definition.name in tables:
             tables[table.definition.name].require_same(table.definition)

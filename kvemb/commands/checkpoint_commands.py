@@ -11,7 +11,7 @@ from kvemb.checkpoint.checkpoint_storage import absolute_url
 from kvemb.checkpoint.format.checkpoint_manifest import CheckpointManifest
 from kvemb.checkpoint.listing import Listed, list_checkpoints, prune
 from kvemb.checkpoint.verify import verify_chain
-from kvemb.commands.terminal_output import ProgressMeter, text_table
+from kvemb.commands.terminal_output import ProgressMeter, agreed, text_table
 from kvemb.errors import InvalidInputError, n_of
 
 
@@ -43,13 +43,22 @@ def save_command(args: argparse.Namespace) -> int:
 
 
 def load_command(args: argparse.Namespace) -> int:
-    """Load a checkpoint into a cluster; with --offline only decide it."""
+    """Load a checkpoint, or some of its tables, into a cluster; with --offline only decide it. Rows that go are asked about."""
     from kvemb.api import connect
 
+    if args.offline and args.table:
+        raise InvalidInputError("--offline takes no --table: what other tables need is known to running shards alone")
     if args.offline:
         return _decide_command(args)
-    with connect(args.config) as cluster, ProgressMeter(sys.stderr, "rows") as meter, ProgressMeter(sys.stderr, "B") as verifying:
-        done = cluster.load(args.url, progress=lambda what, n, total: (verifying if what == "verifying" else meter)(what, n, total))
+    with connect(args.config) as cluster:
+        there = [name for name in args.table or cluster.tables() if name in cluster.tables()]
+        n_rows = sum(len(cluster.table(name)) for name in there)
+        question = f"the {n_of(n_rows, 'row')} of table {', '.join(there)} go, and those of {args.url} take their place; begin"
+        if n_rows and not agreed(question, yes=args.yes):
+            return 1
+        with ProgressMeter(sys.stderr, "rows") as meter, ProgressMeter(sys.stderr, "B") as verifying:
+            show = {"verifying": verifying, "loading": meter}
+            done = cluster.load(args.url, tables=args.table, progress=lambda what, n, total: show[what](what, n, total))
     print(f"loaded {n_of(done.n_rows, 'row')} in {done.seconds:.1f} s from {done.url}")
     if done.manifest.extra:
         print(f"extra: {json.dumps(done.manifest.extra)}")
@@ -60,6 +69,8 @@ def _decide_command(args: argparse.Namespace) -> int:
     from kvemb.api import connect
     from kvemb.checkpoint.load import decide
 
+    if not agreed(f"all rows of the cluster go when its shards are started, and those of {args.url} take their place; decide", yes=args.yes):
+        return 1
     with connect(args.config, read_only=True) as cluster, ProgressMeter(sys.stderr, "B") as meter:
         tables = {name: cluster.table(name).definition for name in cluster.tables()}
         decide(cluster.store, tables, args.url, timeout_s=cluster.config.storage.timeout_s, progress=meter)

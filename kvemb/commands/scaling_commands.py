@@ -16,7 +16,7 @@ import yaml
 
 from kvemb.client.all_shards import AllShards
 from kvemb.client.slot_moves import INDEX_BYTES, MoveState, NodeMoves, ShardScaling, SlotMoves
-from kvemb.commands.terminal_output import ProgressMeter, text_table
+from kvemb.commands.terminal_output import ProgressMeter, agreed, text_table
 from kvemb.commands.verb_options import words_of
 from kvemb.config import Config, StorageConfig, is_address, load
 from kvemb.errors import ConfigError, MoveRefusedError, ShardUnavailableError, n_of
@@ -95,7 +95,7 @@ def _run(front: _OwnersFront, action: str, words: Sequence[str], args: argparse.
     print(*front.lines(plan), sep="\n", flush=True)
     if args.dry_run:
         return 0
-    return front.carry_out(plan) if _agreed(args, "begin") else 1
+    return front.carry_out(plan) if agreed("begin", yes=args.yes) else 1
 
 
 def moves_command(args: argparse.Namespace) -> int:
@@ -184,7 +184,7 @@ class _NodesFront:
         """Put another address in the place of a node that does not answer, once the user agrees that it is gone for good."""
         old, new = words
         print(f"node {old} does not answer: the shards bring its rows back on {new}, from their journals and snapshots")
-        if args.dry_run or not _agreed(args, "is it gone for good"):
+        if args.dry_run or not agreed("is it gone for good", yes=args.yes):
             return 0 if args.dry_run else 1
         self._moves.replace_dead(old, new)
         print(f"node {new} has its number now; `kvemb status` shows how far the shards are")
@@ -356,16 +356,6 @@ def weights_of(text: str) -> dict[str, float] | None:
     if not all(address and share >= 0 for address, share in weights.items()):
         raise ConfigError(f"--weights {text}: give shares as ADDR=2,ADDR=1")
     return weights
-
-
-def _agreed(args: argparse.Namespace, question: str) -> bool:
-    """Ask on a terminal, unless --yes was said; elsewhere only --yes will do."""
-    if args.yes:
-        return True
-    if not sys.stdin.isatty():
-        print("nothing was changed: say --yes to begin", file=sys.stderr)
-        return False
-    return input(f"{question}? [y/N] ").strip().lower() in ("y", "yes")
 
 
 def _who(plan: SlotPlan[Any]) -> list[str]:

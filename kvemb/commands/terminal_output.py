@@ -1,5 +1,6 @@
 """What the verbs print: a line with the progress, speed and remaining time of a long piece of work, and tables of text."""
 
+import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import TextIO
@@ -81,3 +82,18 @@ def text_table(rows: Iterable[tuple[object, ...]], *, right_from: int = 99) -> s
         return cell.rjust(widths[column]) if right else cell.ljust(widths[column])
 
     return "\n".join("  ".join(aligned(*one) for one in enumerate(row)).rstrip() for row in texts)
+
+
+def agreed(question: str, *, yes: bool) -> bool:
+    """Ask on a terminal, unless `yes` (--yes was said); elsewhere only --yes will do.
+
+    Args:
+        question: without its question mark.
+        yes: whether the answer is known.
+    """
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        print("nothing was changed: say --yes to begin", file=sys.stderr)
+        return False
+    return input(f"{question}? [y/N] ").strip().lower() in ("y", "yes")

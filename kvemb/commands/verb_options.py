@@ -196,7 +196,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "config": ("kvemb config show kvemb.yaml",),
     "drop": ("kvemb drop user", "kvemb drop user --yes"),
     "save": ("kvemb save s3://bucket/run/step-1000", "kvemb save s3://bucket/run/step-2000 --base s3://bucket/run/step-1000 --keep 5"),
-    "load": ("kvemb load s3://bucket/run/step-1000",),
+    "load": ("kvemb load s3://bucket/run/step-1000", "kvemb load s3://bucket/run/step-1000 --table user"),
     "verify": ("kvemb verify s3://bucket/run/step-1000", "kvemb verify /backups/monday --against-storage"),
     "ls": ("kvemb ls s3://bucket/run",),
     "prune": ("kvemb prune s3://bucket/run --keep 5 --dry-run", "kvemb prune s3://bucket/run --keep 5"),

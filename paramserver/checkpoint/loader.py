@@ -178,8 +178,8 @@ class Loader:
                 some = waiting.setdefault(rows.definition.key, [_NONE])
                 some.append(rows.definition.order.keys(rows.ids))
                 if sum(map(len, some[1:])) > _MOST_WAITING + len(some[0]):
-                    some[:] = [np.unique(np.concatenate(some))]
-        return {key: np.unique(np.concatenate(some)) for key, some in waiting.items()}
+                    some[:] = [_unique(some)]
+        return {key: _unique(some) for key, some in waiting.items()}
 
     def _flush(self, parts: ShardParts) -> None:
         """Bring the row log up to the journal's end, so that no table needs the journal."""
@@ -328,6 +328,12 @@ def newest_undone(store: Store, data: DataDir, timeout_s: float) -> Decision | N
         store.values.mend(META_NAME, copies, damaged, found.encode(), Deadline.after(timeout_s))
     done = int(data.read(LOADED) or b"0")
     return found if found is not None and found.serial > done else None
+
+
+def _unique(keys: Sequence[Ids]) -> Ids:
+    """Return all keys once, ascending (`np.unique` takes several times as long)."""
+    joined = np.sort(np.concatenate(keys))
+    return joined[np.append(True, joined[1:] != joined[:-1])] if len(joined) else joined
 
 
 def _give_up(error: StorageError) -> None:

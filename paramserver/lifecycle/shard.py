@@ -21,7 +21,7 @@ from ..apply.applier import Applier
 from ..apply.background import BackgroundWork
 from ..apply.changed_rows import ChangedRowsFinder
 from ..apply.committer import Committer, Handover
-from ..checkpoint.loader import note_carried_out
+from ..checkpoint.loader import newest_undone, note_carried_out
 from ..checkpoint.saver import Saver
 from ..moves.handover_work import HandoverPorts, HandoverWork
 from ..moves.left_sessions import LeftSessions
@@ -95,7 +95,8 @@ class Shard:
         versions = {"epoch": engine.epoch, "k": engine.k}
         self._committer = Committer(parts.ingest, parts.tables, parts.fenced_log, handover, sync=sync, **versions, failed=self._failed)
         self._saver = Saver(parts, store.nodes, lambda: self._committer.k, self._background.flush_for_save, data.path)
-        checkpoints = CheckpointHandlers(self._saver, parts.registry, store.nodes, on_load)
+        undone = partial(newest_undone, store, data, parts.config.storage.timeout_s)
+        checkpoints = CheckpointHandlers(self._saver, parts.registry, store.nodes, undone, on_load)
         still_ours = parts.claim.require
         keep = partial(keep_map, data, check=still_ours)
         dropping = lambda: [table.name for table in parts.registry.dropping]  # noqa: E731

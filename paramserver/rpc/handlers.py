@@ -2,11 +2,12 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
 
+from kvemb.checkpoint.load import Decision
 from kvemb.errors import CheckpointError, InvalidInputError, ParameterServerError, ShardFailedError, WrongNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import (
@@ -237,11 +238,19 @@ class CheckpointHandlers:
         saver: of the shard.
         registry: of the shard.
         nodes: of the store; they say which map is in force.
+        undone: returns the load that was decided and is still to be carried out here, if there is one.
         on_load: called once when the shard is to start again, to load; None where no caller would start it.
     """
 
-    def __init__(self, saver: Saver, registry: Registry, nodes: StoreNodes, on_load: Callable[[], None] | None) -> None:
-        self._saver, self._registry, self._nodes, self._on_load = saver, registry, nodes, on_load
+    def __init__(
+        self,
+        saver: Saver,
+        registry: Registry,
+        nodes: StoreNodes,
+        undone: Callable[[], Decision | None],
+        on_load: Callable[[], None] | None,
+    ) -> None:
+        self._saver, self._registry, self._nodes, self._undone, self._on_load = saver, registry, nodes, undone, on_load
 
     def save(self, request: SaveRequest, deadline: Deadline) -> SaveReply:
         """Cut the shard and begin to save it; answered once it is cut."""
@@ -270,5 +279,16 @@ class CheckpointHandlers:
         if request.begin:
             self._on_load()
         else:
-            check(request.url, request.save_id, self._registry)
+            check(request.url, request.save_id, self._registry, request.tables)
+            self._require_covered(request.tables)
         return Empty()
+
+    def _require_covered(self, tables: Sequence[str]) -> None:
+        """Refuse a load of some tables that would take the place of one of others, which not all shards have carried out."""
+        undone = self._undone() if tables else None
+        if undone is not None and not (undone.tables and set(undone.tables) <= set(tables)):
+            what = f"of table {', '.join(undone.tables)}" if undone.tables else "of all tables"
+            raise CheckpointError(
+                f"a load {what} from {undone.url} is decided and not carried out here; nothing was changed. Start this shard again, which "
+                "carries it out, and load then"
+            )

@@ -351,7 +351,7 @@ def test_the_commands_save_list_verify_load_and_prune(small: LocalCluster, tmp_p
     assert table == ["user", "60000", "60000", "0", "0", "0", "60000", "-"]
     table = run("verify", str(root / "1"), "--against-storage", *config).splitlines()[-1].split()
     assert table == ["user", "60000", "59993", "7", "0", "0", "60000", "-"]
-    assert "loaded 60,000 rows" in run("load", str(root / "1"), *config)
+    assert "loaded 60,000 rows" in run("load", str(root / "1"), *config, "--yes")
     assert "saved 60,000 rows" in run("save", str(root / "3"), *config, "--keep", "1", "--weights-only")
     assert "weights only" in run("ls", str(root))
     assert [one.name for one in list_checkpoints(str(root))] == ["1", "2", "3"]  # an export is no backup
@@ -360,6 +360,26 @@ def test_the_commands_save_list_verify_load_and_prune(small: LocalCluster, tmp_p
     assert "would be deleted: 4" in run("prune", str(root), "--keep", "1", "--dry-run")
     assert "deleted: 4" in run("prune", str(root), "--keep", "1")
     assert [one.name for one in list_checkpoints(str(root))] == ["3", "5"]
+
+
+def test_a_load_asks_before_rows_go_and_takes_one_table_alone(small: LocalCluster, tmp_path: Path) -> None:
+    config = ["--config", str(small.config_path)]
+    with kvemb.connect(small.url) as client:
+        other = client.create_table("other", dim=4, optimizer=kvemb.optim.adam(lr=0.1), exist_ok=True)
+        other.push(IDS[:100], np.ones((100, 4), np.float32)).wait_applied(30)
+        client.save(str(tmp_path / "a"))
+        other.push(IDS[:150], np.ones((150, 4), np.float32)).wait_applied(30)
+        client.table("user").push(IDS[:9], np.ones((9, 32), np.float32)).wait_applied(30)
+        kept = other.pull(IDS[:150])
+        assert "nothing was changed: say --yes" in run("load", str(tmp_path / "a"), "--table", "user", *config, code=1)
+        assert "holds no table 'users'; it holds other, user" in run("load", str(tmp_path / "a"), "--table", "users", *config, code=1)
+        assert "takes no --table" in run("load", str(tmp_path / "a"), "--table", "user", "--offline", *config, code=1)
+        assert "loaded 60,000 rows" in run("load", str(tmp_path / "a"), "--table", "user", "--yes", *config)
+        np.testing.assert_array_equal(other.pull(IDS[:150]), kept)
+        assert len(other) == 150
+        client.drop_table("other")
+    table = run("verify", str(tmp_path / "a"), "--against-storage", *config, code=1).splitlines()
+    assert [line.split()[:3] for line in table[-2:]] == [["other", "100", "0"], ["user", "60000", "60000"]]
 
 
 def test_a_load_can_be_decided_while_shards_are_down(small: LocalCluster, tmp_path: Path) -> None:
@@ -372,7 +392,7 @@ def test_a_load_can_be_decided_while_shards_are_down(small: LocalCluster, tmp_pa
     for shard in small.shards:
         shard.signal(signal.SIGTERM)
         assert shard.stop(20) == 0
-    assert "restart those that run" in run("load", str(tmp_path / "a"), "--offline", *config)
+    assert "restart those that run" in run("load", str(tmp_path / "a"), "--offline", "--yes", *config)
     for index in range(2):
         small.start_shard(index)
     require_state(small, before)
@@ -380,7 +400,7 @@ def test_a_load_can_be_decided_while_shards_are_down(small: LocalCluster, tmp_pa
 
 def test_the_commands_say_in_one_line_what_is_wrong(small: LocalCluster, tmp_path: Path) -> None:
     config = ["--config", str(small.config_path)]
-    assert "no checkpoint there" in run("load", str(tmp_path / "x"), *config, code=1)
+    assert "no checkpoint there" in run("load", str(tmp_path / "x"), *config, "--yes", code=1)
     assert "--extra: no JSON" in run("save", str(tmp_path / "x"), *config, "--extra", "{", code=1)
     assert "no checkpoints" in run("ls", str(tmp_path), code=1)
     run("save", str(tmp_path / "x"), *config)

@@ -93,10 +93,10 @@ class Cluster:
             got = store.rows.read([ReadPart(keys, size, size)], Deadline.after(5))[0].in_key_order()
         return {int(i): bytes(record[12:]) for i, record, there in zip(keys.ids, got.records, got.found, strict=True) if there}
 
-    def decide(self, url: str, save_id: str, serial: int = 1) -> None:
+    def decide(self, url: str, save_id: str, serial: int = 1, tables: tuple[str, ...] = ()) -> None:
         """Put a decision on the nodes."""
         with self.store() as store:
-            store.values.put(META_NAME, Decision(serial, f"{serial:032x}", url, save_id).encode(), Deadline.after(5))
+            store.values.put(META_NAME, Decision(serial, f"{serial:032x}", url, save_id, tables).encode(), Deadline.after(5))
 
     def counts(self) -> dict[str, int]:
         """Rows by table, as the index has them."""
@@ -176,6 +176,55 @@ def test_a_crash_at_any_step_is_made_good_by_the_next_start(
     assert cluster.rows(USER) == expected()
     assert cluster.rows(OTHER) == {}
     assert cluster.counts() == {"user": 100}
+
+
+TABLE_STEPS = [*STEPS, "paramserver.checkpoint.loader.Loader._flush", "paramserver.row_log.log_flush.LogFlush.steps"]
+
+
+@pytest.mark.parametrize(
+    ("step", "after"),
+    [("", False), *((step, False) for step in TABLE_STEPS), *((step, True) for step in AFTER), ("paramserver.checkpoint.loader.Loader._flush", True)],
+)
+def test_a_load_of_one_table_leaves_the_others_as_they_are_with_a_crash_at_any_step(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, after: bool
+) -> None:
+    manifest = save(str(tmp_path / "a"), range(100), k=2)
+    others = cluster.rows(OTHER)
+    cluster.decide(str(tmp_path / "a"), manifest.save_id, tables=("user",))
+    monkeypatch.setattr(unconditional_writer, "BLOCK_BYTES", 7 * USER.record.size_bytes)
+    with monkeypatch.context() as patch:
+        if step:
+            crash(patch, step, after)
+            with pytest.raises(CrashError):
+                cluster.start()
+    shard = cluster.shard or cluster.start()
+    assert cluster.rows(USER) == expected()
+    assert cluster.rows(OTHER) == others != {}
+    assert cluster.counts() == {"user": 100, "other": 10}
+    assert shard._parts.tables.state(OTHER).step == 0
+    cluster.assign(OTHER, range(5), 1.0)
+    cluster.assign(USER, range(5), 1.0)
+    later = cluster.rows(USER), cluster.rows(OTHER)
+    cluster.stop()
+    cluster.start()
+    assert (cluster.rows(USER), cluster.rows(OTHER)) == later
+    assert cluster.counts() == {"user": 100, "other": 10}
+
+
+def test_a_load_of_one_table_takes_up_what_a_load_of_another_has_begun_to_write(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = save(str(tmp_path / "a"), range(100), k=2), save(str(tmp_path / "b"), range(8), k=3, definition=OTHER)
+    cluster.decide(str(tmp_path / "a"), first.save_id, serial=1, tables=("user",))
+    with monkeypatch.context() as patch:
+        crash(patch, "paramserver.engine.row_access.RowAccess.write_over", after=False)
+        with pytest.raises(CrashError):
+            cluster.start()
+    cluster.decide(str(tmp_path / "b"), second.save_id, serial=2, tables=("other",))
+    cluster.start()
+    assert cluster.rows(USER) == expected()
+    assert cluster.counts() == {"user": 100, "other": 8}
+    assert len(cluster.rows(OTHER)) == 8
 
 
 def before(patch: pytest.MonkeyPatch, step: str, act: Callable[..., None]) -> None:
