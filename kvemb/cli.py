@@ -225,6 +225,7 @@ def _add_foreign_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParse
     give.add_argument("url", help="path or URL of the file: .npy, .safetensors, .parquet, .pt")
     give.add_argument("--format", default="", help="of the file, where its ending does not tell")
     give.add_argument("--ids", metavar="URL", help="of npy: a further file for the ids")
+    give.add_argument("--dtype", default="", metavar="float16|int8", help="of the weights in the file, int8 with a scale for each row")
     give.set_defaults(run=_runs("foreign_commands", "export_command"))
 
 

@@ -74,6 +74,7 @@ SHOWN_BY = {
         "url": f"{IMPORT}:test_an_exported_table_comes_back_bit_for_bit",
         "format": f"{IMPORT}:test_a_dense_table_is_one_npy_and_rows_that_do_not_exist_are_as_pulls_give_them",
         "ids": f"{IMPORT}:test_an_exported_table_comes_back_bit_for_bit",
+        "dtype": f"{IMPORT}:test_weights_written_in_fewer_bits_come_back_within_the_stated_error",
         "progress": f"{IMPORT}:test_an_exported_table_comes_back_bit_for_bit",
     },
     "kvemb/api/cluster.py:Cluster.save": {
@@ -87,6 +88,7 @@ SHOWN_BY = {
     },
     "kvemb/api/cluster.py:Cluster.load": {
         "url": f"{SAVES}:test_a_load_brings_everything_back_while_trainers_wait",
+        "tables": f"{SAVES}:test_a_load_asks_before_rows_go_and_takes_one_table_alone",
         "stall_timeout_s": f"{LOADED}:test_a_load_of_which_no_shard_comes_any_further_is_watched_no_longer_than_asked_for",
         "progress": f"{SAVES}:test_a_shard_killed_while_it_loads_goes_on_when_it_is_started",
     },

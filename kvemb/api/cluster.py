@@ -430,6 +430,7 @@ class Cluster:
         *,
         format: str = "",
         ids: str | None = None,
+        dtype: str = "",
         progress: ExportProgress | None = None,
     ) -> ExportResult:
         """Write the rows of a table into a file that other programs read, and `import_rows` too; see docs/id-lifecycle.md.
@@ -444,17 +445,20 @@ class Cluster:
             format: of the file, where its ending does not tell.
             ids: of npy, a further file for the ids. Without, a table with num_ids is written whole: row i is id i, rows that do not exist
                 are as a pull gives them.
+            dtype: of the weights in the file; unless given, the table's. "float16": a value is off by at most 2**-11 of itself, or 2**-25
+                near zero. "int8", in safetensors, torch and TensorFlow, with a float32 "scale" for each row, its largest magnitude / 127: a
+                value is off by at most scale / 2, and float32's rounding; rows below 1.5e-36 become zeros.
             progress: called now and then with (name of the phase, rows done, rows in all).
 
         Raises:
-            InvalidInputError: the format is not known, or does not take the table's ids; nothing was written.
-            ForeignRowsError: the file cannot be written; an older one is untouched.
+            InvalidInputError: the format is not known, or does not take the table's ids or the dtype; nothing was written.
+            ForeignRowsError: the file cannot be written, or a weight is beyond float16; an older file is untouched.
             ConfigError: a library that writes the format is not installed.
         """
         from kvemb.api.row_export import export_rows
 
         self._shared.require_shards("export_rows")
-        return export_rows(self.table(table), os.fspath(url), file_format=format, ids=ids, progress=progress)
+        return export_rows(self.table(table), os.fspath(url), file_format=format, ids=ids, dtype=dtype, progress=progress)
 
     def close(self) -> None:
         """Wait until pushes are accepted and released steps are in storage; then tell the shards and close every connection.

@@ -30,7 +30,9 @@ class ExportResult:
     seconds: float
 
 
-def export_rows(table: Table, url: str, *, file_format: str, ids: str | None, progress: ExportProgress | None) -> ExportResult:
+def export_rows(
+    table: Table, url: str, *, file_format: str, ids: str | None, dtype: str, progress: ExportProgress | None
+) -> ExportResult:
     """Export a table; see `Cluster.export_rows`."""
     begun, definition, show = time.monotonic(), table.definition, progress or (lambda what, done, total: None)
     is_npy = format_of(url, file_format) == "npy"
@@ -40,10 +42,10 @@ def export_rows(table: Table, url: str, *, file_format: str, ids: str | None, pr
         raise InvalidInputError(
             f"table {table.name!r} has ids of any number, which an npy of rows does not hold: give ids, a file for them"
         )
-    check_writable(format_of(url, file_format), np.empty(0, np.uint64))
+    check_writable(format_of(url, file_format), np.empty(0, np.uint64), dtype)
     dense = definition.num_ids if is_npy and ids is None else None
     all_ids = _existing(table) if dense is None else np.arange(dense, dtype=np.uint64)
-    write_rows(definition, url, None if is_npy else all_ids, len(all_ids), _pulled(table, all_ids, show), file_format)
+    write_rows(definition, url, None if is_npy else all_ids, len(all_ids), _pulled(table, all_ids, show), file_format, dtype)
     if ids is not None:
         write_ids(definition, ids, all_ids)
     return ExportResult(len(all_ids), time.monotonic() - begun)

@@ -40,7 +40,7 @@ def export_command(args: argparse.Namespace) -> int:
     from kvemb.api import connect
 
     with connect(args.config) as cluster, ProgressMeter(sys.stderr, "rows") as meter:
-        done = cluster.export_rows(args.table, args.url, format=args.format, ids=args.ids, progress=meter)
+        done = cluster.export_rows(args.table, args.url, format=args.format, ids=args.ids, dtype=args.dtype, progress=meter)
     print(f"exported {n_of(done.n_rows, 'row')} of table {args.table!r} in {done.seconds:.1f} s to {args.url}")
     return 0
 

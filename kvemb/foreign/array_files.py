@@ -21,6 +21,7 @@ from kvemb.checkpoint.checkpoint_storage import shown
 from kvemb.errors import ForeignRowsError
 from kvemb.foreign.foreign_file import ForeignFile, translated
 from kvemb.foreign.foreign_rows import ArrayNames, ForeignRows, block_rows, ids_of, values_of
+from kvemb.foreign.narrow_weights import from_int8
 from kvemb.schema.table_def import TableDef
 
 _MAX_HEAD_BYTES = 100 << 20  # of safetensors: what its own library takes
@@ -78,6 +79,8 @@ class ArrayRows:
             stop = min(start + step, self.n_rows)
             state = [values_of(self._read(name, start, stop), width, self._at(name), first=start) for name, width in self._state]
             given, largest = self._read(self._weights, start, stop), LARGEST[self._definition.dtype]
+            if given.dtype == np.int8 and tuple(self._arrays.shapes.get("scale", ())) == (self.n_rows,):  # as `to_int8` made them
+                given = from_int8(given, self._read("scale", start, stop))
             weights = values_of(given, self._definition.dim, self._at(self._weights), largest, first=start)
             yield ForeignRows(self._ids(start, stop), weights, np.concatenate(state, axis=1) if state else None)
 

@@ -23,15 +23,18 @@ from kvemb.errors import ForeignRowsError, InvalidInputError
 from kvemb.foreign.foreign_file import is_local
 from kvemb.foreign.formats import FORMATS, format_of
 from kvemb.foreign.framework_arrays import require_framework
+from kvemb.foreign.narrow_weights import check_narrow, narrowed
 from kvemb.process import replace_atomically, sync_folder
 from kvemb.schema.table_def import TableDef
 
-_SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "uint64": "U64"}
+_SAFETENSORS = {"int8": "I8", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "uint64": "U64"}
 Blocks = Iterable[NDArray[np.float32]]
 Pieces = Iterator[bytes | memoryview]
 
 
-def write_rows(definition: TableDef, url: str, ids: NDArray[np.uint64] | None, n_rows: int, blocks: Blocks, file_format: str = "") -> None:
+def write_rows(
+    definition: TableDef, url: str, ids: NDArray[np.uint64] | None, n_rows: int, blocks: Blocks, file_format: str = "", dtype: str = ""
+) -> None:
     """Write rows of a table, replacing an older file.
 
     Args:
@@ -41,27 +44,28 @@ def write_rows(definition: TableDef, url: str, ids: NDArray[np.uint64] | None, n
         n_rows: n.
         blocks: float32 [m, dim] each, in the order of the ids, n rows together.
         file_format: of `FORMATS`; unless given, by the file's ending.
+        dtype: "float16", or "int8" with the rows' scales as "scale"; unless given, the table's.
 
     Raises:
         InvalidInputError: the format is not known, or takes no such rows; nothing was written.
-        ForeignRowsError: the file cannot be written; an older one is untouched.
+        ForeignRowsError: the file cannot be written, or a weight is beyond float16; an older file is untouched.
         ConfigError: a library is not installed.
     """
     kind = format_of(url, file_format)
-    check_writable(kind, ids)
-    where = shown(url)
+    check_writable(kind, ids, dtype)
+    where, weights = shown(url), _Weights(definition, blocks, dtype, wide=kind in ("npy", "parquet"))
     try:
         if kind == "tensorflow":
-            _write_variables(definition, url, ids, blocks)
+            _write_variables(definition, url, ids, weights)
             return
         if kind == "npy":
-            pieces = _npy(stored_dtype(definition), (n_rows, definition.dim), _stored(definition, blocks))
+            pieces = _npy(weights.numpy_dtype, (n_rows, definition.dim), weights)
         elif kind == "safetensors":
-            pieces = _safetensors(definition, ids, n_rows, blocks)
+            pieces = _safetensors(definition, ids, n_rows, weights)
         elif kind == "parquet":
-            pieces = _parquet(definition, ids, blocks)
+            pieces = _parquet(definition, ids, weights)
         else:
-            pieces = _torch(definition, ids, blocks)
+            pieces = _torch(definition, ids, weights)
         _put(url, pieces)
     except OSError as error:
         raise ForeignRowsError(f"{where}: cannot be written: {type(error).__name__}: {error}") from error
@@ -76,8 +80,8 @@ def write_ids(definition: TableDef, url: str, ids: NDArray[np.uint64]) -> None:
         raise ForeignRowsError(f"{shown(url)}: cannot be written: {type(error).__name__}: {error}") from error
 
 
-def check_writable(kind: str, ids: NDArray[np.uint64] | None) -> None:
-    """Refuse a format that takes no rows with ids, or without.
+def check_writable(kind: str, ids: NDArray[np.uint64] | None, dtype: str = "") -> None:
+    """Refuse a format that takes no rows with ids, or without, or none of a dtype.
 
     Raises:
         InvalidInputError: with the way on.
@@ -89,15 +93,41 @@ def check_writable(kind: str, ids: NDArray[np.uint64] | None) -> None:
         )
     if kind == "parquet" and ids is None:
         raise InvalidInputError("Parquet files have ids")
+    check_narrow(dtype, kind)
 
 
-def stored_dtype(definition: TableDef) -> "np.dtype[Any]":
-    """The NumPy dtype of weights in files that have no bfloat16."""
-    return storage_dtype("float32" if definition.dtype == "bfloat16" else definition.dtype)
+class _Weights:
+    """The weights as they are written, block by block: iterate once.
 
+    Args:
+        definition: of the table.
+        blocks: float32 [m, dim] each.
+        dtype: to be written; "": the table's.
+        wide: whether the format has no bfloat16: then it is float32.
 
-def _stored(definition: TableDef, blocks: Blocks) -> Iterator[NDArray[Any]]:
-    return (block.astype(stored_dtype(definition), copy=False) for block in blocks)
+    Attributes:
+        dtype: that is written.
+        scales: of each block's rows, float32 [m], once it was yielded; none but of int8.
+    """
+
+    def __init__(self, definition: TableDef, blocks: Blocks, dtype: str, *, wide: bool) -> None:
+        self._blocks, self._narrow, self._dim = blocks, bool(dtype), definition.dim
+        self.dtype = dtype or ("float32" if wide and definition.dtype == "bfloat16" else definition.dtype)
+        self.numpy_dtype = np.dtype(np.int8) if dtype == "int8" else storage_dtype(self.dtype)
+        self.scales: list[NDArray[np.float32]] = []
+
+    def __iter__(self) -> Iterator[NDArray[Any]]:
+        if self._narrow:
+            return narrowed(self._blocks, self.dtype, self.scales)
+        return (round_nearest(block, self.dtype) for block in self._blocks)
+
+    def whole(self) -> NDArray[Any]:
+        """Return all blocks as one array."""
+        return np.concatenate([np.empty((0, self._dim), self.numpy_dtype), *self])
+
+    def scale(self) -> NDArray[np.float32]:
+        """Return the scales of all rows, float32 [n], once all blocks were yielded."""
+        return np.concatenate([np.empty(0, np.float32), *self.scales])
 
 
 def _npy(dtype: "np.dtype[Any]", shape: tuple[int, ...], blocks: Iterable[NDArray[Any]]) -> Pieces:
@@ -107,11 +137,13 @@ def _npy(dtype: "np.dtype[Any]", shape: tuple[int, ...], blocks: Iterable[NDArra
     yield from map(_bytes_of, blocks)
 
 
-def _safetensors(definition: TableDef, ids: NDArray[np.uint64] | None, n_rows: int, blocks: Blocks) -> Pieces:
-    arrays = [] if ids is None else [("id", definition.id_dtype, [n_rows], 8 * n_rows)]
-    size = n_rows * definition.dim * storage_dtype(definition.dtype).itemsize
+def _safetensors(definition: TableDef, ids: NDArray[np.uint64] | None, n_rows: int, weights: _Weights) -> Pieces:
+    size = n_rows * definition.dim * weights.numpy_dtype.itemsize
+    arrays = [("id", definition.id_dtype, [n_rows], 8 * n_rows)] if ids is not None else []
+    arrays.append(("weights", weights.dtype, [n_rows, definition.dim], size))
+    arrays += [("scale", "float32", [n_rows], 4 * n_rows)] if weights.dtype == "int8" else []
     head, at = dict[str, Any](), 0
-    for name, dtype, shape, n_bytes in [*arrays, ("weights", definition.dtype, [n_rows, definition.dim], size)]:
+    for name, dtype, shape, n_bytes in arrays:
         head[name] = {"dtype": _SAFETENSORS[dtype], "shape": shape, "data_offsets": [at, at + n_bytes]}
         at += n_bytes
     text = json.dumps(head).encode()
@@ -119,47 +151,47 @@ def _safetensors(definition: TableDef, ids: NDArray[np.uint64] | None, n_rows: i
     yield len(text).to_bytes(8, "little") + text
     if ids is not None:
         yield _bytes_of(ids)
-    yield from (_bytes_of(round_nearest(block, definition.dtype)) for block in blocks)
+    yield from map(_bytes_of, weights)
+    yield _bytes_of(weights.scale())
 
 
-def _parquet(definition: TableDef, ids: NDArray[np.uint64] | None, blocks: Blocks) -> Pieces:
+def _parquet(definition: TableDef, ids: NDArray[np.uint64] | None, blocks: _Weights) -> Pieces:
     assert ids is not None
     pa = require_extra("pyarrow")
-    kind = pa.float16() if definition.dtype == "float16" else pa.float32()
+    kind = pa.float16() if blocks.dtype == "float16" else pa.float32()
     id_kind = pa.int64() if definition.id_dtype == "int64" else pa.uint64()
     weights = pa.list_(pa.field("element", kind, nullable=False), definition.dim)
     writer = PlainWriter(pa.schema([pa.field("id", id_kind, nullable=False), pa.field("weights", weights, nullable=False)]), "id")
     at = 0
-    for block in _stored(definition, blocks):
+    for block in blocks:
         yield from writer.add([ids[at : at + len(block)], block])
         at += len(block)
     yield writer.footer()
 
 
-def _torch(definition: TableDef, ids: NDArray[np.uint64] | None, blocks: Blocks) -> Pieces:
+def _torch(definition: TableDef, ids: NDArray[np.uint64] | None, weights: _Weights) -> Pieces:
     torch, out = require_framework("torch"), io.BytesIO()
-    stored = torch.from_numpy(_whole(definition, blocks))
+    stored = torch.from_numpy(weights.whole())
     held = {} if ids is None else {"id": torch.from_numpy(to_caller(ids, definition.id_dtype).copy())}
-    held["weights"] = stored.view(torch.bfloat16) if definition.dtype == "bfloat16" else stored
+    held["weights"] = stored.view(torch.bfloat16) if weights.dtype == "bfloat16" else stored
+    if weights.scales:
+        held["scale"] = torch.from_numpy(weights.scale())
     torch.save(held, out)
     yield out.getbuffer()
 
 
-def _write_variables(definition: TableDef, url: str, ids: NDArray[np.uint64] | None, blocks: Blocks) -> None:
+def _write_variables(definition: TableDef, url: str, ids: NDArray[np.uint64] | None, weights: _Weights) -> None:
     tf = require_framework("tensorflow")
-    stored = tf.constant(_whole(definition, blocks))
+    stored = tf.constant(weights.whole())
     held = {} if ids is None else {"id": tf.constant(to_caller(ids, definition.id_dtype))}
-    held["weights"] = tf.bitcast(stored, tf.bfloat16) if definition.dtype == "bfloat16" else stored
+    held["weights"] = tf.bitcast(stored, tf.bfloat16) if weights.dtype == "bfloat16" else stored
+    if weights.scales:
+        held["scale"] = tf.constant(weights.scale())
     if is_local(url):
         Path(url).parent.mkdir(parents=True, exist_ok=True)
     tf.raw_ops.SaveV2(
         prefix=url.removesuffix(".index"), tensor_names=list(held), shape_and_slices=[""] * len(held), tensors=list(held.values())
     )
-
-
-def _whole(definition: TableDef, blocks: Blocks) -> NDArray[Any]:
-    stored = [round_nearest(block, definition.dtype) for block in blocks]
-    return np.concatenate([np.empty((0, definition.dim), storage_dtype(definition.dtype)), *stored])
 
 
 def _bytes_of(array: NDArray[Any]) -> memoryview:

@@ -271,7 +271,9 @@ class Loader:
         """Bring storage to the state of the row log."""
         begun, tables = time.monotonic(), [one for one in self._shard.saved.now.tables if one.definition.key in keys]
         writer = UnconditionalWriter(self._store, self._timeout_s, self._pause, parts.repairer)
-        self._done, self._rows = 0, sum(table.n_rows for table in tables)
+        self._done, self._rows, self._reported = 0, sum(table.n_rows for table in tables), 0.0
+        log.info("writing %d rows to storage", self._rows)
+        self._report(load_id, "writing")
         for table in tables:
             blocks = _blocks(merged(parts.runs.view.of(table.definition), forget_up_to=0))  # read while those before are written
             store = partial(_store_block, writer, table.definition)

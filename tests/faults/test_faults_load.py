@@ -1,6 +1,7 @@
 """A checkpoint loaded over newer rows: storage holds the checkpoint afterwards, though writes are late and processes hang or wake up."""
 
 import copy
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from jobs import PATIENCE_S, eventually
 from replayed import Replayed
 
 import kvemb
+from kvemb.local_cluster.processes import LocalProcess
 from kvemb.schema.record import split_version
 from kvemb.testing.real_servers import redis_client
 
@@ -200,3 +202,37 @@ def test_rows_created_since_that_a_late_write_brings_back_are_new_rows_to_the_ne
         assert len(job.table) == len(OLD)
         job.push(NEW)
         job.check()
+
+
+def test_a_load_of_one_table_that_is_killed_is_begun_again_by_the_same_command(
+    local: FaultyCluster, cluster: kvemb.Cluster, tmp_path: Path
+) -> None:
+    """Killed while it writes to storage: the command, and one of the shards."""
+    job, kept = Job(cluster), cluster.create_table("kept", dim=DIM, optimizer=kvemb.optim.adam(lr=0.05))
+    job.push(OLD)
+    kept.push(OLD, np.ones((len(OLD), DIM), np.float32)).wait_applied(timeout_s=PATIENCE_S)
+    saved = job.save(tmp_path / "old")
+    job.push(np.arange(1000, N))
+    kept.push(OLD[:1500], np.ones((1500, DIM), np.float32)).wait_applied(timeout_s=PATIENCE_S)
+    rows = kept.pull(OLD, timeout_s=PATIENCE_S)
+    words = [sys.executable, "-m", "kvemb.cli", "load", str(tmp_path / "old"), "--table", "t", "--yes", "--config", str(local.config_path)]
+    for proxy in local.node_proxies:  # rows take seconds to arrive
+        proxy.set(Flow(bytes_per_s=20_000), UP)
+    command = LocalProcess("kvemb load", words, tmp_path / "load.log")
+    eventually(lambda: b"rows to storage" in local.shards[0].log.read_bytes(), "the shard does not write to storage")
+    assert command.poll() is None
+    processes.kill(local.shards[0])
+    assert b"loaded" not in local.shards[0].log.read_bytes()
+    command.kill()
+    local.heal()
+    local.start_shard(0)
+    again = LocalProcess("kvemb load", words, tmp_path / "again.log")
+    eventually(lambda: again.poll() is not None, "the load does not end")
+    assert again.poll() == 0, again.log_tail()
+    job.expected = copy.deepcopy(saved)
+    job.check()
+    np.testing.assert_array_equal(kept.pull(OLD, timeout_s=PATIENCE_S), rows)
+    assert len(kept) == len(OLD)
+    kept.push(OLD, np.ones((len(OLD), DIM), np.float32)).wait_applied(timeout_s=PATIENCE_S)
+    job.push(np.arange(0, N, 2))
+    job.check()

@@ -347,6 +347,45 @@ def test_an_exported_table_comes_back_bit_for_bit(redis: Cluster, tmp_path: Path
 
 
 @pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(("ending", "dtype"), [*((ending, "float16") for ending in FORMATS_BACK), ("safetensors", "int8"), ("pt", "int8")])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e4])
+def test_weights_written_in_fewer_bits_come_back_within_the_stated_error(
+    redis: Cluster, tmp_path: Path, ending: str, dtype: str, scale: float
+) -> None:
+    if ending == "pt":
+        pytest.importorskip("torch")
+    table, other = new_table(redis, DIM), new_table(redis, DIM)
+    rows = (np.random.default_rng(5).standard_normal((N, DIM)) * scale).astype(np.float32)
+    rows[3], rows[4, 1:] = 0, 0
+    table.assign(np.arange(N), rows)
+    more = {"ids": str(tmp_path / "ids.npy")} if ending == "npy" else {}
+    whole = tmp_path / f"whole.{ending}"
+    redis.export_rows(table.name, whole, **more)
+    redis.export_rows(table.name, tmp_path / f"t.{ending}", dtype=dtype, **more)
+    assert redis.import_rows(other.name, tmp_path / f"t.{ending}", **more).n_rows == N
+    off = np.abs(other.pull(np.arange(N)).astype(np.float64) - rows)
+    largest = np.abs(rows).max(axis=1, keepdims=True).astype(np.float64)
+    bound = largest / 254 * (1 + 1e-5) if dtype == "int8" else np.maximum(np.abs(rows) * 2.0**-11, 2.0**-25)
+    assert (off <= bound).all()
+    assert off.any()
+    weights_bytes = N * DIM * 4
+    saved = weights_bytes // 2 if dtype == "float16" else weights_bytes * 3 // 4 - 4 * N
+    assert abs(whole.stat().st_size - (tmp_path / f"t.{ending}").stat().st_size - saved) < 1000
+
+
+def test_fewer_bits_are_refused_where_a_file_cannot_hold_them(redis: Cluster, tmp_path: Path) -> None:
+    table = new_table(redis, DIM)
+    table.assign(np.arange(3), np.full((3, DIM), 7e4, np.float32))
+    for ending, dtype, message in (("parquet", "int8", "no room"), ("npy", "int8", "no room"), ("pt", "int4", "'int4'; rows are written as")):
+        more = {"ids": str(tmp_path / "ids.npy")} if ending == "npy" else {}
+        with pytest.raises(InvalidInputError, match=message):
+            redis.export_rows(table.name, tmp_path / f"t.{ending}", dtype=dtype, **more)
+    with pytest.raises(ForeignRowsError, match=r"7e\+04 is beyond float16's 65504: write int8"):
+        redis.export_rows(table.name, tmp_path / "t.safetensors", dtype="float16")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("small_blocks")
 def test_a_dense_table_is_one_npy_and_rows_that_do_not_exist_are_as_pulls_give_them(cluster: Cluster, tmp_path: Path) -> None:
     table = new_table(cluster, DIM, num_ids=N, initializer=kvemb.init.uniform())
     table.assign(np.arange(0, N, 2), rows_of()[::2])

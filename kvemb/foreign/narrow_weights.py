@@ -1,0 +1,92 @@
+"""Weights in fewer bits for files: float16, or int8 with a scale per row, with a stated error. Pure.
+
+int8 takes a quarter of the bytes: a row is its integers times `scale`, which is its largest magnitude divided by 127. So a value is off by at
+most scale / 2, and by the rounding of float32.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.arrays.rounding import LARGEST, round_nearest
+from kvemb.errors import ForeignRowsError, InvalidInputError
+
+NARROW = ("float16", "int8")
+"""The dtypes that weights may be written in, beside the table's own."""
+HOLD_SCALES = ("safetensors", "torch", "tensorflow")
+"""Formats whose files have room for the scales, and for integers of 8 bits."""
+_TINY = np.finfo(np.float32).tiny
+
+
+def check_narrow(dtype: str, kind: str) -> None:
+    """Refuse a dtype that is not known, or that a format does not hold.
+
+    Args:
+        dtype: to be written; "": the table's.
+        kind: the format.
+
+    Raises:
+        InvalidInputError: with the way on.
+
+    Example:
+        >>> check_narrow("int8", "npy")
+        Traceback (most recent call last):
+        kvemb.errors.InvalidInputError: int8 needs a scale for each row beside it, which npy has no room for: write safetensors, torch, tensorflow
+    """
+    if dtype and dtype not in NARROW:
+        raise InvalidInputError(f"dtype is {dtype!r}; rows are written as {', '.join(NARROW)}, or without a dtype in the table's own")
+    if dtype == "int8" and kind not in HOLD_SCALES:
+        raise InvalidInputError(f"int8 needs a scale for each row beside it, which {kind} has no room for: write {', '.join(HOLD_SCALES)}")
+
+
+def narrowed(blocks: Iterable[NDArray[np.float32]], dtype: str, scales: list[NDArray[np.float32]]) -> Iterator[NDArray[np.float16 | np.int8]]:
+    """Yield weights in fewer bits, block by block.
+
+    Args:
+        blocks: float32 [m, dim] each.
+        dtype: of `NARROW`.
+        scales: gets the scales of each block, float32 [m], where the dtype is int8.
+
+    Raises:
+        ForeignRowsError: a value is too large for float16.
+    """
+    for block in blocks:
+        if dtype == "int8":
+            values, scale = to_int8(block)
+            scales.append(scale)
+            yield values
+        elif block.size and not float(np.abs(block).max()) <= LARGEST["float16"]:
+            raise ForeignRowsError(f"a weight of {float(np.abs(block).max()):.4g} is beyond float16's {LARGEST['float16']:g}: write int8")
+        else:
+            yield round_nearest(block, "float16")
+
+
+def to_int8(rows: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """Return rows as integers, int8 [n, dim], and what each row's are to be multiplied by, float32 [n].
+
+    A value is off by at most scale / 2 and the rounding of float32. Rows whose largest magnitude is below 1.5e-36 become zeros.
+
+    Args:
+        rows: float32 [n, dim], finite.
+
+    Example:
+        >>> values, scale = to_int8(np.array([[1.0, -0.25, 0.0]], np.float32))
+        >>> values.tolist(), float(scale[0]) * 127
+        ([[127, -32, 0]], 1.0)
+    """
+    scale = np.abs(rows).max(axis=1, initial=0.0) / np.float32(127)
+    scale[scale < _TINY] = 0.0  # below it float32 has too few digits left to divide by
+    values = np.rint(rows / np.where(scale, scale, np.float32(np.inf))[:, None])
+    return np.clip(values, -127, 127).astype(np.int8), scale
+
+
+def from_int8(values: NDArray[np.int8], scale: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the rows of `to_int8`: float32 [n, dim].
+
+    Args:
+        values: int8 [n, dim].
+        scale: float32 [n].
+    """
+    rows: NDArray[np.float32] = values.astype(np.float32) * scale.astype(np.float32, copy=False)[:, None]
+    return rows
