@@ -72,7 +72,7 @@ def to_int8(rows: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.flo
 
     Example:
         >>> values, scale = to_int8(np.array([[1.0, -0.25, 0.0]], np.float32))
-        >>> values.tolist(), float(scale[0]) * 127
+        >>> values.tolist(), round(float(scale[0]) * 127, 6)
         ([[127, -32, 0]], 1.0)
     """
     scale = np.abs(rows).max(axis=1, initial=0.0) / np.float32(127)

@@ -135,13 +135,16 @@ class BackgroundWork:
         self._wake()
         return ticket
 
-    def flush_for_save(self) -> threading.Event:
+    def ask_flush(self, *, always: bool = False) -> threading.Event:
         """Have the shard flush to its row log, unless the journal can bring forward in no time what changed since; returns at once.
+
+        Args:
+            always: also then.
 
         Returns:
             An event that is set when it is done.
         """
-        if self._flushes.behind_bytes <= _REPLAYED_BYTES:
+        if not always and self._flushes.behind_bytes <= _REPLAYED_BYTES:
             (done := threading.Event()).set()
             return done
         done = self._flushes.ask()

@@ -40,7 +40,7 @@ from ..repair.node_watch import NodeWatch
 from ..repair.scrub import Scrub
 from ..row_log.log_flush import FlushSchedule, LogFlush, from_storage
 from ..row_log.state_file import ShardState
-from ..rpc.handlers import CheckpointHandlers, Handlers
+from ..rpc.handlers import CheckpointHandlers, LoadPorts, Handlers
 from ..rpc.move_handlers import MoveHandlers
 from ..rpc.shard_metrics import ShardMetrics
 from ..shard_process.data_dir import DataDir, mend
@@ -94,9 +94,10 @@ class Shard:
         )
         versions = {"epoch": engine.epoch, "k": engine.k}
         self._committer = Committer(parts.ingest, parts.tables, parts.fenced_log, handover, sync=sync, **versions, failed=self._failed)
-        self._saver = Saver(parts, store.nodes, lambda: self._committer.k, self._background.flush_for_save, data.path)
+        self._saver = Saver(parts, store.nodes, lambda: self._committer.k, self._background.ask_flush, data.path)
         undone = partial(newest_undone, store, data, parts.config.storage.timeout_s)
-        checkpoints = CheckpointHandlers(self._saver, parts.registry, store.nodes, undone, on_load)
+        loads = LoadPorts(undone, partial(self._background.ask_flush, always=True), on_load)
+        checkpoints = CheckpointHandlers(self._saver, parts.registry, store.nodes, loads)
         still_ours = parts.claim.require
         keep = partial(keep_map, data, check=still_ours)
         dropping = lambda: [table.name for table in parts.registry.dropping]  # noqa: E731

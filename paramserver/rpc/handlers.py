@@ -1,8 +1,10 @@
 """A shard's answers, verb by verb: messages in, messages out. No gRPC here, no threads of its own."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -231,6 +233,21 @@ class Handlers:
         return self._parts.ingest.submit_rows(RowsWork(kind, rows), deadline.within(request.timeout_s), cluster_map.shards_serial)
 
 
+@dataclass(frozen=True)
+class LoadPorts:
+    """What a load asks of the rest of the shard.
+
+    Args:
+        undone: returns the load that was decided and is still to be carried out here, if there is one.
+        flush: has the shard flush to its row log; the event is set when it is done.
+        on_load: called once when the shard is to start again, to load; None where no caller would start it.
+    """
+
+    undone: Callable[[], Decision | None]
+    flush: Callable[[], threading.Event]
+    on_load: Callable[[], None] | None
+
+
 class CheckpointHandlers:
     """Answers one shard's saves and loads. Thread-safe.
 
@@ -238,19 +255,11 @@ class CheckpointHandlers:
         saver: of the shard.
         registry: of the shard.
         nodes: of the store; they say which map is in force.
-        undone: returns the load that was decided and is still to be carried out here, if there is one.
-        on_load: called once when the shard is to start again, to load; None where no caller would start it.
+        loads: what a load asks for.
     """
 
-    def __init__(
-        self,
-        saver: Saver,
-        registry: Registry,
-        nodes: StoreNodes,
-        undone: Callable[[], Decision | None],
-        on_load: Callable[[], None] | None,
-    ) -> None:
-        self._saver, self._registry, self._nodes, self._undone, self._on_load = saver, registry, nodes, undone, on_load
+    def __init__(self, saver: Saver, registry: Registry, nodes: StoreNodes, loads: LoadPorts) -> None:
+        self._saver, self._registry, self._nodes, self._loads = saver, registry, nodes, loads
 
     def save(self, request: SaveRequest, deadline: Deadline) -> SaveReply:
         """Cut the shard and begin to save it; answered once it is cut."""
@@ -266,7 +275,7 @@ class CheckpointHandlers:
 
     def load(self, request: LoadRequest, deadline: Deadline) -> Empty:
         """Check whether this shard could load a checkpoint, or begin; it stops serving then and starts again."""
-        if self._on_load is None:
+        if self._loads.on_load is None:
             raise ParameterServerError("this shard is not run by `kvemb shard`: stop and start it to load")
         if self._nodes.cluster_map.plan is not None:
             self._nodes.refresh_map(deadline)  # a move that has just ended is not said to go on
@@ -277,15 +286,17 @@ class CheckpointHandlers:
                 "when it is done."
             )
         if request.begin:
-            self._on_load()
+            self._loads.on_load()
         else:
             check(request.url, request.save_id, self._registry, request.tables)
             self._require_covered(request.tables)
+            if request.tables:  # of the other tables the log is all that the load leaves; what comes behind this is flushed at the start
+                self._loads.flush().wait(deadline.remaining_s() / 2)
         return Empty()
 
     def _require_covered(self, tables: Sequence[str]) -> None:
         """Refuse a load of some tables that would take the place of one of others, which not all shards have carried out."""
-        undone = self._undone() if tables else None
+        undone = self._loads.undone() if tables else None
         if undone is not None and not (undone.tables and set(undone.tables) <= set(tables)):
             what = f"of table {', '.join(undone.tables)}" if undone.tables else "of all tables"
             raise CheckpointError(

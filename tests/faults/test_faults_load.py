@@ -16,9 +16,12 @@ from jobs import PATIENCE_S, eventually
 from replayed import Replayed
 
 import kvemb
+import kvemb.config
 from kvemb.local_cluster.processes import LocalProcess
 from kvemb.schema.record import split_version
 from kvemb.testing.real_servers import redis_client
+from paramserver.row_log.state_file import decode_state
+from paramserver.shard_process.data_dir import folder_of
 
 N, DIM = 3000, 5
 OLD, NEW = np.arange(2000), np.arange(2000, N)
@@ -219,10 +222,11 @@ def test_a_load_of_one_table_that_is_killed_is_begun_again_by_the_same_command(
     for proxy in local.node_proxies:  # rows take seconds to arrive
         proxy.set(Flow(bytes_per_s=20_000), UP)
     command = LocalProcess("kvemb load", words, tmp_path / "load.log")
-    eventually(lambda: b"rows to storage" in local.shards[0].log.read_bytes(), "the shard does not write to storage")
+    state = folder_of(Path(kvemb.config.load(local.url, {}).servers.data_dir), 0) / "state"
+    eventually(lambda: decode_state(state.read_bytes(), "state").loading is not None, "the shard does not begin to write to storage")
     assert command.poll() is None
     processes.kill(local.shards[0])
-    assert b"loaded" not in local.shards[0].log.read_bytes()
+    assert decode_state(state.read_bytes(), "state").loading is not None  # not all is in storage
     command.kill()
     local.heal()
     local.start_shard(0)
