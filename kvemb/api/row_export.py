@@ -30,9 +30,7 @@ class ExportResult:
     seconds: float
 
 
-def export_rows(
-    table: Table, url: str, *, file_format: str, ids: str | None, dtype: str, progress: ExportProgress | None
-) -> ExportResult:
+def export_rows(table: Table, url: str, *, file_format: str, ids: str | None, dtype: str, progress: ExportProgress | None) -> ExportResult:
     """Export a table; see `Cluster.export_rows`."""
     begun, definition, show = time.monotonic(), table.definition, progress or (lambda what, done, total: None)
     is_npy = format_of(url, file_format) == "npy"

@@ -69,7 +69,9 @@ def _decide_command(args: argparse.Namespace) -> int:
     from kvemb.api import connect
     from kvemb.checkpoint.load import decide
 
-    if not agreed(f"all rows of the cluster go when its shards are started, and those of {args.url} take their place; decide", yes=args.yes):
+    if not agreed(
+        f"all rows of the cluster go when its shards are started, and those of {args.url} take their place; decide", yes=args.yes
+    ):
         return 1
     with connect(args.config, read_only=True) as cluster, ProgressMeter(sys.stderr, "B") as meter:
         tables = {name: cluster.table(name).definition for name in cluster.tables()}

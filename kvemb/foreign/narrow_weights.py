@@ -1,10 +1,11 @@
 """Weights in fewer bits for files: float16, or int8 with a scale per row, with a stated error. Pure.
 
-int8 takes a quarter of the bytes: a row is its integers times `scale`, which is its largest magnitude divided by 127. So a value is off by at
-most scale / 2, and by the rounding of float32.
+int8 takes a quarter of the bytes: a row is its integers times `scale`, which is its largest magnitude divided by 127. So a value is off by
+at most scale / 2, and by the rounding of float32.
 """
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,15 +33,15 @@ def check_narrow(dtype: str, kind: str) -> None:
     Example:
         >>> check_narrow("int8", "npy")
         Traceback (most recent call last):
-        kvemb.errors.InvalidInputError: int8 needs a scale for each row beside it, which npy has no room for: write safetensors, torch, tensorflow
+        kvemb.errors.InvalidInputError: npy has no room for the scales of int8 rows: write safetensors, torch, tensorflow
     """
     if dtype and dtype not in NARROW:
         raise InvalidInputError(f"dtype is {dtype!r}; rows are written as {', '.join(NARROW)}, or without a dtype in the table's own")
     if dtype == "int8" and kind not in HOLD_SCALES:
-        raise InvalidInputError(f"int8 needs a scale for each row beside it, which {kind} has no room for: write {', '.join(HOLD_SCALES)}")
+        raise InvalidInputError(f"{kind} has no room for the scales of int8 rows: write {', '.join(HOLD_SCALES)}")
 
 
-def narrowed(blocks: Iterable[NDArray[np.float32]], dtype: str, scales: list[NDArray[np.float32]]) -> Iterator[NDArray[np.float16 | np.int8]]:
+def narrowed(blocks: Iterable[NDArray[np.float32]], dtype: str, scales: list[NDArray[np.float32]]) -> Iterator[NDArray[Any]]:
     """Yield weights in fewer bits, block by block.
 
     Args:

@@ -17,14 +17,16 @@ from before the load to its tables are gone with it, as a load intends.
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise, zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.arrays.hashing import SLOT_SHIFT
 from kvemb.checkpoint.chain import Chain, open_chain
 from kvemb.checkpoint.format.checkpoint_manifest import CheckpointManifest, SavedTable
 from kvemb.checkpoint.format.parquet_blocks import RowBlock, require_extra
@@ -47,8 +49,8 @@ from ..row_log.log_flush import LogFlush, from_storage
 from ..row_log.reconstruct import batches_behind
 from ..row_log.run_merge import merged
 from ..row_log.run_writer import RunWriter
-from ..row_log.sorted_run import ERASED, ROWS, Bytes, Part
 from ..row_log.saved_state import SavedState
+from ..row_log.sorted_run import ERASED, ROWS, Bytes, Part
 from ..row_log.state_file import LoggedTable
 from ..shard_process.data_dir import DataDir
 from . import unconditional_writer
@@ -56,6 +58,7 @@ from .unconditional_writer import UnconditionalWriter
 
 LOADED = "loaded"
 _REPORT_S = 1.0
+_MOST_STREAMS = 16
 _MOST_WAITING = 4 << 20  # keys from the journal, of which some may be there more than once
 Ids = NDArray[np.uint64]
 _NONE, _NO_RECORDS = np.empty(0, np.uint64), np.empty((0, 0), np.uint8)
@@ -225,14 +228,23 @@ class Loader:
         if not in_order:
             return self._shard.runs.in_order(definition, parts)
         writer = self._shard.runs.begin(definition)
-        for kind, ids, versions, records in parts:
-            writer.add(kind, keys(ids), versions, records)
+        with ThreadPoolExecutor(1, thread_name_prefix="kvemb-load-sync") as pool:
+            synced = pool.submit(writer.sync)
+            for kind, ids, versions, records in parts:
+                writer.add(kind, keys(ids), versions, records)
+                if synced.done():  # the disk is at work from the first block on
+                    synced.result()
+                    synced = pool.submit(writer.sync)
+            synced.result()
         return [writer]
 
     def _gone(self, definition: TableDef, rows: Sequence[RunWriter], version: int, touched: Ids) -> RunWriter:
         """Note that all other rows are gone: those that there were, and those that a load before this one was to erase."""
         runs = self._shard.runs
-        gone, known = runs.begin(definition), [_Known(partial(run.blocks, kind)) for run in runs.view.of(definition) for kind in (ROWS, ERASED)]
+        gone, known = (
+            runs.begin(definition),
+            [_Known(partial(run.blocks, kind)) for run in runs.view.of(definition) for kind in (ROWS, ERASED)],
+        )
         if len(touched):
             known.append(_Known(lambda **_: iter([(ROWS, touched, np.zeros(len(touched), np.uint64), _NO_RECORDS)])))
         if known:  # where a row is loaded, too, that is the newest
@@ -275,7 +287,9 @@ class Loader:
         log.info("writing %d rows to storage", self._rows)
         self._report(load_id, "writing")
         for table in tables:
-            blocks = _blocks(merged(parts.runs.view.of(table.definition), forget_up_to=0))  # read while those before are written
+            runs = parts.runs.view.of(table.definition)
+            streams = [_between(merged(runs, forget_up_to=0, low=low), low, high) for low, high in self._stretches()]
+            blocks = _blocks(streams)  # read while those before are written
             store = partial(_store_block, writer, table.definition)
             with closing(work_ahead(store, blocks, n_threads=1, name="kvemb-load")) as stored:
                 for n_rows in stored:
@@ -286,6 +300,16 @@ class Loader:
         log.info("loaded %d rows in %.1f s", self._done, time.monotonic() - begun)
         self._reported = 0.0
         self._report(load_id, "done")
+
+    def _stretches(self) -> list[tuple[int, int]]:
+        """Return ranges of keys, each from its first to the one behind its last: as many of our slots in each, one for each node.
+
+        Neighbouring slots lie on one node, so that rows in the order of their keys would let all other nodes wait.
+        """
+        own = np.flatnonzero(self._store.nodes.cluster_map.slot_shards == self._shard.shard)
+        n = max(1, min(len(self._store.nodes.addresses), _MOST_STREAMS, len(own)))
+        edges = [0, *(int(own[at * len(own) // n]) << SLOT_SHIFT for at in range(1, n)), 1 << 64]
+        return list(pairwise(edges))
 
     def _report(self, load_id: str, state: str, error: str = "") -> None:
         """Report the load's state to the nodes, now and then; storage that does not answer is no reason to stop here."""
@@ -323,7 +347,8 @@ def newest_undone(store: Store, data: DataDir, timeout_s: float) -> Decision | N
         return None
     except DamagedCopyError as error:
         raise DamagedCopyError(
-            f"{error} It said whether a checkpoint is to be loaded. If no load is under way, delete the key there, and start the shard again."
+            f"{error} It said whether a checkpoint is to be loaded. If no load is under way, delete the key there, and start the shard "
+            "again."
         ) from error
     damaged = are_damaged(copies, decode_decision)
     if found is not None and any(damaged):
@@ -353,11 +378,24 @@ def _store_block(writer: UnconditionalWriter, definition: TableDef, block: tuple
     return len(ids)
 
 
-def _blocks(states: Iterator[Part]) -> Iterator[tuple[int, Ids, Bytes]]:
-    """Yield kind, keys and records of states in larger portions: as much as is written at once."""
+def _between(parts: Iterator[Part], low: int, high: int) -> Iterator[Part]:
+    """Yield what has keys from `low` on, and below `high`, of parts as `merged` yields them."""
+    last = 1 << 64  # of the first part that goes beyond: one of the other kind may lie beside it
+    for kind, keys, versions, rest in parts:
+        if int(keys[0]) > last:
+            return
+        first, end = (int(np.searchsorted(keys, np.uint64(key))) if key < 1 << 64 else len(keys) for key in (low, high))
+        if first < end:
+            yield kind, keys[first:end], versions[first:end], rest[first:end]
+        if end < len(keys):
+            last = min(last, int(keys[-1]))
+
+
+def _blocks(streams: Sequence[Iterator[Part]]) -> Iterator[tuple[int, Ids, Bytes]]:
+    """Yield kind, keys and records in larger portions, of all streams in turn: as much as is written at once."""
     waiting: dict[int, list[Part]] = {ROWS: [], ERASED: []}
-    n_bytes = 0
-    for part in chain(states, [None]):
+    n_bytes, turns = 0, chain.from_iterable(zip_longest(*streams))  # None for a stream that has ended
+    for part in chain(filter(None, turns), [None]):
         if part is not None:
             waiting[part[0]].append(part)
             n_bytes += part[1].nbytes + part[3].nbytes

@@ -40,7 +40,7 @@ from ..repair.node_watch import NodeWatch
 from ..repair.scrub import Scrub
 from ..row_log.log_flush import FlushSchedule, LogFlush, from_storage
 from ..row_log.state_file import ShardState
-from ..rpc.handlers import CheckpointHandlers, LoadPorts, Handlers
+from ..rpc.handlers import CheckpointHandlers, Handlers, LoadPorts
 from ..rpc.move_handlers import MoveHandlers
 from ..rpc.shard_metrics import ShardMetrics
 from ..shard_process.data_dir import DataDir, mend

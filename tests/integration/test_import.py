@@ -376,7 +376,11 @@ def test_weights_written_in_fewer_bits_come_back_within_the_stated_error(
 def test_fewer_bits_are_refused_where_a_file_cannot_hold_them(redis: Cluster, tmp_path: Path) -> None:
     table = new_table(redis, DIM)
     table.assign(np.arange(3), np.full((3, DIM), 7e4, np.float32))
-    for ending, dtype, message in (("parquet", "int8", "no room"), ("npy", "int8", "no room"), ("pt", "int4", "'int4'; rows are written as")):
+    for ending, dtype, message in (
+        ("parquet", "int8", "no room for the scales"),
+        ("npy", "int8", "no room for the scales"),
+        ("pt", "int4", "'int4'; rows are written as"),
+    ):
         more = {"ids": str(tmp_path / "ids.npy")} if ending == "npy" else {}
         with pytest.raises(InvalidInputError, match=message):
             redis.export_rows(table.name, tmp_path / f"t.{ending}", dtype=dtype, **more)

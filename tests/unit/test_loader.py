@@ -178,12 +178,18 @@ def test_a_crash_at_any_step_is_made_good_by_the_next_start(
     assert cluster.counts() == {"user": 100}
 
 
-TABLE_STEPS = [*STEPS, "paramserver.checkpoint.loader.Loader._flush", "paramserver.row_log.log_flush.LogFlush.steps"]
+FLUSH = "paramserver.checkpoint.loader.Loader._flush"
+TABLE_STEPS = [*STEPS, FLUSH, "paramserver.row_log.log_flush.LogFlush.steps"]
 
 
 @pytest.mark.parametrize(
     ("step", "after"),
-    [("", False), *((step, False) for step in TABLE_STEPS), *((step, True) for step in AFTER), ("paramserver.checkpoint.loader.Loader._flush", True)],
+    [
+        ("", False),
+        *((step, False) for step in TABLE_STEPS),
+        *((step, True) for step in AFTER),
+        (FLUSH, True),
+    ],
 )
 def test_a_load_of_one_table_leaves_the_others_as_they_are_with_a_crash_at_any_step(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, after: bool

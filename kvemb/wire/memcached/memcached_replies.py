@@ -4,7 +4,8 @@
 constant there, so rows are found from the positions of all lines that look like a hit or a miss. Genuine ones follow each other without a
 gap. One that lies inside a value starts before its predecessor ends, and is dropped. All in vector operations.
 
-`CasWriteReply`: conditional writes, `HD c<token>` and its refusals, one line per row; tokens that were asked for alone look alike. Every line end ends a row's answer. memcached hands
+`CasWriteReply`: conditional writes, `HD c<token>` and its refusals, one line per row. Tokens that were asked for without their values look
+alike. Every line end ends a row's answer. memcached hands
 them over in small pieces. They gather first, since parsing costs the same for few lines as for many. Tokens count up, so usually all
 lines are equally wide and have a constant stride; others are parsed from the positions of their ends.
 
