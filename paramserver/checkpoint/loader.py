@@ -17,7 +17,6 @@ from before the load to its tables are gone with it, as a load intends.
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -228,14 +227,8 @@ class Loader:
         if not in_order:
             return self._shard.runs.in_order(definition, parts)
         writer = self._shard.runs.begin(definition)
-        with ThreadPoolExecutor(1, thread_name_prefix="kvemb-load-sync") as pool:
-            synced = pool.submit(writer.sync)
-            for kind, ids, versions, records in parts:
-                writer.add(kind, keys(ids), versions, records)
-                if synced.done():  # the disk is at work from the first block on
-                    synced.result()
-                    synced = pool.submit(writer.sync)
-            synced.result()
+        for kind, ids, versions, records in parts:
+            writer.add(kind, keys(ids), versions, records)
         return [writer]
 
     def _gone(self, definition: TableDef, rows: Sequence[RunWriter], version: int, touched: Ids) -> RunWriter:

@@ -116,13 +116,10 @@ class SlotTaker:
         state, writer = self._tables.state(one.definition), self._runs.begin(one.definition)
         self._writers.append(writer)
         state.make_room(one.ids)
-        ids, versions, n_synced = [_NONE], [_NONE], 0
+        ids, versions = [_NONE], [_NONE]
         for some, _ in _slices(one):
             records, found = self._read(state, some)
             writer.add_rows(some[found], records[found])
-            if writer.size_bytes - n_synced >= _SYNCED_BYTES:
-                writer.sync()
-                n_synced = writer.size_bytes
             ids.append(some[found])
             versions.append(one.definition.record.versions(records[found]))
             yield len(some)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.arrays.ids import as_items, as_rows
 from kvemb.errors import LostRowError
 from kvemb.schema.record import split_version
 from kvemb.stores.store import Store
@@ -128,12 +129,15 @@ def from_storage(store: Store, timeout_s: float) -> ReadRecords:
 
     def read(table: TableState, ids: Ids) -> tuple[Bytes, NDArray[np.bool_]]:
         at = table.cache.find(ids)  # int64 [n]: places in the cache, or -1
-        records, found = np.empty((len(ids), table.definition.record.size_bytes), np.uint8), at >= 0
-        records[found] = table.cache.records[at[found]]
+        found = at >= 0
         missing = np.flatnonzero(~found)  # intp [m]: the rows to read from storage
+        if len(missing) and len(missing) == len(ids):
+            (got,) = access.read([(table.definition, ids)])
+            return got.records, got.found
+        records = as_rows(as_items(table.cache.records)[np.maximum(at, 0)])
         if len(missing):
             (got,) = access.read([(table.definition, ids[missing])])
-            records[missing], found[missing] = got.records, got.found
+            as_items(records)[missing], found[missing] = as_items(got.records), got.found
         return records, found
 
     return read

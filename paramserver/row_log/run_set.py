@@ -176,7 +176,7 @@ class Runs:
         """Begin a new run, which counts once it is published."""
         number, self._next_number = self._next_number, self._next_number + 1
         self._writing.add(number)
-        return RunWriter(_path(self._folder, number), number, definition, definition.record.size_bytes)
+        return RunWriter(_path(self._folder, number), number, definition, definition.record.size_bytes, self._readers.submit)
 
     def in_order(self, definition: TableDef, parts: Iterable[Part]) -> list[RunWriter]:
         """Write rows, or erased ids, that come in any order: into as many runs as it takes to sort them in bounded memory.

@@ -2,6 +2,8 @@
 
 import os
 import struct
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from . import sorted_run
 from .sorted_run import COLUMNS, END_MAGIC, ERASED, HEAD, MAGIC, ROWS, TAIL, Bytes, Ids, rows_of_a_block
 from .state_file import RunEntry
 
+Later = Callable[[Callable[[int], None], int], "Future[None]"]
+_SYNC_BYTES = 8 << 20
 _NO_RECORDS = np.empty((0, 0), np.uint8)
 
 
@@ -28,10 +32,12 @@ class RunWriter:
         number: of the run.
         definition: the table.
         record_bytes: of one record.
+        later: has a function called on another thread: syncs what was written while more is written, so that `finish` waits for little.
     """
 
-    def __init__(self, path: Path, number: int, definition: TableDef, record_bytes: int) -> None:
+    def __init__(self, path: Path, number: int, definition: TableDef, record_bytes: int, later: Later | None = None) -> None:
         self.definition = definition
+        self._later, self._syncing, self._synced_bytes = later, _done(), 0
         self._path, self._number, self._record_bytes = path, number, record_bytes
         self._block_rows, self._fence_rows = rows_of_a_block(record_bytes), sorted_run.FENCE_ROWS
         self._descriptor: int | None = None
@@ -99,12 +105,13 @@ class RunWriter:
         return self._finished
 
     def sync(self) -> None:
-        """Make the blocks written so far durable: with a call now and then, `finish` takes less time.
+        """Make the blocks written so far durable.
 
         Raises:
             JournalFullError: drop the run.
         """
         try:
+            self._syncing.result()
             if self._descriptor is not None:
                 segment_files.sync(self._descriptor)
         except OSError as error:
@@ -113,6 +120,7 @@ class RunWriter:
     def drop(self) -> None:
         """Give the run up. A finished one stays: a state may name it, and if none does, `Runs` deletes it later."""
         if self._descriptor is not None:
+            self._syncing.exception()  # its descriptor may be another file's when it is closed
             os.close(self._descriptor)
             self._descriptor = None
             with suppress(OSError):
@@ -139,9 +147,18 @@ class RunWriter:
         assert self._descriptor is not None
         try:
             segment_files.write_all(self._descriptor, pieces, self.size_bytes)
+            if self._later is not None and self.size_bytes - self._synced_bytes > _SYNC_BYTES and self._syncing.done():
+                self._syncing.result()
+                self._syncing, self._synced_bytes = self._later(segment_files.sync, self._descriptor), self.size_bytes
         except OSError as error:
             raise full(self._path, error) from error
         self.size_bytes += sum(len(piece) for piece in pieces)
+
+
+def _done() -> "Future[None]":
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
 
 
 def full(path: Path, error: OSError) -> JournalFullError:
