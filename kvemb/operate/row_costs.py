@@ -51,7 +51,7 @@ COSTS: Mapping[tuple[str, str], Mapping[str, float]] = {
     (LOAD, SERVER): {"row": 0.25, "byte": 0.0015, "process": 21000},
     (LOAD, SHARD): {"row": 1.1, "byte": 0.0033, "process": 125000},
     (REPAIR, SERVER): {"row": 0.75, "byte": 0.0022, "listed row": 0.12, "listed key": 19},
-    (REPAIR, SHARD): {"row": 1.7, "byte": 0.0086, "index row": 0.074, "listed row": 0.69, "listed key": 133, "named key": 1.3},
+    (REPAIR, SHARD): {"row": 1.7, "byte": 0.0086, "index row": 0.074, "listed row": 0.69, "listed key": 133},
     (JOIN, SERVER): {"row": 0.45, "byte": 0.0024},
     (JOIN, SHARD): {"row": 1.9, "byte": 0.0057, "index row": 0.008, "process": 182000},
     (START, SHARD): {"row": 1.3, "byte": 0.0058, "process": 766000},
@@ -73,8 +73,7 @@ def factors(job: str, at: Scale) -> dict[str, float]:
 
     Of training: how often the part of the table that a step touches was halved ("cold"); commands of storage, of keys that are strings
     ("packed"), with a longer field of no row ("filler"); batches of shards and their requests; pulls, their requests, and parts of pushes.
-    Of other jobs: shards ("process"); rows of the index that are looked through; rows and keys that are listed in a repair,
-    and keys whose names alone are.
+    Of other jobs: shards ("process"); rows of the index that are looked through; rows and keys that are listed in a repair.
 
     Example:
         >>> scale = Scale(nodes=8, shards=4, trainers=1, n_rows=10**6, record_bytes=40, layout="fast", n_keys=256, step_rows=32_000)
@@ -104,10 +103,10 @@ def factors(job: str, at: Scale) -> dict[str, float]:
     n_rows = rows_of(job, at)
     per_row["process"] = (1 if job == START else at.shards) / n_rows
     if job == REPAIR:
-        # Every shard looks through its whole index, and at the name of every bucket of the node. It asks its own for their rows.
+        # Every shard looks through its whole index, and asks the buckets of its own slots for their rows. (It reads the names of all
+        # buckets of the node, too: a hundredth of that each.)
         listed = float(at.layout in LAYOUTS)
-        keys = listed * at.n_keys / at.n_rows
-        per_row |= {"index row": float(at.nodes), "listed row": listed, "listed key": keys, "named key": at.shards * keys}
+        per_row |= {"index row": float(at.nodes), "listed row": listed, "listed key": listed * at.n_keys / at.n_rows}
     if job == JOIN:
         per_row["index row"] = at.nodes + 1.0
     return per_row
