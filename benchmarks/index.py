@@ -6,6 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,9 @@ from kvemb.arrays.record_cache import CacheBudget
 from kvemb.schema.table_def import TableDef
 from paramserver.journal import Journal
 from paramserver.recovery.known_rows import known_tables
-from paramserver.row_log import Runs
+from paramserver.row_log import Runs, sorted_run
 from paramserver.row_log.saved_state import SavedState
-from paramserver.row_log.sorted_run import BLOCK_ROWS, ROWS
+from paramserver.row_log.sorted_run import BLOCK_ROWS, ROWS, SortedRun
 from paramserver.row_log.state_file import LoggedTable, ShardState
 from paramserver.shard_process.data_dir import DataDir
 
@@ -34,7 +35,6 @@ _TABLE = TableDef("index", 1, kvemb.optim.sgd(lr=1.0), kvemb.init.zeros())
 _AT_ONCE = 1 << 20
 _SEED, _ZIPF = 7, 1.05
 _SCATTER = 2_654_435_761  # prime: ranks times this, modulo the number of rows, are spread over all of them
-_FILTER_BITS = 10
 
 
 def index(options: argparse.Namespace) -> Report:
@@ -43,10 +43,11 @@ def index(options: argparse.Namespace) -> Report:
     Each line draws ids, writes them as a run (32 bytes a row, records of 16 among them) and asks for the versions of batches: of ids that
     exist, uniform and Zipf (1.05), and of new ones. µs are wall time per id of a batch, medians of the rounds; pages lie in the system's
     cache, and blocks are checked. First: the file was dropped from that cache (as far as the system does so), and every block is read whole
-    and checked when it is met. Cold: dropped again, with the blocks checked. Filter: of new ids, when a filter of 10 bits a row (here only,
-    in memory) is asked before; B/row is the memory that the runs take without it. Merge: three runs with a thirtieth of the rows each, half
-    of them known, are merged into the large one; MB/s counts what is read and what is written. Start: a shard's tables are made from such a
-    log with room for a tenth of the rows in memory, and an empty journal, as after kill -9.
+    and checked when it is met. Cold: dropped again, with the blocks checked. No filter: of new ids, with the runs' filters left out. New,
+    cold: the filters' pages are in the cache, and nothing else of the file is. B/row is the memory that the runs take beside that cache.
+    Merge: three runs with a thirtieth of the rows each, half of them known, are merged into the large one; MB/s counts what is read and
+    what is written. Start: a shard's tables are made from such a log with room for a tenth of the rows in memory, and an empty journal, as
+    after kill -9.
     """
     return Report("index", [Section({"batch": options.batch, "repeats": options.repeats}, lines=[_line(n, options) for n in options.rows])])
 
@@ -95,7 +96,13 @@ def _line(n: int, options: argparse.Namespace) -> Line:
         figures["first µs"] = _us(runs, uniform, 1)
         runs.versions(_TABLE, _known(np.arange(0, n, BLOCK_ROWS), n))  # one of each block
         figures |= {f"{name} µs": _us(runs, draw, options.repeats) for name, draw in (("uniform", uniform), ("zipf", zipf), ("new", new))}
-        figures["new, filter µs"] = _filtered_us(runs, n, new, options.repeats)
+        with _no_filters():
+            figures["new, no filter µs"] = _us(runs, new, options.repeats)
+        _forget_all_but_filters(folder, runs)
+        figures["new, cold µs"] = _us(runs, new, 1)
+        _forget_all_but_filters(folder, runs)
+        with _no_filters():
+            figures["new, cold, no filter µs"] = _us(runs, new, 1)
         _forget(folder, runs)
         figures["cold µs"] = _us(runs, uniform, 1)
         figures["merge MB/s"] = _merge(runs, saved, n, folder)
@@ -157,31 +164,6 @@ def _us(runs: Runs, draw: Callable[[], Ids], repeats: int) -> Spread:
     return Spread.of(times)
 
 
-def _filtered_us(runs: Runs, n: int, draw: Callable[[], Ids], repeats: int) -> Spread:
-    """Return the µs a new id takes when a filter is asked before: 4 bits of one word, which the key's upper bits choose."""
-    words = np.zeros(max(1, n * _FILTER_BITS // 64), np.uint64)
-    for keys in _keys(n):
-        at, bits = _filter_place(keys, len(words))
-        first = np.flatnonzero(np.diff(at, prepend=-1))
-        words[at[first]] |= np.bitwise_or.reduceat(bits, first)
-    times = []
-    for _ in range(repeats):
-        ids = draw()
-        begun_s = time.perf_counter()
-        at, bits = _filter_place(_TABLE.order.keys(ids), len(words))
-        runs.versions(_TABLE, ids[words[at] & bits == bits])
-        times.append(1e6 * (time.perf_counter() - begun_s) / len(ids))
-    return Spread.of(times)
-
-
-def _filter_place(keys: Ids, n_words: int) -> tuple[NDArray[np.int64], Ids]:
-    at: NDArray[np.int64] = ((keys >> np.uint64(32)) * np.uint64(n_words) >> np.uint64(32)).astype(np.int64)
-    bits = np.zeros(len(keys), np.uint64)
-    for shift in (0, 6, 12, 18):
-        bits |= np.uint64(1) << (keys >> np.uint64(shift) & np.uint64(63))
-    return at, bits
-
-
 def _merge(runs: Runs, saved: SavedState, n: int, folder: Path) -> float:
     """Return the MB/s that are read and written when runs of 3 % as many rows, half of them known, are merged into the large one."""
     for version in range(2, 5):
@@ -193,11 +175,35 @@ def _merge(runs: Runs, saved: SavedState, n: int, folder: Path) -> float:
     return (before + folder_bytes(folder)) / 1e6 / (time.perf_counter() - begun_s)
 
 
+@contextmanager
+def _no_filters() -> Iterator[None]:
+    """Leave filters out, whatever share of the ids is new."""
+    before = sorted_run._FEW_ABSENT
+    sorted_run._FEW_ABSENT = 2.0
+    try:
+        yield
+    finally:
+        sorted_run._FEW_ABSENT = before
+
+
+def _forget_all_but_filters(folder: Path, runs: Runs) -> None:
+    """Let the system drop the pages of keys, versions and records, as far as it does; filters of the next batches were read before."""
+    (run,), (path,) = runs.view.of(_TABLE), folder.glob("*.run")
+    _forget_mapped(run)
+    with path.open("rb") as file:
+        for offset, n in run._blocks[ROWS][:, 1:3].tolist():
+            os.posix_fadvise(file.fileno(), offset, 16 * n, os.POSIX_FADV_DONTNEED)
+
+
+def _forget_mapped(run: SortedRun) -> None:
+    mapped: Any = run._words.base
+    mapped.obj.madvise(mmap.MADV_DONTNEED)
+
+
 def _forget(folder: Path, runs: Runs | None = None) -> None:
     """Let the system drop the pages of the files, as far as it does; of open runs also the pages that this process has mapped."""
     for run in runs._open.values() if runs is not None else ():
-        mapped: Any = run._words.base
-        mapped.obj.madvise(mmap.MADV_DONTNEED)
+        _forget_mapped(run)
     for path in folder.glob("*.run"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -200,7 +200,7 @@ class MemoryValues(StoreValues):
 class MarkedMemory(NodesByNumber):
     """The nodes as a repair sees them, whose keys can be listed."""
 
-    def keys_on(self, address: str, deadline: Deadline) -> Iterator[RowKeys]:
+    def keys_on(self, address: str, slots: NDArray[np.bool_], deadline: Deadline) -> Iterator[RowKeys]:
         yield from row_keys_in(list(cast(MemoryNodes, self._links).at(address).values))
 
 

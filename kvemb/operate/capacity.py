@@ -55,7 +55,7 @@ VERSION_BYTES, FENCE_BYTES = 24, 0.14
 """Of a shard's memory: for a row whose version is there (20 to 23.7, `kvemb.arrays.row_index`); for each row, to find it in the row log."""
 LOOKUP_US, COLD_ROWS_S = 0.53, 50_000
 """To find a row's version there, in the system's cache; how many a second where each is a page of the disk (section "Versions on disk")."""
-LOG_BYTES, LOG_COPIES = 16, 2.5
+LOG_BYTES, LOG_COPIES = 17, 2.5
 """Of disk, beside a row's record; and how often all rows lie there at most: new runs grow to half of an old one, then all are merged."""
 INDEX_BYTES = ServersConfig.index_mb << 20
 JOURNAL_BYTES = ServersConfig.journal_max_mb << 20

@@ -103,9 +103,10 @@ def factors(job: str, at: Scale) -> dict[str, float]:
     n_rows = rows_of(job, at)
     per_row["process"] = (1 if job == START else at.shards) / n_rows
     if job == REPAIR:
-        # Every shard looks through its whole index. And it asks every bucket of the node for its rows, be they its own or not.
-        listed = at.shards * (at.layout in LAYOUTS)
-        per_row |= {"index row": float(at.nodes), "listed row": float(listed), "listed key": listed * at.n_keys / at.n_rows}
+        # Every shard looks through its whole index, and asks the buckets of its own slots for their rows. (It reads the names of all
+        # buckets of the node, too: a hundredth of that each.)
+        listed = float(at.layout in LAYOUTS)
+        per_row |= {"index row": float(at.nodes), "listed row": listed, "listed key": listed * at.n_keys / at.n_rows}
     if job == JOIN:
         per_row["index row"] = at.nodes + 1.0
     return per_row

@@ -156,7 +156,7 @@ class MarkedNodes(ABC):
         """The markers have been renewed."""
 
     @abstractmethod
-    def keys_on(self, address: str, deadline: Deadline) -> Iterator[RowKeys] | None:
+    def keys_on(self, address: str, slots: NDArray[np.bool_], deadline: Deadline) -> Iterator[RowKeys] | None:
         """See `StoreRepair.keys_on`."""
 
     @abstractmethod

@@ -186,13 +186,18 @@ class StoreRepair:
         """Delete rows of a node in repair; all keys belong to it. See `StoreRows.erase`."""
         return self._batches.erase(parts, deadline, self._lane_of(address, nonce, parts))
 
-    def keys_on(self, address: str, deadline: Deadline) -> Iterator[RowKeys] | None:
-        """List the row keys that a node holds, in blocks, one table each; None where that cannot be asked (memcached).
+    def keys_on(self, address: str, slots: NDArray[np.bool_], deadline: Deadline) -> Iterator[RowKeys] | None:
+        """List the row keys of some slots that a node holds, in blocks, one table each; None where that cannot be asked (memcached).
 
-        A snapshot may bring back rows that were erased since; only this list finds them. A key may come more than once. Of a table in
-        pages the ids are the numbers of its pages.
+        A snapshot may bring back rows that were erased since; only this list finds them. A key may come more than once, and keys of other
+        slots may come, too. Of a table in pages the ids are the numbers of its pages.
+
+        Args:
+            address: of the node.
+            slots: bool [16384]: buckets of others are not asked for their rows.
+            deadline: its length is that of each block.
         """
-        return self._nodes.keys_on(address, deadline)
+        return self._nodes.keys_on(address, slots, deadline)
 
     def make_way(self, keys: RowKeys, deadline: Deadline, *, repair: tuple[str, str] | None = None) -> int:
         """Let rows be written under keys of pages where another program has put a value that is no page; stores without pages do nothing.

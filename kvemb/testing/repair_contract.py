@@ -24,6 +24,7 @@ from kvemb.errors import (
     NotProvisionedError,
 )
 from kvemb.schema.keys import RowKeys
+from kvemb.schema.slots import N_SLOTS
 from kvemb.stores.marked_nodes import LostNode
 from kvemb.stores.row_io import ReadPart, WritePart
 from kvemb.stores.store import Store
@@ -247,7 +248,7 @@ class RepairContract(StoreContract):
             with pytest.raises(NodeSuspectError, match=found.address):
                 read(one, rows)
         nonce = begun(store, found.address)
-        blocks = store.repair.keys_on(found.address, within())
+        blocks = store.repair.keys_on(found.address, np.ones(N_SLOTS, bool), within())
         assert blocks is not None
         seen = np.concatenate([block.ids for block in blocks if block.tag == rows.tag])
         mine = rows_of(store, found.address)

@@ -328,14 +328,15 @@ class Repairer:
 
     def _erase_strangers(self, address: str, access: RowAccess, ahead: AheadOfIndex) -> None:
         """Delete rows that an old snapshot brought back: they stand on the node, are this shard's, and the index does not know them."""
-        found = self._store.repair.keys_on(address, self._access.deadline())
+        ours = self._store.nodes.cluster_map.slot_shards == self._shard  # bool [16384]
+        found = self._store.repair.keys_on(address, ours, self._access.deadline())
         by_tag = {state.definition.tag: state for state in self._tables.all()}
         for keys in found if found is not None else ():
             state = by_tag.get(keys.tag)
             if state is None:
                 continue
             ids = np.unique(state.definition.rows_under(keys, pages=self._store.capabilities.pages).ids)
-            ids = ids[self._store.nodes.cluster_map.shards_of(state.definition.placement.slots(ids)) == self._shard]
+            ids = ids[ours[state.definition.placement.slots(ids)]]
             known = state.versions(ids)
             ids = ids[(known == 0 if ahead.tail is None else (known == 0) & (ahead.tail.wanted(state.definition, ids, known) == 0))]
             for block in self._blocks(state.definition, len(ids)):

@@ -16,6 +16,7 @@ from kvemb.schema.table_def import TableDef
 from ..journal import segment_files
 from ..shard_process.data_dir import mend
 from . import sorted_run
+from .run_filter import filter_of
 from .sorted_run import COLUMNS, END_MAGIC, ERASED, HEAD, MAGIC, ROWS, TAIL, Bytes, Ids, rows_of_a_block
 from .state_file import RunEntry
 
@@ -128,13 +129,14 @@ class RunWriter:
 
     def _block(self, kind: int, pairs: Ids, rest: Bytes) -> None:
         raw, behind = _raw(pairs.astype("<u8", copy=False)), _raw(rest)
-        zeros = bytes(-(len(raw) + len(behind)) % len(self._head))
+        filters = _raw(filter_of(pairs[:, 0], self._fence_rows))
+        zeros = bytes(-(len(raw) + len(filters) + len(behind)) % len(self._head))
         rest_sum = xxhash.xxh3_64(behind)
         rest_sum.update(zeros)
-        sums = xxhash.xxh3_64_intdigest(raw), rest_sum.intdigest()
+        sums = xxhash.xxh3_64_intdigest(raw), rest_sum.intdigest(), xxhash.xxh3_64_intdigest(filters)
         self._blocks.append([kind, self.size_bytes, len(pairs), int(pairs[0, 0]), int(pairs[-1, 0]), *sums])
         self._fences[kind].append(pairs[:: self._fence_rows, 0].astype("<u8"))
-        self._write([raw, behind, zeros])
+        self._write([raw, filters, behind, zeros])
 
     def _create(self) -> None:
         try:

@@ -6,7 +6,7 @@ The point is chosen while it runs, by a file of its name in FOLDER, which is tak
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ LOAD_POINTS = (
     "before the erases of a load",
 )
 FLUSH_POINTS = ("in a flush", "before a flush counts", "after a flush counts")
+MERGE_POINTS = ("in a merge", "before a merge counts", "before what was merged is deleted")
 HANDOVER_POINTS = (
     "before slots are taken over",
     "after slots are taken over",
@@ -135,6 +136,38 @@ def install(shard: str) -> None:
 
         return send
 
+    merging = [False]  # whether the call under way is a step of a merge
+
+    def in_merge(original: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
+        def merge(*args: Any) -> Iterator[None]:
+            steps = original(*args)
+            while True:
+                merging[0] = True
+                try:
+                    next(steps)
+                except StopIteration:
+                    return
+                finally:
+                    merging[0] = False
+                if _told("in a merge", shard):  # a block has been written
+                    _die()
+                yield
+
+        return merge
+
+    def few_runs(original: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args, **kwargs: original(*args, **{"limit": 2, **kwargs})  # merges come often
+
+    def in_replace(original: Callable[..., None]) -> Callable[..., None]:
+        def replace(*args: Any) -> None:
+            if merging[0] and _told("before a merge counts", shard):
+                _die()
+            original(*args)
+            if merging[0] and _told("before what was merged is deleted", shard):
+                _die()
+
+        return replace
+
     _patch(PieceWriter, "_fetch", before("before fetch"))
     _patch(PieceWriter, "_prepare", after("after optimize"))
     _patch(PieceWriter, "_settle", before("after a write"))
@@ -160,6 +193,10 @@ def install(shard: str) -> None:
     _patch(RunWriter, "add", before("in a flush"))
     _patch(Runs, "publish", before("before a flush counts"))
     _patch(Runs, "publish", after("after a flush counts"))
+
+    _patch(Runs, "merge", in_merge)
+    _patch(SavedState, "replace", in_replace)
+    _patch(Runs, "__init__", few_runs)
 
     _patch(SlotTaker, "take", before("before slots are taken over"))
     _patch(SlotTaker, "take", after("after slots are taken over"))

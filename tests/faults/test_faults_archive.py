@@ -12,12 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from chaos import processes
 from chaos.cluster import FaultyCluster
 from chaos.run import LedgerRun
 from jobs import PATIENCE_S, eventually
 from matrix import one_of
 from replayed import Replayed
-from shard_launcher import FLUSH_POINTS, LOAD_POINTS, SAVE_POINTS
+from shard_launcher import FLUSH_POINTS, LOAD_POINTS, MERGE_POINTS, SAVE_POINTS
 from training import LAUNCHER
 
 import kvemb
@@ -25,6 +26,8 @@ from kvemb.checkpoint.verify import verify
 from kvemb.errors import CheckpointError, KvembError
 from kvemb.local_cluster.processes import LocalProcess, LocalProcessError
 from kvemb.net.deadline import Deadline
+from paramserver.row_log.saved_state import STATE
+from paramserver.row_log.state_file import decode_state
 
 N, DIM = 3000, 5
 OLD = np.arange(2000)
@@ -74,14 +77,15 @@ def cluster(local: FaultyCluster) -> Iterator[kvemb.Cluster]:
 
 
 @contextmanager
-def dying(local: FaultyCluster, points: Path, point: str, shard: int) -> Iterator[None]:
-    """Have the shard die at that point, once, and be started again."""
+def dying(local: FaultyCluster, points: Path, point: str, shard: int, look: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Have the shard die at that point, once, and be started again, after a look at what it left."""
     process, troubles = local.shards[shard], list[BaseException]()
     (points / f"{point} {shard}").touch()
 
     def start_again() -> None:
         try:
             has_died(process, point)
+            look()
             local.start_shard(shard)
         except BaseException as error:
             troubles.append(error)
@@ -156,6 +160,40 @@ def test_shards_killed_at_the_steps_of_flushes_go_on_where_they_were(points: Pat
             run.wait_for_acks(5, Deadline.after(2 * PATIENCE_S))
         verdict = run.finish()
         assert verdict.kept, f"{verdict}\n{run.last_words()}"
+
+
+def test_a_shard_killed_in_a_merge_of_runs_keeps_its_rows_and_leaves_nothing_behind(
+    points: Path, tmp_path: Path, require_server: Callable[[str], str]
+) -> None:
+    require_server("redis-server")
+    program, folder = [sys.executable, LAUNCHER, str(points)], tmp_path / "shard-0"
+    options = {"journal_max_mb": 1, "data_dir": str(tmp_path)}  # so that flushes come one after the other, and with them merges
+
+    def rubbish() -> set[Path]:
+        state = decode_state((folder / STATE).read_bytes(), STATE)
+        named = {f"{run.number:012d}.run" for table in state.tables for run in table.runs}
+        return {path for path in (folder / "snapshot").glob("*.run") if path.name not in named}
+
+    with (
+        FaultyCluster("redis", 1, shards=1, storage={"timeout_s": 2}, servers=options, shard_program=program) as local,
+        kvemb.connect(local.url, timeout_s=PATIENCE_S) as cluster,
+    ):
+        job = Job(cluster, "merged")
+        for point in MERGE_POINTS:
+            left: set[Path] = set()
+            with dying(local, points, point, 0, lambda left=left: left.update(rubbish())):  # type: ignore[misc]
+                while (points / f"{point} 0").exists():
+                    job.push(OLD)
+            assert left, point
+            assert not [path for path in left if path.exists()], point
+            job.push(np.arange(1000, N))
+            job.check()
+        assert processes.terminate(local.shards[0], PATIENCE_S) == 0
+        assert not rubbish()
+        size = sum(path.stat().st_size for path in (folder / "snapshot").iterdir())
+        assert size < 3.5 * N * (20 + job.table.definition.record.size_bytes)  # at most three runs that have all rows
+        local.start_shard(0)
+        job.check()
 
 
 # --- full disks -----------------------------------------------------------------------------------------------------------------------

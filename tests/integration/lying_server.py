@@ -12,6 +12,7 @@ from kvemb.coordination.shard_owners import Owner, owner_name
 from kvemb.errors import StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.pages import page_layout, paged_keys
+from kvemb.schema.slots import N_SLOTS
 from kvemb.stores.row_io import ReadPart, WritePart
 from kvemb.stores.storage_kinds import open_store
 from kvemb.testing.store_contract import SIZE, keys_for, records_of
@@ -148,7 +149,7 @@ def everything(config: StorageConfig) -> None:
         (address,) = store.nodes.addresses
         nonce = store.repair.begin(address, soon(), even_if_whole=True)
         assert nonce is not None
-        list(store.repair.keys_on(address, soon()) or ())
+        list(store.repair.keys_on(address, np.ones(N_SLOTS, bool), soon()) or ())
         store.repair.read(address, nonce, [ReadPart(rows, SIZE, SIZE, foreign=True)], soon())
         store.repair.report(address, nonce, 0, soon())
         assert store.repair.finish(address, nonce, range(1), soon())

@@ -82,6 +82,28 @@ def encoded_1(state: State) -> bytes:
     return head + data + footer + place + struct.pack("<Q8s", xxhash.xxh3_64_intdigest(head + footer + place), b"runkvemb")
 
 
+def encoded_2(state: State) -> bytes:
+    """A run of format 2: without filters, and their checksums."""
+    data = encoded(state)
+    if not data:
+        return b""
+    run, fences, align = opened(data), [], 16 * sorted_run.FENCE_ROWS
+    head = bytearray(data[:align])
+    head[8:12] = struct.pack("<I", 2)
+    blocks, body = [], b""
+    for kind in (ROWS, ERASED):
+        for _, keys, versions, rows in run.blocks(kind):
+            pairs, rest = np.stack([keys, versions], axis=1).tobytes(), rows.tobytes()
+            rest += bytes(-len(pairs + rest) % align)
+            sums = xxhash.xxh3_64_intdigest(pairs), xxhash.xxh3_64_intdigest(rest)
+            blocks.append([kind, align + len(body), len(keys), int(keys[0]), int(keys[-1]), *sums])
+            body += pairs + rest
+            fences += keys[:: sorted_run.FENCE_ROWS].tolist()
+    footer = u64(number for block in blocks for number in block).tobytes() + u64(fences).tobytes()
+    place = struct.pack("<QQ", align + len(body), len(blocks))
+    return bytes(head) + body + footer + place + struct.pack("<Q8s", xxhash.xxh3_64_intdigest(bytes(head) + footer + place), b"runkvemb")
+
+
 def state_of(run: SortedRun) -> State:
     parts = [part for kind in (ROWS, ERASED) for part in run.blocks(kind)]
     for kind, keys, versions, rows in parts:

@@ -18,9 +18,10 @@ from kvemb.errors import JournalDamagedError, JournalFullError, ParameterServerE
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from paramserver.row_log import run_set
+from paramserver.row_log.run_filter import filter_of, filter_words, group_words, passes
 from paramserver.row_log.run_merge import merge_from, merged
 from paramserver.row_log.saved_state import STATE
-from paramserver.row_log.sorted_run import ERASED, ROWS
+from paramserver.row_log.sorted_run import ERASED, FORMAT_VERSION, ROWS, SortedRun
 from paramserver.row_log.state_file import LoggedTable, RunEntry, ShardState, encode_state
 from tests.unit.snapshot_states import (
     FEW_STATES,
@@ -32,6 +33,7 @@ from tests.unit.snapshot_states import (
     count,
     encoded,
     encoded_1,
+    encoded_2,
     in_order,
     log_in,
     opened,
@@ -51,11 +53,12 @@ def test_a_run_is_read_back(state: State) -> None:
         assert state_of(opened(encoded(state))) == state
 
 
-@given(STATES, st.lists(st.integers(0, 2**64 - 1), max_size=10))
-def test_rows_are_found(state: State, others: list[int]) -> None:
+@given(STATES, st.lists(st.integers(0, 2**64 - 1), max_size=10), st.sampled_from(["filters asked", "filters left out", "format 2"]))
+def test_rows_are_found(state: State, others: list[int], by: str) -> None:
     if not state:
         return
-    run, ids = opened(encoded(state)), in_order({*others, *list(state)[::2]})
+    run, ids = opened(encoded_2(state) if by == "format 2" else encoded(state)), in_order({*others, *list(state)[::2]})
+    run._absent = [float(by != "filters left out")] * 2
     for kind in (ROWS, ERASED):
         at, rows, versions = run.find(kind, TABLE.order.keys(u64(ids)))
         wanted = [i for i in ids if i in state and state[i][1] is (kind == ROWS)]
@@ -65,8 +68,61 @@ def test_rows_are_found(state: State, others: list[int]) -> None:
             assert run.records(rows).tobytes() == records(wanted, versions.tolist()).tobytes()
 
 
+@given(st.lists(st.integers(0, 2**64 - 1), unique=True, min_size=1), st.sampled_from([1, 2, 8, 64]), st.integers(0, 63))
+def test_a_filter_lets_every_key_of_its_group_pass(keys: list[int], group_rows: int, shift: int) -> None:
+    some = u64(dict.fromkeys(key >> shift for key in keys))
+    n_words, groups = group_words(group_rows), np.arange(len(some)) // group_rows
+    words = filter_of(some, group_rows)
+    assert len(words) == n_words * (groups[-1] + 1)
+    assert passes(words[filter_words(some, groups * n_words, n_words)], some).all()
+
+
+@pytest.mark.parametrize("shift", [0, 40])
+def test_of_keys_that_are_not_in_its_group_a_filter_stops_nearly_all(shift: int) -> None:
+    """Also where they differ in their upper bits alone, or side by side."""
+    keys = np.random.default_rng(1).permutation(np.arange(1 << 17, dtype=np.uint64)) << np.uint64(shift)
+    words = filter_of(keys[: 1 << 16], 64)
+    at = filter_words(keys[1 << 16 :], np.arange(1 << 16) // 64 * 8, 8)
+    assert 0.02 < passes(words[at], keys[1 << 16 :]).mean() < 0.05
+
+
+def test_a_filter_that_was_torn_is_noticed_before_it_is_believed(tmp_path: Path) -> None:
+    runs, ids = log_in(tmp_path), in_order(range(8))
+    publish(runs, {i: (5, True) for i in ids}, 9)
+    runs.close()
+    path, words = next(tmp_path.glob("*.run")), filter_of(TABLE.order.keys(u64(ids[4:])), 2).tobytes()
+    path.write_bytes(path.read_bytes().replace(words, bytes(len(words))))
+    runs = log_in(tmp_path)
+    for _ in range(2):
+        with pytest.raises(JournalDamagedError, match=r"\.run: offset \d+: the checksum of the block's filters does not match"):
+            runs.versions(TABLE, u64(ids[5:6]))
+    assert runs.versions(TABLE, u64(ids[:4]))[1].all()
+    runs.close()
+
+
+def test_filters_are_asked_while_many_ids_are_new() -> None:
+    """Where nearly all are here, asking costs more than it spares."""
+    ids = u64(range(0, 2000, 2))
+    run = opened(encoded({i: (5, True) for i in ids.tolist()}))
+    asked: list[int] = []
+    ask = run._may_have
+    run._may_have = lambda kind, keys, rows: asked.append(len(keys)) or ask(kind, keys, rows)  # type: ignore[func-returns-value, method-assign]
+    for draw in (ids, ids + np.uint64(1), ids):
+        keys = np.sort(TABLE.order.keys(draw))
+        for _ in range(20):
+            asked.clear()
+            assert len(run.find(ROWS, keys)[0]) == (len(ids) if draw is ids else 0)
+        assert bool(asked) is (draw is not ids)
+
+
 DATA = encoded({i * 3: (i + 1, i % 4 > 0) for i in range(20)})
 OLD = encoded_1({i * 3: (i + 1, i % 4 > 0) for i in range(20)})
+
+
+def read_all(run: SortedRun) -> None:
+    parts = list(merged([run], forget_up_to=0))
+    for kind in (ROWS, ERASED) if run.format > 1 else ():  # filters, too
+        run.find(kind, np.concatenate([keys for one, keys, _, _ in parts if one == kind]))
 
 
 @given(st.booleans(), st.integers(0, 8 * max(len(DATA), len(OLD)) - 1))
@@ -79,7 +135,7 @@ def test_a_flipped_bit_is_refused_or_fills_up_a_block(old: bool, bit: int) -> No
             assert state_of(opened(bytes(data))) == state_of(opened(run))
         return
     with pytest.raises(JournalDamagedError, match=r"the/run: offset \d+: "):
-        list(merged([opened(bytes(data))], forget_up_to=0))
+        read_all(opened(bytes(data)))
 
 
 @given(st.booleans(), st.integers(0, max(len(DATA), len(OLD)) - 1))
@@ -119,7 +175,7 @@ def test_a_disk_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pread", fail)
-        with pytest.raises(JournalDamagedError, match=r"\.run: offset 32: Input/output error"):
+        with pytest.raises(JournalDamagedError, match=r"\.run: offset 48: Input/output error"):
             runs.versions(TABLE, u64([1]))
     check(runs, {1: (5, True)})
     runs.close()
@@ -132,11 +188,11 @@ def test_noise_is_no_run(noise: bytes) -> None:
             opened(data)
 
 
-@given(st.lists(st.integers(0, 2**64 - 1), min_size=7, max_size=21))
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=8, max_size=24))
 def test_a_footer_whose_checksum_is_right_may_still_be_wrong(numbers: list[int]) -> None:
     """A program that can write the file can write checksums; allocated memory stays bounded by the file's size."""
-    footer = u64(numbers[: len(numbers) // 7 * 7]).tobytes()
-    place = struct.pack("<QQ", 32, len(footer) // 56)
+    footer = u64(numbers[: len(numbers) // 8 * 8]).tobytes()
+    place = struct.pack("<QQ", 32, len(footer) // 64)
     data = DATA[:32] + footer + place
     data += struct.pack("<Q8s", xxhash.xxh3_64_intdigest(data), b"runkvemb")
     with pytest.raises(JournalDamagedError, match="the/run"):
@@ -362,7 +418,7 @@ def test_runs_of_the_release_before_are_brought_into_order_once(
             if saves:
                 runs.save(runs._saved.now)
             runs.close()
-    assert {path.read_bytes()[8] for path in folder.glob("*.run")} <= {2}
+    assert {path.read_bytes()[8] for path in folder.glob("*.run")} <= {FORMAT_VERSION}
 
 
 def test_a_disk_that_is_full_while_old_runs_are_brought_into_order_leaves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ NAMES: dict[str, tuple[ModuleType | type, dict[str, object]]] = {
     "map": (cluster_map, {"FORMAT_VERSION": 4, "_FIELDS": {4: 12}}),
     "state": (state_file, {"FORMAT_VERSION": 5, "OF_0_1": ()}),
     "segment": (segment, {"FORMAT_VERSION": 2}),
-    "run": (sorted_run, {"FORMAT_VERSION": 3, "_READS": (3,)}),
+    "run": (sorted_run, {"FORMAT_VERSION": 4, "_READS": (4,)}),
 }
 """Formats that this release does not read."""
 

@@ -85,8 +85,8 @@ class SlotsOfPrimaries(MarkedNodes):
             n_changed += compare_and_set.make_way(address, self._access, names, containers, run_id, deadline, clear=clear)
         return n_changed
 
-    def keys_on(self, address: str, deadline: Deadline) -> Iterator[RowKeys]:
-        return rows_on(address, self._access, deadline)
+    def keys_on(self, address: str, slots: NDArray[np.bool_], deadline: Deadline) -> Iterator[RowKeys]:
+        return rows_on(address, self._access, slots, deadline)
 
     def holds(self, address: str, name: str) -> bool:
         return bool(self._topology.slots_of(address)[text_slot(name.encode())])

@@ -17,7 +17,7 @@ from kvemb.net.link import Link
 from kvemb.schema.bucket_limits import BucketLimits
 from kvemb.schema.buckets import FIELD_BYTES, WholeBuckets, needs_filler
 from kvemb.schema.keys import KEY_SIZE, PINNED_HEAD_SIZE, RowKeys
-from kvemb.schema.slots import TAG_SIZE
+from kvemb.schema.slots import TAG_SIZE, slot_tags
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.redis_server.redis_admin import info
 from kvemb.stores.redis_server.redis_commands import Word, ask, ask_all, shown, text_of
@@ -35,6 +35,7 @@ _DIGITS = np.full(256, -1, dtype=np.int16)
 _DIGITS[_ALPHABET] = np.arange(64)
 _BUCKET = re.compile(rb"[A-Za-z0-9_-]{3}\{[A-Za-z0-9_-]{3}\}([A-Za-z0-9_-]{3})?")
 _PAGE = re.compile(rb"[A-Za-z0-9_-]{3}\{[A-Za-z0-9_-]{3}\}[A-Za-z0-9_-]{11}")
+_SLOT_TAG = slice(TAG_SIZE + 1, 2 * TAG_SIZE + 1)  # of a bucket's key
 _SHIFTS = np.arange(60, -1, -6, dtype=np.uint64)
 _MOST_BUCKETS = 4096  # of a table, that are all counted; of more, so many drawn at random
 _PIPELINED = 1024
@@ -42,18 +43,20 @@ log = logging.getLogger("kvemb")
 _ENTRIES, _VALUE = "hash-max-listpack-entries", "hash-max-listpack-value"
 
 
-def rows_on(address: str, access: RedisAccess, deadline: Deadline) -> Iterator[RowKeys]:
+def rows_on(address: str, access: RedisAccess, slots: NDArray[np.bool_], deadline: Deadline) -> Iterator[RowKeys]:
     """Yield the rows on a server in blocks of one table; see `StoreRepair.keys_on`.
 
     Args:
         address: "host:port".
         access: credentials, and how to connect.
+        slots: bool [16384]: of buckets of others only the names are read.
         deadline: its length is that of each block: a whole listing takes as long as there are rows.
     """
+    tags = {tag for tag, ours in zip(slot_tags(), slots.tolist(), strict=True) if ours}
     with logged_in(address, access, deadline) as link:
         for block in _scan(address, access, deadline):
             yield from page_keys_in(block)
-            yield from _in_buckets(link, bucket_keys_in(block), deadline)
+            yield from _in_buckets(link, [key for key in bucket_keys_in(block) if key[_SLOT_TAG] in tags], deadline)
 
 
 def _scan(address: str, access: RedisAccess, deadline: Deadline) -> Iterator[list[bytes]]:

@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvemb.coordination.markers import MARKER_KEY, Marker, Placements, accept, why_lost
 from kvemb.coordination.replicated_values import ValueCell
 from kvemb.coordination.shard_owners import OwnerFence
@@ -66,7 +69,7 @@ class NodeServer(ABC):
         """See `Store.kill_other_writers`."""
         return 0
 
-    def keys_on(self, address: str, deadline: Deadline) -> Iterator[RowKeys] | None:
+    def keys_on(self, address: str, slots: NDArray[np.bool_], deadline: Deadline) -> Iterator[RowKeys] | None:
         """See `StoreRepair.keys_on`."""
         return None
 

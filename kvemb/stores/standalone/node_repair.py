@@ -33,8 +33,8 @@ class NodesByNumber(MarkedNodes):
     def __init__(self, links: NodeLinks, server: NodeServer, fence: OwnerFence) -> None:
         self._links, self._server, self._fence = links, server, fence
 
-    def keys_on(self, address: str, deadline: Deadline) -> Iterator[RowKeys] | None:
-        return self._server.keys_on(address, deadline)
+    def keys_on(self, address: str, slots: NDArray[np.bool_], deadline: Deadline) -> Iterator[RowKeys] | None:
+        return self._server.keys_on(address, slots, deadline)
 
     def make_way(self, containers: Containers, deadline: Deadline, lane: RepairLane | None) -> int:
         n_changed = 0

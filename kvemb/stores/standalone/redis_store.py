@@ -2,6 +2,9 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError
 from kvemb.net.deadline import Deadline
@@ -55,8 +58,8 @@ class RedisServer(NodeServer):
     def kill_other_writers(self, addresses: Iterable[str], deadline: Deadline) -> int:
         return self._links.kill_others(addresses, deadline)
 
-    def keys_on(self, address: str, deadline: Deadline) -> Iterator[RowKeys]:
-        return rows_on(address, self._access, deadline)
+    def keys_on(self, address: str, slots: NDArray[np.bool_], deadline: Deadline) -> Iterator[RowKeys]:
+        return rows_on(address, self._access, slots, deadline)
 
     def make_way(self, address: str, keys: Sequence[bytes], wanted: Containers, run_id: str, deadline: Deadline, *, clear: bool) -> int:
         return compare_and_set.make_way(address, self._access, keys, wanted, run_id, deadline, clear=clear)
