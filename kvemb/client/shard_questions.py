@@ -24,6 +24,7 @@ from kvemb.protocol.messages import (
     TableReply,
     TableRequest,
 )
+from kvemb.schema.policies import NO_POLICIES, Policies
 from kvemb.schema.table_def import TableDef
 
 PAGE_IDS = 1 << 20  # each costs a shard a look at all of its ids
@@ -48,6 +49,10 @@ class ShardQuestions:
         """Return a registered table; UnknownTableError lists the others."""
         reply = self._servers.call(0, "GetTable", TableRequest(name), TableReply, self._deadline(timeout_s))
         return TableDef.from_dict(reply.table)
+
+    def policies(self, name: str, timeout_s: float | None = None) -> Policies:
+        """Return the newest policies of a table."""
+        return NO_POLICIES.updated(self._servers.call(0, "GetTable", TableRequest(name), TableReply, self._deadline(timeout_s)).policies)
 
     def count(self, table: str, timeout_s: float | None = None) -> int:
         """Return the number of rows that exist, over all shards."""

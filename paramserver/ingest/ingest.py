@@ -14,10 +14,10 @@ from kvemb.protocol.messages import PushPart
 
 from ..model.batch import ERASE, CheckedRows, PartTicket, Push, ReceivedPart, RowsWork, Sink, Work
 from ..model.table_registry import AFTER_A_DROP
-from .admission import MapGate
 from .attendance import Attendance, Record, StepsByMap
 from .ingest_state import POLL_S, IngestState
 from .outcomes import Backlog, Outcomes
+from .part_checks import MapGate
 from .sessions import Session, Sessions
 from .step_waits import lost
 from .sync_steps import SyncSteps
@@ -82,7 +82,7 @@ class Ingest:
             if ticket is not None:
                 ticket.answer(sink)
                 return
-            new = ReceivedPart(tables, PartTicket(part.sequence, part.digest, size), prefetched)
+            new = ReceivedPart(tables, PartTicket(part.sequence, part.digest, size), prefetched, part.tables_serial)
             self._pending.check_size(session, new)
             together = [*(session.incomplete if session.incomplete_step == part.step else ()), new]
             if self._tables_gone:

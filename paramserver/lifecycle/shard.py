@@ -91,6 +91,7 @@ class Shard:
             background=self._background,
             applied=parts.fenced_log.journal.end,
             failed=self._failed,
+            tables_serial=lambda: parts.registry.serial,
         )
         versions = {"epoch": engine.epoch, "k": engine.k}
         self._committer = Committer(parts.ingest, parts.tables, parts.fenced_log, handover, sync=sync, **versions, failed=self._failed)

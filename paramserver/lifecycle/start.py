@@ -19,8 +19,8 @@ from kvemb.stores.storage_kinds import open_store
 from ..checkpoint.loader import LoadedError, Loader
 from ..engine.engine import Engine
 from ..engine.storage_pace import Pause
-from ..ingest.admission import MapGate
 from ..ingest.ingest import Ingest
+from ..ingest.part_checks import MapGate
 from ..ingest.sessions import Sessions
 from ..ingest.sync_steps import Membership, SyncSteps
 from ..journal import Journal, Position

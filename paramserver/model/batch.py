@@ -61,6 +61,7 @@ class PartTicket:
         accepted: whether its push is in the journal.
         sinks: called with "accepted" and with the outcome.
         released: whether its trainer was told to go on, because the batch is computed, though not stored yet.
+        held_back: how many of its ids the tables' admission held back; set before its push is in the journal.
     """
 
     sequence: int
@@ -70,6 +71,7 @@ class PartTicket:
     accepted: bool = False
     sinks: list[Sink] = field(default_factory=list)
     released: bool = False
+    held_back: int = 0
 
     def answer(self, sink: Sink) -> None:
         """Tell a sink the present state, and later ones as they come: "accepted" when the push is in the journal, then the outcome."""
@@ -102,11 +104,15 @@ class PartTicket:
 
 @dataclass(frozen=True, eq=False)
 class ReceivedPart:
-    """One part of a push, with its ticket; `prefetched` are rows (without weights) that its trainer asks about."""
+    """One part of a push, with its ticket; `prefetched` are rows (without weights) that its trainer asks about.
+
+    `tables_serial` is that of the registry of tables which the trainer knew.
+    """
 
     tables: tuple[CheckedRows, ...]
     ticket: PartTicket
     prefetched: tuple[CheckedRows, ...] = ()
+    tables_serial: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,12 +30,14 @@ from kvemb.protocol.messages import (
     SaveReply,
     SaveRequest,
     SaveStatusRequest,
+    SetPoliciesRequest,
     StatusReply,
     StepReply,
     TableReply,
     TableRequest,
 )
 from kvemb.schema.move_plan import SHARDS
+from kvemb.schema.policies import NO_POLICIES
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.store_nodes import StoreNodes
 
@@ -43,7 +45,7 @@ from ..apply.background import BackgroundWork
 from ..checkpoint.loader import check
 from ..checkpoint.save_job import SaveOrder
 from ..checkpoint.saver import Saver
-from ..ingest.admission import check_push, check_rows, find_same
+from ..ingest.part_checks import check_push, check_rows, find_same
 from ..model.batch import ASSIGN, ERASE, RowsWork
 from ..model.table_registry import Registry
 from ..recovery.shard_parts import ShardParts
@@ -84,7 +86,8 @@ class Handlers:
             )
         incarnation, last = self._parts.ingest.attendance.hello(request.trainer, request.incarnation)
         log.info("trainer %s joined: incarnation %d, last part %d", request.trainer, incarnation, last)
-        return HelloReply(incarnation, last, self._parts.config.servers.mode, self._parts.ingest.attendance.first_step(request.trainer))
+        first_step, serial = self._parts.ingest.attendance.first_step(request.trainer), self._parts.registry.serial
+        return HelloReply(incarnation, last, self._parts.config.servers.mode, first_step, serial)
 
     def bye(self, request: ByeRequest, deadline: Deadline) -> Empty:
         self._parts.ingest.attendance.bye(request.trainer, request.incarnation)
@@ -105,10 +108,24 @@ class Handlers:
             table = TableDef.from_dict(request.table)
         except TypeError as error:
             raise InvalidInputError(f"table definition: {error}") from error
-        return TableReply(self._parts.registry.create(table, exist_ok=request.exist_ok).to_dict())
+        policies = NO_POLICIES.updated(request.policies)
+        return self._table(self._parts.registry.create(table, exist_ok=request.exist_ok, policies=policies))
 
     def get_table(self, request: TableRequest, deadline: Deadline) -> TableReply:
-        return TableReply(self._parts.registry.find(request.table).to_dict())
+        return self._table(self._parts.registry.find(request.table))
+
+    def set_policies(self, request: SetPoliciesRequest, deadline: Deadline) -> TableReply:
+        """Change policies of a table (shard 0), or hear that they were changed."""
+        registry = self._parts.registry
+        if not request.tables_serial:
+            return self._table(registry.set_policies(request.table, request.policies))
+        if registry.serial < request.tables_serial:
+            registry.load()
+        return self._table(registry.find(request.table))
+
+    def _table(self, table: TableDef) -> TableReply:
+        registry = self._parts.registry
+        return TableReply(table.to_dict(), registry.policies(table.key).to_dict(), registry.serial)
 
     def open_stream(self, requests: Iterator[bytes], require_seat: Callable[[str], None]) -> PushReceiver:
         """Make the server's end of a push stream.
@@ -118,7 +135,7 @@ class Handlers:
             require_seat: raises unless the caller may push as a trainer of that name.
         """
         parts, sync = self._parts, self._parts.config.servers.mode == "sync"
-        check = partial(check_push, find=parts.registry.find, shard=parts.shard, maps=parts.maps, sync=sync)
+        check = partial(check_push, registry=parts.registry, shard=parts.shard, maps=parts.maps, sync=sync)
         return PushReceiver(parts.ingest, check, requests, self._in_hand, require_seat)
 
     def assign(self, request: RowsRequest, deadline: Deadline) -> Empty:

@@ -182,6 +182,7 @@ def _verbs(handlers: Handlers) -> dict[str, _Verb]:
     }
     that_wait: dict[str, Callable[[Any, Deadline], Message]] = {
         "CreateTable": handlers.create_table,
+        "SetPolicies": handlers.set_policies,
         "DropTable": drop.begin,
         "EraseTable": drop.erase,
         "EndDrop": drop.end,

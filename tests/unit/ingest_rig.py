@@ -24,8 +24,8 @@ from paramserver.apply.applier import Applier
 from paramserver.apply.changed_rows import ChangedRowsFinder
 from paramserver.apply.committer import Committer, Handover
 from paramserver.engine.engine import Engine
-from paramserver.ingest.admission import MapGate
 from paramserver.ingest.ingest import Ingest
+from paramserver.ingest.part_checks import MapGate
 from paramserver.ingest.sessions import Sessions
 from paramserver.ingest.sync_steps import SyncSteps
 from paramserver.ingest.work_queue import Limits
@@ -103,7 +103,15 @@ class Rig:
         failed, self.handover, fenced_log = self._fail, Handover(), FencedLog(ForgetfulJournal(), lambda: None)  # type: ignore[arg-type]
         finder = ChangedRowsFinder(self.store, self.tables, 5)
         self.applier = Applier(
-            self.ingest, self.engine, self.tables, self.handover, finder=finder, background=background(self), applied=START, failed=failed
+            self.ingest,
+            self.engine,
+            self.tables,
+            self.handover,
+            finder=finder,
+            background=background(self),
+            applied=START,
+            failed=failed,
+            tables_serial=lambda: 0,
         )
         self.committer = Committer(self.ingest, self.tables, fenced_log, self.handover, sync=bool(trainers), epoch=1, k=0, failed=failed)
         self.applier.thread.start()

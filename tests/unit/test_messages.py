@@ -54,6 +54,7 @@ EXAMPLES: dict[str, Message] = {
     "DescribeReply": m.DescribeReply("demo", b"0123456789abcdef", 0, 2, "sync", 4, [{"name": "user", "dim": 3}]),
     "CreateTableRequest": m.CreateTableRequest({"name": "user", "dim": 3, "optimizer": {"kind": "adam"}}, True),
     "TableReply": m.TableReply({"name": "user"}),
+    "SetPoliciesRequest": m.SetPoliciesRequest("user", {"admission": {"kind": "after", "n": 3}}, 7),
     "RowsRequest": m.RowsRequest(rows(2, 0, versions=False), 2.5),
     "TableRequest": m.TableRequest("user"),
     "FlushRequest": m.FlushRequest(1.5),

@@ -1,4 +1,4 @@
-"""Admission: a part's rows are checked before any of them is accepted, and must be routed by the cluster map in force.
+"""The check of parts: a part's rows are checked before any of them is accepted, and must be routed by the cluster map in force.
 
 A part that was routed by an older map of the shards is refused as a whole: its slots may have another writer by now. A part routed by a
 newer map waits until this shard has seen that map. While slots are handed over to another shard, everything waits. While slots move between
@@ -27,7 +27,7 @@ from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, HOLDING, SHARDS
 from kvemb.schema.table_def import TableDef
 
 from ..model.batch import ERASE, CheckedRows, dims_of
-from ..model.table_registry import AFTER_A_DROP
+from ..model.table_registry import AFTER_A_DROP, Registry
 
 _FIRST = ClusterMap.first(0, 1)
 _AT_THE_BARRIER = (HOLDING, DRAINING, ABORTING)
@@ -36,9 +36,13 @@ FindTable = Callable[[str, int], TableDef]
 Checked = tuple[CheckedRows, ...]
 
 
-def check_push(part: PushPart, find: FindTable, shard: int, maps: MapSource, *, sync: bool) -> tuple[Checked, Checked]:
-    """Return the rows of a part that are to be applied, and those that its trainer has prefetched; see `check_part`, `check_prefetched`."""
-    cluster_map = maps.cluster_map
+def check_push(part: PushPart, registry: Registry, shard: int, maps: MapSource, *, sync: bool) -> tuple[Checked, Checked]:
+    """Return the rows of a part that are to be applied, and those that its trainer has prefetched; see `check_part`, `check_prefetched`.
+
+    From here on the shard knows every table and policy that the part's trainer can have known.
+    """
+    cluster_map, find = maps.cluster_map, registry.find
+    registry.reach(part.tables_serial)
     tables = check_part(part, find, shard, cluster_map)
     return tables, check_prefetched(part, find, shard, cluster_map, sync=sync) if part.prefetched else ()
 
