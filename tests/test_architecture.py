@@ -64,7 +64,7 @@ ROOMS = {
         {"paramserver.model"},
         {"paramserver.engine", "paramserver.ingest", "paramserver.journal"},
         {"paramserver.row_log"},
-        {"paramserver.repair"},
+        {"paramserver.eviction", "paramserver.repair"},
         {"paramserver.recovery", "paramserver.moves"},
         {"paramserver.apply", "paramserver.checkpoint"},
         {"paramserver.rpc"},

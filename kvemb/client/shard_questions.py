@@ -4,6 +4,7 @@ What must not live here: whatever changes something (kvemb.client.shard_client).
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,8 @@ from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import (
     CountReply,
     Empty,
+    EvictionsReply,
+    EvictionsRequest,
     IdsReply,
     IdsRequest,
     ProgressReply,
@@ -94,6 +97,11 @@ class ShardQuestions:
     def show_row(self, shard: int, table: str, row_id: int, timeout_s: float | None = None) -> ShowRowReply:
         """Return a shard's knowledge of a row."""
         return self._servers.call(shard, "ShowRow", ShowRowRequest(table, row_id), ShowRowReply, self._deadline(timeout_s))
+
+    def evictions(self, timeout_s: float, *, dry_run: bool = False) -> dict[int, list[dict[str, Any]]]:
+        """Return what each shard has erased by policies, or in a dry run would erase now: see `EvictionsReply`."""
+        request, deadline = EvictionsRequest(dry_run, timeout_s), Deadline.of_caller(timeout_s)
+        return {shard: reply.tables for shard, reply in self._servers.call_each("Evictions", request, EvictionsReply, deadline).items()}
 
     def progress(self, timeout_s: float | None = None) -> list[ProgressReply]:
         """Return how far each shard has come."""

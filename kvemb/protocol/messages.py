@@ -427,6 +427,32 @@ class SampleIdsRequest(Message):
     limit: int
 
 
+@dataclass(frozen=True, eq=False)
+class EvictionsRequest(Message):
+    """Ask for what a shard has erased by the policies of its tables, or for what these would erase now.
+
+    Args:
+        dry_run: the second; the shard walks through the tables for it, and erases nothing.
+        timeout_s: how long it may take.
+    """
+
+    dry_run: bool
+    timeout_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class EvictionsReply(Message):
+    """Evictions of the tables that have a policy, or of which rows have gone by one since the shard was started.
+
+    Args:
+        tables: of each `table`, `policy`, `rows` that there are, and of those that went, or would go: `evicted`, the number by policy
+            (`by_policy`), `bytes` of their records, `oldest_batch` and `oldest_s`, the batch of the shard in which one of them was pushed
+            longest ago and the seconds since, -1 and 0.0 where that is not known; and `walks` through the table.
+    """
+
+    tables: list[dict[str, Any]]
+
+
 def digest_tables(tables: list[TableRows], prefetched: Sequence[TableRows] = ()) -> int:
     """Return the xxh3-64 digest of the arrays of a push part."""
     state = xxhash.xxh3_64()

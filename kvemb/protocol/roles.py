@@ -25,7 +25,8 @@ _EVERYBODY = frozenset({TRAINER, ADMIN, READER})
 _WRITERS = frozenset({TRAINER, ADMIN})
 MAY_CALL = {
     **dict.fromkeys(
-        ("Describe", "GetTable", "Count", "Step", "Ids", "Status", "Progress", "Compare", "ShowRow", "Examine", "SampleIds"), _EVERYBODY
+        ("Describe", "GetTable", "Count", "Step", "Ids", "Status", "Progress", "Compare", "ShowRow", "Examine", "SampleIds", "Evictions"),
+        _EVERYBODY,
     ),
     **dict.fromkeys(("MoveStatus", "SlotSizes"), _EVERYBODY),
     **dict.fromkeys(("CreateTable", "Assign", "Flush", "Save", "SaveStatus"), _WRITERS),

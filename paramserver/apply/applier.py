@@ -146,7 +146,9 @@ class Applier:
         """Apply one batch; return the reply of each part, by id() of its ticket."""
         work = batch.work
         if isinstance(work, RowsWork):
-            work.finish(self._engine.run(batch.batch, batch.version, self.pause, between=self._between).n_existed)
+            begun_s = time.perf_counter()
+            n_existed = self._engine.run(batch.batch, batch.version, self.pause, between=self._between).n_existed
+            work.finish(n_existed, time.perf_counter() - begun_s)
             return {}
         pushes = work.pushes if isinstance(work, RefusedStep) else work
         parts = [(push, part) for push in pushes for part in push.parts]

@@ -12,6 +12,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 
@@ -20,7 +23,7 @@ from ..ingest.ingest_state import AbandonedError
 from ..ingest.work_queue import merge_pushes
 from ..journal import BatchEntry, Position, Watermark
 from ..journal.write_ahead_log import FencedLog
-from ..model.batch import APPLY, ERASE, Batch, Push, RefusedStep, RowsWork, Work
+from ..model.batch import APPLY, ERASE, Batch, CheckedRows, EvictionWork, Push, RefusedStep, RowsWork, Work
 from ..model.tables import Tables, TableState
 from ..shard_process.owned_thread import OwnedThread
 
@@ -56,6 +59,7 @@ class Handover:
         self._depth = depth
         self._changed = threading.Condition()
         self._waiting: deque[Committed] = deque()
+        self._at_work: Committed | None = None
         self._woken = False
         self.closed = False
 
@@ -72,14 +76,24 @@ class Handover:
             self._changed.notify_all()
 
     def get(self, *, timeout_s: float | None = None) -> Committed | None:
-        """Return the next batch; None when closed, when woken up, and when there is none within `timeout_s` (None: wait for ever)."""
+        """Return the next batch; None when closed, when woken up, and when there is none within `timeout_s` (None: wait for ever).
+
+        The one returned before is applied by then.
+        """
         with self._changed:
+            self._at_work = None
             self._changed.wait_for(lambda: self.closed or self._woken or bool(self._waiting), timeout_s)
             self._woken = False
             if self.closed or not self._waiting:
                 return None
             self._changed.notify_all()
-            return self._waiting.popleft()
+            self._at_work = self._waiting.popleft()
+            return self._at_work
+
+    def unapplied(self) -> list[Batch]:
+        """Return the batches that may not be applied yet, the one at work among them."""
+        with self._changed:
+            return [one.batch for one in (*self._waiting, self._at_work) if one is not None]
 
     def wake(self) -> None:
         """Wake the thread that waits for a batch, so that it looks for other work."""
@@ -144,21 +158,35 @@ class Committer:
             self._failed(error)
 
     def _commit(self, group: Sequence[Work]) -> None:
-        committed = [self._append(work) for work in group]
+        committed = [self._append(*one) for one in zip(group, self._batches(group), strict=True)]
         self._ingest.state.trouble.until_there_is_room(self._fenced_log.commit, self.thread.wait)
         self._ingest.outcomes.journaled(group)
         for batch in committed:
             self._handover.put(batch)
 
-    def _append(self, work: Work) -> Committed:
+    def _append(self, work: Work, batch: Batch) -> Committed:
         """Number a piece of work and append it to the journal."""
-        batch = self._batch(work)
         version = make_version(self._epoch, self.k + 1)
         steps = tuple(self._count(rows.definition, batch.kind) for rows in batch.tables)
         entry = BatchEntry(version, batch, steps, tuple(_watermarks(work)))
         end = self._ingest.state.trouble.until_there_is_room(lambda: self._fenced_log.append(entry), self.thread.wait)
         self.k += 1
         return Committed(version, batch, work, end)
+
+    def _batches(self, group: Sequence[Work]) -> list[Batch]:
+        batches = [self._batch(work) for work in group]
+        for at, work in enumerate(group):
+            if isinstance(work, EvictionWork):
+                batches[at] = Batch(ERASE, (work.decide(self._unchanged(work.rows, [*batches[:at], *batches[at + 1 :]])),))
+        return batches
+
+    def _unchanged(self, rows: CheckedRows, group: Sequence[Batch]) -> NDArray[np.bool_]:
+        """Which rows have the versions that they were chosen by, and are in no batch that is on its way, nor in one of this group."""
+        on_their_way = [*self._handover.unapplied(), *group]  # before the index is asked: it knows what is applied meanwhile
+        unchanged: NDArray[np.bool_] = self._tables.state(rows.definition).versions_now(rows.ids) == rows.versions
+        for one in (one for batch in on_their_way for one in batch.tables if one.definition.key == rows.definition.key):
+            unchanged &= ~np.isin(rows.ids, one.ids)
+        return unchanged
 
     def _batch(self, work: Work) -> Batch:
         if isinstance(work, RowsWork):

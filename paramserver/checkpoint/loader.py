@@ -164,8 +164,9 @@ class Loader:
             tables.append(LoggedTable(definition, step, sum(one.n_rows for one in rows), erased_since=version))
         self._still_ours()  # a process that was shut out while it read writes nothing more
         end = parts.fenced_log.journal.end
-        loading = decision.serial, decision.load_id
-        parts.runs.publish(writers, replace(state_of(parts, end), tables=tuple(tables), cut=version, loading=loading), alone=True)
+        now = replace(state_of(parts, end), tables=tuple(tables), cut=version, loading=(decision.serial, decision.load_id))
+        since = ((0, make_version(parts.engine.epoch, parts.engine.k)),)  # rows count as pushed when they were loaded
+        parts.runs.publish(writers, replace(now, since=since), alone=True)
         parts.fenced_log.discard_before(end)
 
     def _rows_of(self, checkpoint: Chain, definition: TableDef, load_id: str, *, in_order: bool) -> list[RunWriter]:

@@ -3,6 +3,7 @@ Claiming fences older processes.
 """
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -26,6 +27,7 @@ from ..ingest.sync_steps import Membership, SyncSteps
 from ..journal import Journal, Position
 from ..journal.write_ahead_log import FencedLog
 from ..model.bucket_settings import settle_limits
+from ..model.row_ages import RowAges
 from ..model.table_registry import Registry
 from ..model.tables import Tables
 from ..model.transition import Timeline
@@ -230,6 +232,8 @@ class _Start:
             rule = servers.barrier_timeout_s, recovered.members, servers.on_lost_trainer
             steps = SyncSteps.first(servers.trainers, *rule) if servers.mode == "sync" else None
             gate = MapGate(shard, lambda: self._store.nodes.cluster_map)
+            ages = RowAges(saved.now.points, saved.now.since, k=engine.k)
+            ages.mark(time.time(), engine.k)  # a start that comes before the next minute is up keeps this one, too
             ingest = Ingest(sessions, steps, record=fenced_log.record, gate=gate)
             parts = ShardParts(
                 self._config,
@@ -247,6 +251,7 @@ class _Start:
                 self._store.nodes,
                 claim,
                 saved,
+                ages,
             )
             self._settle(parts, changed=image is not None)
             loader = Loader(parts, self._store, self._data, self._retry_until())

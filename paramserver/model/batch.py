@@ -162,14 +162,31 @@ class RowsWork:
     arrived_s: float = field(default_factory=time.monotonic)
     applied: bool = False
     n_existed: int = 0
+    took_s: float = 0.0
 
     @property
     def size_bytes(self) -> int:
         return self.rows.size_bytes
 
-    def finish(self, n_existed: int) -> None:
-        """Record that it is applied, and how many of its rows existed before."""
-        self.n_existed, self.applied = n_existed, True
+    def finish(self, n_existed: int, took_s: float = 0.0) -> None:
+        """Record that it is applied, how many of its rows existed before, and how long the engine took."""
+        self.n_existed, self.took_s, self.applied = n_existed, took_s, True
+
+
+@dataclass(eq=False)
+class EvictionWork(RowsWork):
+    """An erase of rows by their table's policy: of those alone that no batch has changed since they were chosen.
+
+    The committer finds them when the batch is numbered, before it is journaled; so a replay has no choice. `rows.versions` are the versions
+    as of the choice.
+    """
+
+    unchanged: NDArray[np.bool_] | None = None
+
+    def decide(self, unchanged: NDArray[np.bool_]) -> CheckedRows:
+        """Record which of the rows are erased, bool [n], and return them."""
+        self.unchanged = unchanged
+        return self.rows.take(unchanged)
 
 
 Work = list[Push] | RowsWork | RefusedStep

@@ -164,7 +164,7 @@ class Registry:
 
         Raises:
             TableMismatchError: it exists with another identity.
-            InvalidInputError: it exists and exist_ok is false, or its records are too large for this storage.
+            InvalidInputError: it exists and exist_ok is false, its records are too large for this storage, or a policy is not for it.
             TableDroppedError: the one that had its name is still being dropped.
             StorageError: some nodes may hold the new registry; creating the same table again completes it.
         """
@@ -181,6 +181,7 @@ class Registry:
             if any(one.name == table.name for one in self.dropping):
                 raise self._unknown(table.name)
             self._check_new(table)
+            _refuse_dense(table, policies)
             require_limits(self._store, table, self._timeout_s)
             table = self._next_life(table)
             table = table.with_tag_attempt(self._free_tag(table))
@@ -197,7 +198,7 @@ class Registry:
 
         Raises:
             UnknownTableError: there is no such table.
-            InvalidInputError: they are no policies, or there is no room for them.
+            InvalidInputError: they are no policies, the table does not take them, or there is no room for them.
             StorageError: some nodes may hold the new ones; the same call again completes it.
         """
         if self._shard != 0:
@@ -211,6 +212,7 @@ class Registry:
             policies = changes[-1][1].updated(given)
             if policies == changes[-1][1]:
                 return table
+            _refuse_dense(table, policies)
             serial = self.serial + 1
             kept = (*changes, (serial, policies))[-KEPT_CHANGES:]
             new = self._copies.now._replace(serial=serial, policies={**self._copies.now.policies, table.key: kept})
@@ -301,6 +303,14 @@ class Registry:
                 f"table {name!r}: the definitions of {len(new.tables)} tables take {size} bytes, at most {MAX_REGISTRY_BYTES} are "
                 "kept in storage; put several embeddings into one table, or give shorter names"
             )
+
+
+def _refuse_dense(table: TableDef, policies: Policies) -> None:
+    if table.num_ids is not None and policies.eviction != NO_POLICIES.eviction:
+        raise InvalidInputError(
+            f"table {table.name!r}: eviction {policies.eviction}, but a table with num_ids={table.num_ids} has a place for each of its ids, "
+            "and erasing one gives no memory back. Create it without num_ids to have rows evicted."
+        )
 
 
 def _erase_whole(store: Store, keys: RowKeys, timeout_s: float) -> None:

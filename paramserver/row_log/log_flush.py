@@ -124,7 +124,7 @@ def from_storage(store: Store, timeout_s: float) -> ReadRecords:
         timeout_s: deadline of one read.
     """
 
-    access = RowAccess(store, timeout_s)
+    stored = without_cache(store, timeout_s)
 
     def read(table: TableState, ids: Ids) -> tuple[Bytes, NDArray[np.bool_]]:
         at = table.cache.find(ids)  # int64 [n]: places in the cache, or -1
@@ -132,9 +132,19 @@ def from_storage(store: Store, timeout_s: float) -> ReadRecords:
         records[found] = table.cache.records[at[found]]
         missing = np.flatnonzero(~found)  # intp [m]: the rows to read from storage
         if len(missing):
-            (got,) = access.read([(table.definition, ids[missing])])
-            records[missing], found[missing] = got.records, got.found
+            records[missing], found[missing] = stored(table, ids[missing])
         return records, found
+
+    return read
+
+
+def without_cache(store: Store, timeout_s: float) -> ReadRecords:
+    """Return a function that takes records from storage; see `from_storage`. Each is for one thread."""
+    access = RowAccess(store, timeout_s)
+
+    def read(table: TableState, ids: Ids) -> tuple[Bytes, NDArray[np.bool_]]:
+        (got,) = access.read([(table.definition, ids)])
+        return got.records, got.found
 
     return read
 

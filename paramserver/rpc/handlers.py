@@ -45,6 +45,7 @@ from ..apply.background import BackgroundWork
 from ..checkpoint.loader import check
 from ..checkpoint.save_job import SaveOrder
 from ..checkpoint.saver import Saver
+from ..eviction.evictor import Evictor
 from ..ingest.part_checks import check_push, check_rows, find_same
 from ..model.batch import ASSIGN, ERASE, RowsWork
 from ..model.table_registry import Registry
@@ -62,10 +63,12 @@ log = logging.getLogger("paramserver")
 class Handlers:
     """The verbs of one shard, without checkpoints, drops, inspection. Thread-safe. Each takes its request and the caller's deadline."""
 
-    def __init__(self, parts: ShardParts, background: BackgroundWork, moves: MoveHandlers, checkpoints: "CheckpointHandlers") -> None:
+    def __init__(
+        self, parts: ShardParts, background: BackgroundWork, evictor: Evictor, moves: MoveHandlers, checkpoints: "CheckpointHandlers"
+    ) -> None:
         self._parts, self._background, self.moves, self.checkpoints = parts, background, moves, checkpoints
         self._in_hand = BytesInHand()
-        self.inspection = InspectionHandlers(parts)
+        self.inspection = InspectionHandlers(parts, evictor)
         self.drop = DropHandlers(
             parts.shard,
             parts.config.tables,

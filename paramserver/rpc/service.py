@@ -195,6 +195,7 @@ def _verbs(handlers: Handlers) -> dict[str, _Verb]:
         "Repair": handlers.repair,
         "ShowRow": inspection.show_row,
         "Examine": inspection.examine,
+        "Evictions": inspection.evictions,
         "MoveSlots": moves.begin,
         "ReplaceNode": moves.replace_node,
         "AbortMove": moves.abort,

@@ -19,6 +19,7 @@ from kvemb.stores.store_nodes import NodeStats
 
 from ..apply.applier import ApplyFigures
 from ..checkpoint.save_job import SaveFigures
+from ..eviction.evictor import Evictor
 from ..moves.slot_mover import MoveFigures
 from ..recovery.shard_parts import ShardParts
 from ..recovery.start_report import PHASES, StartReport
@@ -94,6 +95,7 @@ class ShardMetrics:
         saving: whether one is under way.
         nodes: the storage nodes, as this shard saw them last.
         moves: of rows between nodes, counted by the apply thread.
+        evictions: by policies, likewise.
     """
 
     parts: ShardParts
@@ -102,6 +104,7 @@ class ShardMetrics:
     saving: Callable[[], bool]
     nodes: Callable[[], NodesSeen]
     moves: MoveFigures
+    evictions: Evictor
 
     def collect(self) -> "Iterable[Metric]":
         """Return every family as it is now."""
@@ -112,6 +115,7 @@ class ShardMetrics:
         self._add_journal(families)
         self._add_history(families)
         self._add_moves(families)
+        self._add_evictions(families)
         self._add_time(families)
         add_nodes(families, self.nodes())
         return families
@@ -170,6 +174,16 @@ class ShardMetrics:
         to.gauge("kvemb_shard_map_version", "Version of the cluster map that the shard follows.", cluster_map.version)
         text = "Whether slots move, as this shard knows; by phase."
         to.gauge("kvemb_shard_moving", text, [({"phase": phase}, _is(cluster_map.plan, phase)) for phase in MOVE_PHASES])
+
+    def _add_evictions(self, to: MetricFamilies) -> None:
+        names = {table.key: table.name for table in self.parts.registry.tables}
+        done = [(names[key], one) for key, one in self.evictions.report().items() if key in names]
+        rows = [({"table": table, "policy": of}, float(n)) for table, one in done for of, n in one.by_policy.items()]
+        to.counter("kvemb_shard_evicted_rows_total", "Rows that the tables' policies have erased.", rows)
+        sizes = [({"table": table}, float(one.size_bytes)) for table, one in done]
+        to.counter("kvemb_shard_evicted_bytes_total", "Bytes of their records.", sizes)
+        walks = [({"table": table}, float(one.walks)) for table, one in done]
+        to.counter("kvemb_shard_eviction_walks_total", "Walks through a table that has a policy, for rows that it sends away.", walks)
 
     def _add_time(self, to: MetricFamilies) -> None:
         config = self.parts.config

@@ -78,6 +78,8 @@ EXAMPLES: dict[str, Message] = {
     "ShowRowReply": m.ShowRowReply(1 << 48 | 7, b"\x01" * 16, 9, ["anna"]),
     "ExamineReply": m.ExamineReply("0.1.0", 1.75e9, ["h:1"], ["n:1", "n:2"], "fsync", 0.002, 2**33, 2**34, 90, 1024, 2**32),
     "SampleIdsRequest": m.SampleIdsRequest("user", 1000),
+    "EvictionsRequest": m.EvictionsRequest(True, 600.0),
+    "EvictionsReply": m.EvictionsReply([{"table": "user", "evicted": 2**40, "by_policy": {"keep(10)": 2**40}, "oldest_s": 0.5}]),
     "MoveRequest": moves.MoveRequest(7, bytes(4), ["n:3"], ["n:1"], 2**33, b"", ["s:3"], [0, 2]),
     "ReplaceNodeRequest": moves.ReplaceNodeRequest(7, "n:1", "n:4"),
     "AbortMoveRequest": moves.AbortMoveRequest("too slow"),
