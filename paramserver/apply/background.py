@@ -138,6 +138,10 @@ class BackgroundWork:
         self._wake()
         return ticket
 
+    def look_at_policies(self) -> None:
+        """Have the policies of tables looked at, which may have changed; returns at once."""
+        self._wake()
+
     def flush_for_save(self) -> threading.Event:
         """Have the shard flush to its row log, unless the journal can bring forward in no time what changed since; returns at once.
 

@@ -116,6 +116,7 @@ class EvictionPorts:
 
     Args:
         policy: returns a table's policy.
+        serial: counts changes of policies.
         send: has rows erased.
         read: the records of rows, from the cache or storage; on the apply thread.
         read_stored: likewise from storage alone, on any thread.
@@ -129,13 +130,14 @@ class EvictionPorts:
         shard: int,
         *,
         policy: Callable[[TableDef], Eviction],
+        serial: Callable[[], int],
         send: Callable[[EvictionWork], None],
         read: ReadRecords,
         read_stored: ReadRecords,
         applied_k: Callable[[], int],
         slot_shards: Callable[[], NDArray[np.uint16]],
     ) -> None:
-        self.shard, self.policy, self.send, self.read, self.read_stored = shard, policy, send, read, read_stored
+        self.shard, self.policy, self.serial, self.send, self.read, self.read_stored = shard, policy, serial, send, read, read_stored
         self.applied_k, self.slot_shards = applied_k, slot_shards
 
     def share(self, definition: TableDef) -> float:
@@ -174,14 +176,16 @@ class Evictor:
         self._walk: _TableWalk | None = None
         self._sent: tuple[_TableWalk, EvictionWork, NDArray[np.intp], NDArray[np.int64]] | None = None
         self._next_s = self._marked_s = clock() - _MARK_S
+        self._seen = (-1, 0)  # changes of policies, and tables, as they were looked at last
 
     # --- on the apply thread -----------------------------------------------------------------------------------------------------
 
     @property
     def due_s(self) -> float:
         """When the next step is due, by the clock; the apply of a portion has one made, too. Any thread."""
-        marks_s = self._marked_s + _MARK_S
-        return marks_s if self._sent is not None else min(self._next_s, marks_s)
+        if self._sent is not None:
+            return self._marked_s + _MARK_S
+        return self._clock() if self._news != self._seen else min(self._next_s, self._marked_s + _MARK_S)
 
     def step(self) -> None:
         """Do a slice of a walk, or have a portion of rows erased, if it is due.
@@ -199,8 +203,9 @@ class Evictor:
                 return
             self._end_portion()
             self._next_s = max(now_s, self._next_s) + self._share * work.took_s
-        if now_s < self._next_s:
+        if now_s < self._next_s and self._news == self._seen:
             return
+        self._seen = self._news
         self._next_s = now_s + _RETRY_S  # unless all goes well
         if self._walk is not None and self._ports.policy(self._walk.table.definition) != self._walk.policy:
             self._walk = None  # it was changed, or the table dropped
@@ -217,6 +222,10 @@ class Evictor:
             self._end_walk(walk)
         ended_s = self._clock()
         self._next_s = ended_s + self._share * (ended_s - now_s)
+
+    @property
+    def _news(self) -> tuple[int, int]:
+        return self._ports.serial(), len(self._tables)
 
     @property
     def _share(self) -> int:

@@ -308,7 +308,7 @@ class Registry:
 def _refuse_dense(table: TableDef, policies: Policies) -> None:
     if table.num_ids is not None and policies.eviction != NO_POLICIES.eviction:
         raise InvalidInputError(
-            f"table {table.name!r}: eviction {policies.eviction}, but a table with num_ids={table.num_ids} has a place for each of its ids, "
+            f"table {table.name!r}: eviction {policies.eviction}, but a table with num_ids has a place for each of its ids, "
             "and erasing one gives no memory back. Create it without num_ids to have rows evicted."
         )
 

@@ -121,9 +121,10 @@ class Handlers:
         """Change policies of a table (shard 0), or hear that they were changed."""
         registry = self._parts.registry
         if not request.tables_serial:
-            return self._table(registry.set_policies(request.table, request.policies))
-        if registry.serial < request.tables_serial:
+            registry.set_policies(request.table, request.policies)
+        elif registry.serial < request.tables_serial:
             registry.load()
+        self._background.look_at_policies()
         return self._table(registry.find(request.table))
 
     def _table(self, table: TableDef) -> TableReply:
