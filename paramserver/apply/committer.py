@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 
+from ..ingest.admission import Admissions
 from ..ingest.ingest import Ingest
 from ..ingest.ingest_state import AbandonedError
 from ..ingest.work_queue import merge_pushes
@@ -102,6 +103,7 @@ class Committer:
         tables: whose steps are known as of the last batch applied.
         fenced_log: the journal.
         handover: where committed batches go.
+        admissions: decide which gradients are merged at all.
         sync: whether lists of pushes are steps of a sync job.
         epoch, k: of the versions: the first batch is k + 1.
         failed: called with the error that ends the shard for good: all waiting work is to fail.
@@ -114,13 +116,14 @@ class Committer:
         fenced_log: FencedLog,
         handover: Handover,
         *,
+        admissions: Admissions,
         sync: bool,
         epoch: int,
         k: int,
         failed: Callable[[BaseException], None],
     ) -> None:
         self._ingest, self._tables, self._fenced_log, self._handover = ingest, tables, fenced_log, handover
-        self._sync, self._epoch, self._failed = sync, epoch, failed
+        self._admissions, self._sync, self._epoch, self._failed = admissions, sync, epoch, failed
         self.k = k  # of the last batch numbered: pushes acknowledged before are in it or in earlier ones
         self._counting = threading.Lock()
         self._steps: dict[str, int] = {}  # per table, behind the last batch numbered
@@ -158,13 +161,16 @@ class Committer:
         entry = BatchEntry(version, batch, steps, tuple(_watermarks(work)))
         end = self._ingest.state.trouble.until_there_is_room(lambda: self._fenced_log.append(entry), self.thread.wait)
         self.k += 1
+        self._admissions.numbered(batch, self.k)
         return Committed(version, batch, work, end)
 
     def _batch(self, work: Work) -> Batch:
         if isinstance(work, RowsWork):
             return Batch(work.kind, (work.rows,))
         # A batch without tables changes nothing: it is there for its watermarks.
-        return Batch(ERASE, ()) if isinstance(work, RefusedStep) else merge_pushes(work, sync=self._sync)
+        if isinstance(work, RefusedStep):
+            return Batch(ERASE, ())
+        return merge_pushes(self._admissions.admit(work, self.k + 1), sync=self._sync)
 
     def raise_step(self, state: TableState, step: int) -> None:
         """Let a table count at least so many applies, with batches on their way on top. Between two batches, apply thread only.

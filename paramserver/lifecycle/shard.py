@@ -23,6 +23,7 @@ from ..apply.changed_rows import ChangedRowsFinder
 from ..apply.committer import Committer, Handover
 from ..checkpoint.loader import note_carried_out
 from ..checkpoint.saver import Saver
+from ..ingest.admission import Admissions
 from ..moves.handover_work import HandoverPorts, HandoverWork
 from ..moves.left_sessions import LeftSessions
 from ..moves.map_follower import MapFollower
@@ -94,7 +95,10 @@ class Shard:
             tables_serial=lambda: parts.registry.serial,
         )
         versions = {"epoch": engine.epoch, "k": engine.k}
-        self._committer = Committer(parts.ingest, parts.tables, parts.fenced_log, handover, sync=sync, **versions, failed=self._failed)
+        admissions = Admissions(parts.registry.policies, parts.tables, lambda: engine.k, sync=sync)
+        self._committer = Committer(
+            parts.ingest, parts.tables, parts.fenced_log, handover, admissions=admissions, sync=sync, **versions, failed=self._failed
+        )
         self._saver = Saver(parts, store.nodes, lambda: self._committer.k, self._background.flush_for_save, data.path)
         checkpoints = CheckpointHandlers(self._saver, parts.registry, store.nodes, on_load)
         still_ours = parts.claim.require
@@ -144,6 +148,7 @@ class Shard:
             saving=lambda: self._saver.running,
             nodes=lambda: self._watch.seen,
             moves=self._moved,
+            admissions=admissions,
         )
         self.address = front.address
 
