@@ -19,6 +19,7 @@ from benchmarks.train_loop import TIMEOUT_S
 from kvemb import evict
 from kvemb.api import Cluster
 from kvemb.api.table import Table
+from kvemb.client.ack import Ack
 from kvemb.local_cluster import LocalCluster
 
 TARGET, HELD = 0.9, 0.02
@@ -64,7 +65,7 @@ class Trained:
     def turn(self, seconds: float) -> Turn:
         """Train for about so long; every push is applied when it ends."""
         start_s, start_cpu_s, n_rows = time.perf_counter(), time.process_time(), 0
-        before: kvemb.Ack | None = None
+        before: Ack | None = None
         while time.perf_counter() - start_s < seconds:
             ids = self.drift.step(self.at)
             rows = self.table.pull(ids, timeout_s=TIMEOUT_S)
@@ -128,7 +129,9 @@ def _on(store: str, options: argparse.Namespace) -> Section:
             while one.n_seen < options.rows:
                 one.turn(options.seconds)
         begin = [one.figures() for one in (held, free)]
-        speeds, ratios, shares = [], [], []
+        speeds: list[tuple[float, float]] = []
+        ratios: list[float] = []
+        shares: list[float] = []
         while min(held.n_seen, free.n_seen) < options.times * options.rows:
             pair = [held, free] if len(ratios) % 2 else [free, held]
             turns = {id(one): one.turn(options.seconds) for one in pair}

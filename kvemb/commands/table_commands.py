@@ -31,7 +31,7 @@ def tables_command(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(found))
         return 0
-    head = ("TABLE", "DIM", "DTYPE", "OPTIMIZER", "REDUCE", "LAYOUT", "ROWS", "STEPS", "APPLIED", "RECORD", "MB")
+    head = ("TABLE", "DIM", "DTYPE", "OPTIMIZER", "REDUCE", "LAYOUT", "ADMISSION", "EVICTION", "ROWS", "STEPS", "APPLIED", "RECORD", "MB")
     print(text_table([head, *map(_cells, found)]))
     return 0
 
@@ -63,14 +63,14 @@ def _eviction_cells(one: dict[str, Any]) -> list[tuple[object, ...]]:
 
 
 def _cells(table: dict[str, Any]) -> tuple[object, ...]:
-    words = (table[word] for word in ("name", "dim", "dtype", "optimizer", "reduce", "layout"))
+    words = (table[word] for word in ("name", "dim", "dtype", "optimizer", "reduce", "layout", "admission", "eviction"))
     counts = (f"{table[word]:,}" for word in ("rows", "steps", "rows_applied"))
     return (*words, *counts, f"{table['record_bytes']} B", f"{table['rows'] * table['record_bytes'] / 1e6:,.1f}")
 
 
 def _table(cluster: Cluster, name: str) -> dict[str, Any]:
     table = cluster.table(name)
-    definition = table.definition
+    definition, policies = table.definition, table.policies()
     return {
         "name": name,
         "dim": definition.dim,
@@ -78,6 +78,8 @@ def _table(cluster: Cluster, name: str) -> dict[str, Any]:
         "optimizer": definition.optimizer.kind,
         "reduce": definition.reduce,
         "layout": _layout(definition, pages=cluster.store.capabilities.pages),
+        "admission": str(policies.admission),
+        "eviction": str(policies.eviction),
         "rows": len(table),
         "steps": cluster.questions.step(name),
         "rows_applied": cluster.questions.rows_applied(name),

@@ -24,6 +24,7 @@ from ..apply.committer import Committer, Handover
 from ..checkpoint.loader import note_carried_out
 from ..checkpoint.saver import Saver
 from ..eviction.evictor import EvictionPorts, Evictor
+from ..ingest.admission import Admissions
 from ..moves.handover_work import HandoverPorts, HandoverWork
 from ..moves.left_sessions import LeftSessions
 from ..moves.map_follower import MapFollower
@@ -96,7 +97,10 @@ class Shard:
             tables_serial=lambda: parts.registry.serial,
         )
         versions = {"epoch": engine.epoch, "k": engine.k}
-        self._committer = Committer(parts.ingest, parts.tables, parts.fenced_log, handover, sync=sync, **versions, failed=self._failed)
+        admissions = Admissions(parts.registry.policies, parts.tables, lambda: engine.k, sync=sync)
+        self._committer = Committer(
+            parts.ingest, parts.tables, parts.fenced_log, handover, admissions=admissions, sync=sync, **versions, failed=self._failed
+        )
         self._saver = Saver(parts, store.nodes, lambda: self._committer.k, self._background.flush_for_save, data.path)
         checkpoints = CheckpointHandlers(self._saver, parts.registry, store.nodes, on_load)
         still_ours = parts.claim.require
@@ -147,6 +151,7 @@ class Shard:
             nodes=lambda: self._watch.seen,
             moves=self._moved,
             evictions=self._evictor,
+            admissions=admissions,
         )
         self.address = front.address
 

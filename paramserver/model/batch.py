@@ -183,10 +183,14 @@ class EvictionWork(RowsWork):
 
     unchanged: NDArray[np.bool_] | None = None
 
-    def decide(self, unchanged: NDArray[np.bool_]) -> CheckedRows:
-        """Record which of the rows are erased, bool [n], and return them."""
+    def decide(self, unchanged: NDArray[np.bool_]) -> None:
+        """Record which of the rows are erased: bool [n]."""
         self.unchanged = unchanged
-        return self.rows.take(unchanged)
+
+    @property
+    def rows_left(self) -> CheckedRows:
+        """Those that are erased, once that is decided."""
+        return self.rows.take(slice(0) if self.unchanged is None else self.unchanged)
 
 
 Work = list[Push] | RowsWork | RefusedStep

@@ -1,7 +1,7 @@
 """How long ago rows were pushed, told by their versions: no byte per row. Pure; the time is passed in.
 
 A row's version says which batch wrote it last. Some points (time, batch) say when that was, about: one a minute, and of long ago fewer, so
-that a row seems at most 2 per cent, or a minute, younger than it is. Never older: a time between two points counts as the later one.
+that a row seems at most 1 per cent, or a minute, younger than it is. Never older: a time between two points counts as the later one.
 
 Versions of another shard, and those of a load, do not count this shard's batches. So slots that were taken over, and all slots at a load,
 have a version of their own: rows that are older than it count as pushed then.
@@ -9,6 +9,7 @@ have a version of their own: rows that are older than it count as pushed then.
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from kvemb.schema.table_def import TableDef
 
 Ids = NDArray[np.uint64]
 _EVERY_S = 60
-_SPARSE = 100  # points are apart by at most so small a part of their age, doubled
+_SPARSE = 100  # points are apart by at most so small a part of their age
 Points = tuple[tuple[int, int], ...]
 
 
@@ -61,11 +62,12 @@ class RowAges:
         if points and (k <= points[-1][1] or now - points[-1][0] < _EVERY_S):
             self._points = tuple(points)
             return
-        kept: list[tuple[int, int]] = []
-        for time_s, of in [*points, (now, k)]:
-            if not kept or time_s - kept[-1][0] >= (now - time_s) / _SPARSE:
-                kept.append((time_s, of))
-        self._points = tuple(kept)
+        points.append((now, k))
+        kept = points[:1]
+        for point, (next_s, _) in pairwise(points[1:]):
+            if next_s - kept[-1][0] > (now - next_s) / _SPARSE:  # without it, rows would seem younger by so much
+                kept.append(point)
+        self._points = (*kept, *points[1:][-1:])
 
     def k_at(self, time_s: float) -> int:
         """Return a batch that was applied by then, the last one known; -1 for none."""

@@ -20,6 +20,7 @@ from kvemb.stores.store_nodes import NodeStats
 from ..apply.applier import ApplyFigures
 from ..checkpoint.save_job import SaveFigures
 from ..eviction.evictor import Evictor
+from ..ingest.admission import Admissions
 from ..moves.slot_mover import MoveFigures
 from ..recovery.shard_parts import ShardParts
 from ..recovery.start_report import PHASES, StartReport
@@ -96,6 +97,7 @@ class ShardMetrics:
         nodes: the storage nodes, as this shard saw them last.
         moves: of rows between nodes, counted by the apply thread.
         evictions: by policies, likewise.
+        admissions: of the shard.
     """
 
     parts: ShardParts
@@ -105,6 +107,7 @@ class ShardMetrics:
     nodes: Callable[[], NodesSeen]
     moves: MoveFigures
     evictions: Evictor
+    admissions: Admissions
 
     def collect(self) -> "Iterable[Metric]":
         """Return every family as it is now."""
@@ -153,6 +156,12 @@ class ShardMetrics:
         to.gauge("kvemb_shard_steps", "Applies of the table's optimizer.", [(labels, state.step) for labels, state in by_table])
         text = "Rows of the table applied, since the shard's process was started."
         to.counter("kvemb_shard_table_rows_applied_total", text, [(labels, state.n_applied) for labels, state in by_table])
+        held_back = [(labels, self.admissions.held_back[labels["table"]]) for labels, _ in by_table]
+        text = "Gradients of ids that get no row yet, by the table's admission, since the shard's process was started."
+        to.counter("kvemb_shard_held_back_total", text, held_back)
+        text = "Memory in which the occurrences of such ids are counted."
+        of_filters = [(labels, self.admissions.filter_bytes(state.definition.key)) for labels, state in by_table]
+        to.gauge("kvemb_shard_admission_bytes", text, of_filters)
         to.counter("kvemb_shard_cache_lookups_total", "Rows that were looked for in the shard's cache.", cache.n_lookups)
         to.counter("kvemb_shard_cache_hits_total", "Rows that were found there.", cache.n_hits)
         to.gauge("kvemb_shard_cache_bytes", "Memory that the cache uses.", cache.used_bytes)

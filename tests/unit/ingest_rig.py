@@ -18,12 +18,14 @@ from kvemb.errors import (
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import PushPart, PushReply
 from kvemb.schema.cluster_map import ClusterMap
+from kvemb.schema.policies import NO_POLICIES, Policies
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, ReadResult
 from paramserver.apply.applier import Applier
 from paramserver.apply.changed_rows import ChangedRowsFinder
 from paramserver.apply.committer import Committer, Handover
 from paramserver.engine.engine import Engine
+from paramserver.ingest.admission import Admissions
 from paramserver.ingest.ingest import Ingest
 from paramserver.ingest.part_checks import MapGate
 from paramserver.ingest.sessions import Sessions
@@ -113,7 +115,11 @@ class Rig:
             failed=failed,
             tables_serial=lambda: 0,
         )
-        self.committer = Committer(self.ingest, self.tables, fenced_log, self.handover, sync=bool(trainers), epoch=1, k=0, failed=failed)
+        sync, self.policies = bool(trainers), dict[str, Policies]()
+        admissions = Admissions(lambda key, serial: self.policies.get(key, NO_POLICIES), self.tables, lambda: self.engine.k, sync=sync)
+        self.committer = Committer(
+            self.ingest, self.tables, fenced_log, self.handover, admissions=admissions, sync=sync, epoch=1, k=0, failed=failed
+        )
         self.applier.thread.start()
         self.committer.thread.start()
         self.sequences: dict[int, int] = {}

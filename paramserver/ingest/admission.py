@@ -1,0 +1,158 @@
+"""Admission: gradients of ids that get no row yet are taken out of pushes before these are merged and journaled.
+
+What is held back is not journaled, so a replay needs no policy and no count. An id that has a row is never held back. Whether it has one
+is asked as of the batches before: those that are numbered and not applied yet are looked through, too. Counts and draws are in memory
+only: after a restart of the shard counts begin anew. An id whose row is erased keeps its count while the filter remembers it: then it is
+let in again with its next gradient.
+
+An id counts once for each push that names it: a trainer sums the gradients of equal ids before it sends them. What must not live here: the
+policies as values (`kvemb.admit`), how occurrences are counted (`paramserver.ingest.occurrences`).
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.admit import Admission
+from kvemb.arrays.hashing import digest64, mix64
+from kvemb.arrays.segment_sum import group_by_id
+from kvemb.schema.policies import Policies
+from kvemb.schema.table_def import TableDef
+
+from ..model.batch import ERASE, Batch, CheckedRows, Push, ReceivedPart
+from ..model.tables import Tables
+from .occurrences import OccurrenceFilter, cells_for
+
+_TO_UNIT = 2.0**-53
+_PolicyOf = Callable[[str, int], Policies]
+"""(key of a table, serial of the registry of tables; 0: the newest) -> its policies."""
+
+
+class _Numbered(NamedTuple):
+    """The ids of a batch, ascending, by the key of their table."""
+
+    k: int
+    kind: str
+    ids: dict[str, NDArray[np.uint64]]
+
+
+class Admissions:
+    """Decides which gradients of pushes are applied. For the committer's thread; `held_back` and `filter_bytes` for any.
+
+    Args:
+        policies: returns those of a table.
+        tables: of the shard; they know which rows exist.
+        applied: returns the number of the last batch applied.
+        sync: whether pushes are steps of a sync job: then their policies are those that one of their trainers can have known. Otherwise the
+            newest.
+    """
+
+    def __init__(self, policies: _PolicyOf, tables: Tables, applied: Callable[[], int], *, sync: bool) -> None:
+        self._policies, self._tables, self._applied, self._sync = policies, tables, applied, sync
+        self._filters: dict[str, OccurrenceFilter] = {}
+        self._numbered: deque[_Numbered] = deque()  # batches that may not be applied yet
+        self._watched: set[str] = set()  # keys of tables that have had a policy
+        self.held_back: Counter[str] = Counter()
+        """Gradients held back since the shard's process started, by the name of their table."""
+
+    def filter_bytes(self, key: str) -> int:
+        """Memory of a table's counts."""
+        return found.size_bytes if (found := self._filters.get(key)) is not None else 0
+
+    def admit(self, pushes: Sequence[Push], k: int) -> Sequence[Push]:
+        """Return pushes without the rows that are held back, whose number the tickets of their parts are told.
+
+        Args:
+            pushes: of one batch.
+            k: its number, by which draws are made.
+        """
+        serial = max(part.tables_serial for push in pushes for part in push.parts) if self._sync else 0
+        for key in [key for key in self._filters if self._policies(key, serial).admission.kind != "after"]:
+            del self._filters[key]  # its policy is another, or the table was dropped
+        found = {rows.definition.key: rows.definition for push in pushes for part in push.parts for rows in part.tables}
+        for definition in found.values():
+            admission = self._policies(definition.key, serial).admission
+            if admission.kind != "any":
+                self._watched.add(definition.key)
+                pushes = self._admit_to(definition, admission, pushes, k)
+        return pushes
+
+    def numbered(self, batch: Batch, k: int) -> None:
+        """Note a batch that was numbered: of tables with a policy, the ids that it gives rows, or takes them from.
+
+        So the batches under way when a table gets its first policy are not noted, and ids that are new in them may be held back once.
+        """
+        while self._numbered and self._numbered[0].k <= self._applied():
+            self._numbered.popleft()
+        ids = {rows.definition.key: np.sort(rows.ids) for rows in batch.tables if self._watches(rows.definition.key)}
+        if ids:
+            self._numbered.append(_Numbered(k, batch.kind, ids))
+
+    def _watches(self, key: str) -> bool:
+        return key in self._watched or self._policies(key, 0).admission.kind != "any"
+
+    def _admit_to(self, definition: TableDef, admission: Admission, pushes: Sequence[Push], k: int) -> Sequence[Push]:
+        key = definition.key
+        named = [rows for push in pushes for part in push.parts for rows in part.tables if rows.definition.key == key]
+        groups = group_by_id(named[0].ids if len(named) == 1 else np.concatenate([rows.ids for rows in named]))  # one part behind the other
+        held = self._held_back(definition, admission, groups.ids, np.diff(groups.starts, append=len(groups.inverse)), k)
+        if not held.any():
+            return pushes
+        self.held_back[definition.name] += int(np.count_nonzero(held[groups.inverse]))
+        return [replace(push, parts=tuple(_without(part, key, groups.ids, held) for part in push.parts)) for push in pushes]
+
+    def _held_back(
+        self, definition: TableDef, admission: Admission, ids: NDArray[np.uint64], counts: NDArray[np.int64], k: int
+    ) -> NDArray[np.bool_]:
+        """Return which of n unique ids, each of which has come so often, get no row: bool [n]."""
+        held = ~self._known(definition, ids)
+        new = np.flatnonzero(held)
+        held[new] = ~self._let_in(definition, admission, ids[new], counts[new], k)
+        return held
+
+    def _let_in(
+        self, definition: TableDef, admission: Admission, ids: NDArray[np.uint64], counts: NDArray[np.int64], k: int
+    ) -> NDArray[np.bool_]:
+        """Return which ids without a row get one now: bool [m]."""
+        assert admission.value is not None
+        if admission.kind == "after":
+            seen = self._filters.setdefault(definition.key, OccurrenceFilter())
+            return seen.reach(ids, counts, int(admission.value), most_cells=cells_for(self._tables.state(definition).n_rows))
+        drawn = mix64(ids ^ np.uint64(digest64("admission", definition.key, definition.seed, k)))
+        at_least_once = 1.0 - (1.0 - admission.value) ** counts
+        let_in: NDArray[np.bool_] = (drawn >> np.uint64(11)) * _TO_UNIT < at_least_once
+        return let_in
+
+    def _known(self, definition: TableDef, ids: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Return which of n unique ids have a row behind the batches numbered so far: bool [n].
+
+        The table may have been changed by some of the batches that are looked through, in their order: it comes out the same.
+        """
+        numbered = [one for one in self._numbered if definition.key in one.ids and one.k > self._applied()]
+        known = self._tables.state(definition).known(ids)
+        for one in numbered:
+            known[_are_in(ids, one.ids[definition.key])] = one.kind != ERASE
+        return known
+
+
+def _without(part: ReceivedPart, key: str, ids: NDArray[np.uint64], held: NDArray[np.bool_]) -> ReceivedPart:
+    """Return a part without the rows of a table that are held back; `held` says so of all its ids, which ascend in `ids`."""
+    tables = list[CheckedRows]()
+    for rows in part.tables:
+        if rows.definition.key == key and len(rows.ids):
+            admitted = ~held[np.searchsorted(ids, rows.ids)]
+            part.ticket.held_back += int(np.count_nonzero(~admitted))
+            rows = rows if admitted.all() else rows.take(admitted)
+        tables.append(rows)
+    return replace(part, tables=tuple(tables))
+
+
+def _are_in(ids: NDArray[np.uint64], some: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Return which ids are among some that ascend."""
+    at = np.minimum(np.searchsorted(some, ids), len(some) - 1)
+    found: NDArray[np.bool_] = some[at] == ids if len(some) else np.zeros(len(ids), np.bool_)
+    return found
