@@ -14,6 +14,7 @@ from benchmarks import (
     dlrm,
     durability,
     elastic,
+    evictions,
     frameworks,
     index,
     latency,
@@ -49,13 +50,14 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "dlrm": Benchmark(dlrm.dlrm, dlrm.add_arguments),
     "memory": Benchmark(memory.memory, memory.add_arguments),
     "elastic": Benchmark(elastic.elastic, elastic.add_arguments),
+    "evictions": Benchmark(evictions.evictions, evictions.add_arguments),
     "frameworks": Benchmark(frameworks.frameworks, frameworks.add_arguments),
     "index": Benchmark(index.index, index.add_arguments),
     "scale": Benchmark(scale.scale, scale.add_arguments),
 }
 
 
-BY_NAME_ONLY = ("dlrm", "elastic", "frameworks", "index")
+BY_NAME_ONLY = ("dlrm", "elastic", "evictions", "frameworks", "index")
 """Left out when no name is given: they take minutes of their own, and all others together are to take less than fifteen."""
 
 

@@ -64,7 +64,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvemb import columns, errors, init, jax, keras, optim, tensorflow, torch
+    from kvemb import admit, columns, errors, evict, init, jax, keras, optim, tensorflow, torch
     from kvemb.api import Cluster, connect, nodes
     from kvemb.api.table import Table
     from kvemb.arrays.hashing import hash_ids
@@ -76,9 +76,11 @@ __all__ = [
     "Cluster",
     "KvembError",
     "Table",
+    "admit",
     "columns",
     "connect",
     "errors",
+    "evict",
     "hash_ids",
     "init",
     "jax",
@@ -91,7 +93,7 @@ __all__ = [
     "torch",
 ]
 
-_MODULES = ("columns", "errors", "init", "jax", "keras", "optim", "tensorflow", "torch")
+_MODULES = ("admit", "columns", "errors", "evict", "init", "jax", "keras", "optim", "tensorflow", "torch")
 _HOMES = {
     "Cluster": "kvemb.api",
     "KvembError": "kvemb.errors",

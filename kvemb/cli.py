@@ -161,6 +161,9 @@ def _add_table_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]
         takes_config(verb)
         verb.add_argument("--json", action="store_true", help="for programs: one line of JSON")
         verb.set_defaults(run=_runs("table_commands", command))
+    tables.add_argument("--evictions", action="store_true", help="rows that the tables' policies have erased, since each shard was started")
+    tables.add_argument("--dry-run", action="store_true", help="rows that they would erase now; nothing is erased")
+    tables.add_argument("--timeout", type=positive, default=600.0, metavar="SECONDS", help="of these two: the second looks at every row")
     show.add_argument("table", help="its table")
     show.add_argument("id", type=int, help="its id")
 

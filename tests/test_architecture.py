@@ -44,7 +44,7 @@ ROOMS = {
         {"kvemb.process"},
         {"kvemb.columns", "kvemb.jax", "kvemb.keras", "kvemb.tensorflow", "kvemb.torch", "kvemb.trainer"},
         {"kvemb.arrays"},
-        {"kvemb.init", "kvemb.optim"},
+        {"kvemb.admit", "kvemb.evict", "kvemb.init", "kvemb.optim"},
         {"kvemb.schema"},
         {"kvemb.checkpoint.format", "kvemb.coordination", "kvemb.protocol", "kvemb.wire"},
         {"kvemb.net", "kvemb.wire.memcached", "kvemb.wire.resp"},
@@ -64,7 +64,7 @@ ROOMS = {
         {"paramserver.model"},
         {"paramserver.engine", "paramserver.ingest", "paramserver.journal"},
         {"paramserver.row_log"},
-        {"paramserver.repair"},
+        {"paramserver.eviction", "paramserver.repair"},
         {"paramserver.recovery", "paramserver.moves"},
         {"paramserver.apply", "paramserver.checkpoint"},
         {"paramserver.rpc"},
@@ -84,7 +84,7 @@ ROOMS = {
 }
 
 PURE = (
-    "kvemb.process.cached_property", "kvemb.errors", "kvemb.arrays", "kvemb.init", "kvemb.optim",
+    "kvemb.process.cached_property", "kvemb.errors", "kvemb.arrays", "kvemb.admit", "kvemb.evict", "kvemb.init", "kvemb.optim",
     "kvemb.schema.keys", "kvemb.schema.buckets", "kvemb.schema.pages", "kvemb.schema.slots", "kvemb.schema.record",
     "kvemb.wire", "paramserver.optim",
 )  # fmt: skip

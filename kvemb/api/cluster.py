@@ -15,18 +15,21 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvemb import init
+from kvemb.admit import Admission
 from kvemb.api.open_tables import OpenTables
 from kvemb.api.several_tables import prepare_all_prefetched, prepare_pulls, prepare_pushes
 from kvemb.api.shared_connection import SharedConnection, TrainerMetrics
 from kvemb.api.table import Table
 from kvemb.config import Config
 from kvemb.errors import ConfigError, InvalidInputError, KvembError
+from kvemb.evict import Eviction
 from kvemb.init import Initializer
 from kvemb.net.deadline import Deadline
 from kvemb.operate.cluster_status import ClusterStatus, read_status
 from kvemb.optim import OptimizerSpec
 from kvemb.process import ForkLock
 from kvemb.process.metrics import MetricsCollector, MetricsEndpoint
+from kvemb.schema.policies import PolicyChange
 from kvemb.schema.table_def import TableDef, check_table_name
 from kvemb.stores.store import Store
 
@@ -129,6 +132,8 @@ class Cluster:
         num_ids: int | None = None,
         expected_rows: int | None = None,
         layout: Literal["fast", "compact"] | None = None,
+        admission: Admission | None = None,
+        eviction: Eviction | None = None,
         exist_ok: bool = False,
         start_over: bool = False,
     ) -> Table:
@@ -145,6 +150,9 @@ class Cluster:
                 how many hashes Redis and Valkey keep them (`kvemb.schema.buckets`). Used when the table is made; never a limit.
             layout: on Redis and Valkey, "fast" (as None) or "compact", which takes about a quarter less memory for records up to 1 KiB and
                 is slower where few rows of a batch lie in one hash of some dozens. Needs expected_rows. Used when the table is made.
+            admission: which new ids get a row: one of `kvemb.admit`; any unless given. If the table exists with another, this one holds
+                for all clients from now on, as if by `Table.set_policies`.
+            eviction: which rows are erased, one of `kvemb.evict`; none unless given. As admission, if the table exists.
             exist_ok: whether it may exist already.
             start_over: drop it first if it exists, with any definition; see `drop_table`. For one process of a job only: a second one
                 would drop the table that the first has created. The others open the table once it is there.
@@ -166,7 +174,8 @@ class Cluster:
             raise InvalidInputError(
                 f"table {name!r}: layout={layout!r} says how Redis and Valkey keep rows; this storage has a key for every row: leave it out"
             )
-        return self._tables.create(definition, exist_ok=exist_ok, start_over=start_over)
+        policies = PolicyChange(admission, eviction)
+        return self._tables.create(definition, policies=policies, exist_ok=exist_ok, start_over=start_over)
 
     def drop_table(self, name: str, timeout_s: float | None = None) -> int:
         """Delete a table with all its rows, for good, and free its name. Return how many rows were erased.

@@ -13,6 +13,7 @@ from kvemb.coordination.registry_format import META_NAME, newest_registry
 from kvemb.errors import InvalidInputError, UnknownTableError
 from kvemb.net.deadline import Deadline
 from kvemb.process import ForkLock
+from kvemb.schema.policies import PolicyChange
 from kvemb.schema.table_def import TableDef
 
 if TYPE_CHECKING:  # the cluster makes these
@@ -46,7 +47,7 @@ class OpenTables:
             raise UnknownTableError(f"no table {name!r} in cluster {self._config.cluster!r}; it has: {listed}")
         return self._remember(definitions[name])
 
-    def create(self, definition: TableDef, *, exist_ok: bool, start_over: bool) -> Table:
+    def create(self, definition: TableDef, *, policies: PolicyChange, exist_ok: bool, start_over: bool) -> Table:
         """Create a table, or return the one that is there; raises as `Cluster.create_table`."""
         shards = self._shared.require_shards("create_table")
         self._check_size(definition)
@@ -57,7 +58,7 @@ class OpenTables:
                 )
             with suppress(UnknownTableError):  # there is none
                 self.drop(definition.name, None)
-        table = self._remember(shards.create_table(definition, exist_ok, None))
+        table = self._remember(shards.create_table(definition, exist_ok, policies, None))
         asked = definition.optimizer.defaults()
         if asked != table.definition.optimizer.defaults():  # it existed: what the caller asks for holds for its own pushes
             table.set_hyper(**asked)

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvemb.admit import Admission
 from kvemb.api.shared_connection import SharedConnection
 from kvemb.arrays.ids import to_caller
 from kvemb.arrays.rounding import storage_dtype
 from kvemb.datapath.pull import prepare_pull
 from kvemb.datapath.push import prepare_assign, prepare_erase, prepare_push
+from kvemb.evict import Eviction
+from kvemb.schema.policies import Policies, PolicyChange
 from kvemb.schema.table_def import TableDef
 
 if TYPE_CHECKING:  # gRPC is imported when a cluster with parameter servers is opened; the cluster makes its tables
@@ -163,6 +166,33 @@ class Table:
             InvalidInputError: the optimizer takes no such value; the known ones are listed. Nothing changed.
         """
         self._hyper = self.pushed_hyper(values)
+
+    def policies(self, timeout_s: float | None = None) -> Policies:
+        """Return which new ids get a row of the table (`admission`), and which rows are erased (`eviction`), for all clients.
+
+        Raises:
+            ShardUnavailableError: shard 0 did not answer in time (`away_timeout_s` unless given).
+        """
+        return self._shared.require_shards("policies").questions.policies(self.name, timeout_s)
+
+    def set_policies(self, *, admission: Admission | None = None, eviction: Eviction | None = None, timeout_s: float | None = None) -> None:
+        """Change policies of the table, for all clients, from now on: `set_policies(admission=kvemb.admit.after(3))`.
+
+        Every later push of this client is decided by them. Others' pushes on their way may be decided by those before. In a sync job all
+        shards change at the same step. The values are kept with the table, in storage.
+
+        Args:
+            admission: one of `kvemb.admit`; None: as it is.
+            eviction: one of `kvemb.evict`; None: as it is.
+            timeout_s: of the whole call; `away_timeout_s` unless given.
+
+        Raises:
+            InvalidInputError: no such policy; nothing was sent.
+            AccessDeniedError: the caller's certificate has no role that may erase rows; nothing was changed.
+            ShardUnavailableError: they may have been changed; call it again.
+        """
+        change = PolicyChange(admission, eviction)
+        self._shared.require_shards("set_policies").set_policies(self.name, change, timeout_s)
 
     @property
     def wire_dtype(self) -> str:

@@ -41,6 +41,7 @@ class PartAck:
         prefetched: the rows that it asked about, which the trainer holds for later steps.
         changed_rows: as its answer has them; empty while and where they are not known.
         released: whether its batch is computed; always so once it is applied.
+        held_back: how many of its rows the tables' admission held back.
     """
 
     where: str
@@ -51,6 +52,7 @@ class PartAck:
     accepted: bool = False
     released: bool = False
     applied: bool = False
+    held_back: int = 0
 
 
 class Ack:
@@ -125,6 +127,14 @@ class Ack:
     def n_rows(self) -> int:
         """Rows pushed, over all tables."""
         return sum(part.n_rows for part in self._parts)
+
+    @property
+    def held_back(self) -> int:
+        """How many of the rows the tables' admission held back: their gradients train nothing. Known once the push is released, or applied.
+
+        A shard that was killed in between does not know it any more: its rows then count as not held back.
+        """
+        return sum(part.held_back for part in self._parts)
 
     @property
     def accepted(self) -> bool:

@@ -72,6 +72,8 @@ class AllShards:
         self._left: list[ShardChannel] = []
         self._pid = os.getpid()
         self._closed = False
+        self.tables_serial = 0
+        """The highest serial of the registry of tables that a shard has told this process."""
         self._follow(self.cluster_map)
 
     @staticmethod
@@ -97,6 +99,12 @@ class AllShards:
     def numbers(self) -> tuple[int, ...]:
         """The shards that there are, ascending."""
         return tuple(self.channels)
+
+    def heard(self, tables_serial: int) -> None:
+        """Note how often tables and policies had changed when a shard answered."""
+        if tables_serial > self.tables_serial:
+            with self._lock:
+                self.tables_serial = max(self.tables_serial, tables_serial)
 
     def follow(self, cluster_map: ClusterMap) -> None:
         """Follow a map that was read elsewhere, where there is no storage to read it from.

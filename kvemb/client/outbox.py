@@ -176,6 +176,7 @@ class MovedPush:
         ack: the push's.
         step: its number.
         serial: of the newest map that it was routed by.
+        tables_serial: of the registry of tables, as its other parts have it.
         shards: which have refused it.
         parts: of the ack: new ones are to take their place.
         tables: rows of each table, ids ascending.
@@ -185,6 +186,7 @@ class MovedPush:
     ack: Ack
     step: int
     serial: int
+    tables_serial: int
     shards: frozenset[int]
     parts: tuple[PartAck, ...]
     tables: tuple[TableRows, ...]
@@ -211,7 +213,8 @@ def _push(parts_of: Sequence[tuple[int, Sent]]) -> MovedPush:
             prefetched.setdefault(held.definition.key, []).append(held)
     parts = tuple(sent.part for sent in refused)
     joined = tuple(_joined(rows) for rows in tables.values()), tuple(_held(rows) for rows in prefetched.values())
-    return MovedPush(refused[0].ack, bodies[0].step, max(body.map_serial for body in bodies), shards, parts, *joined)
+    serials = max(body.map_serial for body in bodies), bodies[0].tables_serial
+    return MovedPush(refused[0].ack, bodies[0].step, *serials, shards, parts, *joined)
 
 
 def _joined(pieces: Sequence[TableRows]) -> TableRows:

@@ -61,6 +61,7 @@ class PushSender:
         hello: introduces the trainer to the shard, before the first part and after every reconnect; raises ShardLeftError.
         on_moved: called when the shard has refused parts because slots have moved: `moved` has them. They count as neither accepted nor
             applied until `resent` says that other parts have taken their place.
+        heard: takes the serial of the registry of tables that an answer names.
         introduced: whether the shard has had the first hello.
         recovers: whether the stream goes on when a shard that had stopped applying was mended: its parts have failed, and later ones are
             sent. Not so in a sync job, of whose step the shard has had nothing: its trainers connect again.
@@ -75,10 +76,12 @@ class PushSender:
         hello: Callable[[Deadline], HelloReply],
         on_moved: Callable[[], None] = lambda: None,
         *,
+        heard: Callable[[int], None] = lambda serial: None,
         introduced: bool = True,
         recovers: bool = True,
     ) -> None:
         self.channel, self.where, self._hello, self._on_moved = channel, str(channel), hello, on_moved
+        self._heard = heard
         self._introduced, self._recovers = introduced, recovers
         self._moved: list[Sent] = []
         self._changed = threading.Condition()
@@ -335,6 +338,8 @@ class PushSender:
 
     def _computed(self, sent: Sent, reply: PushReply) -> None:
         """Take over an answer about a part's batch, which is in storage or about to be."""
+        self._heard(reply.tables_serial)
+        sent.part.held_back = max(sent.part.held_back, reply.held_back)  # an answer that is given again may not know
         changed_rows: list[ChangedRowsBlock] = []
         tell = sent.ack.part_applied if reply.state == "applied" else sent.ack.part_released
         try:

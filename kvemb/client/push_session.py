@@ -114,7 +114,8 @@ class PushSession:
                 self._stream(shard).wait_room(deadline)
             window_s = time.monotonic() - began_s
             self._step += 1
-            numbered = self._number(wanted, prefetched_of, self._step, cluster_map.shards_serial)
+            serials = cluster_map.shards_serial, self._servers.tables_serial
+            numbered = self._number(wanted, prefetched_of, self._step, serials)
             ack = Ack(
                 f"push {self._step} of trainer {self._trainer!r}", [one.part for one in numbered], self._note_failure, self._timeout_s
             )
@@ -217,8 +218,9 @@ class PushSession:
         others = dict.fromkeys((shard for shard in self._servers.numbers if shard), self._hello_request())
         replies = {0: first, **self._servers.call_each("Hello", others, HelloReply, deadline)}
         self._introduced = True
-        for shard in replies:
+        for shard, reply in replies.items():
             self._stream(shard, introduced=True)
+            self._servers.heard(reply.tables_serial)
         self._step = self._inherited = max(0, *(reply.first_step - 1 for reply in replies.values()))
         writing = self._servers.cluster_map.writing_shards  # no trainer pushes to the others: they stay where they are
         firsts = {shard: reply.first_step for shard, reply in replies.items() if shard in writing}
@@ -232,7 +234,7 @@ class PushSession:
                 stream.wait_room(deadline)
                 serial = self._servers.cluster_map.shards_serial
                 body, part = (
-                    self._part(stream.next_sequence(), [], False, step, serial),
+                    self._part(stream.next_sequence(), [], False, step, (serial, 0)),
                     PartAck(stream.where, 0, partial(self._trouble, shard)),
                 )
                 ack = Ack(f"empty part of step {step} of trainer {self._trainer!r}", [part], self._note_failure, self._timeout_s)
@@ -248,7 +250,14 @@ class PushSession:
         stream = self._streams.get(shard)
         if stream is None:
             channel = self._servers.channels[shard]
-            stream = PushSender(channel, self._hello_of(shard), self._route_again_soon, introduced=introduced, recovers=not self.sync)
+            stream = PushSender(
+                channel,
+                self._hello_of(shard),
+                self._route_again_soon,
+                heard=self._servers.heard,
+                introduced=introduced,
+                recovers=not self.sync,
+            )
             self._streams[shard] = stream
         elif (channel := self._servers.channels.get(shard, stream.channel)) is not stream.channel:
             stream.use(channel)
@@ -264,6 +273,7 @@ class PushSession:
             try:
                 reply = self._servers.call(shard, "Hello", self._hello_request(), HelloReply, deadline)
                 self._stream(shard)  # where it was asked
+                self._servers.heard(reply.tables_serial)
                 return reply
             except ShardUnavailableError:
                 with suppress(StorageError):
@@ -285,9 +295,15 @@ class PushSession:
         return {shard: share for shard, share in enumerate(shares) if shard in always or any(len(rows.ids) for rows in share)}
 
     def _number(
-        self, wanted: dict[int, list[TableRows]], prefetched_of: list[list[list[PrefetchedRows]]], step: int, serial: int
+        self, wanted: dict[int, list[TableRows]], prefetched_of: list[list[list[PrefetchedRows]]], step: int, serials: tuple[int, int]
     ) -> list[_Numbered]:
-        """Give each shard's share of a push, and its share of the prefetched rows if there are any, the next sequences there."""
+        """Give each shard's share of a push, and its share of the prefetched rows if there are any, the next sequences there.
+
+        Args:
+            wanted, prefetched_of: the shares.
+            step: of the push.
+            serials: of the shards' map by which it was routed, and of the registry of tables.
+        """
         numbered: list[_Numbered] = []
         for shard, tables in wanted.items():
             stream = self._stream(shard)
@@ -295,14 +311,20 @@ class PushSession:
             first = stream.next_sequence()
             for index, (message, prefetched) in enumerate(messages):
                 more = index + 1 < len(messages)
-                body = self._part(first + index, message, more, step, serial, prefetched)
+                body = self._part(first + index, message, more, step, serials, prefetched)
                 n_rows = sum(len(rows.ids) for rows in message)
                 part = PartAck(stream.where, n_rows, partial(self._trouble, shard), prefetched)
                 numbered.append(_Numbered(stream, body, part))
         return numbered
 
     def _part(
-        self, sequence: int, tables: list[TableRows], more: bool, step: int, serial: int, prefetched: Sequence[PrefetchedRows] = ()
+        self,
+        sequence: int,
+        tables: list[TableRows],
+        more: bool,
+        step: int,
+        serials: tuple[int, int],
+        prefetched: Sequence[PrefetchedRows] = (),
     ) -> PushPart:
         questions = [rows.to_message() for rows in prefetched]
         return PushPart(
@@ -314,7 +336,8 @@ class PushSession:
             tables=tables,
             digest=digest_tables(tables, questions),
             prefetched=questions,
-            map_serial=serial,
+            map_serial=serials[0],
+            tables_serial=serials[1],
         )
 
     # --- slots that moved ---------------------------------------------------------------------------------------------------------
@@ -352,7 +375,8 @@ class PushSession:
             missed = push.shards if push.step <= self._inherited else push.shards | (writing - self._heard.get(push.serial, frozenset()))
             wanted = self._shares(push.tables, cluster_map, writing & missed if self.sync else ())
             prefetched_of = route_prefetched(push.prefetched, cluster_map) if push.prefetched else []
-            numbered = self._number(wanted, prefetched_of, push.step, cluster_map.shards_serial)
+            serials = cluster_map.shards_serial, push.tables_serial
+            numbered = self._number(wanted, prefetched_of, push.step, serials)
             push.ack.replace_parts(push.parts, [one.part for one in numbered])
             _send(numbered, push.ack)
         self._n_rerouted += 1

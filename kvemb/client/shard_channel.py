@@ -73,7 +73,9 @@ _OPTIONS = (
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),  # a pod that starts again has another address; gRPC would ask after 30 s
 )
 # Asking twice does no harm: these are asked again, within their deadline, when the connection breaks or the shard is about to stop.
-_REPEATABLE = frozenset({"Hello", "Describe", "GetTable", "Flush", "Count", "Ids", "Progress", "ShowRow", "Examine", "SampleIds"})
+_REPEATABLE = frozenset(
+    {"Hello", "Describe", "GetTable", "Flush", "Count", "Ids", "Progress", "ShowRow", "Examine", "SampleIds", "Evictions"}
+)
 _LONGEST_WORDS = 4096
 _GRACE_S = 5.0  # gRPC keeps the deadline itself; where it does not, gRPC has failed and not the shard
 _STUCK = "gRPC did not end the call at its deadline; connect again"

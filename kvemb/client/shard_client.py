@@ -17,7 +17,7 @@ from kvemb.client.missing_rows import MissingRows
 from kvemb.client.push_session import PushSession
 from kvemb.client.shard_questions import ShardQuestions
 from kvemb.datapath.prefetched_rows import PrefetchedRows
-from kvemb.errors import SlotsMovedError
+from kvemb.errors import ParameterServerError, SlotsMovedError
 from kvemb.net.deadline import Deadline
 from kvemb.process import interrupts
 from kvemb.process.work_ahead import work_ahead
@@ -32,10 +32,12 @@ from kvemb.protocol.messages import (
     FlushReply,
     FlushRequest,
     RowsRequest,
+    SetPoliciesRequest,
     TableReply,
     TableRequest,
 )
 from kvemb.protocol.shard_routing import pieces, route
+from kvemb.schema.policies import NO_POLICIES, PolicyChange
 from kvemb.schema.table_def import TableDef
 
 M = TypeVar("M", bound=Message)
@@ -44,6 +46,7 @@ _MESSAGE_BYTES = MAX_PART_BYTES // 2  # small enough for a shard to be at severa
 _AT_ONCE = 3  # messages to a shard: one is taken in and one journaled while one is applied
 _ANSWER_MARGIN_S = 1.0
 _MOVED_PAUSE_S = 0.02
+_NEWER = "Install the newer one for the shards, too (docs/upgrade.md)"
 log = logging.getLogger("kvemb")
 
 
@@ -91,11 +94,29 @@ class ShardClient:
         """How many pushes not every shard has accepted."""
         return len(self._session.undelivered())
 
-    def create_table(self, definition: TableDef, exist_ok: bool, timeout_s: float | None) -> TableDef:
-        """Register a table with shard 0; return it as registered."""
-        request = CreateTableRequest(definition.to_dict(), exist_ok)
+    def create_table(self, definition: TableDef, exist_ok: bool, policies: PolicyChange, timeout_s: float | None) -> TableDef:
+        """Register a table with shard 0, or set the policies that are given of one that exists; return it as registered."""
+        request = CreateTableRequest(definition.to_dict(), exist_ok, policies.to_dict())
         reply = self._servers.call(0, "CreateTable", request, TableReply, self._deadline(timeout_s))
-        return TableDef.from_dict(reply.table)
+        self._servers.heard(reply.tables_serial)
+        table = TableDef.from_dict(reply.table)
+        if request.policies and not reply.policies:
+            raise ParameterServerError(f"table {table.name!r} exists now without its policies: shard 0 is of an older release. {_NEWER}.")
+        if (has := NO_POLICIES.updated(reply.policies)).updated(request.policies) != has:
+            self.set_policies(table.name, policies, timeout_s)
+        return table
+
+    def set_policies(self, name: str, policies: PolicyChange, timeout_s: float | None = None) -> None:
+        """Change policies of a table, those that are given: in the registry first, then every shard is told.
+
+        Raises:
+            UnknownTableError, AccessDeniedError: nothing was changed.
+            ShardUnavailableError: they may have been changed. A shard that was not told reads them when a trainer's push names them.
+        """
+        deadline = self._deadline(timeout_s)
+        serial = self._servers.call(0, "SetPolicies", SetPoliciesRequest(name, policies.to_dict()), TableReply, deadline).tables_serial
+        self._servers.heard(serial)
+        self._servers.call_each("SetPolicies", SetPoliciesRequest(name, {}, serial), TableReply, deadline)
 
     def drop_table(self, name: str, timeout_s: float | None = None) -> int:
         """Drop a table, behind this process's own pushes; return how many rows were erased.

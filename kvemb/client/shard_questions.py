@@ -4,6 +4,7 @@ What must not live here: whatever changes something (kvemb.client.shard_client).
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,8 @@ from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import (
     CountReply,
     Empty,
+    EvictionsReply,
+    EvictionsRequest,
     IdsReply,
     IdsRequest,
     ProgressReply,
@@ -24,6 +27,7 @@ from kvemb.protocol.messages import (
     TableReply,
     TableRequest,
 )
+from kvemb.schema.policies import NO_POLICIES, Policies
 from kvemb.schema.table_def import TableDef
 
 PAGE_IDS = 1 << 20  # each costs a shard a look at all of its ids
@@ -48,6 +52,10 @@ class ShardQuestions:
         """Return a registered table; UnknownTableError lists the others."""
         reply = self._servers.call(0, "GetTable", TableRequest(name), TableReply, self._deadline(timeout_s))
         return TableDef.from_dict(reply.table)
+
+    def policies(self, name: str, timeout_s: float | None = None) -> Policies:
+        """Return the newest policies of a table."""
+        return NO_POLICIES.updated(self._servers.call(0, "GetTable", TableRequest(name), TableReply, self._deadline(timeout_s)).policies)
 
     def count(self, table: str, timeout_s: float | None = None) -> int:
         """Return the number of rows that exist, over all shards."""
@@ -89,6 +97,11 @@ class ShardQuestions:
     def show_row(self, shard: int, table: str, row_id: int, timeout_s: float | None = None) -> ShowRowReply:
         """Return a shard's knowledge of a row."""
         return self._servers.call(shard, "ShowRow", ShowRowRequest(table, row_id), ShowRowReply, self._deadline(timeout_s))
+
+    def evictions(self, timeout_s: float, *, dry_run: bool = False) -> dict[int, list[dict[str, Any]]]:
+        """Return what each shard has erased by policies, or in a dry run would erase now: see `EvictionsReply`."""
+        request, deadline = EvictionsRequest(dry_run, timeout_s), Deadline.of_caller(timeout_s)
+        return {shard: reply.tables for shard, reply in self._servers.call_each("Evictions", request, EvictionsReply, deadline).items()}
 
     def progress(self, timeout_s: float | None = None) -> list[ProgressReply]:
         """Return how far each shard has come."""

@@ -1,4 +1,6 @@
-"""The verbs `kvemb tables`, `show` and `drop`: the tables of a cluster, and one row as storage, index and cache know it."""
+"""The verbs `kvemb tables`, `show` and `drop`: the tables of a cluster, what their policies erase, and one row as storage, index and
+cache know it.
+"""
 
 import argparse
 import json
@@ -20,27 +22,55 @@ _SHOWN = 8  # of a row's weights
 
 
 def tables_command(args: argparse.Namespace) -> int:
-    """List the tables, first those that have given the shards the most work since they were started."""
+    """List the tables, first those that have given the shards the most work since they were started; or what their policies erase."""
+    if args.evictions or args.dry_run:
+        return _evictions(args)
     with connect(args.config) as cluster:
         found = [_table(cluster, name) for name in cluster.tables()]
     found.sort(key=lambda table: -table["rows_applied"])
     if args.json:
         print(json.dumps(found))
         return 0
-    head = ("TABLE", "DIM", "DTYPE", "OPTIMIZER", "REDUCE", "LAYOUT", "ROWS", "STEPS", "APPLIED", "RECORD", "MB")
+    head = ("TABLE", "DIM", "DTYPE", "OPTIMIZER", "REDUCE", "LAYOUT", "ADMISSION", "EVICTION", "ROWS", "STEPS", "APPLIED", "RECORD", "MB")
     print(text_table([head, *map(_cells, found)]))
     return 0
 
 
+def _evictions(args: argparse.Namespace) -> int:
+    with connect(args.config) as cluster:
+        by_shard = cluster.questions.evictions(args.timeout, dry_run=args.dry_run)
+    found = sorted(({"shard": shard, **one} for shard, tables in by_shard.items() for one in tables), key=lambda one: one["table"])
+    if args.json:
+        print(json.dumps(found))
+        return 0
+    if not found:
+        print("no table has an eviction policy: create_table(eviction=…) or Table.set_policies(eviction=…) gives it one")
+        return 0
+    went = "WOULD GO" if args.dry_run else "EVICTED"
+    head = ("TABLE", "SHARD", "ROWS", "BY", went, "MB", "OLDEST")
+    print(text_table([head, *(line for one in found for line in _eviction_cells(one))]))
+    return 0
+
+
+def _eviction_cells(one: dict[str, Any]) -> list[tuple[object, ...]]:
+    """A line for each policy that has sent rows; the first has what is known of all of them."""
+    by = list(one["by_policy"].items()) or [(one["policy"], 0)]
+    oldest = "-" if one["oldest_batch"] < 0 else f"batch {one['oldest_batch']:,}"
+    oldest += f", {one['oldest_s'] / 3600:,.1f} h ago" if one["oldest_s"] else ""
+    whole = f"{one['bytes'] / 1e6:,.1f}", oldest
+    first = one["table"], one["shard"], f"{one['rows']:,}", by[0][0], f"{by[0][1]:,}", *whole
+    return [first, *(("", "", "", policy, f"{n_rows:,}", "", "") for policy, n_rows in by[1:])]
+
+
 def _cells(table: dict[str, Any]) -> tuple[object, ...]:
-    words = (table[word] for word in ("name", "dim", "dtype", "optimizer", "reduce", "layout"))
+    words = (table[word] for word in ("name", "dim", "dtype", "optimizer", "reduce", "layout", "admission", "eviction"))
     counts = (f"{table[word]:,}" for word in ("rows", "steps", "rows_applied"))
     return (*words, *counts, f"{table['record_bytes']} B", f"{table['rows'] * table['record_bytes'] / 1e6:,.1f}")
 
 
 def _table(cluster: Cluster, name: str) -> dict[str, Any]:
     table = cluster.table(name)
-    definition = table.definition
+    definition, policies = table.definition, table.policies()
     return {
         "name": name,
         "dim": definition.dim,
@@ -48,6 +78,8 @@ def _table(cluster: Cluster, name: str) -> dict[str, Any]:
         "optimizer": definition.optimizer.kind,
         "reduce": definition.reduce,
         "layout": _layout(definition, pages=cluster.store.capabilities.pages),
+        "admission": str(policies.admission),
+        "eviction": str(policies.eviction),
         "rows": len(table),
         "steps": cluster.questions.step(name),
         "rows_applied": cluster.questions.rows_applied(name),

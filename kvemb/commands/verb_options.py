@@ -172,7 +172,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "demo": ("kvemb demo --store redis --nodes 3 --shards 2 --trainers 2", "kvemb demo --config kvemb.yaml"),
     "shard": ("kvemb shard --config kvemb.yaml --shard 0",),
     "status": ("kvemb status", "kvemb status --watch 10", "kvemb status --json kvemb.yaml"),
-    "tables": ("kvemb tables", "kvemb tables --json --config kvemb.yaml"),
+    "tables": ("kvemb tables", "kvemb tables --json --config kvemb.yaml", "kvemb tables --evictions", "kvemb tables --dry-run"),
     "show": ("kvemb show user 42", "kvemb show user -5 --json"),
     "init": ("kvemb init --store redis --nodes 10.0.0.1:6379 10.0.0.2:6379 --shards 10.0.1.1:7070",),
     "doctor": ("kvemb doctor", "kvemb doctor --json kvemb.yaml"),

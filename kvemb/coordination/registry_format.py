@@ -4,21 +4,24 @@ Every node holds a copy. Each write has a serial, and the highest that any node 
 completed by the next one.
 
 Tables that were dropped stay in it for good, beside those that exist. Shards' journals and snapshots may still name them, and no later
-table may get their keys. A registry without any has the form that older releases read.
+table may get their keys. So do the last policies of each table that has had any. A registry without either has the form that older
+releases read.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgpack
 
 from kvemb.coordination.replicated_values import DamagedCopyError, intact_copies
 from kvemb.errors import InvalidInputError, ProtocolError, other_format
+from kvemb.schema.policies import NO_POLICIES, Changes
 from kvemb.schema.table_def import TableDef
 
 META_NAME = "kvemb:tables"
 _MAGIC = "kvemb-tables"
-_VERSION, _WITH_DROPPED = 1, 2
+_VERSION, _WITH_DROPPED, _WITH_POLICIES = 1, 2, 3
+_VERSIONS = (_VERSION, _WITH_DROPPED, _WITH_POLICIES)
 
 
 class Dropped(NamedTuple):
@@ -29,23 +32,31 @@ class Dropped(NamedTuple):
 
 
 class Registered(NamedTuple):
-    """A registry's content: the tables that exist, by name, and those that were or are being dropped, by key."""
+    """A registry's content: the tables that exist, by name, those that were or are being dropped, by key, and the policies of tables.
+
+    Of a table, by its key, `policies` has the last changes; it lacks tables that never had any.
+    """
 
     serial: int
     tables: dict[str, TableDef]
     dropped: dict[str, Dropped]
+    policies: Mapping[str, Changes] = {}
 
 
-def encode_registry(serial: int, tables: Iterable[TableDef], dropped: Iterable[Dropped] = ()) -> bytes:
+def encode_registry(
+    serial: int, tables: Iterable[TableDef], dropped: Iterable[Dropped] = (), policies: Mapping[str, Changes] | None = None
+) -> bytes:
     """Return the bytes of a registry.
 
     Example:
         >>> decode_registry(encode_registry(3, []))
-        Registered(serial=3, tables={}, dropped={})
+        Registered(serial=3, tables={}, dropped={}, policies={})
     """
     old = [[one.definition.to_dict(), one.gone] for one in dropped]
-    fields = [_MAGIC, _WITH_DROPPED if old else _VERSION, serial, [table.to_dict() for table in tables]]
-    packed: bytes = msgpack.packb([*fields, old] if old else fields)
+    of_tables = [[key, [[at, of.to_dict()] for at, of in changes]] for key, changes in sorted((policies or {}).items())]
+    version = _WITH_POLICIES if of_tables else _WITH_DROPPED if old else _VERSION
+    fields = [_MAGIC, version, serial, [table.to_dict() for table in tables], old, of_tables]
+    packed: bytes = msgpack.packb(fields[: 3 + version])
     return packed
 
 
@@ -64,18 +75,24 @@ def decode_registry(data: bytes) -> Registered:
         raise DamagedCopyError(f"expected a table registry, got {data[:40]!r}") from error
     try:
         _, version, serial, items, *old = fields
-        if version not in (_VERSION, _WITH_DROPPED):
-            raise ProtocolError(other_format("the registry of tables", version, (_VERSION, _WITH_DROPPED)))
+        if version not in _VERSIONS:
+            raise ProtocolError(other_format("the registry of tables", version, _VERSIONS))
         if len(old) != version - _VERSION:
-            raise ValueError(f"{len(old)} lists of dropped tables")
+            raise ValueError(f"{len(old)} lists behind that of the tables")
         tables = [TableDef.from_dict(item) for item in items]
         dropped = [Dropped(TableDef.from_dict(item), bool(gone)) for item, gone in (old[0] if old else ())]
-        return Registered(int(serial), {table.name: table for table in tables}, {one.definition.key: one for one in dropped})
+        policies = dict(_changes(item) for item in (old[1] if len(old) > 1 else ()))
+        return Registered(int(serial), {table.name: table for table in tables}, {one.definition.key: one for one in dropped}, policies)
     except (InvalidInputError, ValueError, TypeError) as error:
         raise ProtocolError(
             f"the value under {META_NAME} is not a table registry of this release: {error}; a later release has made such a table: install "
             "it for trainers, shards and commands (docs/upgrade.md)"
         ) from error
+
+
+def _changes(item: Any) -> tuple[str, Changes]:
+    key, changes = item
+    return str(key), tuple((int(at), NO_POLICIES.updated(of)) for at, of in changes)
 
 
 def newest_registry(copies: Iterable[bytes | None], where: Sequence[str] = ()) -> Registered:

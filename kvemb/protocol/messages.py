@@ -43,12 +43,14 @@ class HelloReply(Message):
     """The incarnation in force and the last sequence this shard has accepted from it (0 = none).
 
     first_step is the number of the sync step that this shard awaits from the trainer; 0 in async mode, and while it is not known.
+    tables_serial is that of the registry of tables, as far as this shard knows.
     """
 
     incarnation: int
     last_sequence: int
     mode: str
     first_step: int = 0
+    tables_serial: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +67,8 @@ class PushPart(Message):
             which of them changed with this step.
         map_serial: with which the shards' half of the cluster map came into force by which all of it was routed; a shard takes parts of the
             one in force only.
+        tables_serial: the highest serial of the registry of tables that the trainer has heard of; 0: it has heard of none. All parts of a
+            push have the same one: by it the shards of a sync job change policies at the same step (`kvemb.schema.policies`).
     """
 
     trainer: str
@@ -76,6 +80,7 @@ class PushPart(Message):
     digest: int
     prefetched: list[TableRows] = field(default_factory=list)
     map_serial: int = 1
+    tables_serial: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +99,9 @@ class PushReply(Message):
         epoch: of the shard's versions: the part's rows have the version (epoch, k) now (state "applied").
         changed_rows: for each table of the part's prefetched rows those that changed; [] when it has none, and when it is not known. Then
             the part was answered before (perhaps by a process that was killed since), or storage did not give the rows. Pull them then.
+        tables_serial: of the registry of tables, as far as the shard knows (states "released" and "applied").
+        held_back: of its ids, how many the tables' admission held back: nothing of them was applied (states "released" and "applied"). 0
+            where the part was answered before, by a process that was killed since.
     """
 
     sequence: int
@@ -104,6 +112,8 @@ class PushReply(Message):
     error: dict[str, str] = field(default_factory=dict)
     epoch: int = 0
     changed_rows: list[ChangedRowsBlock] = field(default_factory=list)
+    tables_serial: int = 0
+    held_back: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,17 +139,29 @@ class DescribeReply(Message):
 
 @dataclass(frozen=True, eq=False)
 class CreateTableRequest(Message):
-    """Create a table; exist_ok accepts an existing one of the same identity."""
+    """Create a table; exist_ok accepts an existing one of the same identity, which keeps its policies."""
 
     table: dict[str, Any]
     exist_ok: bool
+    policies: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class TableReply(Message):
-    """The definition of a table as the registry has it."""
+    """The definition of a table as the registry has it, its newest policies, and the registry's serial; {} and 0 of an older release."""
 
     table: dict[str, Any]
+    policies: dict[str, Any] = field(default_factory=dict)
+    tables_serial: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class SetPoliciesRequest(Message):
+    """Change policies of a table, those that are given: shard 0. With a serial: know the registry as of it, any shard."""
+
+    table: str
+    policies: dict[str, Any]
+    tables_serial: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -407,6 +429,32 @@ class SampleIdsRequest(Message):
 
     table: str
     limit: int
+
+
+@dataclass(frozen=True, eq=False)
+class EvictionsRequest(Message):
+    """Ask for what a shard has erased by the policies of its tables, or for what these would erase now.
+
+    Args:
+        dry_run: the second; the shard walks through the tables for it, and erases nothing.
+        timeout_s: how long it may take.
+    """
+
+    dry_run: bool
+    timeout_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class EvictionsReply(Message):
+    """Evictions of the tables that have a policy, or of which rows have gone by one since the shard was started.
+
+    Args:
+        tables: of each `table`, `policy`, `rows` that there are, and of those that went, or would go: `evicted`, the number by policy
+            (`by_policy`), `bytes` of their records, `oldest_batch` and `oldest_s`, the batch of the shard in which one of them was pushed
+            longest ago and the seconds since, -1 and 0.0 where that is not known; and `walks` through the table.
+    """
+
+    tables: list[dict[str, Any]]
 
 
 def digest_tables(tables: list[TableRows], prefetched: Sequence[TableRows] = ()) -> int:

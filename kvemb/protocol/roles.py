@@ -25,13 +25,14 @@ _EVERYBODY = frozenset({TRAINER, ADMIN, READER})
 _WRITERS = frozenset({TRAINER, ADMIN})
 MAY_CALL = {
     **dict.fromkeys(
-        ("Describe", "GetTable", "Count", "Step", "Ids", "Status", "Progress", "Compare", "ShowRow", "Examine", "SampleIds"), _EVERYBODY
+        ("Describe", "GetTable", "Count", "Step", "Ids", "Status", "Progress", "Compare", "ShowRow", "Examine", "SampleIds", "Evictions"),
+        _EVERYBODY,
     ),
     **dict.fromkeys(("MoveStatus", "SlotSizes"), _EVERYBODY),
     **dict.fromkeys(("CreateTable", "Assign", "Flush", "Save", "SaveStatus"), _WRITERS),
     **dict.fromkeys(("Hello", "Push", "Bye", "LeftSession"), frozenset({TRAINER})),
     **dict.fromkeys(("Erase", "DropTable", "EraseTable", "EndDrop", "Load", "Repair"), frozenset({ADMIN})),
-    **dict.fromkeys(("MoveSlots", "ReplaceNode", "AbortMove"), frozenset({ADMIN})),
+    **dict.fromkeys(("SetPolicies", "MoveSlots", "ReplaceNode", "AbortMove"), frozenset({ADMIN})),
     **dict.fromkeys(("SlotEntries", "Watermarks", "LeftSessions", "MoveNews"), frozenset({SHARD})),
 }
 """Verb of the shards' service: roles that may call it."""

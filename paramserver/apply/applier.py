@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,6 +94,7 @@ class Applier:
         background: the work between batches.
         applied: behind the entry of the last batch applied before this process began.
         failed: called with the error that ends the shard for good: everything that waits is to fail.
+        tables_serial: returns that of the registry of tables, which trainers hear with every outcome.
     """
 
     def __init__(
@@ -107,7 +108,9 @@ class Applier:
         background: BackgroundWork,
         applied: Position,
         failed: Callable[[BaseException], None],
+        tables_serial: Callable[[], int],
     ) -> None:
+        self._tables_serial = tables_serial
         self._ingest, self._engine, self._tables, self._handover = ingest, engine, tables, handover
         self._finder, self._background, self._failed = finder, background, failed
         self.thread = OwnedThread(self._run, name="kvemb-apply", wakes=(ingest.state.stop, handover.close))
@@ -143,7 +146,9 @@ class Applier:
         """Apply one batch; return the reply of each part, by id() of its ticket."""
         work = batch.work
         if isinstance(work, RowsWork):
-            work.finish(self._engine.run(batch.batch, batch.version, self.pause, between=self._between).n_existed)
+            begun_s = time.perf_counter()
+            n_existed = self._engine.run(batch.batch, batch.version, self.pause, between=self._between).n_existed
+            work.finish(n_existed, time.perf_counter() - begun_s)
             return {}
         pushes = work.pushes if isinstance(work, RefusedStep) else work
         parts = [(push, part) for push in pushes for part in push.parts]
@@ -154,7 +159,7 @@ class Applier:
         asked = [(part, of) for (push, part), of in zip(parts, stale, strict=True) if id(push) in holding]
 
         def release(computed: Sequence[PreparedRows]) -> None:
-            replies = [_reply(part, "released", of, k_and_epoch, self._changed_rows(part, computed)) for part, of in asked]
+            replies = [self._reply(part, "released", of, k_and_epoch, self._changed_rows(part, computed)) for part, of in asked]
             self._ingest.outcomes.release([(part.ticket, reply) for (part, _), reply in zip(asked, replies, strict=True)])
 
         computed, between = release if asked else None, self._between
@@ -164,8 +169,15 @@ class Applier:
         replies = {}
         for (_, part), of in zip(parts, stale, strict=True):
             changed_rows = self._changed_rows(part, applied.written) if part.prefetched and not part.ticket.released else []
-            replies[id(part.ticket)] = _reply(part, "applied", of, k_and_epoch, changed_rows)
+            replies[id(part.ticket)] = self._reply(part, "applied", of, k_and_epoch, changed_rows)
         return replies
+
+    def _reply(
+        self, part: ReceivedPart, state: str, stale: tuple[float, int], k_and_epoch: tuple[int, int], changed_rows: list[ChangedRowsBlock]
+    ) -> PushReply:
+        ticket, (changed, elapsed), (k, epoch) = part.ticket, stale, k_and_epoch
+        told = PushReply(ticket.sequence, state, k, changed, elapsed, epoch=epoch, changed_rows=changed_rows)
+        return replace(told, tables_serial=self._tables_serial(), held_back=ticket.held_back)
 
     def _changed_rows(self, part: ReceivedPart, batch: Sequence[PreparedRows]) -> list[ChangedRowsBlock]:
         """Those of a part's prefetched rows that this batch changed."""
@@ -188,10 +200,3 @@ class Applier:
             log.warning("retrying because %s", text)
         if self.thread.wait(pause_s):
             raise AbandonedError from error
-
-
-def _reply(
-    part: ReceivedPart, state: str, stale: tuple[float, int], k_and_epoch: tuple[int, int], changed_rows: list[ChangedRowsBlock]
-) -> PushReply:
-    (changed, elapsed), (k, epoch) = stale, k_and_epoch
-    return PushReply(part.ticket.sequence, state, k, changed, elapsed, epoch=epoch, changed_rows=changed_rows)

@@ -26,6 +26,7 @@ from kvemb.net.deadline import Deadline, WhyWaiting
 from kvemb.schema.cluster_map import ClusterMap
 
 from ..engine.storage_pace import NO_BATCH, Pause
+from ..eviction.evictor import Evictor
 from ..journal import Position
 from ..model.tables import TableState
 from ..moves.phase_runner import PhaseRunner
@@ -95,6 +96,7 @@ class BackgroundWork:
         flushes: to the row log.
         scrub: compares rows that no push touches.
         mover: does the shard's part in plans; None where there are none.
+        evictor: has rows erased by their tables' policies; None where there are none.
         wake: makes the apply thread call `step`.
         timeout_s: of one read for a comparison of rows.
     """
@@ -107,16 +109,17 @@ class BackgroundWork:
         wake: Callable[[], None],
         *,
         mover: PhaseRunner | None = None,
+        evictor: Evictor | None = None,
         timeout_s: float = 5.0,
     ) -> None:
-        self._mover = mover
+        self._mover, self._evictor = mover, evictor
         self._at_rest: ClusterMap | None = None  # a map without a plan, which the mover has followed: nothing is to be done for it
         self.applied: Position | None = None  # as `step` was told last
         self._repairer, self._flushes, self._wake, self.scrub, self._timeout_s = repairer, flushes, wake, scrub, timeout_s
         self._lock = threading.Lock()
         self._asked: list[RepairTicket] = []
         self._to_compare: list[CompareTicket] = []
-        self._scrub_waits = WhyWaiting()
+        self._scrub_waits, self._eviction_waits = WhyWaiting(), WhyWaiting()
         self._not_before_s = 0.0
 
     def ask_repair(self, addresses: Iterable[str] = ()) -> RepairTicket:
@@ -134,6 +137,10 @@ class BackgroundWork:
             self._to_compare.append(ticket)
         self._wake()
         return ticket
+
+    def look_at_policies(self) -> None:
+        """Have the policies of tables looked at, which may have changed; returns at once."""
+        self._wake()
 
     def ask_flush(self, *, always: bool = False) -> threading.Event:
         """Have the shard flush to its row log, unless the journal can bring forward in no time what changed since; returns at once.
@@ -154,8 +161,9 @@ class BackgroundWork:
     def due_in_s(self) -> float:
         """Seconds until `step` has something to do without a request."""
         moving_s = None if self._mover is None or self._mover.maps.cluster_map is self._at_rest else self._mover.due_in_s()
-        scrub_s = max(0.0, self.scrub.due_s - time.monotonic())
-        return scrub_s if moving_s is None else min(scrub_s, moving_s)
+        due_s = self.scrub.due_s if self._evictor is None else min(self.scrub.due_s, self._evictor.due_s)
+        waits_s = max(0.0, due_s - time.monotonic())
+        return waits_s if moving_s is None else min(waits_s, moving_s)
 
     def step(self, applied: Position, pause: Pause) -> bool:
         """Do a slice of the work; return whether more can be done at once.
@@ -177,6 +185,8 @@ class BackgroundWork:
             self._repair(asked, pause)
         if to_compare:
             self._compare(to_compare)
+        if self._evictor is not None:
+            self._step_eviction(self._evictor)
         now_s = time.monotonic()
         due = self._flushes.journal.size_bytes > self._flushes.due_bytes and now_s >= self._not_before_s
         if (due and self._step_flush(applied, pause)) or moving:
@@ -236,6 +246,14 @@ class BackgroundWork:
         finally:
             for ticket in tickets:
                 ticket.end()
+
+    def _step_eviction(self, evictor: Evictor) -> None:
+        try:
+            evictor.step()
+            self._eviction_waits.over()
+        except StorageError as error:
+            if self._eviction_waits.is_news(f"{type(error).__name__}: {error}"):
+                log.warning("weights of rows that may be evicted cannot be read now: %s", error)
 
     def _step_scrub(self) -> None:
         try:

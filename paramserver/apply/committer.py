@@ -12,15 +12,19 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 
+from ..ingest.admission import Admissions
 from ..ingest.ingest import Ingest
 from ..ingest.ingest_state import AbandonedError
 from ..ingest.work_queue import merge_pushes
 from ..journal import BatchEntry, Position, Watermark
 from ..journal.write_ahead_log import FencedLog
-from ..model.batch import APPLY, ERASE, Batch, Push, RefusedStep, RowsWork, Work
+from ..model.batch import APPLY, ERASE, Batch, CheckedRows, EvictionWork, Push, RefusedStep, RowsWork, Work, items_of
 from ..model.tables import Tables, TableState
 from ..shard_process.owned_thread import OwnedThread
 
@@ -56,6 +60,7 @@ class Handover:
         self._depth = depth
         self._changed = threading.Condition()
         self._waiting: deque[Committed] = deque()
+        self._at_work: Committed | None = None
         self._woken = False
         self.closed = False
 
@@ -72,14 +77,24 @@ class Handover:
             self._changed.notify_all()
 
     def get(self, *, timeout_s: float | None = None) -> Committed | None:
-        """Return the next batch; None when closed, when woken up, and when there is none within `timeout_s` (None: wait for ever)."""
+        """Return the next batch; None when closed, when woken up, and when there is none within `timeout_s` (None: wait for ever).
+
+        The one returned before is applied by then.
+        """
         with self._changed:
+            self._at_work = None
             self._changed.wait_for(lambda: self.closed or self._woken or bool(self._waiting), timeout_s)
             self._woken = False
             if self.closed or not self._waiting:
                 return None
             self._changed.notify_all()
-            return self._waiting.popleft()
+            self._at_work = self._waiting.popleft()
+            return self._at_work
+
+    def unapplied(self) -> list[Batch]:
+        """Return the batches that may not be applied yet, the one at work among them."""
+        with self._changed:
+            return [one.batch for one in (*self._waiting, self._at_work) if one is not None]
 
     def wake(self) -> None:
         """Wake the thread that waits for a batch, so that it looks for other work."""
@@ -102,6 +117,7 @@ class Committer:
         tables: whose steps are known as of the last batch applied.
         fenced_log: the journal.
         handover: where committed batches go.
+        admissions: decide which gradients are merged at all.
         sync: whether lists of pushes are steps of a sync job.
         epoch, k: of the versions: the first batch is k + 1.
         failed: called with the error that ends the shard for good: all waiting work is to fail.
@@ -114,13 +130,14 @@ class Committer:
         fenced_log: FencedLog,
         handover: Handover,
         *,
+        admissions: Admissions,
         sync: bool,
         epoch: int,
         k: int,
         failed: Callable[[BaseException], None],
     ) -> None:
         self._ingest, self._tables, self._fenced_log, self._handover = ingest, tables, fenced_log, handover
-        self._sync, self._epoch, self._failed = sync, epoch, failed
+        self._admissions, self._sync, self._epoch, self._failed = admissions, sync, epoch, failed
         self.k = k  # of the last batch numbered: pushes acknowledged before are in it or in earlier ones
         self._counting = threading.Lock()
         self._steps: dict[str, int] = {}  # per table, behind the last batch numbered
@@ -144,7 +161,12 @@ class Committer:
             self._failed(error)
 
     def _commit(self, group: Sequence[Work]) -> None:
-        committed = [self._append(work) for work in group]
+        committed: list[Committed] = []
+        for at, work in enumerate(group, 1):
+            if isinstance(work, EvictionWork):
+                others = [rows for one in committed for rows in one.batch.tables] + [rows for one in group[at:] for rows in _rows_of(one)]
+                work.decide(self._unchanged(work.rows, others))
+            committed.append(self._append(work))
         self._ingest.state.trouble.until_there_is_room(self._fenced_log.commit, self.thread.wait)
         self._ingest.outcomes.journaled(group)
         for batch in committed:
@@ -158,13 +180,26 @@ class Committer:
         entry = BatchEntry(version, batch, steps, tuple(_watermarks(work)))
         end = self._ingest.state.trouble.until_there_is_room(lambda: self._fenced_log.append(entry), self.thread.wait)
         self.k += 1
+        self._admissions.numbered(batch, self.k)
         return Committed(version, batch, work, end)
+
+    def _unchanged(self, rows: CheckedRows, others: Sequence[CheckedRows]) -> NDArray[np.bool_]:
+        """Which rows have the versions that they were chosen by, and are in no batch that is on its way, nor among these others."""
+        # The batches on their way are asked for first: the index knows those that are applied meanwhile.
+        others = [*(one for batch in self._handover.unapplied() for one in batch.tables), *others]
+        unchanged: NDArray[np.bool_] = self._tables.state(rows.definition).versions_now(rows.ids) == rows.versions
+        for one in others:
+            if one.definition.key == rows.definition.key:
+                unchanged &= ~np.isin(rows.ids, one.ids)
+        return unchanged
 
     def _batch(self, work: Work) -> Batch:
         if isinstance(work, RowsWork):
-            return Batch(work.kind, (work.rows,))
+            return Batch(work.kind, (work.rows_left if isinstance(work, EvictionWork) else work.rows,))
         # A batch without tables changes nothing: it is there for its watermarks.
-        return Batch(ERASE, ()) if isinstance(work, RefusedStep) else merge_pushes(work, sync=self._sync)
+        if isinstance(work, RefusedStep):
+            return Batch(ERASE, ())
+        return merge_pushes(self._admissions.admit(work, self.k + 1), sync=self._sync)
 
     def raise_step(self, state: TableState, step: int) -> None:
         """Let a table count at least so many applies, with batches on their way on top. Between two batches, apply thread only.
@@ -186,6 +221,14 @@ class Committer:
                 step = self._tables.state(definition).step
             self._steps[definition.key] = step + (kind == APPLY)
             return step
+
+
+def _rows_of(work: Work) -> Iterator[CheckedRows]:
+    """The rows that a piece of work may change."""
+    if isinstance(work, RowsWork):
+        yield work.rows
+    else:
+        yield from (rows for push in items_of(work) if isinstance(push, Push) for part in push.parts for rows in part.tables)
 
 
 def _watermarks(work: Work) -> Iterator[Watermark]:

@@ -216,7 +216,8 @@ class Loader:
         end, keys = shard.fenced_log.journal.end, {one.key for one in there}
         unwritten = () if state.loading is None else state.loading[2]  # of a load that was broken off
         loading = decision.serial, decision.load_id, tuple(sorted(keys.union(unwritten)))
-        new = replace(state, tables=tuple(tables), cut=version, loading=loading, journal=(end.segment, end.offset))
+        since = ((0, make_version(state.epoch, state.k)),)  # rows count as pushed when they were loaded
+        new = replace(state, tables=tuple(tables), cut=version, loading=loading, journal=(end.segment, end.offset), since=since)
         shard.runs.publish(writers, new, alone=keys)
         shard.fenced_log.discard_before(end)
 

@@ -1,228 +1,158 @@
-"""Admission: a part's rows are checked before any of them is accepted, and must be routed by the cluster map in force.
+"""Admission: gradients of ids that get no row yet are taken out of pushes before these are merged and journaled.
 
-A part that was routed by an older map of the shards is refused as a whole: its slots may have another writer by now. A part routed by a
-newer map waits until this shard has seen that map. While slots are handed over to another shard, everything waits. While slots move between
-nodes, nothing is refused: rows keep their writer. docs/adr/0062 says why. Pure, apart from the look-up of tables and map; no lock here.
+What is held back is not journaled, so a replay needs no policy and no count. An id that has a row is never held back. Whether it has one
+is asked as of the batches before: those that are numbered and not applied yet are looked through, too. Counts and draws are in memory
+only: after a restart of the shard counts begin anew. An id whose row is erased keeps its count while the filter remembers it: then it is
+let in again with its next gradient.
+
+An id counts once for each push that names it: a trainer sums the gradients of equal ids before it sends them. What must not live here: the
+policies as values (`kvemb.admit`), how occurrences are counted (`paramserver.ingest.occurrences`).
 """
 
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvemb.arrays.ids import first_outside
-from kvemb.arrays.rounding import to_float32
-from kvemb.errors import (
-    InvalidInputError,
-    PushRejectedError,
-    ShardUnavailableError,
-    SlotsMovedError,
-    TableDroppedError,
-    UnknownTableError,
-)
-from kvemb.protocol.message_format import TableRows
-from kvemb.protocol.messages import PushPart, digest_tables
-from kvemb.protocol.shard_routing import MapSource
-from kvemb.schema.cluster_map import ClusterMap
-from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, HOLDING, SHARDS
+from kvemb.admit import Admission
+from kvemb.arrays.hashing import digest64, mix64
+from kvemb.arrays.segment_sum import group_by_id
+from kvemb.schema.policies import Policies
 from kvemb.schema.table_def import TableDef
 
-from ..model.batch import ERASE, CheckedRows, dims_of
-from ..model.table_registry import AFTER_A_DROP
+from ..model.batch import ERASE, Batch, CheckedRows, Push, ReceivedPart
+from ..model.tables import Tables
+from .occurrences import OccurrenceFilter, cells_for
 
-_FIRST = ClusterMap.first(0, 1)
-_AT_THE_BARRIER = (HOLDING, DRAINING, ABORTING)
-FindTable = Callable[[str, int], TableDef]
-"""(name, schema) -> definition; re-reads the registry once when either is unknown. Raises UnknownTableError."""
-Checked = tuple[CheckedRows, ...]
-
-
-def check_push(part: PushPart, find: FindTable, shard: int, maps: MapSource, *, sync: bool) -> tuple[Checked, Checked]:
-    """Return the rows of a part that are to be applied, and those that its trainer has prefetched; see `check_part`, `check_prefetched`."""
-    cluster_map = maps.cluster_map
-    tables = check_part(part, find, shard, cluster_map)
-    return tables, check_prefetched(part, find, shard, cluster_map, sync=sync) if part.prefetched else ()
+_TO_UNIT = 2.0**-53
+_PolicyOf = Callable[[str, int], Policies]
+"""(key of a table, serial of the registry of tables; 0: the newest) -> its policies."""
 
 
-def check_part(part: PushPart, find: FindTable, shard: int, cluster_map: ClusterMap) -> Checked:
-    """Check a whole part of a push.
+class _Numbered(NamedTuple):
+    """The ids of a batch, ascending, by the key of their table."""
 
-    Args:
-        part: as decoded: lengths fit each other, nothing else is known.
-        find: the registry's look-up.
-        shard: this one.
-        cluster_map: says which shard writes which slot.
-
-    Raises:
-        PushRejectedError: naming the table and, where a row is at fault, its id. Nothing was accepted.
-    """
-    if part.sequence < 1 or part.step < 0:
-        raise PushRejectedError(f"trainer {part.trainer!r}: sequence {part.sequence}, step {part.step}: sequences count from 1")
-    digest = digest_tables(part.tables, part.prefetched)
-    if digest != part.digest:
-        raise PushRejectedError(f"part {part.sequence}: digest {part.digest:016x} does not match its data ({digest:016x}); send it again")
-    names = [rows.table for rows in part.tables]
-    if len(set(names)) < len(names):
-        raise PushRejectedError(f"part {part.sequence}: a table stands twice in {names}")
-    return tuple(check_rows(rows, find, shard, cluster_map) for rows in part.tables)
+    k: int
+    kind: str
+    ids: dict[str, NDArray[np.uint64]]
 
 
-def check_prefetched(part: PushPart, find: FindTable, shard: int, cluster_map: ClusterMap, *, sync: bool) -> Checked:
-    """Check the rows that a part says its trainer has prefetched; the other arguments as in `check_part`.
-
-    Raises:
-        PushRejectedError: as `check_part`; or this is no sync job. Nothing was accepted.
-    """
-    if part.prefetched and not sync:
-        raise PushRejectedError(f"part {part.sequence}: it asks about prefetched rows, which only shards of a sync job answer")
-    names = [rows.table for rows in part.prefetched]
-    if len(set(names)) < len(names):
-        raise PushRejectedError(f"part {part.sequence}: a table is prefetched twice in {names}")
-    for rows in part.prefetched:
-        if len(rows.versions) != len(rows.ids):
-            raise PushRejectedError(f"table {rows.table!r}: {len(rows.ids)} rows are prefetched, with {len(rows.versions)} versions")
-    return tuple(check_rows(rows, find, shard, cluster_map, ERASE) for rows in part.prefetched)
-
-
-def find_same(name: str, schema: int, find: FindTable) -> TableDef:
-    """Return the table of a name and schema.
-
-    Raises:
-        UnknownTableError: there is none.
-        TableDroppedError: it was dropped, and another table has its name.
-    """
-    definition = find(name, schema)
-    if definition.schema != schema and definition.life:
-        raise TableDroppedError(f"table {name!r}: was dropped, and created again since, as another table. {AFTER_A_DROP}.")
-    return definition
-
-
-def check_rows(rows: TableRows, find: FindTable, shard: int, cluster_map: ClusterMap, kind: str = "") -> CheckedRows:
-    """Check the rows of one table: definition, dim, values, ids, run-time values.
-
-    Raises:
-        PushRejectedError, TableDroppedError: nothing was accepted.
-    """
-    at = f"table {rows.table!r}"
-    try:
-        definition = find_same(rows.table, rows.schema, find)
-        hyper = definition.optimizer.check_hyper(rows.hyper)
-    except TableDroppedError:
-        raise
-    except (UnknownTableError, InvalidInputError) as error:
-        raise PushRejectedError(f"{at}: {error}") from error
-    if definition.schema != rows.schema:
-        raise PushRejectedError(f"{at}: exists with another definition (schema {definition.schema}, got {rows.schema}); open it again")
-    dims = dims_of(kind, definition) if kind else (definition.dim,)
-    dim = rows.rows.shape[1] if len(rows.ids) else dims[0]
-    if dim not in dims:
-        raise PushRejectedError(f"{at}: rows of dim {dim}, expected {' or '.join(map(str, dims))}")
-    values = to_float32(rows.rows, rows.dtype).reshape(len(rows.ids), dim)  # exact: a 16-bit dtype saves bytes on the way only
-    _check_values(at, definition, rows, values)
-    _check_ids(at, definition, rows, shard, cluster_map)
-    return CheckedRows(definition, rows.ids, values, rows.versions, hyper)
-
-
-def _check_values(at: str, definition: TableDef, rows: TableRows, values: np.ndarray) -> None:
-    finite = np.isfinite(values)  # bool [n, d]
-    if finite.all():
-        return
-    bad = np.flatnonzero(~finite.all(axis=1))
-    first = definition.shown_id(int(rows.ids[bad[0]]))
-    raise PushRejectedError(f"{at}: NaN or infinity in {len(bad)} rows, first id {first}; the whole part was refused")
-
-
-def _check_ids(at: str, definition: TableDef, rows: TableRows, shard: int, cluster_map: ClusterMap) -> None:
-    outside = first_outside(rows.ids, definition.num_ids)
-    if outside is not None:
-        row_id = definition.shown_id(int(rows.ids[outside]))
-        raise PushRejectedError(f"{at}: id {row_id} is outside 0 to {definition.num_ids} - 1, the ids of this table; nothing was accepted")
-    if cluster_map.n_shards > 1 or shard:
-        owners = cluster_map.shards_of(definition.placement.slots(rows.ids))
-        if (owners != shard).any():
-            wrong = int(np.argmax(owners != shard))
-            row_id = definition.shown_id(int(rows.ids[wrong]))
-            raise SlotsMovedError(
-                f"{at}: id {row_id} belongs to shard {owners[wrong]} by the cluster map of serial {cluster_map.serial}, this is shard "
-                f"{shard} of {cluster_map.n_shards}; nothing was accepted"
-            )
-    if (rows.ids[1:] > rows.ids[:-1]).all():
-        return  # ascending, as clients send them, so none occurs twice
-    ordered = np.sort(rows.ids)
-    twice = ordered[1:] == ordered[:-1]
-    if twice.any():
-        row_id = definition.shown_id(int(ordered[np.argmax(twice)]))
-        raise PushRejectedError(f"{at}: id {row_id} stands twice; sum the gradients of equal ids first")
-
-
-class MapGate:
-    """The cluster map by which one shard takes rows.
-
-    Which rows wait follows from the map alone, so that a restart of the shard in the middle of a hand-over changes nothing.
+class Admissions:
+    """Decides which gradients of pushes are applied. For the committer's thread; `held_back` and `filter_bytes` for any.
 
     Args:
-        shard: number.
-        cluster_map: returns the map in force, as far as this shard has seen.
-
-    Example:
-        >>> gate = MapGate(0)
-        >>> gate.holds(1), gate.holds(2)
-        (False, True)
+        policies: returns those of a table.
+        tables: of the shard; they know which rows exist.
+        applied: returns the number of the last batch applied.
+        sync: whether pushes are steps of a sync job: then their policies are those that one of their trainers can have known. Otherwise the
+            newest.
     """
 
-    def __init__(self, shard: int = 0, cluster_map: Callable[[], ClusterMap] = lambda: _FIRST) -> None:
-        self._shard, self._map = shard, cluster_map
-        self._known, self._held = _FIRST, False
-        self._member = shard in cluster_map().shard_numbers
+    def __init__(self, policies: _PolicyOf, tables: Tables, applied: Callable[[], int], *, sync: bool) -> None:
+        self._policies, self._tables, self._applied, self._sync = policies, tables, applied, sync
+        self._filters: dict[str, OccurrenceFilter] = {}
+        self._numbered: deque[_Numbered] = deque()  # batches that may not be applied yet
+        self._watched: set[str] = set()  # keys of tables that have had a policy
+        self.held_back: Counter[str] = Counter()
+        """Gradients held back since the shard's process started, by the name of their table."""
 
-    @property
-    def now(self) -> ClusterMap:
-        return self._map()
+    def filter_bytes(self, key: str) -> int:
+        """Memory of a table's counts."""
+        return found.size_bytes if (found := self._filters.get(key)) is not None else 0
 
-    def holds(self, serial: int, *, of_step: bool = False) -> bool:
-        """Whether rows routed by the shards of this serial are to wait here; in a hand-over those of a sync step wait at the barrier."""
-        now = self._map()
-        if now is not self._known:
-            self._known, self._held = now, hands_over(now, self._shard)
-        held = self._held and not (of_step and now.plan is not None and now.plan.phase in _AT_THE_BARRIER)
-        return serial > now.shards_serial or (serial == now.shards_serial and held)
+    def admit(self, pushes: Sequence[Push], k: int) -> Sequence[Push]:
+        """Return pushes without the rows that are held back, whose number the tickets of their parts are told.
 
-    def joins(self) -> None:
-        """Take rows from now on: this process has the entries of the slots that come to it. Any thread."""
-        self._member = True
-
-    def leaves(self) -> None:
-        """Take no rows any more, even if a later map names this shard: another process may have its number by then. Any thread."""
-        self._member = False
-
-    def require(self, serial: int) -> None:
-        """Refuse rows that were routed by an older map, of other shards.
-
-        Raises:
-            SlotsMovedError: naming both.
-            ShardUnavailableError: this process has no part in the shard that the map names.
+        Args:
+            pushes: of one batch.
+            k: its number, by which draws are made.
         """
-        now = self._map().shards_serial
-        if not self._member and self._shard in self._map().writing_shards:
-            raise ShardUnavailableError(f"shard {self._shard}: another process has its slots; nothing was taken")
-        if serial < now:
-            raise SlotsMovedError(
-                f"shard {self._shard}: rows routed by the cluster map of serial {serial} came in when that of serial {now} was in force; "
-                "nothing of them was taken. They are to be sent again by the map in force."
-            )
+        serial = max(part.tables_serial for push in pushes for part in push.parts) if self._sync else 0
+        for key in [key for key in self._filters if self._policies(key, serial).admission.kind != "after"]:
+            del self._filters[key]  # its policy is another, or the table was dropped
+        found = {rows.definition.key: rows.definition for push in pushes for part in push.parts for rows in part.tables}
+        for definition in found.values():
+            admission = self._policies(definition.key, serial).admission
+            if admission.kind != "any":
+                self._watched.add(definition.key)
+                pushes = self._admit_to(definition, admission, pushes, k)
+        return pushes
+
+    def numbered(self, batch: Batch, k: int) -> None:
+        """Note a batch that was numbered: of tables with a policy, the ids that it gives rows, or takes them from.
+
+        So the batches under way when a table gets its first policy are not noted, and ids that are new in them may be held back once.
+        """
+        while self._numbered and self._numbered[0].k <= self._applied():
+            self._numbered.popleft()
+        ids = {rows.definition.key: np.sort(rows.ids) for rows in batch.tables if self._watches(rows.definition.key)}
+        if ids:
+            self._numbered.append(_Numbered(k, batch.kind, ids))
+
+    def _watches(self, key: str) -> bool:
+        return key in self._watched or self._policies(key, 0).admission.kind != "any"
+
+    def _admit_to(self, definition: TableDef, admission: Admission, pushes: Sequence[Push], k: int) -> Sequence[Push]:
+        key = definition.key
+        named = [rows for push in pushes for part in push.parts for rows in part.tables if rows.definition.key == key]
+        groups = group_by_id(named[0].ids if len(named) == 1 else np.concatenate([rows.ids for rows in named]))  # one part behind the other
+        held = self._held_back(definition, admission, groups.ids, np.diff(groups.starts, append=len(groups.inverse)), k)
+        if not held.any():
+            return pushes
+        self.held_back[definition.name] += int(np.count_nonzero(held[groups.inverse]))
+        return [replace(push, parts=tuple(_without(part, key, groups.ids, held) for part in push.parts)) for push in pushes]
+
+    def _held_back(
+        self, definition: TableDef, admission: Admission, ids: NDArray[np.uint64], counts: NDArray[np.int64], k: int
+    ) -> NDArray[np.bool_]:
+        """Return which of n unique ids, each of which has come so often, get no row: bool [n]."""
+        held = ~self._known(definition, ids)
+        new = np.flatnonzero(held)
+        held[new] = ~self._let_in(definition, admission, ids[new], counts[new], k)
+        return held
+
+    def _let_in(
+        self, definition: TableDef, admission: Admission, ids: NDArray[np.uint64], counts: NDArray[np.int64], k: int
+    ) -> NDArray[np.bool_]:
+        """Return which ids without a row get one now: bool [m]."""
+        assert admission.value is not None
+        if admission.kind == "after":
+            seen = self._filters.setdefault(definition.key, OccurrenceFilter())
+            return seen.reach(ids, counts, int(admission.value), most_cells=cells_for(self._tables.state(definition).n_rows))
+        drawn = mix64(ids ^ np.uint64(digest64("admission", definition.key, definition.seed, k)))
+        at_least_once = 1.0 - (1.0 - admission.value) ** counts
+        let_in: NDArray[np.bool_] = (drawn >> np.uint64(11)) * _TO_UNIT < at_least_once
+        return let_in
+
+    def _known(self, definition: TableDef, ids: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Return which of n unique ids have a row behind the batches numbered so far: bool [n].
+
+        The table may have been changed by some of the batches that are looked through, in their order: it comes out the same.
+        """
+        numbered = [one for one in self._numbered if definition.key in one.ids and one.k > self._applied()]
+        known = self._tables.state(definition).known(ids)
+        for one in numbered:
+            known[_are_in(ids, one.ids[definition.key])] = one.kind != ERASE
+        return known
 
 
-def last_step(cluster_map: ClusterMap) -> int | None:
-    """Return the last step of a sync job that a shard may hand out; 0: none after its own last one; None: steps go on."""
-    plan = cluster_map.plan
-    if plan is None or plan.kind != SHARDS or plan.phase not in _AT_THE_BARRIER:
-        return None
-    return plan.last_step if plan.phase == DRAINING else 0
+def _without(part: ReceivedPart, key: str, ids: NDArray[np.uint64], held: NDArray[np.bool_]) -> ReceivedPart:
+    """Return a part without the rows of a table that are held back; `held` says so of all its ids, which ascend in `ids`."""
+    tables = list[CheckedRows]()
+    for rows in part.tables:
+        if rows.definition.key == key and len(rows.ids):
+            admitted = ~held[np.searchsorted(ids, rows.ids)]
+            part.ticket.held_back += int(np.count_nonzero(~admitted))
+            rows = rows if admitted.all() else rows.take(admitted)
+        tables.append(rows)
+    return replace(part, tables=tuple(tables))
 
 
-def hands_over(cluster_map: ClusterMap, shard: int) -> bool:
-    """Whether a plan is in a phase in which this shard takes nothing: slots leave it or come to it, and have no writer."""
-    plan = cluster_map.plan
-    if plan is None or plan.kind != SHARDS or plan.phase not in (DRAINING, FLIPPED, ABORTING):
-        return False
-    gives, takes = bool(cluster_map.gives(shard).any()), bool(cluster_map.takes(shard).any())
-    return gives or (takes and plan.phase == FLIPPED)
+def _are_in(ids: NDArray[np.uint64], some: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Return which ids are among some that ascend."""
+    at = np.minimum(np.searchsorted(some, ids), len(some) - 1)
+    found: NDArray[np.bool_] = some[at] == ids if len(some) else np.zeros(len(ids), np.bool_)
+    return found

@@ -11,9 +11,9 @@ from functools import partial
 from kvemb.errors import JournalFullError, PushRejectedError, ShardUnavailableError, SlotsMovedError, to_wire
 from kvemb.schema.cluster_map import ClusterMap
 
-from .admission import MapGate, last_step
 from .ingest_state import POLL_S, IngestState
 from .outcomes import Outcomes
+from .part_checks import MapGate, last_step
 from .sessions import Sessions
 from .step_waits import lost, waits_for
 from .sync_steps import HeldSteps

@@ -12,12 +12,12 @@ from kvemb.errors import KvembError, ShardUnavailableError, TableDroppedError, t
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import PushPart
 
-from ..model.batch import ERASE, CheckedRows, PartTicket, Push, ReceivedPart, RowsWork, Sink, Work
+from ..model.batch import ERASE, CheckedRows, EvictionWork, PartTicket, Push, ReceivedPart, RowsWork, Sink, Work
 from ..model.table_registry import AFTER_A_DROP
-from .admission import MapGate
 from .attendance import Attendance, Record, StepsByMap
 from .ingest_state import POLL_S, IngestState
 from .outcomes import Backlog, Outcomes
+from .part_checks import MapGate
 from .sessions import Session, Sessions
 from .step_waits import lost
 from .sync_steps import SyncSteps
@@ -55,6 +55,7 @@ class Ingest:
         self.backlog = Backlog(self.state, self._pending, self._queue)
         self._tables_gone: set[str] = set()  # keys
         self._lost: KvembError | None = None
+        self._eviction: EvictionWork | None = None
         self.steps = StepsByMap(self.state, sessions, self._queue, self.outcomes, self.gate)
 
     # --- trainers bring work ---------------------------------------------------------------------------------------------------
@@ -82,7 +83,7 @@ class Ingest:
             if ticket is not None:
                 ticket.answer(sink)
                 return
-            new = ReceivedPart(tables, PartTicket(part.sequence, part.digest, size), prefetched)
+            new = ReceivedPart(tables, PartTicket(part.sequence, part.digest, size), prefetched, part.tables_serial)
             self._pending.check_size(session, new)
             together = [*(session.incomplete if session.incomplete_step == part.step else ()), new]
             if self._tables_gone:
@@ -144,6 +145,16 @@ class Ingest:
             if self.state.failure is not None and not work.applied:
                 raise self.state.failure
             return work.n_existed
+
+    def evict(self, work: EvictionWork) -> None:
+        """Have rows erased with the next work that is taken; in sync mode right before a step, so that all its trainers still saw them.
+
+        Nothing waits for it before it is taken. The one before was taken.
+        """
+        with self.state.changed:
+            assert self._eviction is None
+            self._eviction = work
+            self.state.changed.notify_all()
 
     def refuse_table(self, key: str) -> None:
         """Take no rows of a table that is being dropped from now on, even if they were checked before."""
@@ -211,12 +222,26 @@ class Ingest:
                 why, self._lost = self._lost, None
                 raise why
             if self.state.failure is None:
-                group = self._queue.take(limit, self.state.clock())
+                group = self._with_eviction(self._queue.take(limit, self.state.clock()))
                 if group or (self.state.steps is not None and lost(self.state.steps, self.state.clock())):
                     return group
             due_s = self._queue.due_s()
             self.state.changed.wait(None if due_s is None else min(POLL_S, max(0.0, due_s - self.state.clock())))
         return []
+
+    def _with_eviction(self, group: list[Work]) -> list[Work]:
+        work, sync = self._eviction, self.state.steps is not None
+        if work is None or self.gate.holds(self.gate.now.shards_serial):  # in a hand-over of slots its rows have no writer
+            return group
+        at = next((at for at, one in enumerate(group) if not isinstance(one, RowsWork)), None) if sync else len(group)
+        if at is None:
+            return group
+        self._eviction = None
+        if work.rows.definition.key in self._tables_gone:
+            work.finish(0)
+            return group
+        self._pending.add(work)
+        return [*group[:at], work, *group[at:]]
 
     def fail_from_outside(self, error: KvembError) -> None:
         """Let the committer fail with this error before it takes more: another thread has found rows lost."""

@@ -23,6 +23,8 @@ from ..apply.changed_rows import ChangedRowsFinder
 from ..apply.committer import Committer, Handover
 from ..checkpoint.loader import newest_undone, note_carried_out
 from ..checkpoint.saver import Saver
+from ..eviction.evictor import EvictionPorts, Evictor
+from ..ingest.admission import Admissions
 from ..moves.handover_work import HandoverPorts, HandoverWork
 from ..moves.left_sessions import LeftSessions
 from ..moves.map_follower import MapFollower
@@ -38,7 +40,7 @@ from ..recovery.high_water_mark import HighWaterMarkReporter
 from ..recovery.shard_parts import ShardParts, state_of
 from ..repair.node_watch import NodeWatch
 from ..repair.scrub import Scrub
-from ..row_log.log_flush import FlushSchedule, LogFlush, from_storage
+from ..row_log.log_flush import FlushSchedule, LogFlush, from_storage, without_cache
 from ..row_log.state_file import ShardState
 from ..rpc.handlers import CheckpointHandlers, Handlers, LoadPorts
 from ..rpc.move_handlers import MoveHandlers
@@ -81,6 +83,7 @@ class Shard:
         offers = SlotOffers(store.nodes, rows, parts.shard, lambda: engine.epoch, parts.ingest.attendance.members)
         self._moved = MoveFigures()
         self._mover = self._make_mover(offers, rows, look.set)
+        self._evictor = self._make_evictor()
         self._background = self._make_background(handover.wake)
         self._applier = Applier(
             parts.ingest,
@@ -91,9 +94,13 @@ class Shard:
             background=self._background,
             applied=parts.fenced_log.journal.end,
             failed=self._failed,
+            tables_serial=lambda: parts.registry.serial,
         )
         versions = {"epoch": engine.epoch, "k": engine.k}
-        self._committer = Committer(parts.ingest, parts.tables, parts.fenced_log, handover, sync=sync, **versions, failed=self._failed)
+        admissions = Admissions(parts.registry.policies, parts.tables, lambda: engine.k, sync=sync)
+        self._committer = Committer(
+            parts.ingest, parts.tables, parts.fenced_log, handover, admissions=admissions, sync=sync, **versions, failed=self._failed
+        )
         self._saver = Saver(parts, store.nodes, lambda: self._committer.k, self._background.ask_flush, data.path)
         undone = partial(newest_undone, store, data, parts.config.storage.timeout_s)
         loads = LoadPorts(undone, partial(self._background.ask_flush, always=True), on_load)
@@ -110,7 +117,7 @@ class Shard:
             else None
         )
         moves = MoveHandlers(parts, store, carrier, offers, look.set)
-        self._front, self._handlers = front, Handlers(parts, self._background, moves, checkpoints)
+        self._front, self._handlers = front, Handlers(parts, self._background, self._evictor, moves, checkpoints)
         self._follower = MapFollower(
             store,
             parts.shard,
@@ -145,6 +152,8 @@ class Shard:
             saving=lambda: self._saver.running,
             nodes=lambda: self._watch.seen,
             moves=self._moved,
+            evictions=self._evictor,
+            admissions=admissions,
         )
         self.address = front.address
 
@@ -190,6 +199,7 @@ class Shard:
             from_storage(store, timeout_s),
             self._state_now,
             epoch=lambda: engine.epoch,
+            ages=parts.ages,
             raise_step=lambda state, step: self._committer.raise_step(state, step),
         )
         ports = HandoverPorts(
@@ -219,7 +229,22 @@ class Shard:
     def _make_background(self, wake: Callable[[], None]) -> BackgroundWork:
         parts, timeout_s = self._parts, self._parts.config.storage.timeout_s
         scrub = Scrub(parts.repairer, parts.tables, lambda: len(parts.maps.cluster_map.shard_numbers), timeout_s=timeout_s)
-        return BackgroundWork(parts.repairer, self._flushes(), scrub, wake, mover=self._mover, timeout_s=timeout_s)
+        evictor = self._evictor
+        return BackgroundWork(parts.repairer, self._flushes(), scrub, wake, mover=self._mover, evictor=evictor, timeout_s=timeout_s)
+
+    def _make_evictor(self) -> Evictor:
+        parts, timeout_s = self._parts, self._parts.config.storage.timeout_s
+        ports = EvictionPorts(
+            parts.shard,
+            policy=lambda definition: parts.registry.policies(definition.key).eviction,
+            serial=lambda: parts.registry.serial,
+            send=parts.ingest.evict,
+            read=from_storage(self._store, timeout_s),
+            read_stored=lambda table, ids: without_cache(self._store, timeout_s)(table, ids),
+            applied_k=lambda: parts.engine.k,
+            slot_shards=lambda: parts.maps.cluster_map.slot_shards,
+        )
+        return Evictor(parts.tables, parts.ages, ports)
 
     def _metas(self) -> dict[str, bytes]:
         """The small values that a node which joins gets copies of."""

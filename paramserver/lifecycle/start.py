@@ -3,6 +3,7 @@ Claiming fences older processes.
 """
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -19,13 +20,14 @@ from kvemb.stores.storage_kinds import open_store
 from ..checkpoint.loader import LoadedError, Loader, Replaceable
 from ..engine.engine import Engine
 from ..engine.storage_pace import Pause
-from ..ingest.admission import MapGate
 from ..ingest.ingest import Ingest
+from ..ingest.part_checks import MapGate
 from ..ingest.sessions import Sessions
 from ..ingest.sync_steps import Membership, SyncSteps
 from ..journal import Journal, Position
 from ..journal.write_ahead_log import FencedLog
 from ..model.bucket_settings import settle_limits
+from ..model.row_ages import RowAges
 from ..model.table_registry import Registry
 from ..model.tables import Tables
 from ..model.transition import Timeline
@@ -236,6 +238,8 @@ class _Start:
             rule = servers.barrier_timeout_s, recovered.members, servers.on_lost_trainer
             steps = SyncSteps.first(servers.trainers, *rule) if servers.mode == "sync" else None
             gate = MapGate(shard, lambda: self._store.nodes.cluster_map)
+            ages = RowAges(saved.now.points, saved.now.since, k=engine.k)
+            ages.mark(time.time(), engine.k)  # a start that comes before the next minute is up keeps this one, too
             ingest = Ingest(sessions, steps, record=fenced_log.record, gate=gate)
             parts = ShardParts(
                 self._config,
@@ -253,6 +257,7 @@ class _Start:
                 self._store.nodes,
                 claim,
                 saved,
+                ages,
             )
             self._settle(parts, changed=image is not None)
             report.enter(LOADING, loader.how_far)

@@ -61,6 +61,7 @@ class PartTicket:
         accepted: whether its push is in the journal.
         sinks: called with "accepted" and with the outcome.
         released: whether its trainer was told to go on, because the batch is computed, though not stored yet.
+        held_back: how many of its ids the tables' admission held back; set before its push is in the journal.
     """
 
     sequence: int
@@ -70,6 +71,7 @@ class PartTicket:
     accepted: bool = False
     sinks: list[Sink] = field(default_factory=list)
     released: bool = False
+    held_back: int = 0
 
     def answer(self, sink: Sink) -> None:
         """Tell a sink the present state, and later ones as they come: "accepted" when the push is in the journal, then the outcome."""
@@ -102,11 +104,15 @@ class PartTicket:
 
 @dataclass(frozen=True, eq=False)
 class ReceivedPart:
-    """One part of a push, with its ticket; `prefetched` are rows (without weights) that its trainer asks about."""
+    """One part of a push, with its ticket; `prefetched` are rows (without weights) that its trainer asks about.
+
+    `tables_serial` is that of the registry of tables which the trainer knew.
+    """
 
     tables: tuple[CheckedRows, ...]
     ticket: PartTicket
     prefetched: tuple[CheckedRows, ...] = ()
+    tables_serial: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,14 +162,35 @@ class RowsWork:
     arrived_s: float = field(default_factory=time.monotonic)
     applied: bool = False
     n_existed: int = 0
+    took_s: float = 0.0
 
     @property
     def size_bytes(self) -> int:
         return self.rows.size_bytes
 
-    def finish(self, n_existed: int) -> None:
-        """Record that it is applied, and how many of its rows existed before."""
-        self.n_existed, self.applied = n_existed, True
+    def finish(self, n_existed: int, took_s: float = 0.0) -> None:
+        """Record that it is applied, how many of its rows existed before, and how long the engine took."""
+        self.n_existed, self.took_s, self.applied = n_existed, took_s, True
+
+
+@dataclass(eq=False)
+class EvictionWork(RowsWork):
+    """An erase of rows by their table's policy: of those alone that no batch has changed since they were chosen.
+
+    The committer finds them when the batch is numbered, before it is journaled; so a replay has no choice. `rows.versions` are the versions
+    as of the choice.
+    """
+
+    unchanged: NDArray[np.bool_] | None = None
+
+    def decide(self, unchanged: NDArray[np.bool_]) -> None:
+        """Record which of the rows are erased: bool [n]."""
+        self.unchanged = unchanged
+
+    @property
+    def rows_left(self) -> CheckedRows:
+        """Those that are erased, once that is decided."""
+        return self.rows.take(slice(0) if self.unchanged is None else self.unchanged)
 
 
 Work = list[Push] | RowsWork | RefusedStep

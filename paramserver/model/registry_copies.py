@@ -88,7 +88,7 @@ class RegistryCopies:
 
 def encoded(new: Registered) -> bytes:
     """Return a registry as nodes hold it."""
-    return encode_registry(new.serial, [table for _, table in sorted(new.tables.items())], new.dropped.values())
+    return encode_registry(new.serial, [table for _, table in sorted(new.tables.items())], new.dropped.values(), new.policies)
 
 
 def _some_good(copies: Sequence[bytes | None], damaged: Sequence[bool]) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvemb.coordination.registry_format import Dropped, Registered, encode_registry
+from kvemb.coordination.registry_format import Dropped, Registered
 from kvemb.errors import (
     InvalidInputError,
     ParameterServerError,
@@ -18,6 +18,7 @@ from kvemb.errors import (
 )
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import RowKeys
+from kvemb.schema.policies import KEPT_CHANGES, NO_POLICIES, Changes, Policies, as_of
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import WritePart
 from kvemb.stores.store import Store
@@ -41,6 +42,8 @@ log = logging.getLogger("paramserver")
 class Registry:
     """One shard's view of the tables. Thread-safe; creation is shard 0's.
 
+    One class: its methods read or change one registry, which is written whole, under one lock.
+
     Args:
         store: open.
         shard: number.
@@ -52,6 +55,7 @@ class Registry:
         self._store, self._shard, self._timeout_s = store, shard, timeout_s
         self._copies = RegistryCopies(store, shard, timeout_s, data)
         self._lock = threading.Lock()
+        self._looked_for = 0  # the highest serial that a trainer has named
 
     @property
     def tables(self) -> list[TableDef]:
@@ -67,6 +71,21 @@ class Registry:
     def gone(self) -> list[TableDef]:
         """The tables that were dropped."""
         return [one.definition for one in self._copies.now.dropped.values() if one.gone]
+
+    @property
+    def serial(self) -> int:
+        """Counts the changes of tables and policies; of those that this shard knows."""
+        return self._copies.now.serial
+
+    def policies(self, key: str, serial: int = 0) -> Policies:
+        """Return the policies of a table, by its key, that hold for pushes made by this serial of the registry; 0: the newest."""
+        return as_of(self._copies.now.policies.get(key, ()), serial)
+
+    def reach(self, serial: int) -> None:
+        """Know the tables and policies as of a serial, which a trainer names: read the copies where they are newer."""
+        if serial > max(self.serial, self._looked_for):
+            self._looked_for = serial  # once: a serial that no copy has would be looked for at every push
+            self.load()
 
     @property
     def encoded(self) -> bytes:
@@ -138,12 +157,14 @@ class Registry:
             f"no table {name!r} in this cluster; existing: {known}{'' if self._copies.now.tables else ' yet'}. Create it with create_table."
         )
 
-    def create(self, table: TableDef, *, exist_ok: bool) -> TableDef:
+    def create(self, table: TableDef, *, exist_ok: bool, policies: Policies = NO_POLICIES) -> TableDef:
         """Register a table and write the registry to every node; return the definition as registered.
+
+        Policies are those of a new table; one that exists keeps its own.
 
         Raises:
             TableMismatchError: it exists with another identity.
-            InvalidInputError: it exists and exist_ok is false, or its records are too large for this storage.
+            InvalidInputError: it exists and exist_ok is false, its records are too large for this storage, or a policy is not for it.
             TableDroppedError: the one that had its name is still being dropped.
             StorageError: some nodes may hold the new registry; creating the same table again completes it.
         """
@@ -160,14 +181,44 @@ class Registry:
             if any(one.name == table.name for one in self.dropping):
                 raise self._unknown(table.name)
             self._check_new(table)
+            _refuse_dense(table, policies)
             require_limits(self._store, table, self._timeout_s)
             table = self._next_life(table)
             table = table.with_tag_attempt(self._free_tag(table))
-            self._check_size([*self._copies.now.tables.values(), table])
-            self._copies.write(
-                self._copies.now._replace(serial=self._copies.now.serial + 1, tables={**self._copies.now.tables, table.name: table})
-            )
+            new = self._copies.now._replace(serial=self.serial + 1, tables={**self._copies.now.tables, table.name: table})
+            if policies != NO_POLICIES:
+                new = new._replace(policies={**new.policies, table.key: ((new.serial, policies),)})
+            self._check_size(table.name, new)
+            self._copies.write(new)
         log.info("table %s created: dim %d, %s, %s", table.name, table.dim, table.dtype, table.optimizer.kind)
+        return table
+
+    def set_policies(self, name: str, given: object) -> TableDef:
+        """Change policies of a table, of those given as plain values, and write the registry to every node; return the definition.
+
+        Raises:
+            UnknownTableError: there is no such table.
+            InvalidInputError: they are no policies, the table does not take them, or there is no room for them.
+            StorageError: some nodes may hold the new ones; the same call again completes it.
+        """
+        if self._shard != 0:
+            raise ParameterServerError(f"policies are set by shard 0, this is shard {self._shard}")
+        with self._lock:
+            self._copies.catch_up()
+            table = self._copies.now.tables.get(name)
+            if table is None:
+                raise self._unknown(name)
+            changes: Changes = self._copies.now.policies.get(table.key, ((0, NO_POLICIES),))
+            policies = changes[-1][1].updated(given)
+            if policies == changes[-1][1]:
+                return table
+            _refuse_dense(table, policies)
+            serial = self.serial + 1
+            kept = (*changes, (serial, policies))[-KEPT_CHANGES:]
+            new = self._copies.now._replace(serial=serial, policies={**self._copies.now.policies, table.key: kept})
+            self._check_size(name, new)
+            self._copies.write(new)
+        log.info("table %s: admission %s, eviction %s", name, policies.admission, policies.eviction)
         return table
 
     def begin_drop(self, name: str) -> TableDef:
@@ -188,7 +239,8 @@ class Registry:
                 return begun
             dropped = {**self._copies.now.dropped, table.key: Dropped(table, False)}
             tables = {key: one for key, one in self._copies.now.tables.items() if key != name}
-            new = Registered(self._copies.now.serial + 1, tables, dropped)
+            policies = {key: one for key, one in self._copies.now.policies.items() if key != table.key}
+            new = Registered(self._copies.now.serial + 1, tables, dropped, policies)
             if len(dropped) > MAX_DROPPED or len(encoded(new)) > MAX_REGISTRY_BYTES:
                 raise InvalidInputError(
                     f"table {name!r}: {len(dropped) - 1} tables were dropped from this cluster, whose definitions are kept in storage, and "
@@ -244,13 +296,21 @@ class Registry:
         if len(self._copies.now.tables) >= MAX_TABLES:
             raise InvalidInputError(f"table {table.name!r}: a cluster has at most {MAX_TABLES} tables")
 
-    def _check_size(self, tables: list[TableDef]) -> None:
-        size = len(encode_registry(self._copies.now.serial + 1, tables, self._copies.now.dropped.values()))
+    def _check_size(self, name: str, new: Registered) -> None:
+        size = len(encoded(new))
         if size > MAX_REGISTRY_BYTES:
             raise InvalidInputError(
-                f"table {tables[-1].name!r}: the definitions of {len(tables)} tables take {size} bytes, at most {MAX_REGISTRY_BYTES} are "
+                f"table {name!r}: the definitions of {len(new.tables)} tables take {size} bytes, at most {MAX_REGISTRY_BYTES} are "
                 "kept in storage; put several embeddings into one table, or give shorter names"
             )
+
+
+def _refuse_dense(table: TableDef, policies: Policies) -> None:
+    if table.num_ids is not None and policies.eviction != NO_POLICIES.eviction:
+        raise InvalidInputError(
+            f"table {table.name!r}: eviction {policies.eviction}, but a table with num_ids has a place for each of its ids, "
+            "and erasing one gives no memory back. Create it without num_ids to have rows evicted."
+        )
 
 
 def _erase_whole(store: Store, keys: RowKeys, timeout_s: float) -> None:

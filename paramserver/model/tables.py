@@ -122,8 +122,8 @@ class TableState:
 
     @property
     def index_bytes(self) -> int:
-        """Memory of the index."""
-        return self._index.size_bytes
+        """Memory of the index, and of what it knows of erased rows until the log notes them."""
+        return self._index.size_bytes + self._gone.size_bytes
 
     def versions(self, ids: Ids, *, keep: bool = False) -> Ids:
         """Return the version of each id, 0 where it does not exist: uint64 [n]. Apply thread only.
@@ -266,12 +266,16 @@ class TableState:
 
     def known(self, ids: Ids) -> NDArray[np.bool_]:
         """Return which of n rows exist: bool [n]. Any thread."""
+        known: NDArray[np.bool_] = self.versions_now(ids) != 0
+        return known
+
+    def versions_now(self, ids: Ids) -> Ids:
+        """Return the version of each id, 0 where it does not exist: uint64 [n]. Any thread; `versions` is that of the apply thread."""
         with self._lock:
             versions, gone = self._index.get(ids), self._gone
         if not self._in_memory:
             self._fill_in(ids, versions, gone)
-        known: NDArray[np.bool_] = versions != 0
-        return known
+        return versions
 
     def gone(self) -> Iterator[tuple[Ids, Ids]]:
         """Yield the rows that were erased since the row log was published, and as of which version, in the order of their keys."""
@@ -336,6 +340,9 @@ class Tables:
         self._map: ClusterMap | None = None
         self._states = {state.definition.key: state for state in states}
         self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._states)
 
     def state(self, definition: TableDef) -> TableState:
         """Return the table's state; a table met for the first time has no rows."""

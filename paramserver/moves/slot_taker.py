@@ -13,6 +13,7 @@ import numpy as np
 from kvemb.errors import FencedError, LostRowError
 from kvemb.schema.record import make_version, split_version
 
+from ..model.row_ages import RowAges
 from ..model.tables import Tables, TableState
 from ..row_log.log_flush import ReadRecords
 from ..row_log.run_set import Runs
@@ -33,6 +34,7 @@ class SlotTaker:
         read: the records of rows in storage.
         state: returns the shard's, as of the last batch applied.
         epoch: returns that of this shard.
+        ages: of the shard's rows.
         raise_step: lets a table count at least so many applies.
     """
 
@@ -44,10 +46,11 @@ class SlotTaker:
         state: Callable[[], ShardState],
         *,
         epoch: Callable[[], int],
+        ages: RowAges,
         raise_step: Callable[[TableState, int], None] = TableState.raise_step,
     ) -> None:
         self._tables, self._runs, self._read, self._state, self._epoch = tables, runs, read, state, epoch
-        self._raise_step = raise_step
+        self._raise_step, self._ages = raise_step, ages
         self._writers: list[RunWriter] = []
         self._ahead: dict[str, tuple[Ids, Ids]] = {}  # by the table's key: ids, ascending, and versions of rows that are on disk already
 
@@ -86,7 +89,7 @@ class SlotTaker:
         rest: list[RunWriter] = []
         n_new: list[int] = []  # of each table, rows that are not here
         try:
-            now = self._state()
+            now, ages = self._state(), self._ages
             as_of = make_version(now.epoch, now.k)
             for one in entries:
                 rest += self._bring_rest(one, as_of)
@@ -95,12 +98,14 @@ class SlotTaker:
                 table = now.of(one.definition)
                 # What other shards have erased of these slots until now is not known here.
                 now = now.with_table(replace(table, step=max(table.step, one.step), n_rows=table.n_rows + n, erased_since=as_of))
-            self._runs.publish([*self._writers, *rest], now)
+                ages = ages.restarted(one.definition, one.ids, as_of)  # the giver's versions do not count this shard's batches
+            self._runs.publish([*self._writers, *rest], replace(now, since=ages.since))
         except BaseException:
             for writer in rest:
                 writer.drop()
             raise
         self._writers, self._ahead = [], {}
+        self._ages.become(ages)
         for one, n in zip(entries, n_new, strict=True):
             state = self._tables.state(one.definition)
             state.took(one.ids, one.versions, n)

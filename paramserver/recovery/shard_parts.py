@@ -9,6 +9,7 @@ from ..engine.engine import Engine
 from ..ingest.ingest import Ingest
 from ..journal import Position
 from ..journal.write_ahead_log import FencedLog
+from ..model.row_ages import RowAges
 from ..model.table_registry import Registry
 from ..model.tables import Tables
 from ..model.transition import Timeline
@@ -39,6 +40,7 @@ class ShardParts:
     maps: MapSource
     claim: Claim
     saved: SavedState
+    ages: RowAges
 
 
 def state_of(parts: ShardParts, position: Position) -> ShardState:
@@ -67,4 +69,6 @@ def state_of(parts: ShardParts, position: Position) -> ShardState:
         journal=(position.segment, position.offset),
         cut=saved.cut,
         loading=saved.loading,
+        points=parts.ages.points,
+        since=parts.ages.since,
     )

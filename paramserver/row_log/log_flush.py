@@ -125,20 +125,30 @@ def from_storage(store: Store, timeout_s: float) -> ReadRecords:
         timeout_s: deadline of one read.
     """
 
-    access = RowAccess(store, timeout_s)
+    stored = without_cache(store, timeout_s)
 
     def read(table: TableState, ids: Ids) -> tuple[Bytes, NDArray[np.bool_]]:
         at = table.cache.find(ids)  # int64 [n]: places in the cache, or -1
         found = at >= 0
         missing = np.flatnonzero(~found)  # intp [m]: the rows to read from storage
         if len(missing) and len(missing) == len(ids):
-            (got,) = access.read([(table.definition, ids)])
-            return got.records, got.found
+            return stored(table, ids)
         records = as_rows(as_items(table.cache.records)[np.maximum(at, 0)])
         if len(missing):
-            (got,) = access.read([(table.definition, ids[missing])])
-            as_items(records)[missing], found[missing] = as_items(got.records), got.found
+            got, found[missing] = stored(table, ids[missing])
+            as_items(records)[missing] = as_items(got)
         return records, found
+
+    return read
+
+
+def without_cache(store: Store, timeout_s: float) -> ReadRecords:
+    """Return a function that takes records from storage; see `from_storage`. Each is for one thread."""
+    access = RowAccess(store, timeout_s)
+
+    def read(table: TableState, ids: Ids) -> tuple[Bytes, NDArray[np.bool_]]:
+        (got,) = access.read([(table.definition, ids)])
+        return got.records, got.found
 
     return read
 

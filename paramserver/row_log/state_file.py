@@ -79,6 +79,7 @@ class ShardState:
         journal: (segment, offset) from which the journal is replayed.
         cut: version up to which the runs hold every change of every table; they may hold later ones. 0: there are none.
         loading: (serial, load id, keys of its tables) of a load whose rows are in the row log and not all in storage yet.
+        points, since: of `paramserver.model.row_ages.RowAges`.
     """
 
     cluster_id: bytes
@@ -95,6 +96,8 @@ class ShardState:
     journal: tuple[int, int] = (0, 0)
     cut: int = 0
     loading: tuple[int, str, tuple[str, ...]] | None = None
+    points: tuple[tuple[int, int], ...] = ()
+    since: tuple[tuple[int, int], ...] = ()
 
     def of(self, definition: TableDef) -> LoggedTable:
         """Return a table; an empty one where the shard has not had work of it.
@@ -130,6 +133,7 @@ def encode_state(state: ShardState) -> bytes:
     ]
     fields["sessions"], fields["members"], fields["journal"] = list(state.sessions), list(state.members), list(state.journal)
     fields["loading"] = None if state.loading is None else list(state.loading)
+    fields["points"], fields["since"] = list(state.points), list(state.since)
     body: bytes = msgpack.packb(fields)
     data = HEAD.pack(MAGIC, FORMAT_VERSION, len(body)) + body
     return data + _SUM.pack(xxhash.xxh3_64_intdigest(data))
@@ -163,6 +167,8 @@ def decode_state(data: bytes, where: str) -> ShardState:
             members=tuple((str(t), _count(i)) for t, i in fields["members"]),
             journal=(_count(segment), _count(offset)),
             loading=None if loading is None else (_count(loading[0]), str(loading[1]), tuple(map(str, loading[2]))),
+            points=_pairs(fields.get("points", ())),  # states have been written without
+            since=_pairs(fields.get("since", ())),
         )
     except Exception as error:  # whatever bad bytes do to msgpack and to the lines above
         raise damaged_state(where, f"{type(error).__name__}: {error}") from error
@@ -186,6 +192,10 @@ def damaged_state(where: str, why: str) -> ParameterServerError:
 def _table(fields: Any, step: Any, n_rows: Any, runs: Any, erased_since: Any) -> LoggedTable:
     entries = tuple(RunEntry(_count(number), _count(size), _count(newest)) for number, size, newest in runs)
     return LoggedTable(TableDef.from_dict(fields), _count(step), _count(n_rows), entries, _count(erased_since))
+
+
+def _pairs(items: Any) -> tuple[tuple[int, int], ...]:
+    return tuple((_count(first), _count(second)) for first, second in items)
 
 
 def _count(value: Any) -> int:

@@ -33,12 +33,14 @@ from kvemb.protocol.messages import (
     SaveReply,
     SaveRequest,
     SaveStatusRequest,
+    SetPoliciesRequest,
     StatusReply,
     StepReply,
     TableReply,
     TableRequest,
 )
 from kvemb.schema.move_plan import SHARDS
+from kvemb.schema.policies import NO_POLICIES
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.store_nodes import StoreNodes
 
@@ -46,7 +48,8 @@ from ..apply.background import BackgroundWork
 from ..checkpoint.loader import check
 from ..checkpoint.save_job import SaveOrder
 from ..checkpoint.saver import Saver
-from ..ingest.admission import check_push, check_rows, find_same
+from ..eviction.evictor import Evictor
+from ..ingest.part_checks import check_push, check_rows, find_same
 from ..model.batch import ASSIGN, ERASE, RowsWork
 from ..model.table_registry import Registry
 from ..recovery.shard_parts import ShardParts
@@ -63,10 +66,12 @@ log = logging.getLogger("paramserver")
 class Handlers:
     """The verbs of one shard, without checkpoints, drops, inspection. Thread-safe. Each takes its request and the caller's deadline."""
 
-    def __init__(self, parts: ShardParts, background: BackgroundWork, moves: MoveHandlers, checkpoints: "CheckpointHandlers") -> None:
+    def __init__(
+        self, parts: ShardParts, background: BackgroundWork, evictor: Evictor, moves: MoveHandlers, checkpoints: "CheckpointHandlers"
+    ) -> None:
         self._parts, self._background, self.moves, self.checkpoints = parts, background, moves, checkpoints
         self._in_hand = BytesInHand()
-        self.inspection = InspectionHandlers(parts)
+        self.inspection = InspectionHandlers(parts, evictor)
         self.drop = DropHandlers(
             parts.shard,
             parts.config.tables,
@@ -87,7 +92,8 @@ class Handlers:
             )
         incarnation, last = self._parts.ingest.attendance.hello(request.trainer, request.incarnation)
         log.info("trainer %s joined: incarnation %d, last part %d", request.trainer, incarnation, last)
-        return HelloReply(incarnation, last, self._parts.config.servers.mode, self._parts.ingest.attendance.first_step(request.trainer))
+        first_step, serial = self._parts.ingest.attendance.first_step(request.trainer), self._parts.registry.serial
+        return HelloReply(incarnation, last, self._parts.config.servers.mode, first_step, serial)
 
     def bye(self, request: ByeRequest, deadline: Deadline) -> Empty:
         self._parts.ingest.attendance.bye(request.trainer, request.incarnation)
@@ -108,10 +114,25 @@ class Handlers:
             table = TableDef.from_dict(request.table)
         except TypeError as error:
             raise InvalidInputError(f"table definition: {error}") from error
-        return TableReply(self._parts.registry.create(table, exist_ok=request.exist_ok).to_dict())
+        policies = NO_POLICIES.updated(request.policies)
+        return self._table(self._parts.registry.create(table, exist_ok=request.exist_ok, policies=policies))
 
     def get_table(self, request: TableRequest, deadline: Deadline) -> TableReply:
-        return TableReply(self._parts.registry.find(request.table).to_dict())
+        return self._table(self._parts.registry.find(request.table))
+
+    def set_policies(self, request: SetPoliciesRequest, deadline: Deadline) -> TableReply:
+        """Change policies of a table (shard 0), or hear that they were changed."""
+        registry = self._parts.registry
+        if not request.tables_serial:
+            registry.set_policies(request.table, request.policies)
+        elif registry.serial < request.tables_serial:
+            registry.load()
+        self._background.look_at_policies()
+        return self._table(registry.find(request.table))
+
+    def _table(self, table: TableDef) -> TableReply:
+        registry = self._parts.registry
+        return TableReply(table.to_dict(), registry.policies(table.key).to_dict(), registry.serial)
 
     def open_stream(self, requests: Iterator[bytes], require_seat: Callable[[str], None]) -> PushReceiver:
         """Make the server's end of a push stream.
@@ -121,7 +142,7 @@ class Handlers:
             require_seat: raises unless the caller may push as a trainer of that name.
         """
         parts, sync = self._parts, self._parts.config.servers.mode == "sync"
-        check = partial(check_push, find=parts.registry.find, shard=parts.shard, maps=parts.maps, sync=sync)
+        check = partial(check_push, registry=parts.registry, shard=parts.shard, maps=parts.maps, sync=sync)
         return PushReceiver(parts.ingest, check, requests, self._in_hand, require_seat)
 
     def assign(self, request: RowsRequest, deadline: Deadline) -> Empty:

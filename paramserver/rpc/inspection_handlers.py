@@ -11,10 +11,22 @@ from pathlib import Path
 import numpy as np
 
 from kvemb.errors import InvalidInputError, ParameterServerError
+from kvemb.evict import never
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import installed_version
-from kvemb.protocol.messages import MAX_SAMPLED_IDS, Empty, ExamineReply, IdsReply, SampleIdsRequest, ShowRowReply, ShowRowRequest
+from kvemb.protocol.messages import (
+    MAX_SAMPLED_IDS,
+    Empty,
+    EvictionsReply,
+    EvictionsRequest,
+    ExamineReply,
+    IdsReply,
+    SampleIdsRequest,
+    ShowRowReply,
+    ShowRowRequest,
+)
 
+from ..eviction.evictor import Evictor, TableEvictions
 from ..journal.entry import batch_head
 from ..journal.segment import HEADER_SIZE, Position
 from ..journal.write_ahead_log import Journal
@@ -51,8 +63,25 @@ _TRY_NAME = "doctor.tmp"
 class InspectionHandlers:
     """The verbs of one shard that only look. Thread-safe."""
 
-    def __init__(self, parts: ShardParts) -> None:
-        self._parts = parts
+    def __init__(self, parts: ShardParts, evictor: Evictor) -> None:
+        self._parts, self._evictor = parts, evictor
+
+    def evictions(self, request: EvictionsRequest, deadline: Deadline) -> EvictionsReply:
+        """Say which rows the tables' policies have erased since the shard was started; a dry run: which they would erase now.
+
+        Raises:
+            DeadlineExceededError: the dry run did not end in time.
+            StorageError: it could not read weights.
+        """
+        parts, evictor, found = self._parts, self._evictor, []
+        deadline, done = deadline.within(request.timeout_s), evictor.report()
+        for definition in parts.registry.tables:
+            if parts.registry.policies(definition.key).eviction == never() and definition.key not in done:
+                continue
+            state = parts.tables.state(definition)
+            of = evictor.dry_run(state, deadline) if request.dry_run else done.get(definition.key, TableEvictions())
+            found.append(evictor.described(definition, of, state.n_rows))
+        return EvictionsReply(found)
 
     def show_row(self, request: ShowRowRequest, deadline: Deadline) -> ShowRowReply:
         """Return a row's state in index and cache, between two batches; and the trainers whose batch wrote it last, if the journal has it.

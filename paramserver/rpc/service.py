@@ -182,6 +182,7 @@ def _verbs(handlers: Handlers) -> dict[str, _Verb]:
     }
     that_wait: dict[str, Callable[[Any, Deadline], Message]] = {
         "CreateTable": handlers.create_table,
+        "SetPolicies": handlers.set_policies,
         "DropTable": drop.begin,
         "EraseTable": drop.erase,
         "EndDrop": drop.end,
@@ -194,6 +195,7 @@ def _verbs(handlers: Handlers) -> dict[str, _Verb]:
         "Repair": handlers.repair,
         "ShowRow": inspection.show_row,
         "Examine": inspection.examine,
+        "Evictions": inspection.evictions,
         "MoveSlots": moves.begin,
         "ReplaceNode": moves.replace_node,
         "AbortMove": moves.abort,

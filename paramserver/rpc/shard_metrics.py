@@ -19,6 +19,8 @@ from kvemb.stores.store_nodes import NodeStats
 
 from ..apply.applier import ApplyFigures
 from ..checkpoint.save_job import SaveFigures
+from ..eviction.evictor import Evictor
+from ..ingest.admission import Admissions
 from ..moves.slot_mover import MoveFigures
 from ..recovery.shard_parts import ShardParts
 from ..recovery.start_report import PHASES, StartReport
@@ -94,6 +96,8 @@ class ShardMetrics:
         saving: whether one is under way.
         nodes: the storage nodes, as this shard saw them last.
         moves: of rows between nodes, counted by the apply thread.
+        evictions: by policies, likewise.
+        admissions: of the shard.
     """
 
     parts: ShardParts
@@ -102,6 +106,8 @@ class ShardMetrics:
     saving: Callable[[], bool]
     nodes: Callable[[], NodesSeen]
     moves: MoveFigures
+    evictions: Evictor
+    admissions: Admissions
 
     def collect(self) -> "Iterable[Metric]":
         """Return every family as it is now."""
@@ -112,6 +118,7 @@ class ShardMetrics:
         self._add_journal(families)
         self._add_history(families)
         self._add_moves(families)
+        self._add_evictions(families)
         self._add_time(families)
         add_nodes(families, self.nodes())
         return families
@@ -149,6 +156,12 @@ class ShardMetrics:
         to.gauge("kvemb_shard_steps", "Applies of the table's optimizer.", [(labels, state.step) for labels, state in by_table])
         text = "Rows of the table applied, since the shard's process was started."
         to.counter("kvemb_shard_table_rows_applied_total", text, [(labels, state.n_applied) for labels, state in by_table])
+        held_back = [(labels, self.admissions.held_back[labels["table"]]) for labels, _ in by_table]
+        text = "Gradients of ids that get no row yet, by the table's admission, since the shard's process was started."
+        to.counter("kvemb_shard_held_back_total", text, held_back)
+        text = "Memory in which the occurrences of such ids are counted."
+        of_filters = [(labels, self.admissions.filter_bytes(state.definition.key)) for labels, state in by_table]
+        to.gauge("kvemb_shard_admission_bytes", text, of_filters)
         to.counter("kvemb_shard_cache_lookups_total", "Rows that were looked for in the shard's cache.", cache.n_lookups)
         to.counter("kvemb_shard_cache_hits_total", "Rows that were found there.", cache.n_hits)
         to.gauge("kvemb_shard_cache_bytes", "Memory that the cache uses.", cache.used_bytes)
@@ -170,6 +183,16 @@ class ShardMetrics:
         to.gauge("kvemb_shard_map_version", "Version of the cluster map that the shard follows.", cluster_map.version)
         text = "Whether slots move, as this shard knows; by phase."
         to.gauge("kvemb_shard_moving", text, [({"phase": phase}, _is(cluster_map.plan, phase)) for phase in MOVE_PHASES])
+
+    def _add_evictions(self, to: MetricFamilies) -> None:
+        names = {table.key: table.name for table in self.parts.registry.tables}
+        done = [(names[key], one) for key, one in self.evictions.report().items() if key in names]
+        rows = [({"table": table, "policy": of}, float(n)) for table, one in done for of, n in one.by_policy.items()]
+        to.counter("kvemb_shard_evicted_rows_total", "Rows that the tables' policies have erased.", rows)
+        sizes = [({"table": table}, float(one.size_bytes)) for table, one in done]
+        to.counter("kvemb_shard_evicted_bytes_total", "Bytes of their records.", sizes)
+        walks = [({"table": table}, float(one.walks)) for table, one in done]
+        to.counter("kvemb_shard_eviction_walks_total", "Walks through a table that has a policy, for rows that it sends away.", walks)
 
     def _add_time(self, to: MetricFamilies) -> None:
         config = self.parts.config

@@ -18,14 +18,16 @@ from kvemb.errors import (
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import PushPart, PushReply
 from kvemb.schema.cluster_map import ClusterMap
+from kvemb.schema.policies import NO_POLICIES, Policies
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, ReadResult
 from paramserver.apply.applier import Applier
 from paramserver.apply.changed_rows import ChangedRowsFinder
 from paramserver.apply.committer import Committer, Handover
 from paramserver.engine.engine import Engine
-from paramserver.ingest.admission import MapGate
+from paramserver.ingest.admission import Admissions
 from paramserver.ingest.ingest import Ingest
+from paramserver.ingest.part_checks import MapGate
 from paramserver.ingest.sessions import Sessions
 from paramserver.ingest.sync_steps import SyncSteps
 from paramserver.ingest.work_queue import Limits
@@ -103,9 +105,21 @@ class Rig:
         failed, self.handover, fenced_log = self._fail, Handover(), FencedLog(ForgetfulJournal(), lambda: None)  # type: ignore[arg-type]
         finder = ChangedRowsFinder(self.store, self.tables, 5)
         self.applier = Applier(
-            self.ingest, self.engine, self.tables, self.handover, finder=finder, background=background(self), applied=START, failed=failed
+            self.ingest,
+            self.engine,
+            self.tables,
+            self.handover,
+            finder=finder,
+            background=background(self),
+            applied=START,
+            failed=failed,
+            tables_serial=lambda: 0,
         )
-        self.committer = Committer(self.ingest, self.tables, fenced_log, self.handover, sync=bool(trainers), epoch=1, k=0, failed=failed)
+        sync, self.policies = bool(trainers), dict[str, Policies]()
+        admissions = Admissions(lambda key, serial: self.policies.get(key, NO_POLICIES), self.tables, lambda: self.engine.k, sync=sync)
+        self.committer = Committer(
+            self.ingest, self.tables, fenced_log, self.handover, admissions=admissions, sync=sync, epoch=1, k=0, failed=failed
+        )
         self.applier.thread.start()
         self.committer.thread.start()
         self.sequences: dict[int, int] = {}

@@ -16,7 +16,7 @@ from paramserver.apply.changed_rows import ChangedRowsFinder
 from paramserver.engine.batch_records import PreparedRows
 from paramserver.engine.engine import Applied, Engine
 from paramserver.engine.storage_pace import row_bytes
-from paramserver.ingest.admission import check_prefetched
+from paramserver.ingest.part_checks import check_prefetched
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows, PartTicket
 from paramserver.model.tables import Tables
 from paramserver.model.transition import Timeline

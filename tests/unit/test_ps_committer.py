@@ -16,9 +16,11 @@ import kvemb.optim
 from kvemb.errors import FencedError, JournalFullError, PushRejectedError, ShardFailedError, ShardUnavailableError, from_wire
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import PushPart, PushReply
+from kvemb.schema.policies import NO_POLICIES, Policies
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from paramserver.apply.committer import Committed, Committer, Handover
+from paramserver.ingest.admission import Admissions
 from paramserver.ingest.ingest import Ingest
 from paramserver.ingest.sessions import Sessions
 from paramserver.ingest.sync_steps import SyncSteps
@@ -77,8 +79,20 @@ class Rig:
         self.handover, self.tables = Handover(), Tables([])
         self.failed: list[BaseException] = []
         self.over = threading.Event()
+        sync = bool(trainers)
+        self.admissions = Admissions(lambda key, serial: self.policies(key, serial), self.tables, lambda: self.applied_k, sync=sync)
+        self.policies: Callable[[str, int], Policies] = lambda key, serial: NO_POLICIES
+        self.applied_k = k
         self.committer = Committer(
-            self.ingest, self.tables, self.fenced_log, self.handover, sync=bool(trainers), epoch=5, k=k, failed=self._fail
+            self.ingest,
+            self.tables,
+            self.fenced_log,
+            self.handover,
+            admissions=self.admissions,
+            sync=sync,
+            epoch=5,
+            k=k,
+            failed=self._fail,
         )
         self.committer.thread.start()
         self.sequences: dict[str, int] = {}

@@ -14,8 +14,8 @@ from kvemb.protocol.messages import PushPart
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, MOVING, SERVING, SHARDS, MovePlan
 from kvemb.schema.slots import N_SLOTS
-from paramserver.ingest.admission import MapGate
 from paramserver.ingest.ingest import Ingest
+from paramserver.ingest.part_checks import MapGate
 from paramserver.ingest.sessions import Sessions
 from paramserver.model.batch import ERASE, CheckedRows, RowsWork
 from tests.unit.ingest_rig import TABLE, Outcome

@@ -23,6 +23,7 @@ from kvemb.stores.row_io import ReadPart
 from paramserver.engine.engine import Engine
 from paramserver.journal import BatchEntry, Journal, encode_entry
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
+from paramserver.model.row_ages import RowAges
 from paramserver.model.tables import Tables
 from paramserver.model.transition import Timeline
 from paramserver.moves import slot_taker
@@ -72,7 +73,7 @@ class Shard:
         self.read = from_storage(self.store, 5)
         self.given = GivenRows(self.tables, lambda: self.applied)
         self.giver = SlotGiver(self.tables, self.runs, self.given, self.state, lambda: self.applied)
-        self.taker = SlotTaker(self.tables, self.runs, self.read, self.state, epoch=lambda: self.epoch)
+        self.taker = SlotTaker(self.tables, self.runs, self.read, self.state, epoch=lambda: self.epoch, ages=RowAges())
 
     def close(self) -> None:
         if self.journal is not None:

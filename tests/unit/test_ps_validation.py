@@ -12,7 +12,7 @@ from kvemb.protocol.message_format import TableRows
 from kvemb.protocol.messages import PushPart
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.table_def import TableDef
-from paramserver.ingest.admission import check_part, check_rows
+from paramserver.ingest.part_checks import check_part, check_rows
 from paramserver.model.batch import ASSIGN, ERASE
 from tests.owners import shard_of
 from tests.unit.sent_parts import OWNED, TABLE, THREE_SHARDS, find, part, rows

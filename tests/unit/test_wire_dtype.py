@@ -11,7 +11,7 @@ from kvemb.protocol.messages import PushPart, digest_tables
 from kvemb.protocol.shard_routing import route, split
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.table_def import TableDef
-from paramserver.ingest.admission import check_part
+from paramserver.ingest.part_checks import check_part
 from tests.owners import shard_of
 
 TABLE = TableDef("user", 4, optim.sgd(lr=0.5), init.zeros())

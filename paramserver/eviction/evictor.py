@@ -1,0 +1,402 @@
+"""The walk of tables that finds the rows their policies send away, and has them erased: a small portion at a time, between two batches.
+
+A walk goes through a table in the order of its keys, a slice at a time, from the index or the row log. Weights are looked at only for
+`l2_below`, and only of rows that are old enough: in the cache, else in storage. Rows that go are handed to ingest, some thousand a batch,
+one batch at a time. Whether a row is still as it was chosen is found when the batch is numbered (`EvictionWork`).
+
+Slices and erases together take a share of the apply thread's time. After a restart a walk begins at the first key again. Apply thread only;
+`report` and `dry_run` for any thread.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.arrays.row_index import END
+from kvemb.errors import DeadlineExceededError
+from kvemb.evict import Eviction
+from kvemb.net.deadline import Deadline
+from kvemb.schema.slots import N_SLOTS
+from kvemb.schema.table_def import TableDef
+
+from ..model.batch import ERASE, CheckedRows, EvictionWork
+from ..model.row_ages import RowAges
+from ..model.tables import Tables, TableState
+from ..row_log.log_flush import ReadRecords
+from .verdicts import EvictionLimits, Norms, PushCounts, judge, leaves, terms
+
+Ids = NDArray[np.uint64]
+_SLICE_ROWS, _SLICE_READ = 1 << 15, 1 << 12  # rows looked at between two batches; the second where weights are read
+_ERASED_ROWS = 4096
+_SHARE, _SHARE_BEHIND = 20, 5  # of which one is spent on walks; the second while a table has too many rows for `keep`
+_BEHIND = 0.01  # so much more than `keep` says
+_AIM, _BEGIN = 0.995, 1.005  # of the rows that `keep` says: to these a walk brings a table; above those it begins
+_ROUND_S, _LOOK_S, _MARK_S, _RETRY_S, _LOG_S = 60.0, 1.0, 60.0, 5.0, 60.0
+_DAY_S = 86_400
+log = logging.getLogger("paramserver")
+
+
+@dataclass
+class TableEvictions:
+    """What one shard's process has erased of a table by its policy, or what a dry run says it would.
+
+    Args:
+        by_policy: rows by the policy that sent them.
+        size_bytes: of their records.
+        oldest: batch of the last push of the one that was pushed longest ago; -1 for none.
+        walks: ended so far.
+    """
+
+    by_policy: dict[str, int] = field(default_factory=dict)
+    size_bytes: int = 0
+    oldest: int = -1
+    walks: int = 0
+
+    @property
+    def n_rows(self) -> int:
+        return sum(self.by_policy.values())
+
+    def add(self, policy: Eviction, why: NDArray[np.intp], pushed: NDArray[np.int64], record_bytes: int) -> None:
+        """Count rows that go: the policy of each by its number among the terms, and the batch of its last push."""
+        if not len(why):
+            return
+        counts = np.bincount(why, minlength=len(terms(policy)))
+        for term, n_rows in zip(terms(policy), counts.tolist(), strict=True):
+            if n_rows:
+                self.by_policy[str(term)] = self.by_policy.get(str(term), 0) + n_rows
+        self.size_bytes += len(why) * record_bytes
+        lowest = int(pushed.min())
+        self.oldest = lowest if self.oldest < 0 else min(self.oldest, lowest)
+
+
+@dataclass(eq=False)
+class _TableWalk:
+    """One walk under way.
+
+    Args:
+        table, policy: as of its beginning.
+        counts: of the rows that it sees.
+        at: key at which it goes on.
+        doomed: (ids, versions, why, pushed) of rows to be erased, portion by portion.
+        n_sent: portions of such rows so far.
+    """
+
+    table: TableState
+    policy: Eviction
+    counts: PushCounts
+    at: int = 0
+    doomed: list[tuple[Ids, Ids, NDArray[np.intp], NDArray[np.int64]]] = field(default_factory=list)
+    n_sent: int = 0
+
+
+@dataclass(eq=False)
+class _Known:
+    """What is known of a table from its last walk.
+
+    Args:
+        counts: of the rows that it has left.
+        due_s: of the next walk, unless the table has too many rows.
+        policy: of it.
+        hot: whether it found too many rows, and all of them pushed again since the walk before: then any row may go.
+    """
+
+    counts: PushCounts | None = None
+    due_s: float = 0.0
+    policy: Eviction | None = None
+    hot: bool = False
+
+
+class EvictionPorts:
+    """What an evictor uses of its shard.
+
+    Args:
+        policy: returns a table's policy.
+        serial: counts changes of policies.
+        send: has rows erased.
+        read: the records of rows, from the cache or storage; on the apply thread.
+        read_stored: likewise from storage alone, on any thread.
+        applied_k: returns the last batch applied.
+        slot_shards: returns the shard of each slot, uint16 [16384].
+        shard: number.
+    """
+
+    def __init__(
+        self,
+        shard: int,
+        *,
+        policy: Callable[[TableDef], Eviction],
+        serial: Callable[[], int],
+        send: Callable[[EvictionWork], None],
+        read: ReadRecords,
+        read_stored: ReadRecords,
+        applied_k: Callable[[], int],
+        slot_shards: Callable[[], NDArray[np.uint16]],
+    ) -> None:
+        self.shard, self.policy, self.serial, self.send, self.read, self.read_stored = shard, policy, serial, send, read, read_stored
+        self.applied_k, self.slot_shards = applied_k, slot_shards
+
+    def share(self, definition: TableDef) -> float:
+        """Return the part of a table's rows that is this shard's, evenly spread as they are."""
+        groups = definition.placement.n_groups
+        slots = definition.placement.slots_of(np.arange(min(groups, N_SLOTS)) * max(1, groups // N_SLOTS))
+        return float(np.mean(self.slot_shards()[slots] == self.shard))
+
+
+class Evictor:
+    """Walks one shard's tables and has rows erased.
+
+    Args:
+        tables: of the shard.
+        ages: of its rows; marked here.
+        ports: the rest of the shard.
+        clock: monotonic seconds.
+        wall_s: the time of day when this is made, seconds since 1970; then that clock counts.
+
+    """
+
+    def __init__(
+        self,
+        tables: Tables,
+        ages: RowAges,
+        ports: EvictionPorts,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall_s: float | None = None,
+    ) -> None:
+        self._tables, self._ages, self._ports, self._clock = tables, ages, ports, clock
+        self._wall_ahead_s = (time.time() if wall_s is None else wall_s) - clock()
+        self._known: dict[str, _Known] = {}
+        self._done: dict[str, TableEvictions] = {}
+        self._unsaid: dict[str, tuple[float, TableEvictions]] = {}
+        self._walk: _TableWalk | None = None
+        self._sent: tuple[_TableWalk, EvictionWork, NDArray[np.intp], NDArray[np.int64]] | None = None
+        self._next_s = self._marked_s = clock() - _MARK_S
+        self._seen = (-1, 0)  # changes of policies, and tables, as they were looked at last
+
+    # --- on the apply thread -----------------------------------------------------------------------------------------------------
+
+    @property
+    def due_s(self) -> float:
+        """When the next step is due, by the clock; the apply of a portion has one made, too. Any thread."""
+        if self._sent is not None:
+            return self._marked_s + _MARK_S
+        return self._clock() if self._news != self._seen else min(self._next_s, self._marked_s + _MARK_S)
+
+    def step(self) -> None:
+        """Do a slice of a walk, or have a portion of rows erased, if it is due.
+
+        Raises:
+            StorageError: weights could not be read; the slice is walked again later.
+        """
+        now_s = self._clock()
+        if now_s - self._marked_s >= _MARK_S:
+            self._ages.mark(now_s + self._wall_ahead_s, self._ports.applied_k())
+            self._marked_s = now_s
+        if self._sent is not None:
+            _, work, _, _ = self._sent
+            if not work.applied:
+                return
+            self._end_portion()
+            self._next_s = max(now_s, self._next_s) + self._share * work.took_s
+        if now_s < self._next_s and self._news == self._seen:
+            return
+        self._seen = self._news
+        self._next_s = now_s + _RETRY_S  # unless all goes well
+        if self._walk is not None and self._ports.policy(self._walk.table.definition) != self._walk.policy:
+            self._walk = None  # it was changed, or the table dropped
+        walk = self._walk = self._walk or self._next_walk(now_s)
+        if walk is None:
+            self._say_what_went(now_s)
+            self._next_s = now_s + (_LOOK_S if self._known else _MARK_S)
+            return
+        if not walk.doomed and walk.at < END:
+            self._look(walk)
+        if walk.doomed:
+            self._send(walk)
+        elif walk.at >= END:
+            self._end_walk(walk)
+        ended_s = self._clock()
+        self._next_s = ended_s + self._share * (ended_s - now_s)
+
+    @property
+    def _news(self) -> tuple[int, int]:
+        return self._ports.serial(), len(self._tables)
+
+    @property
+    def _share(self) -> int:
+        walk = self._walk
+        return _SHARE_BEHIND if walk is not None and self._has_above(1 + _BEHIND, walk.table, walk.policy) else _SHARE
+
+    def _has_above(self, share: float, table: TableState, policy: Eviction) -> bool:
+        """Whether a table has more than a share of the rows that a `keep` says which needs nothing else to be true."""
+        alone = {int(term.limit) for term in terms(policy) if term.kind == "keep"}
+        return any(table.n_rows > share * kept for limit, kept in self._kept(policy, table.definition).items() if limit in alone)
+
+    def _next_walk(self, now_s: float) -> _TableWalk | None:
+        """The table whose walk is due, that which waits longest first."""
+        due: list[tuple[float, TableState, Eviction]] = []
+        for table in self._tables.all():
+            policy, key = self._ports.policy(table.definition), table.definition.key
+            if policy.kind == "never":
+                self._known.pop(key, None)
+                continue
+            known = self._known.setdefault(key, _Known())
+            if known.policy != policy:
+                known.policy, known.due_s = policy, now_s
+            if self._has_to_do(table, policy, known, now_s):
+                due.append((known.due_s, table, policy))
+        if not due:
+            return None
+        _, table, policy = min(due, key=lambda one: (one[0], one[1].definition.key))
+        counts, k = self._known[table.definition.key].counts, self._ports.applied_k()
+        return _TableWalk(table, policy, PushCounts(counts.lowest if counts is not None else 0, max(k, 0)))
+
+    def _has_to_do(self, table: TableState, policy: Eviction, known: _Known, now_s: float) -> bool:
+        if not table.n_rows:
+            return False
+        if self._has_above(_BEGIN, table, policy):
+            return True
+        if now_s < known.due_s or all(leaf.kind == "keep" for leaf in leaves(policy)):
+            return False
+        limits = self._limits(table, policy, known)
+        return known.counts is None or any(limits.up_to(leaf) >= known.counts.lowest for leaf in leaves(policy) if leaf.kind != "keep")
+
+    def _kept(self, policy: Eviction, definition: TableDef) -> dict[int, float]:
+        """This shard's part of the rows of each `keep`, by its number of rows."""
+        rows = {int(leaf.limit) for leaf in leaves(policy) if leaf.kind == "keep"}
+        return {limit: limit * self._ports.share(definition) for limit in rows}
+
+    def _limits(self, table: TableState, policy: Eviction, known: _Known, n_doomed: int = 0) -> EvictionLimits:
+        n_rows = table.n_rows - n_doomed
+        excess = {limit: max(0, n_rows - int(_AIM * kept)) for limit, kept in self._kept(policy, table.definition).items()}
+        k, now_s = self._ports.applied_k(), self._clock() + self._wall_ahead_s
+        oldest = {limit: k if known.hot else -1 if known.counts is None else known.counts.oldest(n) for limit, n in excess.items()}
+        return EvictionLimits(k, lambda days: self._ages.k_at(now_s - days * _DAY_S), excess, oldest)
+
+    def _look(self, walk: _TableWalk) -> None:
+        """Judge the next slice of rows."""
+        table, known = walk.table, self._known.get(walk.table.definition.key, _Known())
+        reads = any(leaf.kind == "l2_below" for leaf in leaves(walk.policy))
+        ids, versions, next_ = table.portion(walk.at, n_rows=_SLICE_READ if reads else _SLICE_ROWS)
+        pushed = self._ages.last_push(table.definition, ids, versions)
+        limits = self._limits(table, walk.policy, known)
+        goes, why = judge(walk.policy, pushed, norms_of(table, ids, versions, self._ports.read), limits)
+        walk.counts.add(pushed[~goes])
+        walk.at = next_
+        rows = np.flatnonzero(goes)
+        walk.doomed = [
+            (ids[some], versions[some], why[some], pushed[some])
+            for some in (rows[start : start + _ERASED_ROWS] for start in range(0, len(rows), _ERASED_ROWS))
+        ]
+
+    def _send(self, walk: _TableWalk) -> None:
+        ids, versions, why, pushed = walk.doomed.pop(0)
+        definition = walk.table.definition
+        walk.n_sent += 1
+        rows = CheckedRows(definition, ids, np.empty((len(ids), 0), np.float32), versions, definition.optimizer.check_hyper({}))
+        work = EvictionWork(ERASE, rows)
+        self._sent = walk, work, why, pushed
+        self._ports.send(work)
+
+    def _end_portion(self) -> None:
+        assert self._sent is not None
+        (walk, work, why, pushed), self._sent = self._sent, None
+        if work.unchanged is None:
+            return
+        definition, key = walk.table.definition, walk.table.definition.key
+        for done in (self._done.setdefault(key, TableEvictions()), self._unsaid.setdefault(key, (0.0, TableEvictions()))[1]):
+            done.add(walk.policy, why[work.unchanged], pushed[work.unchanged], definition.record.size_bytes)
+
+    def _end_walk(self, walk: _TableWalk) -> None:
+        now_s, table = self._clock(), walk.table
+        known = self._known.get(table.definition.key, _Known())
+        known.hot = known.counts is not None and not walk.n_sent and self._has_above(_BEGIN, table, walk.policy)
+        known.counts, known.due_s = walk.counts, now_s + _ROUND_S
+        self._walk = None
+        self._done.setdefault(table.definition.key, TableEvictions()).walks += 1
+        self._say_what_went(now_s)
+
+    def _say_what_went(self, now_s: float) -> None:
+        """Write one line for each table of which walks have erased rows: of several walks within a minute together."""
+        for key, (said_s, done) in self._unsaid.items():
+            if not done.n_rows or now_s - said_s < _LOG_S:
+                continue
+            self._unsaid[key] = now_s, TableEvictions()
+            by = ", ".join(f"{n:,} by {policy}" for policy, n in done.by_policy.items())
+            said = f"{done.n_rows:,} rows erased by its policy ({by}), {done.size_bytes / 1e6:.1f} MB of records"
+            log.info("table %s: %s; the one pushed longest ago was in %s", key, said, self._said_age(done.oldest))
+
+    def _said_age(self, k: int) -> str:
+        age_s = self.age_s(k)
+        return f"batch {k}" + ("" if age_s is None else f", about {age_s / 3600:.1f} hours ago")
+
+    # --- any thread ----------------------------------------------------------------------------------------------------------------
+
+    def age_s(self, k: int) -> float | None:
+        """Return how long ago a batch was applied, in seconds, at least; None where that is not known."""
+        time_s = self._ages.time_of(k) if k >= 0 else 0
+        return max(0.0, self._clock() + self._wall_ahead_s - time_s) if time_s else None
+
+    def report(self) -> dict[str, TableEvictions]:
+        """Return what this process has erased, by the table's key."""
+        return dict(self._done)
+
+    def described(self, definition: TableDef, done: TableEvictions, n_rows: int) -> dict[str, Any]:
+        """Return a report as plain values."""
+        return {
+            "table": definition.name,
+            "policy": str(self._ports.policy(definition)),
+            "rows": n_rows,
+            "evicted": done.n_rows,
+            "by_policy": dict(done.by_policy),
+            "bytes": done.size_bytes,
+            "oldest_batch": done.oldest,
+            "oldest_s": self.age_s(done.oldest) or 0.0,
+            "walks": done.walks,
+        }
+
+    def dry_run(self, table: TableState, deadline: Deadline) -> TableEvictions:
+        """Return what a table's policy would send away now; nothing is erased, and rows that batches change meanwhile may be counted.
+
+        Raises:
+            DeadlineExceededError: the walk did not end in time.
+            StorageError: weights could not be read.
+        """
+        policy, known, would = self._ports.policy(table.definition), _Known(), TableEvictions()
+        if policy.kind == "never":
+            return would
+        if self._kept(policy, table.definition):
+            known.counts = PushCounts(0, max(self._ports.applied_k(), 0))
+            for _, _, pushed in self._slices(table, deadline):
+                known.counts.add(pushed)
+        for ids, versions, pushed in self._slices(table, deadline):  # of 32,768 rows: an operator waits, and no batch
+            limits = self._limits(table, policy, known, would.n_rows)
+            goes, why = judge(policy, pushed, norms_of(table, ids, versions, self._ports.read_stored), limits)
+            would.add(policy, why[goes], pushed[goes], table.definition.record.size_bytes)
+        return would
+
+    def _slices(self, table: TableState, deadline: Deadline) -> Iterator[tuple[Ids, Ids, NDArray[np.int64]]]:
+        for ids, versions in table.portions(n_rows=_SLICE_ROWS):
+            if deadline.expired:
+                raise DeadlineExceededError(f"table {table.definition.name!r}: not all rows were looked at within {deadline.timeout_s:g} s")
+            yield ids, versions, self._ages.last_push(table.definition, ids, versions)
+
+
+def norms_of(table: TableState, ids: Ids, versions: Ids, read: ReadRecords) -> Norms:
+    """Return a function that reads the L2 norms of rows' weights; of one that is not as the index knows it, infinity."""
+    record = table.definition.record
+
+    def norms(rows: NDArray[np.intp]) -> NDArray[np.float64]:
+        found = np.full(len(rows), np.inf)
+        if len(rows):
+            records, there = read(table, ids[rows])
+            there &= record.versions(records) == versions[rows]
+            found[there] = np.sqrt(np.square(record.weights(records[there]).astype(np.float64)).sum(axis=1))
+        return found
+
+    return norms
