@@ -74,14 +74,18 @@ class MovingLoad:
             rows = table.pull(ids, timeout_s=PATIENCE_S)
             assert (-rows[:, 0] >= least[ids]).all(), "a row is older than what was confirmed before it was asked for"
 
+    def stop(self) -> None:
+        """End both: every push is applied."""
+        self._end.set()
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+
     def __enter__(self) -> "MovingLoad":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         """End both, and compare every row."""
-        self._end.set()
-        for thread in self._threads:
-            thread.join(PATIENCE_S)
+        self.stop()
         try:
             if self.errors:
                 raise self.errors[0]
