@@ -34,6 +34,8 @@ from kvemb.schema.table_def import TableDef
 from kvemb.stores.store import Store
 
 from ..engine.storage_pace import Pause
+from ..journal import EventEntry
+from ..journal.entry import LOAD
 from ..model.table_registry import Registry
 from ..model.tables import PORTION_ROWS
 from ..recovery.shard_parts import ShardParts, state_of
@@ -227,6 +229,8 @@ class Loader:
                 for n_rows in stored:
                     self._done += n_rows
                     self._report(load_id, "writing")
+        parts.fenced_log.append(EventEntry(LOAD))
+        parts.fenced_log.commit()
         self._data.write(LOADED, [b"%d\n" % serial], self._still_ours)
         parts.runs.save(replace(state_of(parts, parts.fenced_log.journal.end), loading=None))
         log.info("loaded %d rows in %.1f s", self._done, time.monotonic() - begun)

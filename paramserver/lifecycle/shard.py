@@ -13,6 +13,7 @@ from kvemb.coordination.shard_notes import ShardNote
 from kvemb.coordination.shard_owners import newest_owner, owner_name
 from kvemb.errors import ClosedError, FencedError, JournalFullError, KvembError, NodeLostError, StorageError, UnsafeNodeError
 from kvemb.net.deadline import Deadline
+from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.record import make_version
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
@@ -23,6 +24,8 @@ from ..apply.changed_rows import ChangedRowsFinder
 from ..apply.committer import Committer, Handover
 from ..checkpoint.loader import note_carried_out
 from ..checkpoint.saver import Saver
+from ..feed.feed_events import FeedEvents, move_event
+from ..journal.applied_mark import AppliedMark
 from ..moves.handover_work import HandoverPorts, HandoverWork
 from ..moves.left_sessions import LeftSessions
 from ..moves.map_follower import MapFollower
@@ -40,6 +43,7 @@ from ..repair.node_watch import NodeWatch
 from ..repair.scrub import Scrub
 from ..row_log.log_flush import FlushSchedule, LogFlush, from_storage
 from ..row_log.state_file import ShardState
+from ..rpc.feed_streams import FeedStreams
 from ..rpc.handlers import CheckpointHandlers, Handlers
 from ..rpc.move_handlers import MoveHandlers
 from ..rpc.shard_metrics import ShardMetrics
@@ -72,7 +76,7 @@ class Shard:
         on_fenced: Callable[[], None] = lambda: None,
         on_load: Callable[[], None] | None = None,
     ) -> None:
-        handover = Handover()
+        handover, self._mark = Handover(), AppliedMark(parts.engine.k, parts.fenced_log.journal.end)
         self._parts, self._store, self._data, self._on_fenced = parts, store, data, on_fenced
         sync, timeout_s, engine = parts.config.servers.mode == "sync", parts.config.storage.timeout_s, parts.engine
         self.fenced = False
@@ -80,6 +84,7 @@ class Shard:
         rows = GivenRows(parts.tables, lambda: make_version(engine.epoch, engine.k))
         offers = SlotOffers(store.nodes, rows, parts.shard, lambda: engine.epoch, parts.ingest.attendance.members)
         self._moved = MoveFigures()
+        self._events = FeedEvents(parts.fenced_log, self._mark, parts.maps)
         self._mover = self._make_mover(offers, rows, look.set)
         self._background = self._make_background(handover.wake)
         self._applier = Applier(
@@ -89,7 +94,7 @@ class Shard:
             handover,
             finder=ChangedRowsFinder(store, parts.tables, timeout_s),
             background=self._background,
-            applied=parts.fenced_log.journal.end,
+            mark=self._mark,
             failed=self._failed,
         )
         versions = {"epoch": engine.epoch, "k": engine.k}
@@ -108,7 +113,8 @@ class Shard:
             else None
         )
         moves = MoveHandlers(parts, store, carrier, offers, look.set)
-        self._front, self._handlers = front, Handlers(parts, self._background, moves, checkpoints)
+        feeds = FeedStreams(parts, self._mark, self._events)
+        self._front, self._handlers = front, Handlers(parts, self._background, moves, checkpoints, feeds)
         self._follower = MapFollower(
             store,
             parts.shard,
@@ -198,6 +204,7 @@ class Shard:
             expect=parts.ingest.steps.expect,
             joins=self._joins,
             leaves=parts.ingest.gate.leaves,
+            flipped=self._flipped,
         )
         questions = GiverQuestions(parts.shard, OtherShards(store.nodes, parts.config.servers))
         shards = HandoverWork(store, parts.shard, giver, taker, offers=offers, questions=questions, ports=ports)
@@ -208,6 +215,11 @@ class Shard:
         copies = self._store.values.get(LOAD_NAME, Deadline.after(self._parts.config.storage.timeout_s))
         note_carried_out(self._data, newest_decision(copies, self._store.values.copies_on(LOAD_NAME)), self._parts.claim.require)
         self._parts.ingest.gate.joins()
+
+    def _flipped(self, cluster_map: ClusterMap) -> None:
+        event = move_event(cluster_map, self._parts.shard)
+        if event is not None:
+            self._events.tell(event)
 
     def _risen(self, epoch: int) -> None:
         """Write in a higher epoch from now on."""
@@ -275,7 +287,7 @@ class Shard:
         # Not the journal's end: a step that was journaled while the threads were told to end is replayed at the next start.
         try:
             self._parts.fenced_log.commit()  # else a folder that was put in the place of ours would get our state
-            self._parts.runs.save(state_of(self._parts, self._applier.applied))
+            self._parts.runs.save(state_of(self._parts, self._mark.now[1]))
         except ClosedError:
             return ""  # it has stopped before
         except JournalFullError as error:
