@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import FeedBehindError, JournalDamagedError, ShardUnavailableError, to_wire
-from kvemb.protocol.feed_messages import BEGIN, CAUGHT_UP, MOVE, NOW, REFUSED, ROW, START, FeedReply, FeedRequest
+from kvemb.protocol.feed_messages import BEGIN, CAUGHT_UP, MOVE, NOW, POSITION, REFUSED, ROW, START, FeedReply, FeedRequest
 from kvemb.protocol.message_format import TableRows
 from kvemb.schema.record import make_version, split_version
 from kvemb.schema.table_def import TableDef
@@ -34,7 +34,7 @@ from .feed_events import FeedEvents
 from .journal_place import before_move, behind_version, first_batch
 
 PIECE_IDS = 1 << 20  # of one reply; with their versions 16 MB
-_LOOK_S = 60.0  # a stream that is ended is woken; this is for those of which nobody says so
+_LOOK_S = 1.0
 _TRIES = 5
 Ids = NDArray[np.uint64]
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class ShardChanges:
         self._journal, self._tables = parts.fenced_log.journal, frozenset(request.tables)
         self._at = Position(request.segment, request.offset)
         self._epoch, self._k, self._serial = request.epoch, request.k, request.serial or 1  # the first map of a cluster has 1
-        self._foreign_until, self._owned = 0, parts.maps.cluster_map.slot_shards == parts.shard
+        self._foreign_until, self._owned = 0, events.told[1]
         self._ended = False
 
     def end(self) -> None:
@@ -79,7 +79,6 @@ class ShardChanges:
             while not self._ended:
                 try:
                     if above is not None:
-                        self._owned = self._parts.maps.cluster_map.slot_shards == self._parts.shard  # looked at before the serial
                         yield from self._row_log(above)
                         above = None
                     yield from self._follow()
@@ -99,11 +98,11 @@ class ShardChanges:
         start, engine = self._request.start, self._parts.engine
         if start == NOW:
             self._k, self._at = self._mark.now
-            self._epoch, self._serial = engine.epoch, self._events.serial
+            self._epoch, (self._serial, _) = engine.epoch, self._events.told
             return None
-        if start == START or not (self._k or self._at.segment):
+        if start == START or (start == POSITION and not (self._k or self._at.segment)):
             self._foreign_until = self._mark.now[0]
-            self._epoch, self._k, self._at, self._serial = engine.epoch, 0, Position(0, 0), self._events.serial
+            self._epoch, self._k, self._at, self._serial = engine.epoch, 0, Position(0, 0), self._events.told[0]
             return 0
         if start == MOVE:
             self._begin_at_move()
@@ -118,7 +117,7 @@ class ShardChanges:
         return None
 
     def _begin_at_move(self) -> None:
-        settled = self._events.serial
+        settled = self._events.told[0]
         found = self._read(lambda: before_move(self._journal, self._serial, self._parts.registry.find_key))
         if found is None and settled < self._serial:
             raise ShardUnavailableError(f"shard {self._parts.shard}: slots of move {self._serial} are still on their way; ask again")
@@ -167,6 +166,7 @@ class ShardChanges:
         """
         while not self._ended:
             n_changes = self._mark.n_changes
+            self._events.look()
             try:
                 for after, payload in self._journal.read(self._at):
                     entry = decode_entry(payload, self._parts.registry.find_key)
@@ -182,7 +182,7 @@ class ShardChanges:
                 if self._at.segment >= self._journal.start.segment:
                     raise
                 raise _BehindError from error
-            self._mark.wait(n_changes, _LOOK_S)
+            self._mark.wait(n_changes, _LOOK_S)  # a new map wakes nobody
 
     def _batch(self, entry: BatchEntry, after: Position) -> Iterator[FeedReply]:
         epoch, k = split_version(entry.version)
@@ -240,7 +240,9 @@ class ShardChanges:
             definition = logged.definition
             if self._wants(definition):
                 for kind, ids, versions in _rows_above(view, definition, above, self._owned):
-                    told = replace(_rows(definition, ids), versions=np.minimum(versions, np.uint64(view.cut)))
+                    # without a cut, all of these have come from other shards, and ours have a higher epoch
+                    versions = np.minimum(versions, np.uint64(view.cut)) if view.cut else versions
+                    told = replace(_rows(definition, ids), versions=versions)
                     yield replace(self._reply(kind, whole=False), tables=[told])
         if behind is not None and behind > at:
             at = behind
@@ -263,9 +265,9 @@ class ShardChanges:
 
     def _require_told(self, above: int) -> None:
         """Refuse where the row log, as it is now, does not know what the subscriber lacks."""
-        serial = self._events.serial
-        if serial != self._serial and not (serial and above):
-            raise ShardUnavailableError(f"shard {self._parts.shard}: slots are moving; ask again")
+        serial, self._owned = self._events.told
+        if serial != self._serial and not above:
+            raise ShardUnavailableError(f"shard {self._parts.shard}: slots have moved while its feed began; ask again")
         if serial != self._serial:
             raise self._refused("slots have moved since, and the journal does not have what changed before")
         for table in self._parts.saved.now.tables:

@@ -13,7 +13,6 @@ from kvemb.coordination.shard_notes import ShardNote
 from kvemb.coordination.shard_owners import newest_owner, owner_name
 from kvemb.errors import ClosedError, FencedError, JournalFullError, KvembError, NodeLostError, StorageError, UnsafeNodeError
 from kvemb.net.deadline import Deadline
-from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.record import make_version
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
@@ -24,7 +23,7 @@ from ..apply.changed_rows import ChangedRowsFinder
 from ..apply.committer import Committer, Handover
 from ..checkpoint.loader import note_carried_out
 from ..checkpoint.saver import Saver
-from ..feed.feed_events import FeedEvents, move_event
+from ..feed.feed_events import FeedEvents
 from ..journal.applied_mark import AppliedMark
 from ..moves.handover_work import HandoverPorts, HandoverWork
 from ..moves.left_sessions import LeftSessions
@@ -84,7 +83,7 @@ class Shard:
         rows = GivenRows(parts.tables, lambda: make_version(engine.epoch, engine.k))
         offers = SlotOffers(store.nodes, rows, parts.shard, lambda: engine.epoch, parts.ingest.attendance.members)
         self._moved = MoveFigures()
-        self._events = FeedEvents(parts.fenced_log, self._mark, parts.maps)
+        self._events = FeedEvents(parts.shard, parts.fenced_log, self._mark, parts.maps, data, parts.claim.require)
         self._mover = self._make_mover(offers, rows, look.set)
         self._background = self._make_background(handover.wake)
         self._applier = Applier(
@@ -98,7 +97,9 @@ class Shard:
             failed=self._failed,
         )
         versions = {"epoch": engine.epoch, "k": engine.k}
-        self._committer = Committer(parts.ingest, parts.tables, parts.fenced_log, handover, sync=sync, **versions, failed=self._failed)
+        self._committer = Committer(
+            parts.ingest, parts.tables, parts.fenced_log, handover, sync=sync, **versions, look=self._events.look, failed=self._failed
+        )
         self._saver = Saver(parts, store.nodes, lambda: self._committer.k, self._background.flush_for_save, data.path)
         checkpoints = CheckpointHandlers(self._saver, parts.registry, store.nodes, on_load)
         still_ours = parts.claim.require
@@ -204,7 +205,7 @@ class Shard:
             expect=parts.ingest.steps.expect,
             joins=self._joins,
             leaves=parts.ingest.gate.leaves,
-            flipped=self._flipped,
+            flipped=self._events.look,
         )
         questions = GiverQuestions(parts.shard, OtherShards(store.nodes, parts.config.servers))
         shards = HandoverWork(store, parts.shard, giver, taker, offers=offers, questions=questions, ports=ports)
@@ -215,11 +216,6 @@ class Shard:
         copies = self._store.values.get(LOAD_NAME, Deadline.after(self._parts.config.storage.timeout_s))
         note_carried_out(self._data, newest_decision(copies, self._store.values.copies_on(LOAD_NAME)), self._parts.claim.require)
         self._parts.ingest.gate.joins()
-
-    def _flipped(self, cluster_map: ClusterMap) -> None:
-        event = move_event(cluster_map, self._parts.shard)
-        if event is not None:
-            self._events.tell(event)
 
     def _risen(self, epoch: int) -> None:
         """Write in a higher epoch from now on."""

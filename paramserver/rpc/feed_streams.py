@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from kvemb.errors import MessageError, ShardUnavailableError, StorageError
+from kvemb.errors import KvembError, MessageError
 from kvemb.protocol.feed_messages import FeedRequest
 
 from ..feed.feed_events import FeedEvents
@@ -68,7 +68,7 @@ class FeedStreams:
                     yield reply.encode()
                     with self._changed:
                         self._open[changes] = context, 0.0
-        except (ShardUnavailableError, StorageError) as error:
+        except (KvembError, OSError) as error:
             context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         finally:
             with self._changed:

@@ -47,7 +47,10 @@ class FeedLog(threading.Thread):
                 self.batches[event.shard].append(batch)
         for row, version in zip(event.ids.tolist(), event.versions.tolist(), strict=True):
             before = self.versions.get((event.table, row), 0)
-            assert version >= before, f"shard {event.shard}, id {row}: version {version} after {before} ({event.kind})"
+            assert version >= before, (
+                f"shard {event.shard}, id {row}: version {version} after {before} ({event.kind}); "
+                f"{[(e.kind, e.shard, e.epoch, e.k, len(e.ids)) for e in self.events if e.kind not in ('apply',)]}"
+            )
             self.n_told[event.table, row] += version > before
             self.versions[event.table, row] = version
 

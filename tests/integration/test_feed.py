@@ -18,7 +18,9 @@ import kvemb.init
 import kvemb.optim
 from kvemb.errors import AccessDeniedError, FeedBehindError, InvalidInputError
 from kvemb.local_cluster import LocalCluster
+from kvemb.local_cluster.processes import free_ports
 from kvemb.schema.cluster_map import equal_runs
+from kvemb.schema.slots import N_SLOTS
 from tests.integration.counting_trainers import PATIENCE_S, Trainer, wait_for
 from tests.integration.feed_log import FeedLog, ids_of
 from tests.integration.tls_clusters import TlsCluster, running
@@ -48,6 +50,11 @@ def cut_journal(table: kvemb.Table, n: int = 12) -> None:
     """Push until a shard with a journal of a megabyte has cut it."""
     for start in range(n):
         push(table, np.arange(10_000) + 100_000 + 10_000 * (start % 2))
+
+
+def run(*words: str) -> int:
+    command = [sys.executable, "-m", "kvemb.cli", *words]
+    return subprocess.run(command, capture_output=True, timeout=PATIENCE_S, stdin=subprocess.DEVNULL).returncode
 
 
 def test_every_batch_is_told_in_order_while_shards_are_killed_under_load(local: LocalCluster) -> None:
@@ -188,8 +195,7 @@ def test_a_slot_that_moves_is_told_by_both_shards_and_no_version_goes_back(requi
         late = FeedLog(cluster.feed())
         try:
             thirds = equal_runs(3)
-            swapped = np.choose(thirds, [1, 2, 0])
-            for owners in (np.where(thirds == 2, equal_runs(32) % 2, thirds), swapped, thirds):
+            for owners in (np.where(thirds == 2, equal_runs(32) % 2, thirds), np.full(N_SLOTS, 1), thirds):
                 moves.begin(owners)
                 moves.wait()
         finally:
@@ -212,16 +218,28 @@ def test_a_slot_that_moves_is_told_by_both_shards_and_no_version_goes_back(requi
         assert all(k == before + 1 for (_, before), (_, k) in pairwise(batches))
 
 
-def test_a_shard_that_joins_is_told_from_its_first_batch(require_server: Callable[[str], str]) -> None:
+def test_a_shard_that_joins_and_leaves_again_is_told_from_its_first_batch_to_its_last(require_server: Callable[[str], str]) -> None:
     with LocalCluster("valkey", shards=1, memory_mb=64) as local, kvemb.connect(local.url) as cluster:
-        table = ledger(cluster)
-        push(table, np.arange(200))
+        hasty, address = HastyTrainer(local.url, "h", 1), f"127.0.0.1:{free_ports(1)[0]}"
         log = FeedLog(cluster.feed())
-        address = local.start_spare_shard() if hasattr(local, "start_spare_shard") else ""
-        if not address:
-            log.stop()
-            pytest.skip("no spare shard here")
-        cluster.shards.add(address)
+        try:
+            local.start_shard(1, "--listen", address)
+            assert run("shards", "add", str(local.config_path), address, "--yes") == 0
+            n_before = hasty.n_pushed
+            wait_for(lambda: hasty.n_pushed > n_before + 20)
+            position = log.feed.position
+            assert run("shards", "remove", str(local.config_path), address, "--yes") == 0
+        finally:
+            counts = hasty.stop()
+        cluster.flush(PATIENCE_S)
+        log.reach(cluster)
+        log.stop()
+        _, versions = cluster.table("h").pull_known(np.arange(len(counts), dtype=np.uint64))
+    pushed = np.flatnonzero(counts)
+    assert set(position) == {0, 1}
+    assert set(log.feed.position) == {0}  # all of the shard that has left was told
+    assert [log.versions["h", row] for row in pushed.tolist()] == versions[pushed].tolist()
+    assert len(log.batches[1]) > 0
 
 
 def test_a_load_tells_all_rows_again_and_a_drop_its_erased_rows(local: LocalCluster, tmp_path: Path) -> None:
