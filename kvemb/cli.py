@@ -164,6 +164,13 @@ def _add_table_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]
     tables.add_argument("--evictions", action="store_true", help="rows that the tables' policies have erased, since each shard was started")
     tables.add_argument("--dry-run", action="store_true", help="rows that they would erase now; nothing is erased")
     tables.add_argument("--timeout", type=positive, default=600.0, metavar="SECONDS", help="of these two: the second looks at every row")
+    feed = verbs.add_parser("feed", help="print a line for everything that the shards change, until it is ended")
+    takes_config(feed)
+    feed.add_argument("--tables", default="", metavar="A,B", help="their names (default: all)")
+    feed.add_argument("--from", dest="start", default="now", metavar="X", help="now (default), start, or the position of an event of --json")
+    feed.add_argument("--weights", action="store_true", help="read the rows' weights from storage, too (for --json)")
+    feed.add_argument("--json", action="store_true", help="for programs: each line an object")
+    feed.set_defaults(run=_runs("feed_command", "feed_command"))
     show.add_argument("table", help="its table")
     show.add_argument("id", type=int, help="its id")
 

@@ -160,6 +160,10 @@ class SlotsMovedError(ParameterServerError):
     """Rows were sent to a shard by a cluster map that is not in force: none of them was taken. They are sent again."""
 
 
+class FeedBehindError(ParameterServerError):
+    """A feed cannot go on where its subscriber was: what changed behind that is not known any more. The message says where to begin again."""
+
+
 class AccessDeniedError(ParameterServerError):
     """A shard does not let this process do this: its certificate or token is not good for it. Nothing was changed."""
 

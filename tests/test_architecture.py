@@ -66,7 +66,7 @@ ROOMS = {
         {"paramserver.row_log"},
         {"paramserver.eviction", "paramserver.repair"},
         {"paramserver.recovery", "paramserver.moves"},
-        {"paramserver.apply", "paramserver.checkpoint"},
+        {"paramserver.apply", "paramserver.checkpoint", "paramserver.feed"},
         {"paramserver.rpc"},
         {"paramserver.lifecycle"},
         {"paramserver.__main__"},

@@ -7,9 +7,10 @@ What must not live here: the work of a verb (kvemb.datapath, kvemb.client, kvemb
 from __future__ import annotations  # help() shows types as they are written here
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -34,6 +35,7 @@ from kvemb.schema.table_def import TableDef, check_table_name
 from kvemb.stores.store import Store
 
 if TYPE_CHECKING:
+    from kvemb.api.feed import Feed
     from kvemb.api.row_export import ExportProgress, ExportResult
     from kvemb.api.row_import import ImportProgress, ImportResult, RowArrays
     from kvemb.checkpoint.load import LoadProgress, LoadResult
@@ -58,6 +60,7 @@ class Cluster:
         self._tables = OpenTables(config, shared, self)
         self._lock = ForkLock()
         self._metrics: MetricsEndpoint | None = None
+        self._feeds: WeakSet[Feed] = WeakSet()
 
     @property
     def config(self) -> Config:
@@ -469,6 +472,50 @@ class Cluster:
         self._shared.require_shards("export_rows")
         return export_rows(self.table(table), os.fspath(url), file_format=format, ids=ids, dtype=dtype, progress=progress)
 
+    def feed(
+        self,
+        tables: Iterable[str] | None = None,
+        *,
+        from_: str | Mapping[int, Sequence[int]] = "now",
+        weights: bool = False,
+        max_mb: float = 16.0,
+    ) -> Feed:
+        """Return what the shards change from now on, or from an earlier position, event by event; see docs/feed.md.
+
+        Every acknowledged batch is told once it is in storage, in order, without gaps. After a restart of a shard or of the subscriber,
+        what is told again has the versions it had.
+
+        Args:
+            tables: names of those that are wanted, also of tables that are created later; None for all.
+            from_: "now": what is pushed behind this call. "start": every row that there is, then what changes. Or `Feed.position` of an
+                earlier feed, or (epoch, k) by shard: what changed behind that.
+            weights: read the rows of each event from storage.
+            max_mb: memory, per shard, for events that are not taken yet; a shard whose subscriber takes nothing for long ends its stream,
+                which is opened again by itself.
+
+        Raises:
+            InvalidInputError: from_, or max_mb, is none of these.
+            ShardUnavailableError: a shard did not answer.
+
+        Example:
+            >>> with kvemb.local() as url, kvemb.connect(url) as cluster:
+            ...     table = cluster.create_table("user", dim=2, optimizer=kvemb.optim.sgd(lr=1.0))
+            ...     with cluster.feed() as feed:
+            ...         ack = table.push([7, 3], np.ones((2, 2)))
+            ...         event = feed.take(timeout_s=30)
+            >>> event.kind, event.table, event.ids.tolist()
+            ('apply', 'user', [3, 7])
+        """
+        from kvemb.api.feed import open_feed
+
+        servers = self._shared.require_shards("feed").servers
+        names = None if tables is None else tuple(map(check_table_name, tables))
+        feed = open_feed(
+            servers, self.table, names, from_, weights=weights, max_mb=max_mb, away_timeout_s=self._config.servers.away_timeout_s
+        )
+        self._feeds.add(feed)
+        return feed
+
     def close(self) -> None:
         """Wait until pushes are accepted and released steps are in storage; then tell the shards and close every connection.
 
@@ -521,6 +568,8 @@ class Cluster:
             self._shared.closed = True
         if self._metrics is not None:
             self._metrics.close()
+        for feed in list(self._feeds):
+            feed.close()
         shared = self._shared
         try:
             if timeout_s is None:

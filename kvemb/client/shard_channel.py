@@ -229,6 +229,10 @@ class ShardChannel:
         """Open the push stream; iterating over the result gives encoded PushReplys, `cancel()` ends it."""
         return self._channel().stream_stream(f"/{SERVICE}/Push")(parts)
 
+    def feed_stream(self, request: bytes) -> Any:
+        """Open a subscriber's stream; iterating over the result gives encoded FeedReplys, `cancel()` ends it."""
+        return self._channel().unary_stream(f"/{SERVICE}/Feed")(request)
+
     def translate(self, error: Any, method: str, timeout_s: float | None = None) -> ParameterServerError | MessageError:
         """Return our error for one of gRPC's."""
         code = error.code() if callable(getattr(error, "code", None)) else None

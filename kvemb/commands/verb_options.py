@@ -174,6 +174,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "status": ("kvemb status", "kvemb status --watch 10", "kvemb status --json kvemb.yaml"),
     "tables": ("kvemb tables", "kvemb tables --json --config kvemb.yaml", "kvemb tables --evictions", "kvemb tables --dry-run"),
     "show": ("kvemb show user 42", "kvemb show user -5 --json"),
+    "feed": ("kvemb feed --tables user,item", "kvemb feed --json --weights --from start kvemb.yaml"),
     "init": ("kvemb init --store redis --nodes 10.0.0.1:6379 10.0.0.2:6379 --shards 10.0.1.1:7070",),
     "doctor": ("kvemb doctor", "kvemb doctor --json kvemb.yaml"),
     "certificates": ("kvemb certificates kvemb.yaml", "kvemb certificates --days 7 --out trial"),

@@ -28,7 +28,7 @@ MAY_CALL = {
         ("Describe", "GetTable", "Count", "Step", "Ids", "Status", "Progress", "Compare", "ShowRow", "Examine", "SampleIds", "Evictions"),
         _EVERYBODY,
     ),
-    **dict.fromkeys(("MoveStatus", "SlotSizes"), _EVERYBODY),
+    **dict.fromkeys(("MoveStatus", "SlotSizes", "Feed"), _EVERYBODY),
     **dict.fromkeys(("CreateTable", "Assign", "Flush", "Save", "SaveStatus"), _WRITERS),
     **dict.fromkeys(("Hello", "Push", "Bye", "LeftSession"), frozenset({TRAINER})),
     **dict.fromkeys(("Erase", "DropTable", "EraseTable", "EndDrop", "Load", "Repair"), frozenset({ADMIN})),

@@ -18,7 +18,7 @@ from ..engine.batch_records import PreparedRows
 from ..engine.engine import Engine
 from ..ingest.ingest import Ingest
 from ..ingest.ingest_state import AbandonedError
-from ..journal import Position
+from ..journal.applied_mark import AppliedMark
 from ..model.batch import ReceivedPart, RefusedStep, RowsWork
 from ..model.tables import Tables
 from ..shard_process.owned_thread import OwnedThread
@@ -92,7 +92,7 @@ class Applier:
         handover: where batches come from.
         finder: finds the changed ones among rows that trainers have pulled ahead.
         background: the work between batches.
-        applied: behind the entry of the last batch applied before this process began.
+        mark: how far the journal is applied.
         failed: called with the error that ends the shard for good: everything that waits is to fail.
         tables_serial: returns that of the registry of tables, which trainers hear with every outcome.
     """
@@ -106,7 +106,7 @@ class Applier:
         *,
         finder: ChangedRowsFinder,
         background: BackgroundWork,
-        applied: Position,
+        mark: AppliedMark,
         failed: Callable[[BaseException], None],
         tables_serial: Callable[[], int],
     ) -> None:
@@ -114,7 +114,7 @@ class Applier:
         self._ingest, self._engine, self._tables, self._handover = ingest, engine, tables, handover
         self._finder, self._background, self._failed = finder, background, failed
         self.thread = OwnedThread(self._run, name="kvemb-apply", wakes=(ingest.state.stop, handover.close))
-        self.applied = applied
+        self._mark = mark
         self.figures = ApplyFigures()
 
     def _run(self) -> None:
@@ -129,9 +129,9 @@ class Applier:
                     started_s = time.perf_counter()
                     replies = self._apply(batch)
                     self.figures.seconds.add(time.perf_counter() - started_s)
-                    self.applied = batch.end
+                    self._mark.reach(split_version(batch.version)[1], batch.end)
                     self._ingest.outcomes.settle(batch.work, replies)
-                busy = self._background.step(self.applied, self.pause)
+                busy = self._background.step(self._mark.now[1], self.pause)
                 self._ingest.state.trouble.storage_works()  # no task is tried again now
             except AbandonedError:
                 return

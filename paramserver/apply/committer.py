@@ -120,6 +120,7 @@ class Committer:
         admissions: decide which gradients are merged at all.
         sync: whether lists of pushes are steps of a sync job.
         epoch, k: of the versions: the first batch is k + 1.
+        look: called before a batch is written.
         failed: called with the error that ends the shard for good: all waiting work is to fail.
     """
 
@@ -134,10 +135,12 @@ class Committer:
         sync: bool,
         epoch: int,
         k: int,
+        look: Callable[[], None] = lambda: None,
         failed: Callable[[BaseException], None],
     ) -> None:
         self._ingest, self._tables, self._fenced_log, self._handover = ingest, tables, fenced_log, handover
-        self._admissions, self._sync, self._epoch, self._failed = admissions, sync, epoch, failed
+        self._look, self._admissions = look, admissions
+        self._sync, self._epoch, self._failed = sync, epoch, failed
         self.k = k  # of the last batch numbered: pushes acknowledged before are in it or in earlier ones
         self._counting = threading.Lock()
         self._steps: dict[str, int] = {}  # per table, behind the last batch numbered
@@ -178,6 +181,7 @@ class Committer:
         version = make_version(self._epoch, self.k + 1)
         steps = tuple(self._count(rows.definition, batch.kind) for rows in batch.tables)
         entry = BatchEntry(version, batch, steps, tuple(_watermarks(work)))
+        self._ingest.state.trouble.until_there_is_room(self._look, self.thread.wait)
         end = self._ingest.state.trouble.until_there_is_room(lambda: self._fenced_log.append(entry), self.thread.wait)
         self.k += 1
         self._admissions.numbered(batch, self.k)

@@ -39,6 +39,8 @@ from kvemb.schema.table_def import TableDef
 from kvemb.stores.store import Store
 
 from ..engine.storage_pace import Pause, until_stored
+from ..journal import EventEntry
+from ..journal.entry import LOAD
 from ..journal.write_ahead_log import FencedLog
 from ..model.table_registry import Registry
 from ..recovery.claim_shard import Claim
@@ -289,6 +291,8 @@ class Loader:
                 for n_rows in stored:
                     self._done += n_rows
                     self._report(load_id, "writing")
+        parts.fenced_log.append(EventEntry(LOAD))
+        parts.fenced_log.commit()
         self._data.write(LOADED, [b"%d\n" % serial], self._shard.claim.require)
         parts.runs.save(replace(state_of(parts, parts.fenced_log.journal.end), loading=None))
         log.info("loaded %d rows in %.1f s", self._done, time.monotonic() - begun)

@@ -4,8 +4,9 @@
     arrays: ids '<u8' [n] | rows '<f4' [n, dim], of an assign with state [n, dim + s] | zeros up to a multiple of 8
 
 The header of a batch is [format, "batch", version, kind, steps, watermarks, tables]. A watermark is [trainer, incarnation, sequence], a
-table [key, schema, n, dim, hyper]. The header of a session is [format, "session", trainer, incarnation]. Arrays lie at multiples of 8, so
-that they can be used where they were read. The framing of `segment` has a checksum. Even so decoding trusts no byte: every container has a
+table [key, schema, n, dim, hyper]. The header of a session is [format, "session", trainer, incarnation], that of an event [format, "event",
+name, table, serial, gone, came, left], where slots are [[shard, [slot, …]], …]. Arrays lie at multiples of 8, so that they can be used where they
+were read. The framing of `segment` has a checksum. Even so decoding trusts no byte: every container has a
 small limit, and every type and length is checked before memory is allocated for it.
 """
 
@@ -71,7 +72,32 @@ class SessionEntry:
     incarnation: int
 
 
-Entry = BatchEntry | SessionEntry
+Slots = tuple[tuple[int, tuple[int, ...]], ...]
+"""(another shard, the slots that moved between it and this one), …"""
+
+
+@dataclass(frozen=True)
+class EventEntry:
+    """A change that is no batch, for the feed: it stands behind every batch that it concerns, and replay leaves it out.
+
+    Args:
+        name: "moved" (slots have come from other shards, or gone to them), "load" (the rows are a checkpoint's from here on), "drop".
+        table: the key of the table that was dropped.
+        serial: of the cluster map's shards, as of the move.
+        gone, came: the slots that moved.
+        left: whether the shard has no slots any more.
+    """
+
+    name: str
+    table: str = ""
+    serial: int = 0
+    gone: Slots = ()
+    came: Slots = ()
+    left: bool = False
+
+
+MOVED, LOAD, DROP = "moved", "load", "drop"
+Entry = BatchEntry | SessionEntry | EventEntry
 
 
 def encode_entry(entry: Entry) -> list[bytes | memoryview]:
@@ -121,6 +147,11 @@ def decode_entry(payload: bytes | memoryview, find_table: Find) -> Entry:
     if items[1] == "session":
         _expect(len(items) == 4 and start == len(view), "fields of a session")
         return SessionEntry(_text(items[2], "trainer"), _count(items[3], "incarnation"))
+    if items[1] == "event":
+        _expect(len(items) == 8 and start == len(view) and items[2] in (MOVED, LOAD, DROP), "fields of an event")
+        _expect(type(items[7]) is bool, "whether the shard has left")
+        table, serial = _text(items[3], "table"), _count(items[4], "serial")
+        return EventEntry(items[2], table, serial, _slots(items[5]), _slots(items[6]), items[7])
     _expect(items[1] == "batch" and len(items) == 7, "fields of a batch")
     return _batch(items, view, start, find_table)
 
@@ -147,6 +178,8 @@ def batch_head(payload: bytes | memoryview) -> tuple[int, list[str]]:
 def _header(entry: Entry) -> list[Any]:
     if isinstance(entry, SessionEntry):
         return [FORMAT_VERSION, "session", entry.trainer, entry.incarnation]
+    if isinstance(entry, EventEntry):
+        return [FORMAT_VERSION, "event", entry.name, entry.table, entry.serial, entry.gone, entry.came, entry.left]
     batch = entry.batch
     marks = [[mark.trainer, mark.incarnation, mark.sequence] for mark in entry.watermarks]
     tables = [[t.definition.key, t.definition.schema, len(t.ids), t.rows.shape[1], dict(t.hyper)] for t in batch.tables]
@@ -231,6 +264,11 @@ def _text(value: object, what: str) -> str:
 def _count(value: Any, what: str) -> int:
     _expect(type(value) is int and 0 <= value < _MAX_COUNT, what)
     return int(value)
+
+
+def _slots(value: Any) -> Slots:
+    _expect(type(value) is list and all(type(one) is list and len(one) == 2 and type(one[1]) is list for one in value), "slots of an event")
+    return tuple((_count(shard, "shard"), tuple(_count(slot, "slot") for slot in slots)) for shard, slots in value)
 
 
 def _expect(holds: bool, what: str) -> None:

@@ -24,7 +24,9 @@ from ..apply.committer import Committer, Handover
 from ..checkpoint.loader import newest_undone, note_carried_out
 from ..checkpoint.saver import Saver
 from ..eviction.evictor import EvictionPorts, Evictor
+from ..feed.feed_events import FeedEvents
 from ..ingest.admission import Admissions
+from ..journal.applied_mark import AppliedMark
 from ..moves.handover_work import HandoverPorts, HandoverWork
 from ..moves.left_sessions import LeftSessions
 from ..moves.map_follower import MapFollower
@@ -42,6 +44,7 @@ from ..repair.node_watch import NodeWatch
 from ..repair.scrub import Scrub
 from ..row_log.log_flush import FlushSchedule, LogFlush, from_storage, without_cache
 from ..row_log.state_file import ShardState
+from ..rpc.feed_streams import FeedStreams
 from ..rpc.handlers import CheckpointHandlers, Handlers, LoadPorts
 from ..rpc.move_handlers import MoveHandlers
 from ..rpc.shard_metrics import ShardMetrics
@@ -74,7 +77,7 @@ class Shard:
         on_fenced: Callable[[], None] = lambda: None,
         on_load: Callable[[], None] | None = None,
     ) -> None:
-        handover = Handover()
+        handover, self._mark = Handover(), AppliedMark(parts.engine.k, parts.fenced_log.journal.end)
         self._parts, self._store, self._data, self._on_fenced = parts, store, data, on_fenced
         sync, timeout_s, engine = parts.config.servers.mode == "sync", parts.config.storage.timeout_s, parts.engine
         self.fenced = False
@@ -82,6 +85,7 @@ class Shard:
         rows = GivenRows(parts.tables, lambda: make_version(engine.epoch, engine.k))
         offers = SlotOffers(store.nodes, rows, parts.shard, lambda: engine.epoch, parts.ingest.attendance.members)
         self._moved = MoveFigures()
+        self._events = FeedEvents(parts.shard, parts.fenced_log, self._mark, parts.maps, data, parts.claim.require)
         self._mover = self._make_mover(offers, rows, look.set)
         self._evictor = self._make_evictor()
         self._background = self._make_background(handover.wake)
@@ -92,14 +96,22 @@ class Shard:
             handover,
             finder=ChangedRowsFinder(store, parts.tables, timeout_s),
             background=self._background,
-            applied=parts.fenced_log.journal.end,
+            mark=self._mark,
             failed=self._failed,
             tables_serial=lambda: parts.registry.serial,
         )
         versions = {"epoch": engine.epoch, "k": engine.k}
         admissions = Admissions(parts.registry.policies, parts.tables, lambda: engine.k, sync=sync)
         self._committer = Committer(
-            parts.ingest, parts.tables, parts.fenced_log, handover, admissions=admissions, sync=sync, **versions, failed=self._failed
+            parts.ingest,
+            parts.tables,
+            parts.fenced_log,
+            handover,
+            admissions=admissions,
+            sync=sync,
+            **versions,
+            look=self._events.look,
+            failed=self._failed,
         )
         self._saver = Saver(parts, store.nodes, lambda: self._committer.k, self._background.ask_flush, data.path)
         undone = partial(newest_undone, store, data, parts.config.storage.timeout_s)
@@ -117,7 +129,8 @@ class Shard:
             else None
         )
         moves = MoveHandlers(parts, store, carrier, offers, look.set)
-        self._front, self._handlers = front, Handlers(parts, self._background, self._evictor, moves, checkpoints)
+        feeds = FeedStreams(parts, self._mark, self._events)
+        self._front, self._handlers = front, Handlers(parts, self._background, self._evictor, moves, checkpoints, feeds)
         self._follower = MapFollower(
             store,
             parts.shard,
@@ -210,6 +223,7 @@ class Shard:
             expect=parts.ingest.steps.expect,
             joins=self._joins,
             leaves=parts.ingest.gate.leaves,
+            flipped=self._events.look,
         )
         questions = GiverQuestions(parts.shard, OtherShards(store.nodes, parts.config.servers))
         shards = HandoverWork(store, parts.shard, giver, taker, offers=offers, questions=questions, ports=ports)
@@ -302,7 +316,7 @@ class Shard:
         # Not the journal's end: a step that was journaled while the threads were told to end is replayed at the next start.
         try:
             self._parts.fenced_log.commit()  # else a folder that was put in the place of ours would get our state
-            self._parts.runs.save(state_of(self._parts, self._applier.applied))
+            self._parts.runs.save(state_of(self._parts, self._mark.now[1]))
         except ClosedError:
             return ""  # it has stopped before
         except JournalFullError as error:

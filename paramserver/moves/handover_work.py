@@ -44,6 +44,7 @@ class HandoverPorts:
         expect: waits for these members of a sync job from now on.
         joins: told when this shard has taken its first slots, before it says so.
         leaves: told when it has none any more, and is to leave, before it says so.
+        flipped: told before rows of slots that have gone are forgotten.
     """
 
     rise: Callable[[int], None]
@@ -53,6 +54,7 @@ class HandoverPorts:
     expect: Callable[[Sequence[tuple[str, int]]], None] = lambda members: None
     joins: Callable[[], None] = lambda: None
     leaves: Callable[[], None] = lambda: None
+    flipped: Callable[[], None] = lambda: None
 
 
 class HandoverWork(PhaseWork):
@@ -195,6 +197,7 @@ class HandoverWork(PhaseWork):
                 self._ports.joins()
 
     def _give(self, cluster_map: ClusterMap, count: PhaseCount) -> Iterator[float]:
+        self._ports.flipped()
         slots = cluster_map.gives(self._shard)
         if not slots.any():
             return

@@ -134,7 +134,7 @@ class Recovery:
         for _, entry in zip(range(self._n_entries), self._entries(), strict=False):
             if isinstance(entry, SessionEntry):
                 members = _restore(entry, sessions, members)
-            elif split_version(entry.version)[1] > self._saved_k:
+            elif isinstance(entry, BatchEntry) and split_version(entry.version)[1] > self._saved_k:
                 self._check_steps(entry, tables)
                 engine.run(entry.batch, entry.version, pause, self._rules, between=say)
                 n_batches += 1

@@ -19,6 +19,8 @@ from kvemb.protocol.shard_routing import MapSource
 from kvemb.schema.table_def import TableDef
 
 from ..ingest.ingest import Ingest
+from ..journal import EventEntry
+from ..journal.entry import DROP
 from ..model.batch import ERASE, CheckedRows, RowsWork
 from ..model.table_registry import Registry
 from ..model.tables import Tables
@@ -35,6 +37,7 @@ class DropHandlers:
         registry, tables, ingest: the shard's.
         maps: says which map is in force.
         no_shard_move: keeps slots with their shards while a block runs, on shard 0; raises where they are on their way.
+        tell: tells the feed.
     """
 
     def __init__(
@@ -47,10 +50,11 @@ class DropHandlers:
         *,
         maps: MapSource,
         no_shard_move: Callable[[], AbstractContextManager[None]],
+        tell: Callable[[EventEntry], None],
     ) -> None:
         self._shard, self._declared = shard, {table.name for table in declared}
         self._registry, self._tables, self._ingest = registry, tables, ingest
-        self._maps, self._no_shard_move = maps, no_shard_move
+        self._maps, self._no_shard_move, self._tell = maps, no_shard_move, tell
 
     @property
     def unfinished(self) -> str:
@@ -105,6 +109,7 @@ class DropHandlers:
                 n_erased = self._ingest.submit_rows(RowsWork(ERASE, rows), deadline, self._maps.cluster_map.shards_serial)
         if not state.n_rows:
             self._tables.forget(definition)
+            self._tell(EventEntry(DROP, definition.key))
         return EraseTableReply(n_erased, state.n_rows)
 
     def end(self, request: TableRequest, deadline: Deadline) -> Empty:

@@ -54,6 +54,7 @@ from ..model.batch import ASSIGN, ERASE, RowsWork
 from ..model.table_registry import Registry
 from ..recovery.shard_parts import ShardParts
 from .drop_handlers import DropHandlers
+from .feed_streams import FeedStreams
 from .inspection_handlers import InspectionHandlers
 from .move_handlers import MoveHandlers
 from .push_streams import BytesInHand, PushReceiver
@@ -67,9 +68,15 @@ class Handlers:
     """The verbs of one shard, without checkpoints, drops, inspection. Thread-safe. Each takes its request and the caller's deadline."""
 
     def __init__(
-        self, parts: ShardParts, background: BackgroundWork, evictor: Evictor, moves: MoveHandlers, checkpoints: "CheckpointHandlers"
+        self,
+        parts: ShardParts,
+        background: BackgroundWork,
+        evictor: Evictor,
+        moves: MoveHandlers,
+        checkpoints: "CheckpointHandlers",
+        feeds: FeedStreams,
     ) -> None:
-        self._parts, self._background, self.moves, self.checkpoints = parts, background, moves, checkpoints
+        self._parts, self._background, self.moves, self.checkpoints, self.feeds = parts, background, moves, checkpoints, feeds
         self._in_hand = BytesInHand()
         self.inspection = InspectionHandlers(parts, evictor)
         self.drop = DropHandlers(
@@ -80,6 +87,7 @@ class Handlers:
             parts.ingest,
             maps=parts.maps,
             no_shard_move=moves.no_shard_move,
+            tell=feeds.tell,
         )
 
     def hello(self, request: HelloRequest, deadline: Deadline) -> HelloReply:

@@ -18,9 +18,11 @@ from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import MAX_MESSAGE_BYTES, Message
 from kvemb.protocol.messages import MAX_REQUEST_BYTES, SERVICE, ByeRequest, HelloRequest, Reply, StatusReply
 from kvemb.protocol.move_messages import LeftSessionRequest
+from kvemb.protocol.roles import Caller
 
 from ..recovery.start_report import StartReport
 from .access_control import AccessControl
+from .feed_streams import MAX_FEEDS, FeedStreams
 from .handlers import Handlers
 from .push_streams import MAX_STREAMS, PushReceiver, Streams, connection_options
 
@@ -65,10 +67,11 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no types
     def __init__(self, listen: str, access: AccessControl, shard: int, report: StartReport) -> None:
         self._access, self._shard, self._report = access, shard, report
         self._open_stream: OpenStream | None = None
+        self._feeds: FeedStreams | None = None
         self._verbs: Mapping[str, _Verb] = {}
         self._streams = Streams()
         self._waiting = threading.BoundedSemaphore(MAX_WAITING_CALLS)
-        n_threads = MAX_STREAMS + MAX_WAITING_CALLS + _SPARE_THREADS
+        n_threads = MAX_STREAMS + MAX_FEEDS + MAX_WAITING_CALLS + _SPARE_THREADS
         self._threads = ThreadPoolExecutor(n_threads, thread_name_prefix="kvemb-rpc")
         self._server = grpc.server(self._threads, options=(*_OPTIONS, *connection_options(), *access.options))
         self._health = health.HealthServicer()
@@ -83,7 +86,7 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no types
         self.set_serving(False)
 
     def open(self, handlers: Handlers) -> None:
-        self._open_stream = handlers.open_stream
+        self._open_stream, self._feeds = handlers.open_stream, handlers.feeds
         self._verbs = _verbs(handlers)
         self.set_serving(True)
 
@@ -98,6 +101,8 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no types
         """End every call, those still under way after the grace time by force, and the threads."""
         self._health.enter_graceful_shutdown()
         self._streams.end_idle()  # trainers keep them open; their end need not be waited for
+        if self._feeds is not None:
+            self._feeds.close()
         self._server.stop(grace_s).wait()
         self._threads.shutdown(wait=True)
 
@@ -108,6 +113,8 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no types
             return None
         if name == "Push":
             return grpc.stream_stream_rpc_method_handler(self._push)
+        if name == "Feed":
+            return grpc.unary_stream_rpc_method_handler(self._feed)
         return grpc.unary_unary_rpc_method_handler(partial(self._answer, name)) if name in self._verbs or not self._verbs else None
 
     def _answer(self, name: str, data: bytes, context: Any) -> bytes:
@@ -149,15 +156,26 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no types
 
     def _push(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """Return the replies of a push stream; an abort raises."""
+        caller = self._let_in("Push", context)
+        assert self._open_stream is not None
+        return self._streams.serve(self._open_stream(requests, caller.require_seat), context)
+
+    def _feed(self, data: bytes, context: Any) -> Iterator[bytes]:
+        """Return the replies of a subscriber's stream; an abort raises."""
+        self._let_in("Feed", context)
+        assert self._feeds is not None
+        return self._feeds.serve(data, context)
+
+    def _let_in(self, name: str, context: Any) -> Caller:
+        """Return the caller of a stream; the call ends here unless it may be served."""
         try:
             caller = self._access.caller(context)
-            caller.require("Push")
+            caller.require(name)
         except AccessDeniedError as error:
             context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
         if self._open_stream is None:
             context.abort(grpc.StatusCode.UNAVAILABLE, str(self._starting()))
-        assert self._open_stream is not None
-        return self._streams.serve(self._open_stream(requests, caller.require_seat), context)
+        return caller
 
 
 def _verbs(handlers: Handlers) -> dict[str, _Verb]:

@@ -32,6 +32,7 @@ from paramserver.ingest.sessions import Sessions
 from paramserver.ingest.sync_steps import SyncSteps
 from paramserver.ingest.work_queue import Limits
 from paramserver.journal import START
+from paramserver.journal.applied_mark import AppliedMark
 from paramserver.journal.write_ahead_log import FencedLog
 from paramserver.model.batch import ERASE, CheckedRows, RowsWork
 from paramserver.model.tables import Tables
@@ -111,7 +112,7 @@ class Rig:
             self.handover,
             finder=finder,
             background=background(self),
-            applied=START,
+            mark=AppliedMark(0, START),
             failed=failed,
             tables_serial=lambda: 0,
         )

@@ -67,7 +67,7 @@ def test_storage_takes_no_token_and_trusts_the_systems_authorities() -> None:
 
 def test_every_verb_of_the_service_has_its_roles() -> None:
     source = (Path(__file__).resolve().parents[2] / "paramserver/rpc/service.py").read_text()
-    assert {"Push", *re.findall(r'^        "(\w+)": \w+', source, re.M)} == set(MAY_CALL)
+    assert {"Push", "Feed", *re.findall(r'^        "(\w+)": \w+', source, re.M)} == set(MAY_CALL)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,188 @@
+"""The feed of a cluster: what its shards have changed, event by event, as an iterator. See docs/feed.md."""
+
+from __future__ import annotations  # help() shows types as they are written here
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.arrays.ids import to_caller
+from kvemb.errors import InvalidInputError, UnknownTableError
+from kvemb.protocol.feed_messages import BEGIN, NOW, START, FeedPosition, FeedReply
+from kvemb.protocol.message_format import TableRows
+from kvemb.schema.record import make_version
+
+if TYPE_CHECKING:  # gRPC is imported when a feed is opened
+    from kvemb.api.table import Table
+    from kvemb.client.all_shards import AllShards
+    from kvemb.client.change_feed import ChangeFeed
+
+_ASYNC_SLICE_S = 0.5  # a thread that waits for an event cannot be cancelled: it looks up this often
+_NO_SLOTS: Mapping[int, NDArray[np.uint16]] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class FeedEvent:
+    """One change that a shard tells.
+
+    Args:
+        kind: "apply", "assign", "erase": rows changed by a batch. "row": a row as the row log has it, where the journal does not reach.
+            "caught-up": all of these are told. "epoch", "moved", "load", "drop": see docs/feed.md.
+        shard: that changed it.
+        epoch, k: of the batch; of other events those of the batch before.
+        table: its name, "" for events of the whole shard.
+        ids: [n] in the table's id_dtype.
+        versions: uint64 [n], epoch << 48 | k of each row: as of the event; with weights, as they were read with them (0: no such row now).
+        weights: float32 [n, dim] if they were asked for, read from storage when the event came: as of it, or newer.
+        gone, came: of "moved": the slots that went to other shards, or came from them, by shard; uint16 [n] each.
+    """
+
+    kind: str
+    shard: int
+    epoch: int
+    k: int
+    table: str = ""
+    ids: NDArray[Any] = field(default_factory=lambda: np.empty(0, np.int64))
+    versions: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    weights: NDArray[np.float32] | None = None
+    gone: Mapping[int, NDArray[np.uint16]] = field(default_factory=lambda: _NO_SLOTS)
+    came: Mapping[int, NDArray[np.uint16]] = field(default_factory=lambda: _NO_SLOTS)
+
+
+class Feed:
+    """What the shards of a cluster change, as an iterator without an end; made by `Cluster.feed`.
+
+    One thread iterates, with `for` or `async for`; any may call `close`. Not fork-safe.
+
+    Args:
+        changes: of the shards.
+        table: opens a table by name.
+        weights: whether events carry them.
+    """
+
+    def __init__(self, changes: ChangeFeed, table: Callable[[str], Table], *, weights: bool) -> None:
+        self._changes, self._table, self._weights = changes, table, weights
+        self._position = dict(changes.begun)
+        self._epochs: dict[int, int] = {shard: at.epoch for shard, at in changes.begun.items() if at.epoch}
+        self._waiting: deque[FeedEvent] = deque()
+        self._behind: tuple[int, FeedReply] | None = None  # the position of which holds when nothing waits
+
+    @property
+    def position(self) -> dict[int, FeedPosition]:
+        """How far each shard's events were handed out: `Cluster.feed(from_=…)` goes on from there, in this process or another one."""
+        return dict(self._position)
+
+    def take(self, timeout_s: float | None = None) -> FeedEvent | None:
+        """Return the next event; None when there was none within the timeout, or the feed was closed.
+
+        Raises:
+            FeedBehindError: what changed is not known any more; the message says how to begin again.
+            ShardUnavailableError: a shard was away for longer than it may.
+        """
+        while not self._waiting:
+            found = self._changes.take(timeout_s)
+            if found is None:
+                return None
+            self._waiting.extend(self._events(*found))
+            self._behind = found
+            if not self._waiting:
+                self._advance()
+        event = self._waiting.popleft()
+        if not self._waiting:
+            self._advance()
+        return self._with_weights(event) if self._weights and len(event.ids) and event.kind != "erase" else event
+
+    def close(self) -> None:
+        """End the feed: who iterates comes to the end. Idempotent."""
+        self._changes.close()
+
+    def __iter__(self) -> Iterator[FeedEvent]:
+        while (event := self.take()) is not None:
+            yield event
+
+    async def __aiter__(self) -> AsyncIterator[FeedEvent]:
+        while not self._changes.closed:
+            event = await asyncio.to_thread(self.take, _ASYNC_SLICE_S)
+            if event is not None:
+                yield event
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _events(self, shard: int, reply: FeedReply) -> Iterator[FeedEvent]:
+        """The events of a reply, one per table."""
+        if reply.epoch > self._epochs.setdefault(shard, reply.epoch):
+            self._epochs[shard] = reply.epoch
+            yield FeedEvent("epoch", shard, reply.epoch, reply.k)
+        about = FeedEvent(reply.kind, shard, reply.epoch, reply.k)
+        for rows in reply.tables:
+            yield replace(about, table=rows.table, ids=self._ids(rows), versions=_versions(rows, reply))
+        if not reply.tables and reply.kind not in (BEGIN, "apply", "assign", "erase"):
+            gone, came = ({int(to): np.frombuffer(raw, "<u2") for to, raw in reply.details.get(name, ())} for name in ("gone", "came"))
+            yield replace(about, table=str(reply.details.get("table", "")), gone=gone, came=came)
+
+    def _advance(self) -> None:
+        """Note the position of the reply whose last event is handed out."""
+        assert self._behind is not None
+        shard, reply = self._behind
+        if not reply.whole or reply.kind == BEGIN:
+            return
+        self._position[shard] = reply.position
+        for taker, _ in reply.details.get("gone", ()):
+            self._position.setdefault(int(taker), FeedPosition(0, 0, reply.serial))
+        if reply.details.get("left"):
+            del self._position[shard]
+
+    def _ids(self, rows: TableRows) -> NDArray[Any]:
+        try:
+            return to_caller(rows.ids, self._table(rows.table).definition.id_dtype)
+        except UnknownTableError:  # dropped since
+            return rows.ids.view(np.int64)
+
+    def _with_weights(self, event: FeedEvent) -> FeedEvent:
+        try:
+            weights, versions = self._table(event.table).pull_known(event.ids.view(np.uint64))
+        except UnknownTableError:  # dropped since
+            return event
+        return replace(event, weights=weights, versions=versions)
+
+
+def open_feed(
+    servers: AllShards,
+    table: Callable[[str], Table],
+    names: tuple[str, ...] | None,
+    from_: str | Mapping[int, Sequence[int]],
+    *,
+    weights: bool,
+    max_mb: float,
+    away_timeout_s: float,
+) -> Feed:
+    """Open a feed; see `Cluster.feed`."""
+    from kvemb.client.change_feed import ChangeFeed
+
+    if not 0 < max_mb < 1 << 20:
+        raise InvalidInputError(f"max_mb is {max_mb}; give a number of megabytes above 0")
+    start = from_ if isinstance(from_, str) else {int(shard): _position(shard, at) for shard, at in from_.items()}
+    if start not in (NOW, START) and (isinstance(start, str) or not start):
+        raise InvalidInputError(f'from_ is {from_!r}; give "now", "start", or the position of an earlier feed, by shard')
+    changes = ChangeFeed(servers, start, names or (), max_bytes=int(max_mb * (1 << 20)), away_timeout_s=away_timeout_s)
+    return Feed(changes, table, weights=weights)
+
+
+def _position(shard: int, at: Sequence[int]) -> FeedPosition:
+    if not 2 <= len(at) <= 5 or not all(type(one) is int and 0 <= one < 1 << 63 for one in at):
+        raise InvalidInputError(f"from_[{shard!r}] is {at!r}; give (epoch, k), or what Feed.position has")
+    return FeedPosition(*at)
+
+
+def _versions(rows: TableRows, reply: FeedReply) -> NDArray[np.uint64]:
+    return rows.versions if len(rows.versions) else np.full(len(rows.ids), make_version(reply.epoch, reply.k), np.uint64)

@@ -1,0 +1,78 @@
+"""The messages of the feed: a subscriber says where to begin, and a shard tells one change after the other. Pure."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from kvemb.protocol.message_format import Message, TableRows
+
+NOW, START, POSITION, MOVE = "now", "start", "position", "move"
+BEGIN, ROW, CAUGHT_UP, REFUSED = "begin", "row", "caught-up", "refused"
+
+
+class FeedPosition(NamedTuple):
+    """How far a subscriber is with one shard: all up to batch k of this epoch was told.
+
+    Args:
+        epoch, k: of the last batch told.
+        serial: of the last move of slots that was told.
+            With epoch 0 instead: nothing was told, and the feed begins with this move.
+        segment, offset: behind the last entry told, in the shard's journal; 0 where that is to be found from k.
+    """
+
+    epoch: int
+    k: int
+    serial: int = 0
+    segment: int = 0
+    offset: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class FeedRequest(Message):
+    """Subscribe to a shard's changes.
+
+    Args:
+        start: "now"; "start" (every row that there is, then what changes); "position"; "move" (from the move of this serial on).
+        tables: names of those that are wanted; [] for all.
+        epoch, k, serial, segment, offset: as `FeedPosition`.
+    """
+
+    start: str
+    tables: list[str]
+    epoch: int = 0
+    k: int = 0
+    serial: int = 0
+    segment: int = 0
+    offset: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class FeedReply(Message):
+    """One change, or a piece of it.
+
+    Args:
+        kind: "begin" (where the stream begins), "apply", "assign", "erase" (of a batch), "row" (a row that is told from the row log),
+            "caught-up" (all of the row log is told), "moved", "load", "drop", or "refused" (details: `kvemb.errors.to_wire`).
+        whole: whether the position holds once this reply is taken; else more of the same change follow.
+        epoch, k, serial, segment, offset: as `FeedPosition`.
+        tables: ids of each table. Versions are theirs where they differ; else that of all is (epoch, k).
+        details: of moves "gone" and "came", lists of [shard, slots as raw '<u2'], and "left"; of drops "table".
+    """
+
+    kind: str
+    whole: bool
+    epoch: int
+    k: int
+    serial: int
+    segment: int
+    offset: int
+    tables: list[TableRows] = field(default_factory=list)
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def position(self) -> FeedPosition:
+        return FeedPosition(self.epoch, self.k, self.serial, self.segment, self.offset)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the arrays, about."""
+        return 256 + sum(rows.size_bytes for rows in self.tables)
