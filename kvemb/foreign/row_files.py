@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.ids import to_caller
-from kvemb.arrays.rounding import round_nearest, storage_dtype
+from kvemb.arrays.rounding import opaque_bytes, round_nearest, storage_dtype
 from kvemb.checkpoint.checkpoint_storage import shown
-from kvemb.checkpoint.format.parquet_blocks import require_extra
+from kvemb.checkpoint.format.parquet_blocks import require_extra, weights_type
 from kvemb.checkpoint.format.plain_parquet import PlainWriter
 from kvemb.errors import ForeignRowsError, InvalidInputError
 from kvemb.foreign.foreign_file import is_local
@@ -27,7 +27,7 @@ from kvemb.process import replace_atomically, sync_folder
 from kvemb.schema.table_def import TableDef
 
 _SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "uint64": "U64"}
-Blocks = Iterable[NDArray[np.float32]]
+Blocks = Iterable[NDArray[Any]]
 Pieces = Iterator[bytes | memoryview]
 
 
@@ -39,7 +39,7 @@ def write_rows(definition: TableDef, url: str, ids: NDArray[np.uint64] | None, n
         url: a path or any fsspec URL; of TensorFlow a checkpoint's prefix.
         ids: uint64 [n] as "id"; None: row i is id i.
         n_rows: n.
-        blocks: float32 [m, dim] each, in the order of the ids, n rows together.
+        blocks: [m, dim] each of the table's `row_dtype`, in the order of the ids, n rows together.
         file_format: of `FORMATS`; unless given, by the file's ending.
 
     Raises:
@@ -56,6 +56,8 @@ def write_rows(definition: TableDef, url: str, ids: NDArray[np.uint64] | None, n
             return
         if kind == "npy":
             pieces = _npy(stored_dtype(definition), (n_rows, definition.dim), _stored(definition, blocks))
+        elif kind == "raw":
+            pieces = (_bytes_of(round_nearest(block, definition.dtype)) for block in blocks)
         elif kind == "safetensors":
             pieces = _safetensors(definition, ids, n_rows, blocks)
         elif kind == "parquet":
@@ -67,11 +69,11 @@ def write_rows(definition: TableDef, url: str, ids: NDArray[np.uint64] | None, n
         raise ForeignRowsError(f"{where}: cannot be written: {type(error).__name__}: {error}") from error
 
 
-def write_ids(definition: TableDef, url: str, ids: NDArray[np.uint64]) -> None:
-    """Write the ids that go with an npy of rows, as an npy of their own; raises as `write_rows`."""
+def write_ids(definition: TableDef, url: str, ids: NDArray[np.uint64], kind: str) -> None:
+    """Write the ids that go with an npy or raw file of rows, as one of their own; raises as `write_rows`."""
     own = to_caller(ids, definition.id_dtype)
     try:
-        _put(url, _npy(own.dtype, own.shape, [own]))
+        _put(url, _npy(own.dtype, own.shape, [own]) if kind == "npy" else iter([_bytes_of(own)]))
     except OSError as error:
         raise ForeignRowsError(f"{shown(url)}: cannot be written: {type(error).__name__}: {error}") from error
 
@@ -112,7 +114,7 @@ def _safetensors(definition: TableDef, ids: NDArray[np.uint64] | None, n_rows: i
     size = n_rows * definition.dim * storage_dtype(definition.dtype).itemsize
     head, at = dict[str, Any](), 0
     for name, dtype, shape, n_bytes in [*arrays, ("weights", definition.dtype, [n_rows, definition.dim], size)]:
-        head[name] = {"dtype": _SAFETENSORS[dtype], "shape": shape, "data_offsets": [at, at + n_bytes]}
+        head[name] = {"dtype": "U8" if opaque_bytes(dtype) else _SAFETENSORS[dtype], "shape": shape, "data_offsets": [at, at + n_bytes]}
         at += n_bytes
     text = json.dumps(head).encode()
     text += b" " * (-len(text) % 8)
@@ -125,10 +127,9 @@ def _safetensors(definition: TableDef, ids: NDArray[np.uint64] | None, n_rows: i
 def _parquet(definition: TableDef, ids: NDArray[np.uint64] | None, blocks: Blocks) -> Pieces:
     assert ids is not None
     pa = require_extra("pyarrow")
-    kind = pa.float16() if definition.dtype == "float16" else pa.float32()
     id_kind = pa.int64() if definition.id_dtype == "int64" else pa.uint64()
-    weights = pa.list_(pa.field("element", kind, nullable=False), definition.dim)
-    writer = PlainWriter(pa.schema([pa.field("id", id_kind, nullable=False), pa.field("weights", weights, nullable=False)]), "id")
+    fields = [pa.field("id", id_kind, nullable=False), pa.field("weights", weights_type(definition), nullable=False)]
+    writer = PlainWriter(pa.schema(fields), "id")
     at = 0
     for block in _stored(definition, blocks):
         yield from writer.add([ids[at : at + len(block)], block])
