@@ -1,20 +1,26 @@
 """Other people's clients on the server that ours is measured on, as contenders.
 
-redis-benchmark has key names of its own, so it gets values of the same size under them, in the same server; the Python clients read the
-very records that ours reads. All of them check that they read what exists: a run on missing keys would look like a fast one.
+redis-benchmark has key names of its own, so it gets values of the same size under them, in the same server. redis-py's MGET reads these;
+the other Python clients read the very records that ours reads. Rows of bytes are also read out of a file on local disk. All check that they
+read what exists: a run on missing keys would look like a fast one.
 """
 
 import csv
+import mmap
+import os
 import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import redis
+from numpy.typing import NDArray
 from pymemcache.client.base import Client
 
 from benchmarks.measure import Contender, Turn, repeated
+from kvemb.arrays.ids import as_items, as_rows
 from kvemb.errors import KvembError
 from kvemb.wire.request_arrays import columns, decimals
 
@@ -140,6 +146,71 @@ def redis_py(port: int, batches: Sequence[list[tuple[bytes, list[bytes]]]], reco
             return [value for values in pipeline.execute() for value in values]
 
     return Contender("redis-py + hiredis HMGET, pipelined", repeated(read, _check_values(record_bytes, n_missing), len(batches)))
+
+
+def redis_py_mget(port: int, batches: Sequence[Sequence[int]], value_bytes: int) -> Contender:
+    """redis-py with hiredis, MGETs of 1024 of redis-benchmark's keys, which are there; their names are made outside the timed part.
+
+    Args:
+        port: the server's.
+        batches: of each batch the numbers of its keys.
+        value_bytes: of every value.
+
+    Raises:
+        PeerAbsentError: hiredis is not in use.
+    """
+    client = redis.Redis(port=port, protocol=2)
+    if not redis.utils.HIREDIS_AVAILABLE:
+        raise PeerAbsentError("redis-py runs without hiredis: pip install hiredis")
+    names = [[b"key:%012d" % number for number in batch] for batch in batches]
+
+    def read(index: int) -> list[bytes | None]:
+        keys = names[index]
+        return [value for at in range(0, len(keys), KEYS_AT_ONCE) for value in client.mget(keys[at : at + KEYS_AT_ONCE])]
+
+    check = _check_values(value_bytes, [0] * len(batches))
+    return Contender(f"redis-py + hiredis MGET {KEYS_AT_ONCE}", repeated(read, check, len(batches)))
+
+
+def mapped_file(
+    path: Path,
+    rows: NDArray[np.uint8],
+    batches: Sequence[NDArray[np.int64]],
+    check: Callable[[int, NDArray[np.uint8]], tuple[int, int]],
+    *,
+    cold: bool,
+) -> Contender:
+    """A memory map of a file on local disk, one gather a batch.
+
+    Args:
+        path: where the file is, or is to be written.
+        rows: uint8 [n, bytes]: its content.
+        batches: int64 [m] each, the rows of a batch.
+        check: of a batch's rows.
+        cold: have the system forget the file's pages after each batch, so that rows come from the disk, as of a file larger than memory.
+    """
+    if not path.exists():
+        path.write_bytes(rows.data)
+        with path.open("rb") as written:
+            os.fsync(written.fileno())
+
+    def read(index: int) -> NDArray[np.uint8]:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+            if cold:
+                mapped.madvise(mmap.MADV_RANDOM)  # else the system reads far more around each row
+            held = np.frombuffer(mapped, rows.dtype).reshape(rows.shape)
+            found = as_items(held)[batches[index]]
+            del held
+        return as_rows(found)
+
+    def check_and_forget(index: int, found: NDArray[np.uint8]) -> tuple[int, int]:
+        if cold:
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return check(index, found)
+
+    turn = repeated(read, check_and_forget, len(batches))
+    return Contender(f"memory map of a file, {'read from disk' if cold else 'all of it in memory'}", turn)
 
 
 def pymemcache(port: int, batches: Sequence[list[bytes]], record_bytes: int, n_missing: Sequence[int]) -> Contender:

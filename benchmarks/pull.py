@@ -3,9 +3,11 @@
 import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from benchmarks.servers import OPTIMIZERS, Filled, filled, ids_of
 from benchmarks.tfra.lookups import TFRA_STORES, tfra_lookups
 from benchmarks.tls_port import table_over_tls
 from kvemb.api.table import Table
+from kvemb.arrays.rounding import opaque_bytes
 from kvemb.errors import KvembError
 from kvemb.schema.buckets import BucketKeys
 from kvemb.schema.keys import RowKeys
@@ -44,6 +47,7 @@ class Case:
     optimizer: str = "sgd"
     layout: str = "buckets"
     dim: int = 16
+    dtype: str = "float32"
 
 
 DEFAULT_CASES = (
@@ -53,6 +57,8 @@ DEFAULT_CASES = (
     Case("redis", layout="paged"),
     *(Case(store, dim=64) for store in STORES),
     Case("redis", ids="zipf", dim=64),
+    *(Case(store, dim=264, dtype="bytes:264") for store in ("redis", "valkey")),
+    *(Case(store, layout="paged", dim=264, dtype="bytes:264") for store in ("redis", "valkey")),
 )
 
 
@@ -67,13 +73,13 @@ class Batch:
     Args:
         positions: int64 [m] of its rows; those at the table's number of rows and above do not exist.
         ids: uint64 [m].
-        expected: float32 [m, dim].
+        expected: [m, dim] of the table's `row_dtype`.
         n_distinct: distinct ids.
     """
 
     positions: NDArray[np.int64]
     ids: NDArray[np.uint64]
-    expected: NDArray[np.float32]
+    expected: NDArray[Any]
     n_distinct: int
 
 
@@ -87,7 +93,8 @@ def pull(options: argparse.Namespace) -> Report:
     SGD records (header + W) of dim 16 and uniform ids on every store; then on Redis Adam's records, of which a pull keeps the first
     third (TFRA has its moments elsewhere); Zipf(1.05) ids; and a dense table, whose rows lie in pages (layout paged; what reads a row by
     a key of its own is left out then, and redis-benchmark's values are as large as a record); then dim 64 on every store, and with
-    Zipf ids on Redis. Every row of ours is compared with what
+    Zipf ids on Redis; then rows of 264 opaque bytes (--dtype), beside redis-py's MGET, too, and a memory map of a file on local disk, once
+    with its pages in memory and once read from disk. Every row of ours is compared with what
     was written, outside the timed part. Read: rows/s counts the ids asked for, duplicates and misses included; µs/row is CPU time of
     all server processes, and of the client process; commands/row is below 1 where ours asks once for ids that occur several times in
     a batch; the last column is ours divided by this line's rows/s, above 1 where ours is faster. Values are medians of the rounds
@@ -101,7 +108,15 @@ def pull(options: argparse.Namespace) -> Report:
     for case in cases_of(options):
         paged = case.layout == "paged"
         with (
-            filled(case.store, nodes=options.nodes, dim=case.dim, n_rows=options.rows, optimizer=case.optimizer, paged=paged) as target,
+            filled(
+                case.store,
+                nodes=options.nodes,
+                dim=case.dim,
+                n_rows=options.rows,
+                optimizer=case.optimizer,
+                paged=paged,
+                dtype=case.dtype,
+            ) as target,
             ExitStack() as stack,
         ):
             versions[f"{case.store} server"] = server_version(target)
@@ -116,10 +131,14 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
         KvembError: pages on storage that has none.
     """
     asked = (options.store, options.ids, options.optimizer, options.layout, options.dim)
-    if all(given is None for given in asked):
+    if all(given is None for given in (*asked, options.dtype)):
         return list(DEFAULT_CASES)
+    if options.dtype is not None and (options.optimizer or options.dim):
+        raise KvembError("--dtype: rows of bytes have no optimizer, and their dim is in the dtype")
     default: tuple[list[Any], ...] = (list(STORES), ["uniform"], ["sgd"], ["buckets"], [16])
     cases = [Case(*one) for one in product(*(given or others for given, others in zip(asked, default, strict=True)))]
+    if options.dtype is not None:
+        cases = [replace(case, dtype=options.dtype, dim=n_bytes_of(options.dtype)) for case in cases]
     if any(case.layout == "paged" and case.store not in PAGED_STORES for case in cases):
         raise KvembError(f"--layout paged: only {', '.join(PAGED_STORES)} have pages")
     return cases
@@ -134,6 +153,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layout", nargs="+", choices=LAYOUTS, help="rows in buckets (memcached: a key for every row), or in pages (buckets)"
     )
     parser.add_argument("--dim", nargs="+", type=whole(1), metavar="N", help="weights per row (16)")
+    parser.add_argument("--dtype", metavar="bytes:N", help="rows of N opaque bytes instead of weights")
     parser.add_argument("--missing", type=fraction, default=0.0, metavar="F", help="fraction of ids without a row, 0 to 1 (0)")
     parser.add_argument("--rows", type=whole(1), default=1_000_000, metavar="N", help="rows in the table (1000000)")
     parser.add_argument("--tls", action="store_true", help="also the same pulls over TLS 1.3, from the same Redis servers")
@@ -148,14 +168,26 @@ def make_batches(target: Filled, kind: str, missing: float, n: int = _N_BATCHES,
     return [_batch(target, with_missing(draw(size), missing, target.n_rows, _SEED + index)) for index in range(n)]
 
 
-def verify(batch: Batch, rows: NDArray[np.float32]) -> tuple[int, int]:
+def n_bytes_of(dtype: str) -> int:
+    """Return N of "bytes:N", in which N is a multiple of 4, so that rows are compared by words.
+
+    Raises:
+        KvembError: it is none.
+    """
+    n_bytes = opaque_bytes(dtype)
+    if n_bytes is None or n_bytes % 4:
+        raise KvembError(f"--dtype {dtype}: give bytes:N, N a multiple of 4")
+    return n_bytes
+
+
+def verify(batch: Batch, rows: NDArray[Any]) -> tuple[int, int]:
     """Compare a pull with the written rows, bit for bit; return how many ids were asked for, and how many distinct ones.
 
     Raises:
         WrongRowError: naming the first id whose row differs.
     """
-    if rows.shape != batch.expected.shape or rows.dtype != np.float32:
-        raise WrongRowError(f"pull returned {rows.dtype} {rows.shape}, expected float32 {batch.expected.shape}")
+    if rows.shape != batch.expected.shape or rows.dtype != batch.expected.dtype:
+        raise WrongRowError(f"pull returned {rows.dtype} {rows.shape}, expected {batch.expected.dtype} {batch.expected.shape}")
     wrong = (rows.view(np.uint32) != batch.expected.view(np.uint32)).any(axis=1)
     if wrong.any():
         at = int(np.argmax(wrong))
@@ -172,7 +204,9 @@ def server_version(target: Filled) -> str:
 def _measure(target: Filled, case: Case, options: argparse.Namespace, stack: ExitStack, versions: dict[str, str]) -> Section:
     batches = make_batches(target, case.ids, options.missing)
     others, notes = _peers(target, case, batches, options.missing)
-    if case.store in TFRA_STORES and len(target.ports) == 1:
+    if case.dtype != "float32":
+        others += _of_bytes(target, case, batches, Path(stack.enter_context(TemporaryDirectory())))
+    elif case.store in TFRA_STORES and len(target.ports) == 1:
         try:
             others += tfra_lookups(stack, target, batches, versions)
         except peers.PeerAbsentError as absent:
@@ -186,7 +220,8 @@ def _measure(target: Filled, case: Case, options: argparse.Namespace, stack: Exi
         "layout": case.layout,
         "nodes": len(target.ports),
         "dim": target.table.dim,
-        "optimizer": case.optimizer,
+        "dtype": case.dtype,
+        "optimizer": target.table.definition.optimizer.kind,
         "record_bytes": target.table.definition.record.size_bytes,
         "rows": target.n_rows,
         "ids": case.ids,
@@ -198,10 +233,25 @@ def _measure(target: Filled, case: Case, options: argparse.Namespace, stack: Exi
 
 
 def _ours(table: Table, batches: Sequence[Batch], name: str = "Table.pull") -> Contender:
-    def read(index: int) -> NDArray[np.float32]:
+    def read(index: int) -> NDArray[Any]:
         return table.pull(batches[index].ids, timeout_s=_TIMEOUT_S)
 
     return Contender(name, repeated(read, lambda index, rows: verify(batches[index], rows), len(batches)))
+
+
+def _of_bytes(target: Filled, case: Case, batches: Sequence[Batch], folder: Path) -> list[Contender]:
+    """What else reads rows of bytes: redis-py by keys of their own, and a file on local disk."""
+    positions = [batch.positions % target.n_rows for batch in batches]  # those without a row are others here
+    in_file = [Batch(at, batch.ids, target.weights[at], batch.n_distinct) for at, batch in zip(positions, batches, strict=True)]
+
+    def check(index: int, rows: NDArray[np.uint8]) -> tuple[int, int]:
+        return verify(in_file[index], rows)
+
+    found = [peers.mapped_file(folder / "rows", target.weights, positions, check, cold=cold) for cold in (False, True)]
+    if case.store == "memcached" or len(target.ports) > 1:
+        return found
+    size = target.table.definition.record.size_bytes  # of the keys that redis-benchmark has
+    return [peers.redis_py_mget(target.ports[0], [at.tolist() for at in positions], size), *found]
 
 
 def _peers(target: Filled, case: Case, batches: Sequence[Batch], missing: float) -> tuple[list[Contender], list[str]]:
@@ -236,7 +286,7 @@ def _peers(target: Filled, case: Case, batches: Sequence[Batch], missing: float)
 def _batch(target: Filled, positions: NDArray[np.int64]) -> Batch:
     definition = target.table.definition
     ids, exists = ids_of(definition, positions), positions < target.n_rows
-    expected = np.empty((len(positions), definition.dim), np.float32)
+    expected = np.empty((len(positions), definition.dim), definition.row_dtype)
     expected[exists] = target.weights[positions[exists]]
     if not exists.all():
         expected[~exists] = definition.initial_rows(ids[~exists])

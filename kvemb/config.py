@@ -15,9 +15,10 @@ from urllib.parse import unquote, urlparse
 import yaml
 
 from kvemb.errors import ConfigError, InvalidInputError
-from kvemb.init import ALGORITHM_VERSION
+from kvemb.init import ALGORITHM_VERSION, zeros
 from kvemb.net.tls_config import TlsConfig, parse_tls
-from kvemb.schema.table_def import TableDef
+from kvemb.optim import FROZEN
+from kvemb.schema.table_def import TableDef, frozen_or_trained
 
 
 class _Loader(yaml.SafeLoader):
@@ -275,8 +276,12 @@ def _tables(tree: object, kind: str) -> tuple[TableDef, ...]:
             raise ConfigError(f"tables.{name}: the keys name, tag_attempt, life and init_algorithm are not set here")
         if "layout" in fields and kind == "memcached":
             raise ConfigError(f"tables.{name}.layout: says how Redis and Valkey keep rows; memcached has a key for every row: leave it out")
-        given = {key: value for key, value in fields.items() if key not in ("expected_rows", "layout")}
+        given = {key: value for key, value in fields.items() if key not in ("expected_rows", "layout", "frozen")}
+        asked = [given.get(key) for key in ("dim", "dtype", "optimizer", "initializer")]
         try:
+            dim, frozen = frozen_or_trained(name, *asked, frozen=fields.get("frozen", False))
+            if frozen:
+                given |= {"dim": dim, "optimizer": FROZEN.to_dict(), "initializer": given.get("initializer", zeros().to_dict())}
             table = TableDef.from_dict({"name": name, "init_algorithm": ALGORITHM_VERSION, **given})
             tables.append(table.laid_out(fields.get("expected_rows"), fields.get("layout")))
         except (InvalidInputError, TypeError) as error:

@@ -33,6 +33,10 @@ class InvalidInputError(KvembError, ValueError):
     """An argument is unusable (dtype, shape, range, NaN). Raised before any I/O; nothing changed."""
 
 
+class FrozenTableError(InvalidInputError):
+    """The table takes no gradients: it was created frozen, or its rows are opaque bytes. Its rows come by `assign` and imports."""
+
+
 class ConfigError(KvembError, ValueError):
     """kvemb.yaml, an option or an environment variable is wrong. The message holds the path of the key."""
 

@@ -31,6 +31,14 @@ TINY: dict[str, Sequence[str]] = {
 }
 
 
+def test_rows_of_bytes_are_pulled_beside_a_file_of_them(capfd: pytest.CaptureFixture[str]) -> None:
+    tiny = ("--rows", "5000", "--seconds", "0.02", *_ONCE)
+    assert main(["pull", "--store", "redis", "--dtype", "bytes:264", *tiny]) == 0, capfd.readouterr().err
+    said = capfd.readouterr().out
+    for name in ("Table.pull", "redis-py + hiredis HMGET", "MGET 1024", "in memory", "read from disk"):
+        assert name in said
+
+
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_benchmark_comes_to_its_end(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main([name, *TINY[name]]) == 0, capfd.readouterr().err

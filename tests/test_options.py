@@ -55,6 +55,7 @@ SHOWN_BY = {
         "num_ids": "tests/integration/test_table_pages.py:test_ids_outside_are_refused_by_every_verb_and_nothing_is_sent",
         "expected_rows": f"{TABLE}:test_a_table_of_many_expected_rows_has_as_many_buckets_for_its_life",
         "layout": f"{COMPACT}:test_the_buckets_of_a_compact_table_are_compact_strings_and_those_of_others_are_not",
+        "frozen": "tests/integration/test_opaque_rows.py:test_gradients_are_refused_by_client_and_shard_and_state_is_none",
         "exist_ok": f"{TABLE}:test_another_identity_is_refused_and_both_are_shown",
         "start_over": "tests/integration/test_drop_table.py:test_start_over_drops_what_there_is_and_creates_anew",
     },

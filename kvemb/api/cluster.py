@@ -27,11 +27,11 @@ from kvemb.evict import Eviction
 from kvemb.init import Initializer
 from kvemb.net.deadline import Deadline
 from kvemb.operate.cluster_status import ClusterStatus, read_status
-from kvemb.optim import OptimizerSpec
+from kvemb.optim import FROZEN, OptimizerSpec
 from kvemb.process import ForkLock
 from kvemb.process.metrics import MetricsCollector, MetricsEndpoint
 from kvemb.schema.policies import PolicyChange
-from kvemb.schema.table_def import TableDef, check_table_name
+from kvemb.schema.table_def import TableDef, check_table_name, frozen_or_trained
 from kvemb.stores.store import Store
 
 if TYPE_CHECKING:
@@ -125,10 +125,11 @@ class Cluster:
         self,
         name: str,
         *,
-        dim: int,
-        optimizer: OptimizerSpec,
+        dim: int | None = None,
+        optimizer: OptimizerSpec | None = None,
         initializer: Initializer | None = None,
         dtype: str = "float32",
+        frozen: bool = False,
         id_dtype: str = "int64",
         seed: int = 0,
         reduce: str = "sum",
@@ -148,7 +149,9 @@ class Cluster:
         Args:
             name, dim, optimizer, dtype, id_dtype, seed, reduce, num_ids: see `kvemb.schema.table_def.TableDef`; they are its identity. Give
                 num_ids where ids are 0 to num_ids - 1: on Redis and Valkey such a table needs less memory and is read faster.
-            initializer: the first value of a row; `kvemb.init.uniform()` unless given.
+            initializer: the first value of a row; `kvemb.init.uniform()` unless given, `kvemb.init.zeros()` of a frozen table.
+            frozen: instead of an optimizer: rows come by `assign` and imports, pushes are refused, and nothing lies beside a row. Tables of
+                dtype "bytes:N" are frozen, and need neither dim nor optimizer.
             expected_rows: how many rows a table without num_ids will have, roughly: from about 14 million on (of 76 bytes) it decides in
                 how many hashes Redis and Valkey keep them (`kvemb.schema.buckets`). Used when the table is made; never a limit.
             layout: on Redis and Valkey, "fast" (as None) or "compact", which takes about a quarter less memory for records up to 1 KiB and
@@ -168,7 +171,9 @@ class Cluster:
             ShardUnavailableError: shard 0 did not answer; the table may have been created.
         """
         self._shared.require_shards("create_table")
-        first = init.uniform() if initializer is None else initializer
+        dim, frozen = frozen_or_trained(name, dim, dtype, optimizer, initializer, frozen=frozen)
+        optimizer = FROZEN if optimizer is None else optimizer
+        first = (init.zeros() if frozen else init.uniform()) if initializer is None else initializer
         for given, kind, at in ((optimizer, OptimizerSpec, "kvemb.optim"), (first, Initializer, "kvemb.init")):
             if not isinstance(given, kind):
                 raise InvalidInputError(f"table {name!r}: got {given!r} where one of {at}'s functions is expected to be called")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,19 +34,18 @@ class ExportResult:
 def export_rows(table: Table, url: str, *, file_format: str, ids: str | None, dtype: str, progress: ExportProgress | None) -> ExportResult:
     """Export a table; see `Cluster.export_rows`."""
     begun, definition, show = time.monotonic(), table.definition, progress or (lambda what, done, total: None)
-    is_npy = format_of(url, file_format) == "npy"
-    if ids is not None and not is_npy:
-        raise InvalidInputError("ids names a further file, which only an npy needs: in other formats the ids are beside the rows")
-    if is_npy and ids is None and definition.num_ids is None:
-        raise InvalidInputError(
-            f"table {table.name!r} has ids of any number, which an npy of rows does not hold: give ids, a file for them"
-        )
-    check_writable(format_of(url, file_format), np.empty(0, np.uint64), dtype)
-    dense = definition.num_ids if is_npy and ids is None else None
+    kind = format_of(url, file_format)
+    rows_only = kind in ("npy", "raw")
+    if ids is not None and not rows_only:
+        raise InvalidInputError("ids names a further file, which only npy and raw need: in other formats the ids are beside the rows")
+    if rows_only and ids is None and definition.num_ids is None:
+        raise InvalidInputError(f"table {table.name!r} has ids of any number, which {kind} does not hold: give ids, a file for them")
+    check_writable(definition, kind, np.empty(0, np.uint64), dtype)
+    dense = definition.num_ids if rows_only and ids is None else None
     all_ids = _existing(table) if dense is None else np.arange(dense, dtype=np.uint64)
-    write_rows(definition, url, None if is_npy else all_ids, len(all_ids), _pulled(table, all_ids, show), file_format, dtype)
+    write_rows(definition, url, None if rows_only else all_ids, len(all_ids), _pulled(table, all_ids, show), file_format, dtype)
     if ids is not None:
-        write_ids(definition, ids, all_ids)
+        write_ids(definition, ids, all_ids, kind)
     return ExportResult(len(all_ids), time.monotonic() - begun)
 
 
@@ -54,7 +54,7 @@ def _existing(table: Table) -> NDArray[np.uint64]:
     return np.sort(np.concatenate(pages))
 
 
-def _pulled(table: Table, ids: NDArray[np.uint64], show: ExportProgress) -> Iterator[NDArray[np.float32]]:
+def _pulled(table: Table, ids: NDArray[np.uint64], show: ExportProgress) -> Iterator[NDArray[Any]]:
     step = block_rows(table.definition)
     for at in range(0, len(ids), step):
         rows, _ = table.pull_known(ids[at : at + step])

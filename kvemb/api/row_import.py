@@ -20,9 +20,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvemb.api.table import Table
 from kvemb.arrays.ids import to_caller
-from kvemb.arrays.rounding import LARGEST, round_nearest, to_float32
+from kvemb.arrays.rounding import round_nearest, to_float32
 from kvemb.errors import ForeignRowsError, InvalidInputError, KvembError, n_of
-from kvemb.foreign.foreign_rows import ArrayNames, ForeignRows, RowSource, block_rows, ids_of, values_of
+from kvemb.foreign.foreign_rows import ArrayNames, ForeignRows, RowSource, block_rows, ids_of, values_of, weights_of
 from kvemb.foreign.formats import open_rows
 from kvemb.process.work_ahead import work_ahead
 from kvemb.schema.table_def import TableDef
@@ -112,7 +112,7 @@ class _ArrayBlocks:
         definition, lengths = self.definition, {len(array) if array.ndim else -1 for array in given}
         if len(lengths) > 1:
             raise ForeignRowsError(f"{self.where}: ids, weights and state of a block have {sorted(lengths)} rows, expected as many of each")
-        weights = values_of(given[1], definition.dim, f"{self.where}: weights", LARGEST[definition.dtype])
+        weights = weights_of(given[1], definition, f"{self.where}: weights")
         state = values_of(given[2], definition.record.state_size, f"{self.where}: state") if len(given) == 3 else None
         return ForeignRows(ids_of(given[0], definition, self.where), weights, state)
 

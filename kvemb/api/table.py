@@ -15,9 +15,10 @@ from numpy.typing import ArrayLike, NDArray
 from kvemb.admit import Admission
 from kvemb.api.shared_connection import SharedConnection
 from kvemb.arrays.ids import to_caller
-from kvemb.arrays.rounding import storage_dtype
+from kvemb.arrays.rounding import LARGEST
 from kvemb.datapath.pull import prepare_pull
 from kvemb.datapath.push import prepare_assign, prepare_erase, prepare_push
+from kvemb.errors import InvalidInputError
 from kvemb.evict import Eviction
 from kvemb.schema.policies import Policies, PolicyChange
 from kvemb.schema.table_def import TableDef
@@ -89,24 +90,24 @@ class Table:
         self,
         ids: ArrayLike,
         *,
-        out: NDArray[np.float32] | None = None,
+        out: NDArray[Any] | None = None,
         return_versions: bool = False,
         timeout_s: float | None = None,
-    ) -> NDArray[np.float32] | tuple[NDArray[np.float32], NDArray[np.uint64]]:
+    ) -> NDArray[Any] | tuple[NDArray[Any], NDArray[np.uint64]]:
         """Read rows straight from storage; write nothing.
 
         A row that does not exist yet has the value that its first push will begin with.
 
         Args:
             ids: any integer array, any shape, duplicates fine, empty fine.
-            out: float32 [*ids.shape, dim] to fill instead of a new array.
+            out: array of the result's dtype, [*ids.shape, dim], to fill instead of a new one.
             return_versions: also return the version of each row, 0 where it does not exist. Give them to `push`, and its ack
                 tells how stale the gradients were.
             timeout_s: of the whole call; the cluster's storage.timeout_s unless given. A pull of more than about 128 MB is read in
                 pieces of 32 MB, and each piece has that time.
 
         Returns:
-            float32 [*ids.shape, dim]; with `return_versions` also uint64 [*ids.shape].
+            float32 [*ids.shape, dim], of a table of opaque bytes uint8; with `return_versions` also uint64 [*ids.shape].
 
         Raises:
             InvalidInputError: see `kvemb.arrays.ids.normalize` and `out`; nothing was sent.
@@ -133,6 +134,7 @@ class Table:
 
         Raises:
             InvalidInputError: wrong shapes or dtypes, NaN or infinity (the first such id is named); nothing was sent.
+            FrozenTableError: the table takes no gradients; nothing was sent.
             KvembError: an earlier push failed while no call waited for it; nothing of this push was sent.
             ShardUnavailableError: a shard cannot be reached or has no room within the timeout; nothing was sent.
             ClosedError: this process is a fork of the one that connected.
@@ -212,7 +214,8 @@ class Table:
         Raises:
             InvalidInputError: another name; nothing changed.
         """
-        storage_dtype(name)
+        if name not in LARGEST:
+            raise InvalidInputError(f"wire_dtype is {name!r}; give one of {', '.join(LARGEST)}")
         self._wire_dtype = name
 
     @property
@@ -239,7 +242,7 @@ class Table:
 
         Args:
             ids: any integer array, each id once.
-            rows: floats [*ids.shape, dim], finite; rounded to the table's storage dtype.
+            rows: floats [*ids.shape, dim], finite; rounded to the table's storage dtype. Of a table of opaque bytes uint8.
             state: the optimizer's, floats [*ids.shape, s]: the fields of `definition.optimizer.state_fields()`, one behind the other.
                 Unless given, each row's state begins anew, as that of a row which was never pushed.
             timeout_s: of the whole call; unless given, `away_timeout_s` for every message of 16 MB to a shard.
@@ -267,18 +270,18 @@ class Table:
         with self._shared.changes.change():
             return shards.erase(prepared, timeout_s)
 
-    def export(self) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    def export(self) -> tuple[NDArray[Any], NDArray[Any]]:
         """Read every row that exists.
 
         Ids come page by page from the shards' indexes, rows from storage. Training may go on meanwhile, so this is no snapshot: rows
         erased in between are left out, and rows created in between may be.
 
         Returns:
-            (ids [n] in the table's id_dtype, float32 [n, dim] rows).
+            (ids [n] in the table's id_dtype, rows [n, dim] as `pull` gives them).
         """
         shards = self._shared.require_shards("export")
         self._shared.wait_stored()
-        kept_ids, kept_rows = [np.empty(0, np.uint64)], [np.empty((0, self.dim), np.float32)]
+        kept_ids, kept_rows = [np.empty(0, np.uint64)], [np.empty((0, self.dim), self._definition.row_dtype)]
         pages = (
             page[at : at + _EXPORTED_AT_ONCE] for page in shards.questions.ids(self.name) for at in range(0, len(page), _EXPORTED_AT_ONCE)
         )
@@ -289,14 +292,14 @@ class Table:
             kept_rows.append(rows[exists])
         return to_caller(np.concatenate(kept_ids), self._definition.id_dtype), np.concatenate(kept_rows)
 
-    def pull_known(self, ids: NDArray[np.uint64]) -> tuple[NDArray[np.float32], NDArray[np.uint64]]:
+    def pull_known(self, ids: NDArray[np.uint64]) -> tuple[NDArray[Any], NDArray[np.uint64]]:
         """Read rows of ids that come from the cluster itself, or a checked file: no padding is among them, and -1 is an id like any other.
 
         Args:
             ids: the 64 bits of each, uint64 [n].
 
         Returns:
-            (float32 [n, dim] rows, uint64 [n] versions, 0 where a row does not exist).
+            (rows [n, dim] as `pull` gives them, uint64 [n] versions, 0 where a row does not exist).
         """
         request = prepare_pull(self._definition, to_caller(ids, self._definition.id_dtype), minus_one=True)
         (pulled,) = self._shared.pull([request], None, versions=True)

@@ -1,4 +1,4 @@
-"""Storage dtypes of weights, and rounding to them: float32, float16, bfloat16 (kept as its 16 bits, NumPy has no such dtype).
+"""Storage dtypes of weights, and rounding to them: float32, float16, bfloat16 (kept as its 16 bits, NumPy has no such dtype), opaque bytes.
 
 What must not live here: optimizers, records, I/O. All arithmetic stays float32 or wider; a 16-bit type exists in storage only.
 
@@ -8,6 +8,7 @@ probability, across binades too. float16's subnormals have a grid of their own (
 thread- and fork-safe.
 """
 
+import re
 from typing import Any, Final
 
 import numpy as np
@@ -25,8 +26,10 @@ _DTYPES: Final[dict[str, np.dtype[Any]]] = {
     "float16": np.dtype("<f2"),
     "bfloat16": np.dtype("<u2"),
 }
+_BYTE: Final = np.dtype("|u1")
+_BYTES: Final = re.compile(r"bytes:([1-9][0-9]{0,5})")
 LARGEST: Final[dict[str, float]] = {"float32": float(np.finfo(np.float32).max), "float16": 65504.0, "bfloat16": (2 - 2.0**-7) * 2.0**127}
-"""The largest finite value of each storage dtype."""
+"""The largest finite value of each storage dtype of numbers."""
 _HALF: Final = np.uint32(16)  # Typed, so that shifts of uint32 arrays stay uint32 in the type checker's eyes too.
 _INF_32: Final = np.uint32(0x7F800000)
 _SIGN_32: Final = np.uint32(0x80000000)
@@ -40,21 +43,35 @@ def storage_dtype(name: str) -> np.dtype[Any]:
     """Give the NumPy dtype that holds weights of a storage dtype.
 
     Args:
-        name: "float32", "float16" or "bfloat16".
+        name: "float32", "float16", "bfloat16", or "bytes:N".
 
     Returns:
-        '<f4', '<f2', or '<u2' (the bit pattern) for bfloat16.
+        '<f4', '<f2', '<u2' (the bit pattern) for bfloat16, or '|u1' for bytes.
 
     Raises:
         InvalidInputError: another name.
 
     Example:
-        >>> storage_dtype("bfloat16").str
-        '<u2'
+        >>> storage_dtype("bfloat16").str, storage_dtype("bytes:264").str
+        ('<u2', '|u1')
     """
-    if not isinstance(name, str) or name not in _DTYPES:
-        raise InvalidInputError(f"unknown storage dtype {name!r}; known: {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+    known = _DTYPES.get(name) if isinstance(name, str) else None
+    if known is not None:
+        return known
+    if opaque_bytes(name) is None:
+        raise InvalidInputError(f"unknown storage dtype {name!r}; known: {', '.join(_DTYPES)}, and bytes:N for rows of N opaque bytes")
+    return _BYTE
+
+
+def opaque_bytes(name: object) -> int | None:
+    """Return N of "bytes:N", the dtype of rows of N bytes that mean nothing to kvemb; None of any other dtype.
+
+    Example:
+        >>> opaque_bytes("bytes:264"), opaque_bytes("float32"), opaque_bytes("bytes:-1")
+        (264, None, None)
+    """
+    found = _BYTES.fullmatch(name) if isinstance(name, str) else None
+    return None if found is None else int(found[1])
 
 
 def to_float32(stored: NDArray[Any], name: str) -> NDArray[np.float32]:
@@ -65,7 +82,7 @@ def to_float32(stored: NDArray[Any], name: str) -> NDArray[np.float32]:
         name: the storage dtype.
 
     Returns:
-        float32 of the same shape. For "float32" this may be `stored` itself.
+        float32 of the same shape. For "float32" this may be `stored` itself. Opaque bytes have no value in float32: they stay uint8.
 
     Raises:
         InvalidInputError: unknown name, or an array of another dtype.
@@ -74,8 +91,11 @@ def to_float32(stored: NDArray[Any], name: str) -> NDArray[np.float32]:
         >>> to_float32(np.array([0x3F80, 0xC000], "<u2"), "bfloat16").tolist()
         [1.0, -2.0]
     """
-    if stored.dtype != storage_dtype(name):
-        raise InvalidInputError(f"{name} weights are stored as {_DTYPES[name].str}, got {stored.dtype.str}")
+    dtype = storage_dtype(name)
+    if stored.dtype != dtype:
+        raise InvalidInputError(f"{name} weights are stored as {dtype.str}, got {stored.dtype.str}")
+    if dtype is _BYTE:
+        return stored
     if name != "bfloat16":
         return stored.astype(np.float32, copy=False)
     # a bfloat16 is the upper half of a float32: uint32 of the same shape, shifted there
@@ -90,7 +110,7 @@ def round_nearest(weights: NDArray[np.float32], name: str) -> NDArray[Any]:
     are.
 
     Args:
-        weights: any shape, float32.
+        weights: any shape, float32; uint8 for opaque bytes, which stay as they are.
         name: the storage dtype.
 
     Returns:
@@ -106,8 +126,8 @@ def round_nearest(weights: NDArray[np.float32], name: str) -> NDArray[Any]:
         [65504.0]
     """
     dtype = storage_dtype(name)
-    _check_weights(weights)
-    if name == "float32":
+    _check_weights(weights, _BYTE if dtype is _BYTE else _DTYPES["float32"])
+    if dtype is _BYTE or name == "float32":
         return weights.astype(dtype, copy=False)
     out = np.empty(weights.shape, dtype)
     flat, flat_out = np.ascontiguousarray(weights).reshape(-1), out.reshape(-1)
@@ -139,7 +159,7 @@ def round_stochastic(
 
     Args:
         weights: [n, d] float32.
-        name: the storage dtype; "float32" returns the weights as they are (perhaps the same array).
+        name: the storage dtype, of numbers; "float32" returns the weights as they are (perhaps the same array).
         ids: [n] uint64.
         versions: [n] uint64 or one int in [0, 2**64): the version the rows are written with.
         seed: the table's seed, any int.
@@ -159,7 +179,7 @@ def round_stochastic(
         [1.0, 1.0078125]
     """
     dtype = storage_dtype(name)
-    _check_weights(weights)
+    _check_weights(weights, _DTYPES["float32"])
     if weights.ndim != 2 or ids.dtype != np.uint64 or ids.shape != weights.shape[:1]:
         got = f"weights {list(weights.shape)}, ids {ids.dtype} {list(ids.shape)}"
         raise InvalidInputError(f"weights must be [n, d] and ids uint64 [n], got {got}")
@@ -178,9 +198,9 @@ def round_stochastic(
     return out
 
 
-def _check_weights(weights: NDArray[np.float32]) -> None:
-    if weights.dtype != np.float32:
-        raise InvalidInputError(f"weights must be float32, got {weights.dtype}")
+def _check_weights(weights: NDArray[Any], expected: np.dtype[Any]) -> None:
+    if weights.dtype != expected:
+        raise InvalidInputError(f"weights must be {expected}, got {weights.dtype}")
 
 
 def _versions(versions: NDArray[np.uint64] | int, n_rows: int) -> NDArray[np.uint64]:

@@ -77,7 +77,7 @@ class TableShare:
     """The rows of one table as they arrived; good until the memory that they were read into is taken again.
 
     Args:
-        values: [k] items of 4 * dim raw bytes, the float32 weights, of any stride; those of rows that do not exist are the initializer's.
+        values: [k] items, the raw bytes of weights in the table's `row_dtype`, of any stride; the initializer's of rows that do not exist.
         found_versions: uint64 [k], 0 where the row does not exist; [0] unless they were asked for.
         at: intp [n], where among those the row of each id is; None for 0, 1, 2, ….
         ours: whether the values are contiguous and referred to from nowhere else, so that they may be handed on as they are.
@@ -216,8 +216,8 @@ class _OneLayout:
     def _weights(self, not_found: Missing) -> NDArray[Any]:
         """Return weights in order of arrival, one item per row; adds those that the initializer made to `not_found`."""
         definition, records = self._wanted[0].definition, self._result.records
-        if definition.dtype == "float32":  # where they lie, between the headers
-            weights = as_items(records[:, HEADER_SIZE : HEADER_SIZE + 4 * definition.dim])
+        if definition.dtype not in ("float16", "bfloat16"):  # where they lie, between the headers
+            weights = as_items(records[:, HEADER_SIZE : definition.record.prefix_bytes])
         else:
             weights = as_items(definition.record.weights(records))
         if 0 not in self._result.found.tobytes():

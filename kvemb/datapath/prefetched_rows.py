@@ -8,7 +8,7 @@ released, the shards answer with the rows that the step changed: their weights a
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -64,10 +64,10 @@ class PrefetchedRows:
 
 
 class ChangedRows(NamedTuple):
-    """Prefetched rows of one table that a step changed: ids uint64 [m], rows float32 [m, dim], versions uint64 [m], 0 = does not exist."""
+    """Prefetched rows of one table that a step changed: ids uint64 [m], rows [m, dim], versions uint64 [m], 0 = does not exist."""
 
     ids: NDArray[np.uint64]
-    rows: NDArray[np.float32]
+    rows: NDArray[Any]
     versions: NDArray[np.uint64]
 
 
@@ -147,7 +147,7 @@ def changed_rows_of(prefetched: PrefetchedRows, got: ChangedRowsBlock) -> Change
     stored = np.frombuffer(got.rows, storage_dtype(definition.dtype)).reshape(-1, definition.dim)  # [those that exist, dim]
     if exists.all():
         return ChangedRows(ids, to_float32(stored, definition.dtype), got.versions)
-    rows = np.empty((len(ids), definition.dim), np.float32)
+    rows = np.empty((len(ids), definition.dim), definition.row_dtype)
     rows[exists], rows[~exists] = to_float32(stored, definition.dtype), definition.initial_rows(ids[~exists])
     return ChangedRows(ids, rows, got.versions)
 

@@ -9,6 +9,7 @@ a deadline of its own, for `storage.timeout_s` says how long a node may be silen
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -35,7 +36,7 @@ class PullRequest:
     definition: TableDef
     wanted: Unique
     shape: tuple[int, ...]
-    out: NDArray[np.float32] | None
+    out: NDArray[Any] | None
 
 
 @batch_value
@@ -43,21 +44,21 @@ class Pulled:
     """The rows of one table that a pull returns, with their versions if those were asked for.
 
     Args:
-        rows: float32 [*shape, dim].
+        rows: [*shape, dim] of the table's `row_dtype`.
         versions: uint64 [*shape], 0 where the row does not exist; [0] unless they were asked for.
     """
 
-    rows: NDArray[np.float32]
+    rows: NDArray[Any]
     versions: NDArray[np.uint64]
 
 
-def prepare_pull(definition: TableDef, ids: ArrayLike, out: NDArray[np.float32] | None = None, *, minus_one: bool = False) -> PullRequest:
+def prepare_pull(definition: TableDef, ids: ArrayLike, out: NDArray[Any] | None = None, *, minus_one: bool = False) -> PullRequest:
     """Check the arguments of a pull; no I/O.
 
     Args:
         definition: the table.
         ids: any integer array.
-        out: float32 [*ids.shape, dim] to fill, of any strides, or None.
+        out: [*ids.shape, dim] of the table's `row_dtype` to fill, of any strides, or None.
         minus_one: see `kvemb.arrays.ids.normalize`.
 
     Raises:
@@ -108,7 +109,7 @@ def _read_piecewise(
     store: Store, wanted: Sequence[WantedRows], deadline: Deadline, renewed: bool, *, versions: bool, missing: Missing | None
 ) -> list[TableShare]:
     """Read rows of several tables, in one round trip per node and piece."""
-    into = [np.empty((len(one.ids), one.definition.dim), np.float32) for one in wanted]  # of each table its weights [n, dim]
+    into = [np.empty((len(one.ids), one.definition.dim), one.definition.row_dtype) for one in wanted]  # of each table its weights [n, dim]
     found = [np.empty(len(one.ids) if versions else 0, np.uint64) for one in wanted]  # and its versions [n], or [0]
     n_read = 0
     for piece in _pieces(wanted):
@@ -151,27 +152,28 @@ def _pieces(wanted: Sequence[WantedRows]) -> Iterator[list[tuple[int, slice]]]:
 
 def _gather(request: PullRequest, share: TableShare | None, with_versions: bool) -> Pulled:
     if share is None:
-        empty = np.empty((*request.shape, request.definition.dim), np.float32) if request.out is None else request.out
+        empty = np.empty((*request.shape, request.definition.dim), request.definition.row_dtype) if request.out is None else request.out
         return Pulled(empty, np.zeros(request.shape if with_versions else 0, np.uint64))
     versions = share.versions(request.wanted.inverse).reshape(request.shape) if with_versions else share.found_versions
     return Pulled(_deliver(request, share), versions)
 
 
-def _deliver(request: PullRequest, share: TableShare) -> NDArray[np.float32]:
+def _deliver(request: PullRequest, share: TableShare) -> NDArray[Any]:
     """Put each id's row at the id's place in the request: in the caller's array, or a new one."""
     # inverse intp [m]: which of the n unique ids each id is; None where they are the same, in order
-    inverse, out, dim = request.wanted.inverse, request.out, request.definition.dim
+    inverse, out, dim, dtype = request.wanted.inverse, request.out, request.definition.dim, request.definition.row_dtype
     if out is None:
-        return share.rows(inverse).view(np.float32).reshape(*request.shape, dim)
+        return share.rows(inverse).view(dtype).reshape(*request.shape, dim)
     if out.flags.c_contiguous:
         share.rows(inverse, as_items(out.reshape(-1, dim)))
     else:
-        out[...] = share.rows(inverse).view(np.float32).reshape(out.shape)
+        out[...] = share.rows(inverse).view(dtype).reshape(out.shape)
     return out
 
 
-def _check_out(definition: TableDef, out: NDArray[np.float32], shape: tuple[int, ...]) -> None:
-    good = isinstance(out, np.ndarray) and out.dtype == np.float32 and out.shape == shape and out.flags.writeable
+def _check_out(definition: TableDef, out: NDArray[Any], shape: tuple[int, ...]) -> None:
+    good = isinstance(out, np.ndarray) and out.dtype == definition.row_dtype and out.shape == shape and out.flags.writeable
     if not good:
         got = f"{out.dtype} {out.shape}" if isinstance(out, np.ndarray) else type(out).__name__
-        raise InvalidInputError(f"table {definition.name!r}: out is {got}, expected a writable float32 array of shape {shape}")
+        expected = f"a writable {definition.row_dtype} array of shape {shape}"
+        raise InvalidInputError(f"table {definition.name!r}: out is {got}, expected {expected}")

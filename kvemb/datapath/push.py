@@ -11,11 +11,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvemb.arrays.ids import normalize, refuse_masked, to_caller
-from kvemb.arrays.rounding import LARGEST, round_nearest
+from kvemb.arrays.rounding import LARGEST, opaque_bytes, round_nearest
 from kvemb.arrays.segment_sum import Groups, group_by_id
 from kvemb.errors import InvalidInputError
 from kvemb.protocol.message_format import TableRows
 from kvemb.schema.table_def import MAX_DIM, TableDef
+
+_FLOAT32 = np.dtype(np.float32)
 
 
 def prepare_push(
@@ -45,10 +47,12 @@ def prepare_push(
     Raises:
         InvalidInputError: a wrong dtype, length or dim, NaN or infinity (the first such id is named), or sums beyond the largest value of
             `wire_dtype`. Also a run-time value that the table's optimizer does not take.
+        FrozenTableError: the table takes no gradients.
     """
+    definition.require_trained()
     # m: the ids as given; n: the unique ids, ascending in `groups.ids`. flat uint64 [m], rows float32 [m, dim]
     flat, shape = normalize(ids, definition.id_dtype, definition.name, definition.num_ids, minus_one=minus_one)
-    rows = _float_rows(definition, grads, shape, "grads", definition.dim)
+    rows = _rows(definition, grads, shape, "grads", definition.dim)
     groups = group_by_id(flat)
     with np.errstate(over="ignore", invalid="ignore"):  # found below, and refused by name
         sums = groups.sum(rows)  # float32 [n, dim]
@@ -62,7 +66,7 @@ def prepare_push(
 
 
 def prepare_assign(definition: TableDef, ids: ArrayLike, rows: ArrayLike, state: ArrayLike | None = None) -> TableRows:
-    """Check an assign: ids unique, rows finite floats [*ids.shape, dim], and state the same, [*ids.shape, state values].
+    """Check an assign: ids unique, rows finite floats [*ids.shape, dim] (uint8 if opaque), and state floats, [*ids.shape, state values].
 
     Returns:
         Rows in ascending order of ids; each with its state behind the weights, if that is given.
@@ -71,14 +75,18 @@ def prepare_assign(definition: TableDef, ids: ArrayLike, rows: ArrayLike, state:
         InvalidInputError: otherwise; or weights and state are more values than a message takes in one row.
     """
     flat, shape = normalize(ids, definition.id_dtype, definition.name, definition.num_ids)
-    values = _float_rows(definition, rows, shape, "rows", definition.dim)
+    values = _rows(definition, rows, shape, "rows", definition.dim, definition.row_dtype)
     if state is not None:
+        if not definition.record.state_size:
+            raise InvalidInputError(f"table {definition.name!r}: {definition.optimizer.kind} has no state beside its rows: leave state out")
         values = _with_state(definition, values, state, shape)
     groups = group_by_id(flat)
     if len(groups.ids) < len(flat):  # the first id with more than one row
         twice = groups.ids[np.argmax(np.diff(groups.starts, append=len(flat)) > 1)]
         raise InvalidInputError(f"table {definition.name!r}: assign: id {_shown(definition, twice)} stands twice; give each id one row")
-    ordered = values if groups.order is None else values[groups.order]  # float32 [n, dim], as `groups.ids`
+    ordered = values if groups.order is None else values.take(groups.order, axis=0)  # [n, dim], as `groups.ids`
+    if opaque_bytes(definition.dtype) is not None:
+        return TableRows(definition.name, definition.schema, groups.ids, ordered, dtype=definition.dtype, placement=definition.placement)
     if not np.isfinite(ordered).all():
         raise _not_finite(definition, flat, values, groups, ordered)
     return TableRows(definition.name, definition.schema, groups.ids, ordered, placement=definition.placement)
@@ -102,10 +110,13 @@ def _with_state(definition: TableDef, values: NDArray[np.float32], state: ArrayL
             f"table {definition.name!r}: weights and state of a row are {width} values; at most {MAX_DIM} are assigned together. Leave "
             "the state out"
         )
-    return np.concatenate([values, _float_rows(definition, state, shape, "state", definition.record.state_size)], axis=1)
+    return np.concatenate([values, _rows(definition, state, shape, "state", definition.record.state_size)], axis=1)
 
 
-def _float_rows(definition: TableDef, rows: ArrayLike, shape: tuple[int, ...], name: str, width: int) -> NDArray[np.float32]:
+def _rows(
+    definition: TableDef, rows: ArrayLike, shape: tuple[int, ...], name: str, width: int, dtype: "np.dtype[Any]" = _FLOAT32
+) -> NDArray[Any]:
+    """Return one row of `width` values for each id: [m, width] of dtype, float32 or uint8."""
     refuse_masked(rows, f"table {definition.name!r}: {name}")
     try:
         array = np.asarray(rows)
@@ -118,10 +129,11 @@ def _float_rows(definition: TableDef, rows: ArrayLike, shape: tuple[int, ...], n
             f"table {definition.name!r}: {name} have shape {array.shape}, expected {(*shape, width)}: one row of dim "
             f"{width} for each of the ids of shape {shape}"
         )
-    if array.dtype.kind != "f":
-        raise InvalidInputError(f"table {definition.name!r}: {name} have dtype {array.dtype}, expected floats")
+    if array.dtype.kind != "f" if dtype == _FLOAT32 else array.dtype != dtype:
+        expected = "floats" if dtype == _FLOAT32 else str(dtype)
+        raise InvalidInputError(f"table {definition.name!r}: {name} have dtype {array.dtype}, expected {expected}")
     with np.errstate(over="ignore"):  # becomes infinity, which is refused by name
-        return array.astype(np.float32, copy=False).reshape(-1, width)
+        return array.astype(dtype, copy=False).reshape(-1, width)
 
 
 def _to_wire(definition: TableDef, ids: NDArray[np.uint64], sums: NDArray[np.float32], wire_dtype: str) -> NDArray[Any]:

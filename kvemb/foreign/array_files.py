@@ -1,7 +1,7 @@
-"""Formats that are named arrays at known places of a file: npy and safetensors; and the rows of any arrays that are read by ranges.
+"""Formats that are named arrays at known places of a file: npy, safetensors and raw; and the rows of any arrays that are read by ranges.
 
-Both formats are a short head and the arrays' own bytes, so they are read here, without their libraries, range by range, at any size, on any
-file system, and with bfloat16, which NumPy's reader of safetensors lacks. Nothing is unpickled: an npy of objects is refused.
+They are a short head (raw: none) and the arrays' own bytes, so they are read here, without their libraries, range by range, at any size, on
+any file system, and with bfloat16, which NumPy's reader of safetensors lacks. Nothing is unpickled: an npy of objects is refused.
 
 Sources: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html, https://github.com/huggingface/safetensors#format
 """
@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.rounding import LARGEST, to_float32
+from kvemb.arrays.rounding import storage_dtype, to_float32
 from kvemb.checkpoint.checkpoint_storage import shown
-from kvemb.errors import ForeignRowsError
+from kvemb.errors import ForeignRowsError, InvalidInputError
 from kvemb.foreign.foreign_file import ForeignFile, translated
-from kvemb.foreign.foreign_rows import ArrayNames, ForeignRows, block_rows, ids_of, values_of
+from kvemb.foreign.foreign_rows import ArrayNames, ForeignRows, block_rows, ids_of, values_of, weights_of
 from kvemb.foreign.narrow_weights import from_int8
 from kvemb.schema.table_def import TableDef
 
@@ -78,10 +78,10 @@ class ArrayRows:
         for start in range(0, self.n_rows, step):
             stop = min(start + step, self.n_rows)
             state = [values_of(self._read(name, start, stop), width, self._at(name), first=start) for name, width in self._state]
-            given, largest = self._read(self._weights, start, stop), LARGEST[self._definition.dtype]
+            given = self._read(self._weights, start, stop)
             if given.dtype == np.int8 and tuple(self._arrays.shapes.get("scale", ())) == (self.n_rows,):  # as `to_int8` made them
                 given = from_int8(given, self._read("scale", start, stop))
-            weights = values_of(given, self._definition.dim, self._at(self._weights), largest, first=start)
+            weights = weights_of(given, self._definition, self._at(self._weights), first=start)
             yield ForeignRows(self._ids(start, stop), weights, np.concatenate(state, axis=1) if state else None)
 
     def _ids(self, start: int, stop: int) -> NDArray[np.uint64]:
@@ -128,7 +128,7 @@ class _ArrayInFile:
 
 
 class PlacedArrays:
-    """Arrays at known places; make it with `open_npy` or `open_safetensors`."""
+    """Arrays at known places; make it with `open_npy`, `open_safetensors` or `open_raw`."""
 
     def __init__(self, where: str, places: Mapping[str, _ArrayInFile]) -> None:
         self.where, self._places = where, places
@@ -137,6 +137,31 @@ class PlacedArrays:
     def read(self, name: str, start: int, stop: int) -> NDArray[Any]:
         """See `NamedArrays.read`."""
         return self._places[name].read(start, stop)
+
+
+def open_raw(url: str, names: ArrayNames, definition: TableDef) -> tuple[PlacedArrays, ArrayNames]:
+    """Open files of rows and nothing else, in the table's dtype, little-endian; a name is a path or URL, as of `open_npy`.
+
+    Raises:
+        ForeignRowsError: a file is no whole number of rows.
+        InvalidInputError: state is named, which is not read from such files.
+    """
+    if names.state is not None:
+        raise InvalidInputError("raw files have no state: leave state out, or give npy files")
+    names = ArrayNames(names.ids, url if names.weights is None else names.weights)
+    assert names.weights is not None
+    places = {names.weights: _raw_place(names.weights, (definition.dim,), storage_dtype(definition.dtype), definition.dtype == "bfloat16")}
+    if names.ids is not None:
+        places[names.ids] = _raw_place(names.ids, (), np.dtype(definition.id_dtype).newbyteorder("<"))
+    return PlacedArrays(shown(url), places), names
+
+
+def _raw_place(url: str, row: tuple[int, ...], dtype: "np.dtype[Any]", is_bfloat16: bool = False) -> _ArrayInFile:
+    n_each = math.prod(row) * dtype.itemsize
+    with ForeignFile(url) as file:
+        if file.size_bytes % n_each:
+            raise ForeignRowsError(f"{file.where}: {file.size_bytes} bytes, no whole number of rows of {n_each}: cut off, or of other rows")
+        return _ArrayInFile(url, 0, (file.size_bytes // n_each, *row), dtype, is_bfloat16)
 
 
 def open_npy(url: str, names: ArrayNames) -> tuple[PlacedArrays, ArrayNames]:

@@ -30,12 +30,12 @@ class ForeignRows:
 
     Args:
         ids: uint64 [n].
-        weights: float32 [n, dim].
+        weights: [n, dim] of the table's `row_dtype`.
         state: float32 [n, state values], or None.
     """
 
     ids: NDArray[np.uint64]
-    weights: NDArray[np.float32]
+    weights: NDArray[Any]
     state: NDArray[np.float32] | None
 
     def __len__(self) -> int:
@@ -132,7 +132,7 @@ class ArrayNames:
 
 def block_rows(definition: TableDef) -> int:
     """Return how many rows one block has."""
-    return max(1, BLOCK_BYTES // (4 * (definition.dim + definition.record.state_size) + 8))
+    return max(1, BLOCK_BYTES // (definition.row_dtype.itemsize * definition.dim + 4 * definition.record.state_size + 8))
 
 
 def gathered(blocks: Iterable[ForeignRows], n_rows: int) -> Iterator[ForeignRows]:
@@ -171,6 +171,18 @@ def ids_of(array: NDArray[Any], definition: TableDef, where: str) -> NDArray[np.
         return normalize(array, definition.id_dtype, definition.name, definition.num_ids)[0]
     except InvalidInputError as error:
         raise ForeignRowsError(f"{where}: {error}") from error
+
+
+def weights_of(array: NDArray[Any], definition: TableDef, where: str, *, first: int = 0) -> NDArray[Any]:
+    """Return the weights of rows as the table takes them, [n, dim] of its `row_dtype`; the other arguments and errors as `values_of`.
+
+    Numbers of any kind become a table's floats; opaque bytes are uint8 in the file, too.
+    """
+    if definition.row_dtype == np.float32:
+        return values_of(array, definition.dim, where, LARGEST[definition.dtype], first=first)
+    if array.dtype != np.uint8 or array.ndim != 2 or array.shape[1] != definition.dim:
+        raise ForeignRowsError(f"{where}: has {array.dtype} {array.shape}, expected uint8 (n, {definition.dim}) for {definition.dtype}")
+    return array
 
 
 def values_of(array: NDArray[Any], width: int, where: str, largest: float = LARGEST["float32"], *, first: int = 0) -> NDArray[np.float32]:

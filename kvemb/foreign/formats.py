@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage, shown
 from kvemb.errors import ForeignRowsError, InvalidInputError
-from kvemb.foreign.array_files import ArrayRows, open_npy, open_safetensors
+from kvemb.foreign.array_files import ArrayRows, open_npy, open_raw, open_safetensors
 from kvemb.foreign.foreign_file import is_local
 from kvemb.foreign.foreign_rows import ArrayNames, RowSource
 from kvemb.foreign.framework_arrays import CheckpointVariables, TorchArrays
@@ -20,6 +20,7 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
     "torch": (".pt", ".pth"),
     "tensorflow": (".index",),
     "word2vec": (".vec", ".w2v", ".txt"),
+    "raw": (".raw",),
 }
 """By the format's name the endings of its files."""
 
@@ -41,6 +42,8 @@ def open_rows(definition: TableDef, url: str, names: ArrayNames, file_format: st
     kind = format_of(url, "parquet" if not file_format and is_local(url) and os.path.isdir(url) else file_format)
     if kind == "npy":
         return ArrayRows(definition, *open_npy(url, names))
+    if kind == "raw":
+        return ArrayRows(definition, *open_raw(url, names, definition))
     if kind == "safetensors":
         return ArrayRows(definition, open_safetensors(url), names)
     if kind == "parquet":

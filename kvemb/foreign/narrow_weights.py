@@ -37,6 +37,8 @@ def check_narrow(dtype: str, kind: str) -> None:
     """
     if dtype and dtype not in NARROW:
         raise InvalidInputError(f"dtype is {dtype!r}; rows are written as {', '.join(NARROW)}, or without a dtype in the table's own")
+    if dtype and kind == "raw":
+        raise InvalidInputError("a raw file says nothing of its dtype, and is read in the table's own: write npy")
     if dtype == "int8" and kind not in HOLD_SCALES:
         raise InvalidInputError(f"{kind} has no room for the scales of int8 rows: write {', '.join(HOLD_SCALES)}")
 

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.rounding import LARGEST
-from kvemb.checkpoint.format.parquet_blocks import require_extra
+from kvemb.checkpoint.format.parquet_blocks import binary_rows, require_extra
 from kvemb.errors import ForeignRowsError
 from kvemb.foreign.foreign_file import ForeignFile, translated
-from kvemb.foreign.foreign_rows import ArrayNames, ForeignRows, block_rows, gathered, ids_of, values_of
+from kvemb.foreign.foreign_rows import ArrayNames, ForeignRows, block_rows, gathered, ids_of, values_of, weights_of
 from kvemb.schema.table_def import TableDef
 
 _FOOTER_BYTES = 16 << 20
@@ -72,11 +71,11 @@ class ParquetRows:
         assert names.weights is not None
         ids = np.arange(first, first + batch.num_rows, dtype=np.uint64)
         if names.ids is not None:
-            with translated(f"{where}: column {names.ids!r}"):
+            with translated(_at(where, names.ids)):
                 given = _id_array(batch.column(names.ids))
-            ids = ids_of(given, definition, f"{where}: column {names.ids!r}")
-        weights = _values(batch, names.weights, definition.dim, where, LARGEST[definition.dtype], first=first)
-        state = [_values(batch, name, width, where, first=first) for name, width in self._state]
+            ids = ids_of(given, definition, _at(where, names.ids))
+        weights = weights_of(_array(batch, names.weights, definition.dim, where), definition, _at(where, names.weights), first=first)
+        state = [values_of(_array(batch, name, width, where), width, _at(where, name), first=first) for name, width in self._state]
         return ForeignRows(ids, weights, np.concatenate(state, axis=1) if state else None)
 
 
@@ -86,19 +85,24 @@ def _parquet(file: ForeignFile) -> Any:
 
 
 def _shapes(schema: Any) -> dict[str, list[int]]:
-    """The columns as arrays: of lists with two axes, all others with one."""
+    """The columns as arrays: of lists, and of bytes of one length, with two axes, all others with one."""
     types = require_extra("pyarrow").types
     lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
-    return {field.name: [-1, getattr(field.type, "list_size", -1)] if any(is_(field.type) for is_ in lists) else [-1] for field in schema}
+    shapes = {field.name: [-1, getattr(field.type, "list_size", -1)] if _is(field, lists) else [-1] for field in schema}
+    return shapes | {field.name: [-1, field.type.byte_width] for field in schema if types.is_fixed_size_binary(field.type)}
 
 
 def _refuse_unnamed_ids(schema: Any, where: str) -> None:
     """Refuse to number the rows of a file that has ids under another name: they would be other rows."""
     types = require_extra("pyarrow").types
     kinds = (types.is_integer, types.is_string, types.is_large_string, types.is_dictionary)
-    found = [repr(field.name) for field in schema if any(is_(field.type) for is_ in kinds)]
+    found = [repr(field.name) for field in schema if _is(field, kinds)]
     if found:
         raise ForeignRowsError(f"{where}: say which column holds the ids (ids=): {' or '.join(found)}? Without such a column row i is id i")
+
+
+def _is(field: Any, kinds: Sequence[Any]) -> bool:
+    return any(is_(field.type) for is_ in kinds)
 
 
 def _id_array(column: Any) -> NDArray[Any]:
@@ -114,9 +118,16 @@ def _id_array(column: Any) -> NDArray[Any]:
     return np.asarray(column.to_numpy(zero_copy_only=False))
 
 
-def _values(batch: Any, name: str, width: int, where: str, largest: float = LARGEST["float32"], *, first: int) -> NDArray[np.float32]:
-    column, where, pa = batch.column(name), f"{where}: column {name!r}", require_extra("pyarrow")
+def _at(where: str, name: str) -> str:
+    return f"{where}: column {name!r}"
+
+
+def _array(batch: Any, name: str, width: int, where: str) -> NDArray[Any]:
+    """A column of lists as [n, values of a row], of bytes of one length as uint8 [n, bytes], of numbers as [n]."""
+    column, where, pa = batch.column(name), _at(where, name), require_extra("pyarrow")
     with translated(where):
+        if pa.types.is_fixed_size_binary(column.type) and not column.null_count:
+            return binary_rows(column)
         flat = column.flatten() if hasattr(column, "flatten") and hasattr(column.type, "value_type") else column
         if column.null_count or flat.null_count:
             raise ForeignRowsError(f"{where}: values are missing")
@@ -128,4 +139,4 @@ def _values(batch: Any, name: str, width: int, where: str, largest: float = LARG
                 raise ForeignRowsError(f"{where}: a list of {int(lengths[lengths != width][0])} values, expected {width}")
         array = np.asarray(flat.to_numpy(zero_copy_only=False))
         shape = (-1, column.type.list_size) if pa.types.is_fixed_size_list(column.type) else (-1, width) if flat is not column else (-1,)
-        return values_of(array.reshape(shape), width, where, largest, first=first)
+        return array.reshape(shape)

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.ids import to_caller
-from kvemb.arrays.rounding import round_nearest, storage_dtype
+from kvemb.arrays.rounding import opaque_bytes, round_nearest, storage_dtype
 from kvemb.checkpoint.checkpoint_storage import shown
-from kvemb.checkpoint.format.parquet_blocks import require_extra
+from kvemb.checkpoint.format.parquet_blocks import require_extra, weights_type
 from kvemb.checkpoint.format.plain_parquet import PlainWriter
 from kvemb.errors import ForeignRowsError, InvalidInputError
 from kvemb.foreign.foreign_file import is_local
@@ -28,7 +28,7 @@ from kvemb.process import replace_atomically, sync_folder
 from kvemb.schema.table_def import TableDef
 
 _SAFETENSORS = {"int8": "I8", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "uint64": "U64"}
-Blocks = Iterable[NDArray[np.float32]]
+Blocks = Iterable[NDArray[Any]]
 Pieces = Iterator[bytes | memoryview]
 
 
@@ -42,7 +42,7 @@ def write_rows(
         url: a path or any fsspec URL; of TensorFlow a checkpoint's prefix.
         ids: uint64 [n] as "id"; None: row i is id i.
         n_rows: n.
-        blocks: float32 [m, dim] each, in the order of the ids, n rows together.
+        blocks: [m, dim] each of the table's `row_dtype`, in the order of the ids, n rows together.
         file_format: of `FORMATS`; unless given, by the file's ending.
         dtype: "float16", or "int8" with the rows' scales as "scale"; unless given, the table's.
 
@@ -52,7 +52,7 @@ def write_rows(
         ConfigError: a library is not installed.
     """
     kind = format_of(url, file_format)
-    check_writable(kind, ids, dtype)
+    check_writable(definition, kind, ids, dtype)
     where, weights = shown(url), _Weights(definition, blocks, dtype, wide=kind in ("npy", "parquet"))
     try:
         if kind == "tensorflow":
@@ -60,6 +60,8 @@ def write_rows(
             return
         if kind == "npy":
             pieces = _npy(weights.numpy_dtype, (n_rows, definition.dim), weights)
+        elif kind == "raw":
+            pieces = map(_bytes_of, weights)
         elif kind == "safetensors":
             pieces = _safetensors(definition, ids, n_rows, weights)
         elif kind == "parquet":
@@ -71,16 +73,16 @@ def write_rows(
         raise ForeignRowsError(f"{where}: cannot be written: {type(error).__name__}: {error}") from error
 
 
-def write_ids(definition: TableDef, url: str, ids: NDArray[np.uint64]) -> None:
-    """Write the ids that go with an npy of rows, as an npy of their own; raises as `write_rows`."""
+def write_ids(definition: TableDef, url: str, ids: NDArray[np.uint64], kind: str) -> None:
+    """Write the ids that go with an npy or raw file of rows, as one of their own; raises as `write_rows`."""
     own = to_caller(ids, definition.id_dtype)
     try:
-        _put(url, _npy(own.dtype, own.shape, [own]))
+        _put(url, _npy(own.dtype, own.shape, [own]) if kind == "npy" else iter([_bytes_of(own)]))
     except OSError as error:
         raise ForeignRowsError(f"{shown(url)}: cannot be written: {type(error).__name__}: {error}") from error
 
 
-def check_writable(kind: str, ids: NDArray[np.uint64] | None, dtype: str = "") -> None:
+def check_writable(definition: TableDef, kind: str, ids: NDArray[np.uint64] | None, dtype: str = "") -> None:
     """Refuse a format that takes no rows with ids, or without, or none of a dtype.
 
     Raises:
@@ -93,6 +95,8 @@ def check_writable(kind: str, ids: NDArray[np.uint64] | None, dtype: str = "") -
         )
     if kind == "parquet" and ids is None:
         raise InvalidInputError("Parquet files have ids")
+    if dtype and opaque_bytes(definition.dtype) is not None:
+        raise InvalidInputError(f"table {definition.name!r} has rows of {definition.dtype}, which are written as they are: leave dtype out")
     check_narrow(dtype, kind)
 
 
@@ -119,7 +123,7 @@ class _Weights:
     def __iter__(self) -> Iterator[NDArray[Any]]:
         if self._narrow:
             return narrowed(self._blocks, self.dtype, self.scales)
-        return (round_nearest(block, self.dtype) for block in self._blocks)
+        return (round_nearest(block, self.dtype) for block in self._blocks)  # opaque bytes as they are
 
     def whole(self) -> NDArray[Any]:
         """Return all blocks as one array."""
@@ -144,7 +148,7 @@ def _safetensors(definition: TableDef, ids: NDArray[np.uint64] | None, n_rows: i
     arrays += [("scale", "float32", [n_rows], 4 * n_rows)] if weights.dtype == "int8" else []
     head, at = dict[str, Any](), 0
     for name, dtype, shape, n_bytes in arrays:
-        head[name] = {"dtype": _SAFETENSORS[dtype], "shape": shape, "data_offsets": [at, at + n_bytes]}
+        head[name] = {"dtype": "U8" if opaque_bytes(dtype) else _SAFETENSORS[dtype], "shape": shape, "data_offsets": [at, at + n_bytes]}
         at += n_bytes
     text = json.dumps(head).encode()
     text += b" " * (-len(text) % 8)
@@ -158,10 +162,9 @@ def _safetensors(definition: TableDef, ids: NDArray[np.uint64] | None, n_rows: i
 def _parquet(definition: TableDef, ids: NDArray[np.uint64] | None, blocks: _Weights) -> Pieces:
     assert ids is not None
     pa = require_extra("pyarrow")
-    kind = pa.float16() if blocks.dtype == "float16" else pa.float32()
     id_kind = pa.int64() if definition.id_dtype == "int64" else pa.uint64()
-    weights = pa.list_(pa.field("element", kind, nullable=False), definition.dim)
-    writer = PlainWriter(pa.schema([pa.field("id", id_kind, nullable=False), pa.field("weights", weights, nullable=False)]), "id")
+    fields = [pa.field("id", id_kind, nullable=False), pa.field("weights", weights_type(blocks.dtype, definition.dim), nullable=False)]
+    writer = PlainWriter(pa.schema(fields), "id")
     at = 0
     for block in blocks:
         yield from writer.add([ids[at : at + len(block)], block])

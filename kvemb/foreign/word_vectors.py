@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from kvemb.arrays.rounding import LARGEST
 from kvemb.checkpoint.checkpoint_storage import shown
 from kvemb.checkpoint.format.parquet_blocks import require_extra
 from kvemb.errors import ForeignRowsError, InvalidInputError
 from kvemb.foreign.foreign_file import ForeignFile, translated
-from kvemb.foreign.foreign_rows import ArrayNames, ForeignRows, block_rows, gathered, ids_of, values_of
+from kvemb.foreign.foreign_rows import ArrayNames, ForeignRows, block_rows, gathered, ids_of, weights_of
 from kvemb.schema.table_def import TableDef
 
 _HEAD_BYTES, _PARSED_BYTES = 4 << 20, 16 << 20
@@ -81,6 +80,6 @@ class WordVectors:
         if any(column.null_count for column in numbers):
             raise ForeignRowsError(f"{self.where}: a number is missing in words {first} to {first + batch.num_rows}")
         table = np.stack([column.to_numpy() for column in numbers], axis=1)
-        weights = values_of(table, self._definition.dim, self.where, LARGEST[self._definition.dtype], first=first)
+        weights = weights_of(table, self._definition, self.where, first=first)
         words = np.array(batch.column("word").to_pylist(), object)
         return ForeignRows(ids_of(words, self._definition, self.where), weights, None)

@@ -78,6 +78,7 @@ _KINDS: Mapping[str, _OptimizerKind] = {
         (StateField("square_avg"), StateField("grad_avg", when="centered"), _MOMENTUM_SLOT),
         flags=("centered",),
     ),
+    "frozen": _OptimizerKind({}, ()),
 }
 
 
@@ -324,6 +325,10 @@ def rmsprop(
         24
     """
     return _make("rmsprop", {"lr": lr, "alpha": alpha, "eps": eps, "eps_root": eps_root, "momentum": momentum, "centered": centered})
+
+
+FROZEN = OptimizerSpec("frozen", (), ())
+"""Of tables that take no gradients, and have no state beside their rows: `create_table(…, frozen=True)`."""
 
 
 def chain(*parts: TransformSpec | OptimizerSpec) -> OptimizerSpec:

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.hashing import MOST_GROUPED_IDS, SLOT_SHIFT, KeyOrder, digest64
-from kvemb.arrays.rounding import storage_dtype
-from kvemb.errors import InvalidInputError, TableMismatchError
-from kvemb.init import ALGORITHM_VERSION, Initializer
+from kvemb.arrays.rounding import opaque_bytes, storage_dtype
+from kvemb.errors import FrozenTableError, InvalidInputError, TableMismatchError
+from kvemb.init import ALGORITHM_VERSION, Initializer, zeros
 from kvemb.init.first_draws import ALGORITHMS
-from kvemb.optim import OptimizerSpec
+from kvemb.optim import FROZEN, OptimizerSpec
 from kvemb.process.cached_property import cached_property
 from kvemb.schema.buckets import LAYOUTS, MAX_BUCKETS, BucketKeys, WholeBuckets, buckets_for, needs_filler
 from kvemb.schema.keys import RowKeys, table_tag
@@ -49,7 +49,8 @@ class TableDef:
         dim: weights per row; any integer, NumPy's too.
         optimizer: the update method; its kind and static options are identity, its hyper-parameters defaults.
         initializer: the first value of a row; the parts of `kvemb.init.columns` have dim columns together.
-        dtype: how weights are stored: "float32", "float16" or "bfloat16".
+        dtype: how weights are stored: "float32", "float16" or "bfloat16". Or "bytes:N" (N is dim, too): a row is N bytes, which only its
+            users understand; such a table is frozen, and rows that do not exist are zeros.
         id_dtype: the ids' domain: "int64" or "uint64". One table has one domain, so -1 and 2**64-1 can never be the same row.
         seed: of the initializer and of stochastic rounding.
         reduce: how the gradients of different trainers combine in one step: "sum" or "mean".
@@ -104,8 +105,16 @@ class TableDef:
         try:
             storage_dtype(self.dtype)
             self.initializer.check_dim(self.dim)
+            self._check_opaque()
         except InvalidInputError as error:
             raise InvalidInputError(f"table {self.name!r}: {error}") from error
+
+    def _check_opaque(self) -> None:
+        if (n_bytes := opaque_bytes(self.dtype)) is not None and (self.dim, self.optimizer, self.initializer) != (n_bytes, FROZEN, zeros()):
+            raise InvalidInputError(
+                f"rows of dtype {self.dtype} have dim {n_bytes}, no optimizer, and begin as zeros; got dim {self.dim}, "
+                f"{self.optimizer.kind}, {self.initializer.kind}"
+            )
 
     def _settle_buckets(self) -> None:
         """Keep a power of two, of a table whose rows lie in buckets."""
@@ -162,6 +171,11 @@ class TableDef:
     def record(self) -> RecordFormat:
         """How this table's records are laid out."""
         return RecordFormat(self.name, self.dim, self.dtype, self.optimizer.state_size(self.dim), self.schema)
+
+    @cached_property
+    def row_dtype(self) -> "np.dtype[Any]":
+        """The NumPy dtype of rows as they are pulled and assigned: float32, or uint8 of opaque bytes."""
+        return np.dtype(np.float32) if opaque_bytes(self.dtype) is None else np.dtype(np.uint8)
 
     @cached_property
     def pages(self) -> PageLayout | None:
@@ -241,13 +255,27 @@ class TableDef:
         inside = (rows < np.uint64(self.num_ids)) & (rows >= np.repeat(firsts, n))  # the last page may end behind 64 bits
         return self.keys(rows[inside], pages=True)
 
-    def initial_rows(self, ids: NDArray[np.uint64]) -> NDArray[np.float32]:
-        """Return the first values of rows, as the table's storage dtype holds them: float32 [n, dim], a new array.
+    def initial_rows(self, ids: NDArray[np.uint64]) -> NDArray[Any]:
+        """Return the first values of rows, as the table's storage dtype holds them: `row_dtype` [n, dim], a new array.
 
         Args:
             ids: uint64 [n].
         """
+        if self.row_dtype == np.uint8:
+            return np.zeros((len(ids), self.dim), np.uint8)
         return self.initializer.rows(ids, self.dim, table=self.name, seed=self.seed, dtype=self.dtype, algorithm=self.init_algorithm)
+
+    def require_trained(self) -> None:
+        """Refuse gradients for a table that takes none.
+
+        Raises:
+            FrozenTableError: with the way on.
+        """
+        if self.optimizer.kind == FROZEN.kind:
+            raise FrozenTableError(
+                f"table {self.name!r} ({self.dtype}) is frozen: it takes no gradients. Set its rows by assign or import_rows; a table that "
+                "is trained is created with an optimizer"
+            )
 
     def require_same(self, other: "TableDef") -> None:
         """Refuse a definition with another identity than this existing one.
@@ -336,6 +364,40 @@ class TableDef:
             initializer=Initializer.from_dict(fields["initializer"]),
             **rest,
         )
+
+
+def frozen_or_trained(name: object, dim: Any, dtype: object, optimizer: Any, initializer: Any, *, frozen: object) -> tuple[Any, bool]:
+    """Return the dim of a table that a person defines, and whether it is frozen.
+
+    Args:
+        name, dim, dtype, optimizer, initializer: as given, None where they were not.
+        frozen: as given.
+
+    Raises:
+        InvalidInputError: one is missing, or does not fit the others.
+
+    Example:
+        >>> frozen_or_trained("ngram", None, "bytes:264", None, None, frozen=False)
+        (264, True)
+    """
+    at, n_bytes = f"table {name!r}", opaque_bytes(dtype)
+    if str(dtype).startswith("bytes") and n_bytes is None:
+        raise InvalidInputError(f"{at}: dtype is {dtype!r}; give bytes:N for rows of N bytes, N from 1 on")
+    if not isinstance(frozen, bool):
+        raise InvalidInputError(f"{at}: frozen is {frozen!r}; give true or false")
+    if n_bytes is not None and initializer is not None:
+        raise InvalidInputError(f"{at}: rows of dtype {dtype} begin as zeros; leave the initializer out")
+    if n_bytes is not None and dim not in (None, n_bytes):
+        raise InvalidInputError(f"{at}: dim is {dim!r} and dtype {dtype}, whose rows are {n_bytes} bytes; leave dim out")
+    frozen = frozen or n_bytes is not None
+    if frozen and optimizer is not None:
+        reason = f"rows of dtype {dtype} are not trained" if n_bytes is not None else "a frozen table is not trained"
+        raise InvalidInputError(f"{at}: {reason}; leave the optimizer out")
+    if not frozen and optimizer is None:
+        raise InvalidInputError(f"{at}: give an optimizer, or frozen=True for a table that is not trained")
+    if dim is None and n_bytes is None:
+        raise InvalidInputError(f"{at}: give dim, how many weights a row has")
+    return n_bytes or dim, frozen
 
 
 def whole_number(given: object) -> int | None:

@@ -109,6 +109,8 @@ def check_rows(rows: TableRows, find: FindTable, shard: int, cluster_map: Cluste
     at = f"table {rows.table!r}"
     try:
         definition = find_same(rows.table, rows.schema, find)
+        if not kind:
+            definition.require_trained()
         hyper = definition.optimizer.check_hyper(rows.hyper)
     except TableDroppedError:
         raise
@@ -121,6 +123,8 @@ def check_rows(rows: TableRows, find: FindTable, shard: int, cluster_map: Cluste
     if dim not in dims:
         raise PushRejectedError(f"{at}: rows of dim {dim}, expected {' or '.join(map(str, dims))}")
     values = to_float32(rows.rows, rows.dtype).reshape(len(rows.ids), dim)  # exact: a 16-bit dtype saves bytes on the way only
+    if dim and values.dtype != definition.row_dtype:
+        raise PushRejectedError(f"{at}: rows of {rows.dtype}, its rows are {definition.dtype}; open it again")
     _check_values(at, definition, rows, values)
     _check_ids(at, definition, rows, shard, cluster_map)
     return CheckedRows(definition, rows.ids, values, rows.versions, hyper)

@@ -1,7 +1,7 @@
 """One entry of the journal as bytes: a merged batch with all that its replay needs, or a change of session. Pure.
 
     header size u32 | msgpack header | zeros up to a multiple of 8 | arrays of each table
-    arrays: ids '<u8' [n] | rows '<f4' [n, dim], of an assign with state [n, dim + s] | zeros up to a multiple of 8
+    arrays: ids '<u8' [n] | rows '<f4' (of opaque bytes '|u1') [n, dim], of an assign with state [n, dim + s] | zeros up to a multiple of 8
 
 The header of a batch is [format, "batch", version, kind, steps, watermarks, tables]. A watermark is [trainer, incarnation, sequence], a
 table [key, schema, n, dim, hyper]. The header of a session is [format, "session", trainer, incarnation], that of an event [format, "event",
@@ -117,7 +117,8 @@ def encode_entry(entry: Entry) -> list[bytes | memoryview]:
     if isinstance(entry, BatchEntry):
         pieces.append(bytes(_padding(_SIZE.size + len(header))))
         for rows in entry.batch.tables:
-            pieces += [_raw(rows.ids, "<u8"), _raw(rows.rows, "<f4"), bytes(_padding(4 * rows.rows.size))]
+            raw = _raw(rows.rows, rows.definition.row_dtype.newbyteorder("<").str)
+            pieces += [_raw(rows.ids, "<u8"), raw, bytes(_padding(len(raw)))]
     return [piece for piece in pieces if len(piece)]
 
 
@@ -194,38 +195,51 @@ def _batch(items: list[Any], view: memoryview, start: int, find: Find) -> BatchE
     _expect(type(marks) is list and all(type(mark) is list and len(mark) == 3 for mark in marks), "watermarks")
     watermarks = tuple(Watermark(_text(t, "trainer"), _count(i, "incarnation"), _count(s, "sequence")) for t, i, s in marks)
     start += _padding(start)
-    rows = tuple(_rows(kind, fields, view, find) for fields, view in _arrays(tables, view, start))
+    definitions = [_definition(fields, find) for fields in tables]
+    rows = tuple(_rows(kind, *each) for each in _arrays(tables, definitions, view, start))
     names = [one.definition.key for one in rows]
     _expect(len(set(names)) == len(names), f"a table stands twice in {names}")
     return BatchEntry(version, Batch(kind, rows), tuple(_count(step, "step") for step in steps), watermarks)
 
 
-def _arrays(tables: list[Any], view: memoryview, start: int) -> Iterator[tuple[list[Any], memoryview]]:
-    """Check the sizes of all tables against the bytes that are there; yield each table's fields with its bytes."""
-    ends = [start]
-    for fields in tables:
-        _expect(type(fields) is list and len(fields) == 5, "fields of a table")
-        n, dim = _count(fields[2], "number of rows"), _count(fields[3], "dim")
-        _expect(dim <= MAX_DIM, f"dim {dim}")
-        ends.append(ends[-1] + 8 * n + 4 * n * dim + _padding(4 * n * dim))
-    _expect(ends[-1] == len(view), f"{len(view)} bytes, expected {ends[-1]} by its header")
-    for fields, (low, high) in zip(tables, pairwise(ends), strict=True):
-        yield fields, view[low:high]
-
-
-def _rows(kind: str, fields: list[Any], view: memoryview, find: Find) -> CheckedRows:
-    name, schema, n, dim, hyper = fields
+def _definition(fields: Any, find: Find) -> TableDef:
+    _expect(type(fields) is list and len(fields) == 5, "fields of a table")
+    name, schema = _text(fields[0], "table"), fields[1]
     _expect(type(schema) is int and 0 <= schema < 256, "schema")
-    _expect(type(hyper) is dict and all(type(k) is str and type(v) is float for k, v in hyper.items()), "run-time values")
     try:
-        definition = find(_text(name, "table"), schema)
-        hyper = definition.optimizer.check_hyper(hyper)
-    except (UnknownTableError, InvalidInputError) as error:
+        definition = find(name, schema)
+    except UnknownTableError as error:
         raise _damaged(f"table {name!r}: {error}") from error
     _expect(definition.schema == schema, f"table {name!r}: schema {schema}, the registry's is {definition.schema}")
+    return definition
+
+
+def _arrays(
+    tables: list[Any], definitions: list[TableDef], view: memoryview, start: int
+) -> Iterator[tuple[list[Any], TableDef, memoryview]]:
+    """Check the sizes of all tables against the bytes that are there; yield each table's fields and definition with its bytes."""
+    ends = [start]
+    for fields, definition in zip(tables, definitions, strict=True):
+        n, dim = _count(fields[2], "number of rows"), _count(fields[3], "dim")
+        _expect(dim <= MAX_DIM, f"dim {dim}")
+        n_bytes = definition.row_dtype.itemsize * n * dim
+        ends.append(ends[-1] + 8 * n + n_bytes + _padding(n_bytes))
+    _expect(ends[-1] == len(view), f"{len(view)} bytes, expected {ends[-1]} by its header")
+    for fields, definition, (low, high) in zip(tables, definitions, pairwise(ends), strict=True):
+        yield fields, definition, view[low:high]
+
+
+def _rows(kind: str, fields: list[Any], definition: TableDef, view: memoryview) -> CheckedRows:
+    name, _, n, dim, hyper = fields
+    _expect(type(hyper) is dict and all(type(k) is str and type(v) is float for k, v in hyper.items()), "run-time values")
+    try:
+        hyper = definition.optimizer.check_hyper(hyper)
+    except InvalidInputError as error:
+        raise _damaged(f"table {name!r}: {error}") from error
     _expect(dim in dims_of(kind, definition), f"table {name!r}: dim {dim}, expected one of {dims_of(kind, definition)}")
     ids = np.frombuffer(view, "<u8", n).astype(np.uint64, copy=False)
-    rows = np.frombuffer(view, "<f4", n * dim, 8 * n).astype(np.float32, copy=False).reshape(n, dim)
+    own = definition.row_dtype
+    rows = np.frombuffer(view, own.newbyteorder("<"), n * dim, 8 * n).astype(own, copy=False).reshape(n, dim)
     ordered = ids if kind == APPLY else np.sort(ids)
     _expect(bool((ordered[1:] > ordered[:-1]).all()), f"table {name!r}: ids that are not distinct, or out of order")
     return CheckedRows(definition, ids, rows, np.empty(0, np.uint64), hyper)

@@ -31,7 +31,7 @@ class CheckedRows:
     Args:
         definition: the table.
         ids: uint64 [n], unique, owned by this shard.
-        rows: float32 [n, dim], finite: gradients or weights; [n, 0] for erase, [n, dim + s] for an assign with state.
+        rows: [n, dim] of the table's `row_dtype`, finite: gradients or weights; [n, 0] for erase, [n, dim + s] for an assign with state.
         versions: uint64 [n] as the pull saw them, or [0].
         hyper: every run-time value in force.
     """

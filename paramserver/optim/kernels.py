@@ -293,6 +293,16 @@ def ftrl_kernel(weights: Array, state: list[Array], grads: Array, factors: Facto
     weights /= denominator
 
 
+def frozen_kernel(weights: Array, state: list[Array], grads: Array, factors: Factors) -> None:
+    """Leave the rows as they are. Nothing comes here: gradients for a frozen table are refused at admission.
+
+    Example:
+        >>> w = np.ones((1, 2), np.float32)
+        >>> frozen_kernel(w, [], w, {}); w
+        array([[1., 1.]], dtype=float32)
+    """
+
+
 _KERNELS: Mapping[str, Callable[[OptimizerSpec], Kernel]] = {
     "sgd": sgd_kernel,
     "adagrad": lambda spec: Kernel(adagrad_kernel),
@@ -301,6 +311,7 @@ _KERNELS: Mapping[str, Callable[[OptimizerSpec], Kernel]] = {
     "adamw": adam_kernel,
     "ftrl": lambda spec: Kernel(ftrl_kernel),
     "rmsprop": rmsprop_kernel,
+    "frozen": lambda spec: Kernel(frozen_kernel),
 }
 
 

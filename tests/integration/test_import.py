@@ -416,7 +416,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_the_older_file(redis: Clu
     for url, more, message in (
         ("t.vec", {}, "word vectors are words"),
         ("t.npy", {}, "give ids, a file for them"),
-        ("t.parquet", {"ids": "x"}, "only an npy needs"),
+        ("t.parquet", {"ids": "x"}, "only npy and raw need"),
         ("t.xyz", {}, "which format"),
     ):
         with pytest.raises(InvalidInputError, match=message):

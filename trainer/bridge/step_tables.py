@@ -83,10 +83,12 @@ class StepTables:
         return {name: self.by_name[name].definition.optimizer.check_hyper(dict(values)) for name, values in self.hyper.items()}
 
 
-def check_table(table: object) -> None:
-    """Refuse an object that is no table of kvemb."""
+def check_table(table: Any) -> None:
+    """Refuse an object that is no table of kvemb, or whose rows are no weights."""
     if not all(hasattr(table, name) for name in ("pull", "dim", "definition", "cluster")):
         raise InvalidInputError(f"table must be a kvemb table (cluster.table(…)), got {type(table).__name__}")
+    if table.definition.row_dtype != np.float32:
+        raise InvalidInputError(f"table {table.definition.name!r} has rows of {table.definition.dtype}: no layer can use them. Pull them")
 
 
 def asked_of(table: TablePort, ids: NDArray[Any]) -> Asked:

@@ -1,8 +1,9 @@
 """Data files: blocks of rows to Parquet bytes and back. Bytes in, bytes out; no storage here.
 
-Columns: id (int64 or uint64, by the table's id_dtype); version (uint64: epoch << 48 | k); weights (fixed-size list of float or halffloat).
-Then slots, the optimizer's state: fixed-size list of float; absent where there is none. bfloat16 weights stand there as floats. Parquet has
-neither that type nor 16-bit integers: their bits alone would take as many bytes, and no other program could read them.
+Columns: id (int64 or uint64, by the table's id_dtype); version (uint64: epoch << 48 | k); weights (fixed-size list of float or halffloat;
+opaque bytes: fixed-size binary). Then slots, the optimizer's state: fixed-size list of float; absent where there is none. bfloat16 weights
+stand there as floats. Parquet has neither that type nor 16-bit integers: their bits alone would take as many bytes, and no other program
+could read them.
 
 Uncompressed, in pages of our own (`plain_parquet`): zstd saved a tenth of the bytes at half the speed (docs/adr/0012). And a file that is
 not compressed cannot unfold into more memory than it has bytes. The checksum is taken over the very bytes that are parsed.
@@ -20,7 +21,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvemb.arrays.rounding import storage_dtype, to_float32
+from kvemb.arrays.rounding import opaque_bytes, storage_dtype, to_float32
 from kvemb.checkpoint.format.checkpoint_manifest import FileEntry, SortKeys
 from kvemb.checkpoint.format.plain_parquet import PlainWriter, columns_of, read_group
 from kvemb.errors import CheckpointError, ConfigError
@@ -120,7 +121,7 @@ def new_state(definition: TableDef, n: int) -> NDArray[np.float32]:
 
 def row_bytes(definition: TableDef, weights_only: bool) -> int:
     """Return how many bytes one row takes in a data file at least."""
-    weights = definition.dim * (2 if definition.dtype == "float16" else 4)
+    weights = definition.dim * storage_dtype("float32" if definition.dtype == "bfloat16" else definition.dtype).itemsize
     return 16 + weights + (0 if weights_only else 4 * definition.record.state_size)
 
 
@@ -263,9 +264,17 @@ def _arrays(table: Any, schema: Any, where: str) -> dict[str, NDArray[Any]]:
 
 def _array(chunk: Any, kind: Any) -> NDArray[Any]:
     pa = require_extra("pyarrow")
+    if pa.types.is_fixed_size_binary(kind):
+        return binary_rows(chunk)
     if not pa.types.is_fixed_size_list(kind):
         return np.asarray(chunk.to_numpy(zero_copy_only=True))
     return np.asarray(chunk.flatten().to_numpy(zero_copy_only=True)).reshape(len(chunk), kind.list_size)
+
+
+def binary_rows(chunk: Any) -> NDArray[np.uint8]:
+    """Return pyarrow's array of n values of w bytes as uint8 [n, w], over its memory; values that are missing have any bytes."""
+    width = chunk.type.byte_width
+    return np.frombuffer(chunk.buffers()[1], np.uint8, len(chunk) * width, chunk.offset * width).reshape(len(chunk), width)
 
 
 def _columns(definition: TableDef, block: RowBlock, weights_only: bool) -> list[NDArray[Any]]:
@@ -280,7 +289,7 @@ def _columns(definition: TableDef, block: RowBlock, weights_only: bool) -> list[
 def _schema(definition: TableDef, weights_only: bool) -> Any:
     pa = require_extra("pyarrow")
     fields = [*_id_schema(definition), pa.field("version", pa.uint64(), nullable=False)]
-    fields.append(pa.field("weights", _list_type(_weight_type(definition), definition.dim), nullable=False))
+    fields.append(pa.field("weights", weights_type(definition.dtype, definition.dim), nullable=False))
     if _has_state(definition, weights_only):
         fields.append(pa.field("slots", _list_type(pa.float32(), definition.record.state_size), nullable=False))
     return pa.schema(fields)
@@ -296,9 +305,12 @@ def _list_type(kind: Any, width: int) -> Any:
     return pa.list_(pa.field("element", kind, nullable=False), width)
 
 
-def _weight_type(definition: TableDef) -> Any:
+def weights_type(dtype: str, dim: int) -> Any:
+    """Return pyarrow's type of a row's weights in Parquet: a list of floats, bfloat16 as float32; opaque bytes as binary of one length."""
     pa = require_extra("pyarrow")
-    return pa.float16() if definition.dtype == "float16" else pa.float32()
+    if opaque_bytes(dtype) is not None:
+        return pa.binary(dim)
+    return _list_type(pa.float16() if dtype == "float16" else pa.float32(), dim)
 
 
 def _readable(definition: TableDef, weights: NDArray[Any]) -> NDArray[Any]:

@@ -34,7 +34,7 @@ class Column:
 
     Args:
         name: of it.
-        kind: "int64", "uint64", "float" or "halffloat".
+        kind: "int64", "uint64", "float", "halffloat", or "fixed_size_binary[N]", whose values are N bytes.
         width: values of a row, which is a list of so many; 0: one value, no list.
     """
 
@@ -45,7 +45,8 @@ class Column:
     @property
     def dtype(self) -> "np.dtype[Any]":
         """The values' NumPy dtype."""
-        return np.dtype({"int64": "<i8", "uint64": "<u8", "float": "<f4", "halffloat": "<f2"}[self.kind])
+        known = {"int64": "<i8", "uint64": "<u8", "float": "<f4", "halffloat": "<f2"}
+        return np.dtype(known[self.kind] if self.kind in known else f"V{self.kind[18:-1]}")
 
     @property
     def item_bytes(self) -> int:
@@ -55,11 +56,11 @@ class Column:
     @property
     def physical(self) -> int:
         """The values' type in Parquet."""
-        return {"float": _FLOAT, "halffloat": _FIXED_BYTES}.get(self.kind, _INT64)
+        return {"float": _FLOAT, "int64": _INT64, "uint64": _INT64}.get(self.kind, _FIXED_BYTES)
 
 
 def columns_of(schema: Any) -> list[Column]:
-    """Return the columns of a pyarrow schema of numbers and of lists of `width` numbers."""
+    """Return the columns of a pyarrow schema of numbers, of lists of `width` numbers, and of bytes of one length."""
     kinds = [field.type for field in schema]
     inner = [getattr(kind, "value_type", kind) for kind in kinds]
     return [Column(f.name, str(i), getattr(k, "list_size", 0)) for f, k, i in zip(schema, kinds, inner, strict=True)]
@@ -82,7 +83,7 @@ class PlainWriter:
         """Return the bytes of one row group.
 
         Args:
-            arrays: of each column [n], or [n, width] of a list, of items of the column's size; n is at least 1.
+            arrays: of each column [n], or [n, width] of a list, of items of the column's size; of binary uint8 [n, N]. n is at least 1.
         """
         pieces: list[memoryview | bytes] = [b"" if self.size_bytes else _MAGIC]
         self.size_bytes += len(pieces[0])
@@ -119,7 +120,7 @@ class PlainWriter:
         path = [column.name.encode(), *((b"list", b"element") if column.width else ())]
         fields: list[_Field] = [
             (1, _I32, column.physical), (2, _LIST, (_I32, [_PLAIN, _RLE])), (3, _LIST, (_BINARY, path)), (4, _I32, 0),
-            (5, _I64, values.size), (6, _I64, size), (7, _I64, size), (9, _I64, start),
+            (5, _I64, values.nbytes // column.item_bytes), (6, _I64, size), (7, _I64, size), (9, _I64, start),
         ]  # fmt: skip
         if column.name == self._with_range:
             typed = values.view(column.dtype)  # ids ascend as uint64, which is not the order of negative ones
@@ -143,6 +144,8 @@ def read_group(columns: Sequence[Column], group: Any, data: bytes) -> dict[str, 
         if chunk.total_compressed_size != size or not 0 <= start <= len(data) - size or not data.startswith(head, start):
             return None
         values = np.frombuffer(data, column.dtype, n_values, start + len(head))
+        if column.dtype.kind == "V":
+            values = values.view(np.uint8).reshape(n_values, column.item_bytes)
         found[column.name] = values.reshape(-1, column.width) if column.width else values
     return found
 
@@ -172,8 +175,10 @@ def _schema_elements(columns: Sequence[Column]) -> list[list[_Field]]:
             elements.append([(3, _I32, _REPEATED), (4, _BINARY, b"list"), (5, _I32, 1)])
             name = b"element"
         leaf: list[_Field] = [(1, _I32, column.physical), (3, _I32, _REQUIRED), (4, _BINARY, name)]
+        if column.physical == _FIXED_BYTES:
+            leaf.insert(1, (2, _I32, column.item_bytes))
         if column.kind == "halffloat":
-            leaf = [leaf[0], (2, _I32, column.item_bytes), *leaf[1:], (10, _STRUCT, [(15, _STRUCT, [])])]
+            leaf.append((10, _STRUCT, [(15, _STRUCT, [])]))
         if column.kind == "uint64":
             leaf += [(6, _I32, 14), (10, _STRUCT, [(10, _STRUCT, [(1, _BYTE, 64), (2, _BOOL_NO, None)])])]
         elements.append(leaf)

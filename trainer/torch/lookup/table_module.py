@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from kvemb.arrays.ids import normalize
 from kvemb.errors import InvalidInputError
+from kvemb.optim import FROZEN
 
 from ...bridge.saved_rows import StepMark
 from ...bridge.shared_lookups import Asked, LookupResult, SharedLookups
@@ -93,7 +94,7 @@ class TableModule(LookupModule):
         self._padding_id = None if padding_idx is None else checked_padding(table, padding_idx)
         self._parameters: ParametersWithLeaves
         self.pending = PendingLookups(table)
-        self._trained = True
+        self._trained = table.definition.optimizer.kind != FROZEN.kind
         self.mark = StepMark(table)
         self.dtype = torch.float32
         """Of results; rows, intermediate values and pushed gradients are float32."""
@@ -141,10 +142,10 @@ class TableModule(LookupModule):
         return self.training and self._trained and torch.is_grad_enabled()
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Freeze the table for lookups by this module, or train it again. Call it on this module itself: a parent's call does not come
-        here, and a loop over parameters() finds no rows.
+        """Freeze the table for lookups by this module, or train it again, unless it was created frozen. Call it on this module itself: a
+        parent's call does not come here, and a loop over parameters() finds no rows.
         """
-        self._trained = requires_grad
+        self._trained = requires_grad and self.table.definition.optimizer.kind != FROZEN.kind
         return super().requires_grad_(requires_grad)
 
     def _save_to_state_dict(self, *args: Any) -> None:
