@@ -233,3 +233,16 @@ def test_the_page_on_capacity_shows_what_the_command_prints(capsys: pytest.Captu
     for words, shown in blocks:
         assert cli.main(words.split()) == 0
         assert capsys.readouterr().out == shown
+
+
+def test_the_page_on_capacity_says_what_a_row_takes_as_the_model_does() -> None:
+    table = (ROOT / "docs/capacity.md").read_text(encoding="utf-8").split("| optimizer, dtype | record |")[1].split("\n\n")[0]
+    header, _, *lines = table.splitlines()
+    layouts = [tuple(cell.strip().lower().split(", ")) for cell in header.strip("|").split("|")]
+    assert len(lines) == 4
+    for line in lines:
+        name, record, *shown = (cell.strip() for cell in line.strip("|").split("|"))
+        kind, dtype = name.split(", ")
+        size = TableDef("t", 16, getattr(optim, kind)(lr=0.1), init.zeros(), dtype=dtype).record.size_bytes
+        assert int(record) == size
+        assert [int(one) for one in shown] == [round(costs.bytes_per_row((store, layout), size)) for store, layout in layouts]
