@@ -132,7 +132,9 @@ def shard_options() -> argparse.ArgumentParser:
     parser.add_argument("--listen", help="host:port to bind, when it is not the shard's address in the file; port 0: a free one")
     parser.add_argument("--ready-file", help="written with the bound host:port once the shard serves")
     parser.add_argument("--start-timeout", type=float, default=60.0, metavar="S", help="wait so long for storage, or the port (default 60)")
-    parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="S", help="at a stop, apply for so long (default 30)")
+    parser.add_argument(
+        "--drain-timeout", type=float, default=30.0, metavar="S", help="at a stop, apply for so long, and flush a long journal (default 30)"
+    )
     parser.add_argument("--log-format", choices=("text", "json"), default="text", help="json: each line an object with its ids")
     parser.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="leave out what matters less (default info)"

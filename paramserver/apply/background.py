@@ -142,16 +142,16 @@ class BackgroundWork:
         """Have the policies of tables looked at, which may have changed; returns at once."""
         self._wake()
 
-    def ask_flush(self, *, always: bool = False) -> threading.Event:
-        """Have the shard flush to its row log, unless the journal can bring forward in no time what changed since; returns at once.
+    def flush_behind(self, n_bytes: int = _REPLAYED_BYTES) -> threading.Event:
+        """Have the shard flush to its row log where its journal has got more than so many bytes since it last did; returns at once.
 
         Args:
-            always: also then.
+            n_bytes: unless given, what is read in no time.
 
         Returns:
-            An event that is set when it is done.
+            An event that is set when it is done, or nothing is to be done.
         """
-        if not always and self._flushes.behind_bytes <= _REPLAYED_BYTES:
+        if self._flushes.behind_bytes <= n_bytes:
             (done := threading.Event()).set()
             return done
         done = self._flushes.ask()

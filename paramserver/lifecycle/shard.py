@@ -53,6 +53,8 @@ from .front import Front
 from .join_cluster import keep_map
 
 _JOIN_S = 5.0
+_LONG_START_BYTES = 256 << 20  # of the journal, which a start reads in a second (docs/adr/0095)
+_FLUSH_S = 20.0  # at a stop: more than a start reads at most
 _GRACE_S = 0.5  # for last replies on their way
 log = logging.getLogger("paramserver")
 
@@ -113,9 +115,9 @@ class Shard:
             look=self._events.look,
             failed=self._failed,
         )
-        self._saver = Saver(parts, store.nodes, lambda: self._committer.k, self._background.ask_flush, data.path)
+        self._saver = Saver(parts, store.nodes, lambda: self._committer.k, self._background.flush_behind, data.path)
         undone = partial(newest_undone, store, data, parts.config.storage.timeout_s)
-        loads = LoadPorts(undone, partial(self._background.ask_flush, always=True), on_load)
+        loads = LoadPorts(undone, partial(self._background.flush_behind, 0), on_load)
         checkpoints = CheckpointHandlers(self._saver, parts.registry, store.nodes, loads)
         still_ours = parts.claim.require
         keep = partial(keep_map, data, check=still_ours)
@@ -186,7 +188,10 @@ class Shard:
         self._watch.thread.stop(_JOIN_S)
         self._follower.thread.stop(_JOIN_S)
         self._saver.stop(_JOIN_S)
-        drained = self._parts.ingest.backlog.drain(Deadline.after(drain_timeout_s))
+        deadline = Deadline.after(drain_timeout_s)
+        drained = self._parts.ingest.backlog.drain(deadline)
+        if drained and not self.fenced:
+            self._shorten_start(deadline)
         ended = [one.thread.stop(_JOIN_S + self._parts.config.storage.timeout_s) for one in (self._committer, self._applier)]
         trouble = "" if drained and all(ended) else self._trouble()
         if not trouble:
@@ -311,6 +316,10 @@ class Shard:
         if self.fenced:
             return text
         return f"{text.rstrip('.')}. Accepted pushes are in the journal: the next start applies them."
+
+    def _shorten_start(self, deadline: Deadline) -> None:
+        """Flush where the next start would read the journal for long, within the time to drain. A flush that is cut off leaves nothing."""
+        self._background.flush_behind(_LONG_START_BYTES).wait(min(_FLUSH_S, deadline.remaining_s()))
 
     def _save(self) -> str:
         # Not the journal's end: a step that was journaled while the threads were told to end is replayed at the next start.

@@ -284,14 +284,6 @@ class TableState:
             ids, versions, low = self._gone.portion(low)
             yield ids, versions
 
-    def arrays(self) -> tuple[Ids, Ids]:
-        """Return copies of all ids and versions, in no particular order."""
-        if not self._in_memory:
-            ids, versions = zip(*self.portions(), strict=True)
-            return np.concatenate(ids), np.concatenate(versions)
-        with self._lock:
-            return self._index.arrays()
-
     @property
     def _in_log(self) -> RowLog:
         assert self._log is not None

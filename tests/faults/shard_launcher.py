@@ -22,6 +22,7 @@ from paramserver.engine.piece_writer import PieceWriter
 from paramserver.ingest.sync_steps import SyncSteps
 from paramserver.journal import segment_files
 from paramserver.journal.write_ahead_log import FencedLog
+from paramserver.lifecycle import shard as shard_module
 from paramserver.moves import move_phases
 from paramserver.moves.handover_work import HandoverWork
 from paramserver.moves.move_carrier import MoveCarrier
@@ -197,6 +198,8 @@ def install(shard: str) -> None:
     _patch(Runs, "merge", in_merge)
     _patch(SavedState, "replace", in_replace)
     _patch(Runs, "__init__", few_runs)
+    assert shard_module._LONG_START_BYTES > 1 << 20
+    shard_module._LONG_START_BYTES = 0
 
     _patch(SlotTaker, "take", before("before slots are taken over"))
     _patch(SlotTaker, "take", after("after slots are taken over"))

@@ -26,6 +26,7 @@ from kvemb.checkpoint.verify import verify
 from kvemb.errors import CheckpointError, KvembError
 from kvemb.local_cluster.processes import LocalProcess, LocalProcessError
 from kvemb.net.deadline import Deadline
+from kvemb.schema.record import make_version
 from paramserver.row_log.saved_state import STATE
 from paramserver.row_log.state_file import decode_state
 
@@ -188,8 +189,11 @@ def test_a_shard_killed_in_a_merge_of_runs_keeps_its_rows_and_leaves_nothing_beh
             assert not [path for path in left if path.exists()], point
             job.push(np.arange(1000, N))
             job.check()
+        job.push(OLD)
         assert processes.terminate(local.shards[0], PATIENCE_S) == 0
         assert not rubbish()
+        state = decode_state((folder / STATE).read_bytes(), STATE)
+        assert make_version(state.epoch, state.k) == state.cut  # a stop in order flushes: the next start need not read the journal
         size = sum(path.stat().st_size for path in (folder / "snapshot").iterdir())
         assert size < 3.5 * N * (20 + job.table.definition.record.size_bytes)  # at most three runs that have all rows
         local.start_shard(0)

@@ -29,6 +29,7 @@ from paramserver.model.tables import Tables, TableState
 from paramserver.model.transition import Timeline
 from paramserver.recovery.replay import Recovered, Recovery
 from tests.unit.lonely_engine import ALONE
+from tests.unit.snapshot_states import all_rows
 
 NUMBERS = count()
 EPOCH = 3
@@ -127,7 +128,7 @@ class Life:
         return self.tables.state(table).step
 
     def save(self) -> "Saved":
-        tables = {state.definition.name: (state.step, state.arrays()) for state in self.tables.all()}
+        tables = {state.definition.name: (state.step, all_rows(state)) for state in self.tables.all()}
         return Saved(self.engine.k, tables)
 
 

@@ -17,7 +17,7 @@ from kvemb.process import sync_folder
 from kvemb.schema.record import split_version
 from kvemb.schema.table_def import TableDef
 from paramserver.journal import START, Position
-from paramserver.model.tables import Tables
+from paramserver.model.tables import Tables, TableState
 from paramserver.row_log import Runs, sorted_run
 from paramserver.row_log.run_writer import RunWriter
 from paramserver.row_log.saved_state import STATE, SavedState
@@ -150,6 +150,12 @@ def present(saved: SavedState, tables: Tables, version: int, journal: Position =
     epoch, k = split_version(version)
     logged = tuple(replace(saved.now.of(one.definition), step=one.step, n_rows=one.n_rows) for one in tables.all())
     return replace(saved.now, epoch=epoch, k=k, tables=logged, journal=(journal.segment, journal.offset))
+
+
+def all_rows(state: TableState) -> tuple[np.ndarray, np.ndarray]:
+    """Return ids and versions of all rows of a table."""
+    ids, versions = zip(*state.portions(), strict=True)
+    return np.concatenate(ids), np.concatenate(versions)
 
 
 def count(runs: Runs, writers: Sequence[RunWriter], cut: int) -> None:

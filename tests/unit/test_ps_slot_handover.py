@@ -35,7 +35,7 @@ from paramserver.row_log import Reconstructor, Runs, WantedVersions
 from paramserver.row_log.log_flush import LogFlush, from_storage
 from paramserver.row_log.state_file import ShardState
 from tests.unit.lonely_engine import ALONE
-from tests.unit.snapshot_states import present, saved_in
+from tests.unit.snapshot_states import all_rows, present, saved_in
 
 _NUMBERS = count()
 ADAM = TableDef("adam", 2, kvemb.optim.adam(lr=0.1), kvemb.init.uniform(), tag_attempt=1)
@@ -109,13 +109,13 @@ class Shard:
             pass
 
     def known(self, table: TableDef) -> set[int]:
-        return set(self.tables.state(table).arrays()[0].tolist())
+        return set(all_rows(self.tables.state(table))[0].tolist())
 
     def check(self) -> None:
         """Every row that the index knows lies in storage at its version, and comes out of journal and snapshot as it lies there."""
         for table in TABLES.values():
             state = self.tables.state(table)
-            ids, versions = state.arrays()
+            ids, versions = all_rows(state)
             size = table.record.size_bytes
             part = ReadPart(table.keys(ids, pages=False), size, size)
             got = self.store.rows.read([part], Deadline.after(5))[0].in_key_order()

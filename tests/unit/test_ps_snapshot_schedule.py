@@ -133,7 +133,7 @@ def test_a_batch_on_a_lost_node_is_completed_after_its_repair(shard: Shard) -> N
 
 def test_a_flush_that_is_asked_for_is_answered_when_it_counts(shard: Shard) -> None:
     shard.push()
-    done = shard.background.ask_flush()
+    done = shard.background.flush_behind()
     assert done.is_set(), "the journal brings that forward in no time"
     done = shard.flushes.ask()
     shard.flushes.give_up()

@@ -43,7 +43,7 @@ from paramserver.row_log import Runs, sorted_run
 from paramserver.row_log.log_flush import LogFlush, from_storage
 from paramserver.row_log.state_file import ShardState
 from tests.unit.lonely_engine import ALONE
-from tests.unit.snapshot_states import present, saved_in
+from tests.unit.snapshot_states import all_rows, present, saved_in
 
 USER = TableDef("user", 3, optim.adam(lr=0.1), uniform())
 ITEM = TableDef("item", 2, optim.sgd(lr=1.0), uniform(), dtype="bfloat16")
@@ -119,7 +119,7 @@ class Shard:
         """Weights and state of every row by table and id, as storage has them."""
         found: Contents = {}
         for definition in (ITEM, USER):
-            ids = np.sort(self.tables.state(definition).arrays()[0])
+            ids = np.sort(all_rows(self.tables.state(definition))[0])
             size = definition.record.size_bytes
             got = self.store.rows.read([ReadPart(RowKeys(definition.tag, ids), size, size)], Deadline.after(5))[0].in_key_order()
             assert got.found.all()

@@ -30,7 +30,7 @@ from paramserver.row_log import Reconstructor, Runs, WantedVersions, log_flush, 
 from paramserver.row_log.log_flush import FlushProgress, LogFlush, from_storage
 from paramserver.row_log.reconstruct_rounds import Rounds
 from tests.unit.lonely_engine import ALONE
-from tests.unit.snapshot_states import present, saved_in
+from tests.unit.snapshot_states import all_rows, present, saved_in
 
 _NUMBERS = count()
 MOMENTUM = TableDef("momentum", 3, kvemb.optim.sgd(0.5, momentum=0.9, nesterov=True), kvemb.init.normal(std=1.0), seed=4)
@@ -112,7 +112,7 @@ class Shard:
         return got.records
 
     def existing(self, table: TableDef) -> tuple[np.ndarray, np.ndarray]:
-        return self.tables.state(table).arrays()
+        return all_rows(self.tables.state(table))
 
     def made(self, state: TableState, ids: np.ndarray, versions: np.ndarray) -> np.ndarray:
         return self.reconstructor.records([WantedVersions(state, ids, versions)])[0]
