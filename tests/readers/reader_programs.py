@@ -72,7 +72,10 @@ class RunningReader:
         self._log = log
         pipe, whole = subprocess.PIPE, [*command, ",".join(addresses), table, str(PATIENCE_S)]
         with log.open("wb") as said:
-            self._process = subprocess.Popen(whole, stdin=pipe, stdout=pipe, stderr=said, text=True)
+            # Java reads its words by the locale.
+            self._process = subprocess.Popen(
+                whole, stdin=pipe, stdout=pipe, stderr=said, text=True, env={**os.environ, "LC_ALL": "C.UTF-8"}
+            )
 
     def __enter__(self) -> "RunningReader":
         return self
@@ -86,7 +89,8 @@ class RunningReader:
 
     def ask(self, ids: Sequence[int]) -> list[dict[str, Any]]:
         """Return what it says of a batch; fewer lines where it has ended."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.write(" ".join(map(str, ids)) + "\n")
         self._process.stdin.flush()
         lines = [line for _ in ids if (line := self._process.stdout.readline())]

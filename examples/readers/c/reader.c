@@ -3,6 +3,7 @@
 #include <math.h>
 #include <openssl/evp.h>
 #include <setjmp.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -257,7 +258,7 @@ static float half(unsigned bits16) {
 }
 static void pull(const uint64_t *ids, char *const *texts, int n) {
     static redisReply **rows, *last;
-    static Node **where, *of_number[N_SLOTS];
+    static Node **where, *of_number[1 << 16];
     static int n_rows;
     while (n_rows) freeReplyObject(rows[--n_rows]);
     rows = realloc(rows, (n + 1) * sizeof *rows), where = realloc(where, (n + 1) * sizeof *where), memset(of_number, 0, sizeof of_number);
@@ -310,15 +311,20 @@ static void pull(const uint64_t *ids, char *const *texts, int n) {
     fflush(stdout);
 }
 int main(int n_args, char **args) {  // addresses, table, seconds; on stdin a line of ids for each batch
-    static char *line, *texts[1 << 16];
-    static uint64_t ids[1 << 16];
+    static char *line, **texts;
+    static uint64_t *ids;
     static size_t size;
     static int n, n_lost;
     static const char *const names[] = {"", "", "usage", "lost node", "stale map", "wrong record"};
     if (n_args < 3) return fputs("usage: reader HOST:PORT,HOST:PORT TABLE [TIMEOUT_S] < lines of ids\n", stderr), USAGE;
+    signal(SIGPIPE, SIG_IGN);  // a connection that was closed is an error of its own
     for (make_slot_tags(); getline(&line, &size, stdin) > 0;) {
         n = n_lost = 0, deadline_s = now_s() + (n_args > 3 ? atof(args[3]) : 5);
-        for (char *text = strtok(line, " \n"); text && n < 1 << 16; text = strtok(NULL, " \n")) texts[n] = text, ids[n++] = strtoull(text, NULL, 10);
+        texts = realloc(texts, size * sizeof *texts), ids = realloc(ids, size * sizeof *ids);  // more than there are words
+        for (char *end, *text = strtok(line, " \n"); text; text = strtok(NULL, " \n")) {
+            texts[n] = text, ids[n++] = strtoull(text, &end, 10);
+            if (*end || end == text) return fprintf(stderr, "usage: %s is no id\n", text), USAGE;
+        }
         for (int why; (why = setjmp(failed)) || n;) {
             if (!why) {
                 if (!n_nodes) load(args[1], args[2]);

@@ -502,7 +502,11 @@ func main() {
 		for _, text := range texts {
 			id, err := strconv.ParseUint(text, 10, 64)
 			if err != nil {
-				signed, _ := strconv.ParseInt(text, 10, 64)
+				signed, err := strconv.ParseInt(text, 10, 64)
+				if err != nil {
+					fmt.Fprintln(os.Stderr, "usage: an id is a number of 64 bits:", err)
+					os.Exit(2)
+				}
 				id = uint64(signed)
 			}
 			ids = append(ids, id)

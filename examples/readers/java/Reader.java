@@ -364,6 +364,7 @@ public class Reader {
             System.err.println("usage: Reader HOST:PORT,HOST:PORT TABLE [TIMEOUT_S] < lines of ids");
             System.exit(2);
         }
+        Locale.setDefault(Locale.ROOT);
         Reader reader = new Reader(args[0], args[1]);
         BufferedReader lines = new BufferedReader(new InputStreamReader(System.in));
         for (String line; (line = lines.readLine()) != null; ) {
