@@ -26,8 +26,8 @@ static double now_s(void) {
     clock_gettime(CLOCK_MONOTONIC, &t);
     return t.tv_sec + t.tv_nsec * 1e-9;
 }
-static struct timeval left(void) {  // until the deadline
-    double s = fmax(deadline_s - now_s(), 0.001);
+static struct timeval left(double share) {  // of the time until the deadline
+    double s = fmax((deadline_s - now_s()) * share, 0.001);
     return (struct timeval){(long)s, (long)((s - floor(s)) * 1e6)};
 }
 // --- msgpack: kind 'i' integer, 'f' float, 't' bool, '0' nil: n is the value's bits; 's' text, 'b' bytes, 'a' list, 'm' map: n is the length
@@ -136,9 +136,8 @@ static Node *opened(const char *address, size_t length) {  // marker, map and re
     char host[300], *colon = strrchr(strcpy(host, memcpy(node->address, address, length)), ':');
     if (!colon) fail(USAGE, "%s: give host:port", node->address);
     *colon = 0;
-    struct timeval patience = left(), second = {1, 0};
-    node->link = redisConnectWithTimeout(host, atoi(colon + 1), patience = patience.tv_sec ? second : patience);
-    redisSetTimeout(node->link, patience);
+    node->link = redisConnectWithTimeout(host, atoi(colon + 1), left(0.5));  // a node that hangs leaves time for the others
+    redisSetTimeout(node->link, left(0.5));
     static const char *const asks[] = {"INFO server", "GET kvemb:marker", "GET kvemb:map", "GET kvemb:tables"};
     for (int i = 0; i < 4 && !node->link->err; i++) redisAppendCommand(node->link, asks[i]);
     for (int i = 0; i < 4 && !node->link->err; i++) redisGetReply(node->link, (void **)&node->first[i]);
@@ -274,7 +273,7 @@ static void pull(const uint64_t *ids, char *const *texts, int n) {
     }
     for (int i = 0, done; i < n_nodes; i++)
         if (nodes[i].asked) {
-            redisAppendCommand(nodes[i].link, "GET kvemb:marker"), redisSetTimeout(nodes[i].link, left());
+            redisAppendCommand(nodes[i].link, "GET kvemb:marker"), redisSetTimeout(nodes[i].link, left(1));
             do if (redisBufferWrite(nodes[i].link, &done) != REDIS_OK) fail(LOST_NODE, "node %s: %s", nodes[i].address, nodes[i].link->errstr);
             while (!done);
         }

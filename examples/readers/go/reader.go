@@ -298,11 +298,8 @@ func (r *reader) opened(address string) *node { // marker, map and registry are 
 	if found := r.nodes[address]; found != nil {
 		return found
 	}
-	one, patience := &node{address: address}, r.left()
+	one, patience := &node{address: address}, r.left()/2 // a node that hangs leaves time for the others
 	r.nodes[address], r.order = one, append(r.order, address)
-	if patience > time.Second {
-		patience = time.Second
-	}
 	timeouts := []redis.DialOption{redis.DialConnectTimeout(patience), redis.DialReadTimeout(patience), redis.DialWriteTimeout(patience)}
 	if one.link, one.err = redis.Dial("tcp", address, timeouts...); one.err != nil {
 		one.link = nil

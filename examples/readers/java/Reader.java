@@ -262,7 +262,8 @@ public class Reader {
         nodes.clear();
     }
 
-    Node opened(String address) { return nodes.computeIfAbsent(address, a -> new Node(a, Math.min(1000, leftMs()))); }
+    // A node that hangs leaves time for the others.
+    Node opened(String address) { return nodes.computeIfAbsent(address, a -> new Node(a, leftMs() / 2 + 1)); }
 
     void load() { // the newest map and registry that any node has
         Item registry = map = identity = null, definition = null;

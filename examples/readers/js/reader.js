@@ -131,9 +131,9 @@ class Reader {
     for (const node of this.nodes.values()) if (node.client.isOpen) node.client.destroy();
     this.nodes.clear();
   }
-  async within(promise, seconds = Infinity) { // of the deadline
+  async within(promise, share = 1) { // of the time until the deadline
     const stop = new AbortController();
-    const late = sleep(Math.max(1, Math.min(this.deadline - performance.now(), seconds * 1000)), null, { signal: stop.signal });
+    const late = sleep(Math.max(1, (this.deadline - performance.now()) * share), null, { signal: stop.signal });
     late.catch(() => {});
     promise.catch(() => {});
     return Promise.race([promise, late.then(() => { throw new Error("no answer in time"); })]).finally(() => stop.abort());
@@ -148,9 +148,9 @@ class Reader {
     this.nodes.set(address, node);
     client.on("error", (error) => { node.error ??= error; });
     try {
-      await this.within(client.connect(), 1);
+      await this.within(client.connect(), 0.5);
       const asked = [["INFO", "server"], ...["marker", "map", "tables"].map((name) => ["GET", `kvemb:${name}`])].map(ask);
-      [node.info, node.marker, node.map, node.tables] = await this.within(Promise.all(asked), 1);
+      [node.info, node.marker, node.map, node.tables] = await this.within(Promise.all(asked), 0.5);
     } catch (error) {
       node.error ??= error;
     }
