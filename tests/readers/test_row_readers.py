@@ -190,7 +190,8 @@ def trained(require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
             table.push(IDS, np.ones((N_IDS, 4), np.float32)).wait_applied(PATIENCE_S)
         local.shards[0].signal(signal.SIGSTOP)
         yield local
-        local.shards[0].signal(signal.SIGCONT)
+        for process in (local.shards[0], local.servers[1].process):
+            process.signal(signal.SIGCONT)
 
 
 def kill(local: LocalCluster, client: "redis.Redis") -> None:
@@ -215,19 +216,25 @@ def back_from_snapshot(local: LocalCluster, client: "redis.Redis") -> None:
     local.servers[1].restart(snapshot=snapshot.rename(snapshot.with_suffix(".kept")))
 
 
-@pytest.mark.parametrize("loss", [kill, flush, empty, forget, back_from_snapshot])
+def hang(local: LocalCluster, client: "redis.Redis") -> None:
+    local.servers[1].process.signal(signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("loss", [kill, flush, empty, forget, back_from_snapshot, hang])
 def test_a_lost_node_is_said_and_never_taken_for_one_without_rows(
     trained: LocalCluster, programs: Programs, loss: Callable[[LocalCluster, Any], None], tmp_path: Path
 ) -> None:
-    seeds = addresses(trained)
+    seeds, patience_s = addresses(trained), 6.0 if loss is hang else PATIENCE_S
     with redis_client(trained.servers[1]) as client, ExitStack() as stack:
-        before = [stack.enter_context(RunningReader(programs[one], seeds, "t", tmp_path / one)) for one in programs]
+        before = [stack.enter_context(RunningReader(programs[one], seeds, "t", tmp_path / one, patience_s)) for one in programs]
         for reader in before:
             assert {line["row"] for line in reader.ask(SOME)} == {np.full(4, -1, "<f4").tobytes().hex()}
         loss(trained, client)
-        after = [stack.enter_context(RunningReader(programs[one], seeds, "t", tmp_path / f"{one} after")) for one in programs]
+        after = [stack.enter_context(RunningReader(programs[one], seeds, "t", tmp_path / f"{one} after", patience_s)) for one in programs]
         for reader in before + after:
-            assert reader.ask(SOME) == []
+            reader.send(SOME)
+        for reader in before + after:
+            assert reader.ask(SOME, sent=True) == []
             assert reader.end() == LOST_NODE
             assert reader.said().splitlines()[-1].startswith("lost node: "), reader.said()
             assert seeds[1] in reader.said()

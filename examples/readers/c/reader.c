@@ -330,7 +330,7 @@ int main(int n_args, char **args) {  // addresses, table, seconds; on stdin a li
                 pull(ids, texts, n);
                 break;
             }
-            int over = why == USAGE || (why == STALE_MAP ? now_s() > deadline_s : n_lost++);
+            int over = why == USAGE || now_s() > deadline_s || (why != STALE_MAP && n_lost++);
             fprintf(stderr, "%s: %s%s\n", names[why], said, over ? "" : "; reading the map again");
             if (over) return why;
             forget(), nanosleep(&(struct timespec){0, 20000000}, NULL);

@@ -511,7 +511,7 @@ func main() {
 		r.deadline = time.Now().Add(time.Duration(timeout * float64(time.Second)))
 		rows, err := r.try(ids)
 		for nLost := 0; err != nil; rows, err = r.try(ids) {
-			over, more := err.why == staleMap && time.Now().After(r.deadline) || err.why != staleMap && nLost > 0, "; reading the map again"
+			over, more := time.Now().After(r.deadline) || err.why != staleMap && nLost > 0, "; reading the map again"
 			if over {
 				more = ""
 			} else if err.why != staleMap {

@@ -378,7 +378,7 @@ public class Reader {
                     if (reader.nodes.isEmpty()) reader.load();
                     rows = reader.pull(ids);
                 } catch (Failure e) {
-                    boolean over = e.why.equals(STALE_MAP) ? reader.leftMs() == 1 : nLost++ > 0;
+                    boolean over = reader.leftMs() == 1 || !e.why.equals(STALE_MAP) && nLost++ > 0;
                     System.err.println(e.why + ": " + e.getMessage() + (over ? "" : "; reading the map again"));
                     reader.forget();
                     if (over) System.exit(CODES.get(e.why));

@@ -248,7 +248,7 @@ for await (const line of createInterface({ input: process.stdin })) {
       break;
     } catch (error) {
       if (!(error instanceof Failure)) throw error;
-      const over = error.why === "stale map" ? performance.now() > reader.deadline : nLost++ > 0;
+      const over = performance.now() > reader.deadline || (error.why !== "stale map" && nLost++ > 0);
       console.error(`${error.why}: ${error.message}${over ? "" : "; reading the map again"}`);
       reader.forget();
       if (over) process.exit(CODES[error.why]);
