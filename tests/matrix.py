@@ -53,6 +53,7 @@ FULL = (
     "tests/torch/test_threads.py",
     "tests/torch/test_without_parameters.py::test_distributed_data_parallel",
     # Whole programs, examples and pages.
+    "tests/readers",
     "tests/torch/test_deepfm_program.py::test_a_run_that_is_told_to_end",
     "tests/torch/test_deepfm_program.py::test_the_planted_model_is_learnt",
     "tests/torch/test_deepfm_program.py::test_rows_in_a_cluster_give",

@@ -25,9 +25,9 @@ release = version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="
 
 extensions = ["myst_parser"]
 root_doc = "docs/index"
-include_patterns = ["docs/**", "benchmarks/RESULTS.md", "CHANGELOG.md", "CONTRIBUTING.md"]
+include_patterns = ["docs/**", "benchmarks/RESULTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/readers/README.md"]
 # Folders that no page can be in, so that they are not searched.
-exclude_patterns = [".*", "build", "kvemb", "paramserver", "trainer", "tests", "examples", "deploy", "scripts", "docs/site"]
+exclude_patterns = [".*", "build", "kvemb", "paramserver", "trainer", "tests", "deploy", "scripts", "docs/site"]
 myst_enable_extensions = ["fieldlist"]
 myst_heading_anchors = 5
 highlight_language = "text"

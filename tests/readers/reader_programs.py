@@ -66,13 +66,17 @@ class RunningReader:
         addresses: of some nodes.
         table: its name.
         log: file for what it says on stderr.
+        patience_s: how long a batch may take.
     """
 
-    def __init__(self, command: Sequence[str], addresses: Sequence[str], table: str, log: Path) -> None:
+    def __init__(self, command: Sequence[str], addresses: Sequence[str], table: str, log: Path, patience_s: float = PATIENCE_S) -> None:
         self._log = log
-        pipe, whole = subprocess.PIPE, [*command, ",".join(addresses), table, str(PATIENCE_S)]
+        pipe, whole = subprocess.PIPE, [*command, ",".join(addresses), table, str(patience_s)]
         with log.open("wb") as said:
-            self._process = subprocess.Popen(whole, stdin=pipe, stdout=pipe, stderr=said, text=True)
+            # Java reads its words by the locale.
+            self._process = subprocess.Popen(
+                whole, stdin=pipe, stdout=pipe, stderr=said, text=True, env={**os.environ, "LC_ALL": "C.UTF-8"}
+            )
 
     def __enter__(self) -> "RunningReader":
         return self
@@ -84,11 +88,17 @@ class RunningReader:
             with suppress(BrokenPipeError):
                 pipe.close()  # type: ignore[union-attr]  # both are pipes
 
-    def ask(self, ids: Sequence[int]) -> list[dict[str, Any]]:
-        """Return what it says of a batch; fewer lines where it has ended."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+    def send(self, ids: Sequence[int]) -> None:
+        """Give it a batch."""
+        assert self._process.stdin is not None
         self._process.stdin.write(" ".join(map(str, ids)) + "\n")
         self._process.stdin.flush()
+
+    def ask(self, ids: Sequence[int], *, sent: bool = False) -> list[dict[str, Any]]:
+        """Return what it says of a batch, which it may have been given before; fewer lines where it has ended."""
+        if not sent:
+            self.send(ids)
+        assert self._process.stdout is not None
         lines = [line for _ in ids if (line := self._process.stdout.readline())]
         return [json.loads(line) for line in lines]
 

@@ -3,6 +3,7 @@
 #include <math.h>
 #include <openssl/evp.h>
 #include <setjmp.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -25,8 +26,8 @@ static double now_s(void) {
     clock_gettime(CLOCK_MONOTONIC, &t);
     return t.tv_sec + t.tv_nsec * 1e-9;
 }
-static struct timeval left(void) {  // until the deadline
-    double s = fmax(deadline_s - now_s(), 0.001);
+static struct timeval left(double share) {  // of the time until the deadline
+    double s = fmax((deadline_s - now_s()) * share, 0.001);
     return (struct timeval){(long)s, (long)((s - floor(s)) * 1e6)};
 }
 // --- msgpack: kind 'i' integer, 'f' float, 't' bool, '0' nil: n is the value's bits; 's' text, 'b' bytes, 'a' list, 'm' map: n is the length
@@ -135,9 +136,8 @@ static Node *opened(const char *address, size_t length) {  // marker, map and re
     char host[300], *colon = strrchr(strcpy(host, memcpy(node->address, address, length)), ':');
     if (!colon) fail(USAGE, "%s: give host:port", node->address);
     *colon = 0;
-    struct timeval patience = left(), second = {1, 0};
-    node->link = redisConnectWithTimeout(host, atoi(colon + 1), patience = patience.tv_sec ? second : patience);
-    redisSetTimeout(node->link, patience);
+    node->link = redisConnectWithTimeout(host, atoi(colon + 1), left(0.5));  // a node that hangs leaves time for the others
+    redisSetTimeout(node->link, left(0.5));
     static const char *const asks[] = {"INFO server", "GET kvemb:marker", "GET kvemb:map", "GET kvemb:tables"};
     for (int i = 0; i < 4 && !node->link->err; i++) redisAppendCommand(node->link, asks[i]);
     for (int i = 0; i < 4 && !node->link->err; i++) redisGetReply(node->link, (void **)&node->first[i]);
@@ -257,7 +257,7 @@ static float half(unsigned bits16) {
 }
 static void pull(const uint64_t *ids, char *const *texts, int n) {
     static redisReply **rows, *last;
-    static Node **where, *of_number[N_SLOTS];
+    static Node **where, *of_number[1 << 16];
     static int n_rows;
     while (n_rows) freeReplyObject(rows[--n_rows]);
     rows = realloc(rows, (n + 1) * sizeof *rows), where = realloc(where, (n + 1) * sizeof *where), memset(of_number, 0, sizeof of_number);
@@ -273,7 +273,7 @@ static void pull(const uint64_t *ids, char *const *texts, int n) {
     }
     for (int i = 0, done; i < n_nodes; i++)
         if (nodes[i].asked) {
-            redisAppendCommand(nodes[i].link, "GET kvemb:marker"), redisSetTimeout(nodes[i].link, left());
+            redisAppendCommand(nodes[i].link, "GET kvemb:marker"), redisSetTimeout(nodes[i].link, left(1));
             do if (redisBufferWrite(nodes[i].link, &done) != REDIS_OK) fail(LOST_NODE, "node %s: %s", nodes[i].address, nodes[i].link->errstr);
             while (!done);
         }
@@ -310,22 +310,27 @@ static void pull(const uint64_t *ids, char *const *texts, int n) {
     fflush(stdout);
 }
 int main(int n_args, char **args) {  // addresses, table, seconds; on stdin a line of ids for each batch
-    static char *line, *texts[1 << 16];
-    static uint64_t ids[1 << 16];
+    static char *line, **texts;
+    static uint64_t *ids;
     static size_t size;
     static int n, n_lost;
     static const char *const names[] = {"", "", "usage", "lost node", "stale map", "wrong record"};
     if (n_args < 3) return fputs("usage: reader HOST:PORT,HOST:PORT TABLE [TIMEOUT_S] < lines of ids\n", stderr), USAGE;
+    signal(SIGPIPE, SIG_IGN);  // a connection that was closed is an error of its own
     for (make_slot_tags(); getline(&line, &size, stdin) > 0;) {
         n = n_lost = 0, deadline_s = now_s() + (n_args > 3 ? atof(args[3]) : 5);
-        for (char *text = strtok(line, " \n"); text && n < 1 << 16; text = strtok(NULL, " \n")) texts[n] = text, ids[n++] = strtoull(text, NULL, 10);
+        texts = realloc(texts, size * sizeof *texts), ids = realloc(ids, size * sizeof *ids);  // more than there are words
+        for (char *end, *text = strtok(line, " \n"); text; text = strtok(NULL, " \n")) {
+            texts[n] = text, ids[n++] = strtoull(text, &end, 10);
+            if (*end || end == text) return fprintf(stderr, "usage: %s is no id\n", text), USAGE;
+        }
         for (int why; (why = setjmp(failed)) || n;) {
             if (!why) {
                 if (!n_nodes) load(args[1], args[2]);
                 pull(ids, texts, n);
                 break;
             }
-            int over = why == USAGE || (why == STALE_MAP ? now_s() > deadline_s : n_lost++);
+            int over = why == USAGE || now_s() > deadline_s || (why != STALE_MAP && n_lost++);
             fprintf(stderr, "%s: %s%s\n", names[why], said, over ? "" : "; reading the map again");
             if (over) return why;
             forget(), nanosleep(&(struct timespec){0, 20000000}, NULL);

@@ -298,11 +298,8 @@ func (r *reader) opened(address string) *node { // marker, map and registry are 
 	if found := r.nodes[address]; found != nil {
 		return found
 	}
-	one, patience := &node{address: address}, r.left()
+	one, patience := &node{address: address}, r.left()/2 // a node that hangs leaves time for the others
 	r.nodes[address], r.order = one, append(r.order, address)
-	if patience > time.Second {
-		patience = time.Second
-	}
 	timeouts := []redis.DialOption{redis.DialConnectTimeout(patience), redis.DialReadTimeout(patience), redis.DialWriteTimeout(patience)}
 	if one.link, one.err = redis.Dial("tcp", address, timeouts...); one.err != nil {
 		one.link = nil
@@ -502,7 +499,11 @@ func main() {
 		for _, text := range texts {
 			id, err := strconv.ParseUint(text, 10, 64)
 			if err != nil {
-				signed, _ := strconv.ParseInt(text, 10, 64)
+				signed, err := strconv.ParseInt(text, 10, 64)
+				if err != nil {
+					fmt.Fprintln(os.Stderr, "usage: an id is a number of 64 bits:", err)
+					os.Exit(2)
+				}
 				id = uint64(signed)
 			}
 			ids = append(ids, id)
@@ -510,7 +511,7 @@ func main() {
 		r.deadline = time.Now().Add(time.Duration(timeout * float64(time.Second)))
 		rows, err := r.try(ids)
 		for nLost := 0; err != nil; rows, err = r.try(ids) {
-			over, more := err.why == staleMap && time.Now().After(r.deadline) || err.why != staleMap && nLost > 0, "; reading the map again"
+			over, more := time.Now().After(r.deadline) || err.why != staleMap && nLost > 0, "; reading the map again"
 			if over {
 				more = ""
 			} else if err.why != staleMap {

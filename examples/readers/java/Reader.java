@@ -262,7 +262,8 @@ public class Reader {
         nodes.clear();
     }
 
-    Node opened(String address) { return nodes.computeIfAbsent(address, a -> new Node(a, Math.min(1000, leftMs()))); }
+    // A node that hangs leaves time for the others.
+    Node opened(String address) { return nodes.computeIfAbsent(address, a -> new Node(a, leftMs() / 2 + 1)); }
 
     void load() { // the newest map and registry that any node has
         Item registry = map = identity = null, definition = null;
@@ -364,6 +365,7 @@ public class Reader {
             System.err.println("usage: Reader HOST:PORT,HOST:PORT TABLE [TIMEOUT_S] < lines of ids");
             System.exit(2);
         }
+        Locale.setDefault(Locale.ROOT);
         Reader reader = new Reader(args[0], args[1]);
         BufferedReader lines = new BufferedReader(new InputStreamReader(System.in));
         for (String line; (line = lines.readLine()) != null; ) {
@@ -376,7 +378,7 @@ public class Reader {
                     if (reader.nodes.isEmpty()) reader.load();
                     rows = reader.pull(ids);
                 } catch (Failure e) {
-                    boolean over = e.why.equals(STALE_MAP) ? reader.leftMs() == 1 : nLost++ > 0;
+                    boolean over = reader.leftMs() == 1 || !e.why.equals(STALE_MAP) && nLost++ > 0;
                     System.err.println(e.why + ": " + e.getMessage() + (over ? "" : "; reading the map again"));
                     reader.forget();
                     if (over) System.exit(CODES.get(e.why));

@@ -131,9 +131,9 @@ class Reader {
     for (const node of this.nodes.values()) if (node.client.isOpen) node.client.destroy();
     this.nodes.clear();
   }
-  async within(promise, seconds = Infinity) { // of the deadline
+  async within(promise, share = 1) { // of the time until the deadline
     const stop = new AbortController();
-    const late = sleep(Math.max(1, Math.min(this.deadline - performance.now(), seconds * 1000)), null, { signal: stop.signal });
+    const late = sleep(Math.max(1, (this.deadline - performance.now()) * share), null, { signal: stop.signal });
     late.catch(() => {});
     promise.catch(() => {});
     return Promise.race([promise, late.then(() => { throw new Error("no answer in time"); })]).finally(() => stop.abort());
@@ -143,13 +143,14 @@ class Reader {
     const [, host, port] = address.match(/^(.*):(\d+)$/);
     // One connection for all of a batch, never a new one in its middle: a marker vouches for the connection that it was read on.
     const client = createClient({ socket: { host, port: Number(port), reconnectStrategy: false }, disableOfflineQueue: true });
-    const node = { address, client, ask: client.withTypeMapping({ [RESP_TYPES.BLOB_STRING]: Buffer }) };
+    const ask = (words) => client.sendCommand(words, { typeMapping: { [RESP_TYPES.BLOB_STRING]: Buffer } }); // replies as bytes
+    const node = { address, client, ask };
     this.nodes.set(address, node);
     client.on("error", (error) => { node.error ??= error; });
     try {
-      await this.within(client.connect(), 1);
-      const asked = [["INFO", "server"], ...["marker", "map", "tables"].map((name) => ["GET", `kvemb:${name}`])].map((words) => node.ask.sendCommand(words));
-      [node.info, node.marker, node.map, node.tables] = await this.within(Promise.all(asked), 1);
+      await this.within(client.connect(), 0.5);
+      const asked = [["INFO", "server"], ...["marker", "map", "tables"].map((name) => ["GET", `kvemb:${name}`])].map(ask);
+      [node.info, node.marker, node.map, node.tables] = await this.within(Promise.all(asked), 0.5);
     } catch (error) {
       node.error ??= error;
     }
@@ -170,8 +171,8 @@ class Reader {
     }
     if (!this.map || !this.identity) throw lost("no node that answers has a marker, or a cluster map");
     const [, , , serial, , ofNodes, , ofShards, , , plan] = this.map;
-    this.owners = [];
-    for (let i = 0; i < ofNodes.length; i += 4) this.owners.fill(ofNodes.readUInt16LE(i + 2), (this.owners.length = 16384) && ofNodes.readUInt16LE(i));
+    this.owners = new Array(16384);
+    for (let i = 0; i < ofNodes.length; i += 4) this.owners.fill(ofNodes.readUInt16LE(i + 2), ofNodes.readUInt16LE(i));
     const digest = (...of) => `${of[0]} ${digest64("cluster map", Buffer.concat([Buffer.from([0x93]), number(of[0]), blob(of[1]), blob(of[2])]))}`;
     this.placements = [digest(serial, ofNodes, ofShards)];
     if (["flipped", "serving"].includes(plan?.[1])) // the plan has the former owners
@@ -205,7 +206,7 @@ class Reader {
       if (!shares.has(number)) shares.set(number, { node: await this.nodeOf(number), asked: [] });
       shares.get(number).asked.push({ at, id, words: ["HGET", key, field] });
     }
-    const replies = [...shares.values()].map(({ node, asked }) => Promise.all([...asked.map((one) => node.ask.sendCommand(one.words)), node.ask.get("kvemb:marker")]));
+    const replies = [...shares.values()].map(({ node, asked }) => Promise.all([...asked.map((one) => one.words), ["GET", "kvemb:marker"]].map(node.ask)));
     for (const reply of replies) reply.catch(() => {}); // it is looked at below, after its time
     for (const [at, [number, { node, asked }]] of [...shares].entries()) {
       const found = await this.within(replies[at]).catch((error) => { throw lost(`node ${node.address}: ${error.message}`); });
@@ -234,6 +235,7 @@ if (!table) {
 const reader = new Reader(addresses.split(","), table);
 for await (const line of createInterface({ input: process.stdin })) {
   const texts = line.split(" ").filter(Boolean), ids = texts.map((one) => u64(BigInt(one)));
+  if (texts.some((one) => BigInt(one) !== BigInt.asIntN(64, BigInt(one)) && BigInt(one) !== u64(BigInt(one)))) throw new RangeError("an id has 64 bits");
   reader.deadline = performance.now() + 1000 * Number(timeout);
   for (let nLost = 0; ids.length;) {
     try {
@@ -246,7 +248,7 @@ for await (const line of createInterface({ input: process.stdin })) {
       break;
     } catch (error) {
       if (!(error instanceof Failure)) throw error;
-      const over = error.why === "stale map" ? performance.now() > reader.deadline : nLost++ > 0;
+      const over = performance.now() > reader.deadline || (error.why !== "stale map" && nLost++ > 0);
       console.error(`${error.why}: ${error.message}${over ? "" : "; reading the map again"}`);
       reader.forget();
       if (over) process.exit(CODES[error.why]);
