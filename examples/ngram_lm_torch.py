@@ -1,6 +1,6 @@
 """Train a small GPT with an n-gram memory whose rows live in Redis, Valkey or memcached: two ranks, the Python standard library's text.
 
-    python examples/ngram_lm_torch.py                  # about two minutes on two cores
+    python examples/ngram_lm_torch.py
     python examples/ngram_lm_torch.py --local          # the same rows in each rank's memory: the same losses, to the last bit
 
 Beside each byte's own embedding the model reads two rows of a table of a million: one for the last two bytes, one for the last three, by a
