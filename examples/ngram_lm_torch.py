@@ -163,7 +163,7 @@ def train(rank: int, url: str, port: int, args: argparse.Namespace) -> None:
 
 
 def _in_cluster(stack: ExitStack, url: str, rank: int, n_rows: int) -> Embedding:
-    cluster = stack.enter_context(kvemb.connect(url, trainer=f"rank-{rank}"))
+    cluster = stack.enter_context(kvemb.connect(url, trainer=f"rank-{rank}", timeout_s=60))
     return Embedding(
         cluster.create_table("ngram", dim=ROW_DIM, optimizer=RULE, initializer=FIRST, reduce="mean", num_ids=n_rows, exist_ok=True)
     )

@@ -41,7 +41,7 @@ def test_rows_in_a_cluster_give_the_losses_of_rows_in_memory_whatever_is_killed_
         started.kill_shard(0)
         started.start_shard(0)
         with (
-            kvemb.connect(url, read_only=True) as reader,
+            kvemb.connect(url, read_only=True, timeout_s=60) as reader,
             closing(redis.Redis.from_url(f"redis://{reader.config.storage.nodes[0]}")) as node,
         ):
             node.flushall()  # a node that lost its rows
