@@ -13,6 +13,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import redis
@@ -164,7 +165,7 @@ def redis_py_mget(port: int, batches: Sequence[Sequence[int]], value_bytes: int)
         raise PeerAbsentError("redis-py runs without hiredis: pip install hiredis")
     names = [[b"key:%012d" % number for number in batch] for batch in batches]
 
-    def read(index: int) -> list[bytes | None]:
+    def read(index: int) -> list[Any]:
         keys = names[index]
         return [value for at in range(0, len(keys), KEYS_AT_ONCE) for value in client.mget(keys[at : at + KEYS_AT_ONCE])]
 

@@ -60,6 +60,7 @@ FULL = (
     "tests/torch/test_deepfm_program.py::test_sgd_learns",
     "tests/torch/test_deepfm_resume.py",
     "tests/torch/test_example_dlrm.py",
+    "tests/torch/test_example_ngram_lm.py",
     "tests/torch/test_example_two_tower.py",
     "tests/torch/test_page_examples.py",
     "tests/torch/test_tutorial.py",

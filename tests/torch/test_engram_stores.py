@@ -17,6 +17,7 @@ from matrix import one_of
 import kvemb
 from kvemb.errors import InvalidInputError, UnknownTableError
 from kvemb.local_cluster import LocalCluster
+from kvemb.torch import Embedding
 
 CPU = torch.device("cpu")
 SIZES = [17, 19, 23]
@@ -82,6 +83,17 @@ def test_a_layer_of_any_dtype_comes_back_bit_for_bit(cluster: "kvemb.Cluster", d
             store.get_many(indices, 3, CPU)
     with pytest.raises(InvalidInputError, match="is closed"):
         store.get_one(7, layer, CPU)
+
+
+def test_a_module_over_a_frozen_table_trains_nothing_and_over_bytes_there_is_none(cluster: "kvemb.Cluster") -> None:
+    vectors = cluster.create_table("vectors", dim=4, frozen=True)
+    vectors.assign(np.arange(3), np.arange(12.0).reshape(3, 4))
+    module = Embedding(vectors).requires_grad_(True)
+    found = module(torch.tensor([[2, 0], [1, 7]]))
+    assert not found.requires_grad
+    assert found[:, :, 0].tolist() == [[8, 0], [4, 0]]
+    with pytest.raises(InvalidInputError, match="has rows of bytes:8: no layer can use them"):
+        Embedding(cluster.create_table("bytes", dtype="bytes:8"))
 
 
 @pytest.mark.full

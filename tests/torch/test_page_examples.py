@@ -13,7 +13,14 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 @pytest.mark.parametrize(
     ("page", "least"),
-    [("columns.md", 15), ("conversion.md", 15), ("serve.md", 20), ("coming-from.md", 15), ("id-lifecycle.md", 20), ("language-models.md", 20)],
+    [
+        ("columns.md", 15),
+        ("conversion.md", 15),
+        ("serve.md", 20),
+        ("coming-from.md", 15),
+        ("id-lifecycle.md", 20),
+        ("language-models.md", 20),
+    ],
 )
 def test_the_pages_examples_give_what_they_say(page: str, least: int) -> None:
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import kvemb.init
 import kvemb.optim
 from kvemb.errors import JournalDamagedError, UnknownTableError
+from kvemb.optim import FROZEN
 from kvemb.schema.table_def import TableDef
 from paramserver.journal import BatchEntry, Entry, SessionEntry, Watermark, decode_entry, encode_entry
 from paramserver.journal.segment import SegmentHeader, frame
@@ -71,6 +72,24 @@ def test_an_assign_may_have_state_behind_its_weights_and_an_apply_may_not() -> N
     assert same(entry, decode_batch(packed(entry)))
     with pytest.raises(JournalDamagedError, match="dim 9, expected one of"):
         decode_batch(packed(BatchEntry(7, Batch(APPLY, (wide,)), (1,), ())))
+
+
+def test_rows_of_bytes_take_one_byte_a_value_and_come_back() -> None:
+    width = 13  # no multiple of what arrays are aligned to
+    memory = TableDef("memory", width, FROZEN, kvemb.init.zeros(), f"bytes:{width}")
+    values = np.random.default_rng(0).integers(0, 256, (5, width), dtype=np.uint8)
+    several = tuple(
+        CheckedRows(table, np.arange(5, dtype=np.uint64), some, np.empty(0, np.uint64), table.optimizer.defaults())
+        for table, some in ((memory, values), (USER, rows(USER, list(range(5)), 0.5).rows))
+    )
+    entry = BatchEntry(7, Batch(ASSIGN, several), (0, 0), ())
+    tables = {memory.key: memory, USER.key: USER}
+    back = decode_entry(packed(entry), lambda key, schema: tables[key])
+    assert isinstance(back, BatchEntry)
+    assert [one.rows.dtype for one in back.batch.tables] == [np.uint8, np.float32]
+    np.testing.assert_array_equal(back.batch.tables[0].rows, values)
+    np.testing.assert_array_equal(back.batch.tables[1].rows, several[1].rows)
+    assert len(packed(entry)) < len(packed(BatchEntry(7, Batch(ASSIGN, several[1:]), (0,), ()))) + 5 * (8 + width) + 64
 
 
 ID_LISTS = st.lists(st.integers(0, 2**64 - 1), max_size=20, unique=True)
