@@ -197,7 +197,11 @@ class ShardChanges:
                 return
             if self._mark.now[0] < k:
                 self._mark.wait(n_changes, _LOOK_S)
-        tables = [_rows(table.definition, self._ours(table.definition, table.ids)) for table in entry.batch.tables if self._wants(table.definition)]
+        tables = [
+            _rows(table.definition, self._ours(table.definition, table.ids))
+            for table in entry.batch.tables
+            if self._wants(table.definition)
+        ]
         pieces = list(_pieces([rows for rows in tables if len(rows.ids)]))
         for piece in pieces[:-1]:
             yield replace(self._reply(entry.batch.kind, whole=False), epoch=epoch, k=k, tables=piece)
@@ -331,5 +335,3 @@ def _joined(parts: list[tuple[Ids, Ids]]) -> tuple[Ids, Ids]:
 
 def _slots(moved: Slots) -> list[list[object]]:
     return [[shard, np.array(slots, "<u2").tobytes()] for shard, slots in moved]
-
-
