@@ -416,9 +416,12 @@ def test_a_disk_that_fails_while_more_is_written_fails_the_run(tmp_path: Path) -
     definition = TableDef("t", 64, kvemb.optim.adam(), kvemb.init.zeros())
     writer = RunWriter(tmp_path / "1.run", 1, definition, definition.record.size_bytes, later)
     keys = np.arange(30_000, dtype=np.uint64)
-    with pytest.raises(JournalFullError, match="it is broken"):
-        for at in range(0, len(keys), 5000):
-            some = keys[at : at + 5000]
+
+    def write() -> None:
+        for some in np.split(keys, 6):
             writer.add(ROWS, some, some + np.uint64(1), np.zeros((len(some), definition.record.size_bytes), np.uint8))
+
+    with pytest.raises(JournalFullError, match="it is broken"):
+        write()
     writer.drop()
     assert not list(tmp_path.iterdir())
