@@ -205,7 +205,9 @@ def _add_checkpoint_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentPa
     save.add_argument("--resume", action="store_true", help="go on with a save to this URL that was broken off")
     save.add_argument("--keep", type=_count, metavar="N", help="afterwards delete those beside it but the newest N; exports count apart")
     load = _checkpoint_verb(verbs, "load", "make the cluster what a checkpoint says", "path or URL of the checkpoint")
-    load.add_argument("--table", action="append", metavar="NAME", help="load this one (again for more); all others stay as they are")
+    load.add_argument(
+        "--table", dest="tables", action="append", metavar="NAME", help="load this one (again for more); all others stay as they are"
+    )
     load.add_argument("--offline", action="store_true", help="shards are down: let them load it when they are started")
     load.add_argument("--yes", action="store_true", help="do not ask whether rows may go")
     verify = _checkpoint_verb(verbs, "verify", "check every byte of a checkpoint", "path or URL of the checkpoint")

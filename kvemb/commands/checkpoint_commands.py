@@ -46,19 +46,19 @@ def load_command(args: argparse.Namespace) -> int:
     """Load a checkpoint, or some of its tables, into a cluster; with --offline only decide it. Rows that go are asked about."""
     from kvemb.api import connect
 
-    if args.offline and args.table:
+    if args.offline and args.tables:
         raise InvalidInputError("--offline takes no --table: what other tables need is known to running shards alone")
     if args.offline:
         return _decide_command(args)
     with connect(args.config) as cluster:
-        there = [name for name in args.table or cluster.tables() if name in cluster.tables()]
+        there = [name for name in args.tables or cluster.tables() if name in cluster.tables()]
         n_rows = sum(len(cluster.table(name)) for name in there)
         question = f"the {n_of(n_rows, 'row')} of table {', '.join(there)} go, and those of {args.url} take their place; begin"
         if n_rows and not agreed(question, yes=args.yes):
             return 1
         with ProgressMeter(sys.stderr, "rows") as meter, ProgressMeter(sys.stderr, "B") as verifying:
             show = {"verifying": verifying, "loading": meter}
-            done = cluster.load(args.url, tables=args.table, progress=lambda what, n, total: show[what](what, n, total))
+            done = cluster.load(args.url, tables=args.tables, progress=lambda what, n, total: show[what](what, n, total))
     print(f"loaded {n_of(done.n_rows, 'row')} in {done.seconds:.1f} s from {done.url}")
     if done.manifest.extra:
         print(f"extra: {json.dumps(done.manifest.extra)}")

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, pairwise, zip_longest
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,11 +51,10 @@ from ..row_log.reconstruct import batches_behind
 from ..row_log.run_merge import merged
 from ..row_log.run_writer import RunWriter
 from ..row_log.saved_state import SavedState
-from ..row_log.sorted_run import ERASED, ROWS, Bytes, Part
+from ..row_log.sorted_run import ERASED, ROWS, Part
 from ..row_log.state_file import LoggedTable
 from ..shard_process.data_dir import DataDir
-from . import unconditional_writer
-from .unconditional_writer import UnconditionalWriter
+from .unconditional_writer import UnconditionalWriter, between, portions
 
 LOADED = "loaded"
 _REPORT_S = 1.0
@@ -284,9 +283,9 @@ class Loader:
         self._report(load_id, "writing")
         for table in tables:
             runs = parts.runs.view.of(table.definition)
-            streams = [_between(merged(runs, forget_up_to=0, low=low), low, high) for low, high in self._stretches()]
-            blocks = _blocks(streams)  # read while those before are written
-            store = partial(_store_block, writer, table.definition)
+            streams = [between(merged(runs, forget_up_to=0, low=low), low, high) for low, high in self._stretches()]
+            blocks = portions(streams)  # read while those before are written
+            store = partial(writer.store, table.definition)
             with closing(work_ahead(store, blocks, n_threads=1, name="kvemb-load")) as stored:
                 for n_rows in stored:
                     self._done += n_rows
@@ -363,42 +362,3 @@ def _unique(keys: Sequence[Ids]) -> Ids:
 
 def _give_up(error: StorageError) -> None:
     raise error
-
-
-def _store_block(writer: UnconditionalWriter, definition: TableDef, block: tuple[int, Ids, Bytes]) -> int:
-    """Write or erase rows; return how many were written."""
-    kind, keys, records = block
-    ids = definition.order.ids(keys)
-    if kind != ROWS:
-        writer.erase(definition, ids)
-        return 0
-    writer.write(definition, ids, records)
-    return len(ids)
-
-
-def _between(parts: Iterator[Part], low: int, high: int) -> Iterator[Part]:
-    """Yield what has keys from `low` on, and below `high`, of parts as `merged` yields them."""
-    last = 1 << 64  # of the first part that goes beyond: one of the other kind may lie beside it
-    for kind, keys, versions, rest in parts:
-        if int(keys[0]) > last:
-            return
-        first, end = (int(np.searchsorted(keys, np.uint64(key))) if key < 1 << 64 else len(keys) for key in (low, high))
-        if first < end:
-            yield kind, keys[first:end], versions[first:end], rest[first:end]
-        if end < len(keys):
-            last = min(last, int(keys[-1]))
-
-
-def _blocks(streams: Sequence[Iterator[Part]]) -> Iterator[tuple[int, Ids, Bytes]]:
-    """Yield kind, keys and records in larger portions, of all streams in turn: as much as is written at once."""
-    waiting: dict[int, list[Part]] = {ROWS: [], ERASED: []}
-    n_bytes, turns = 0, chain.from_iterable(zip_longest(*streams))  # None for a stream that has ended
-    for part in chain(filter(None, turns), [None]):
-        if part is not None:
-            waiting[part[0]].append(part)
-            n_bytes += part[1].nbytes + part[3].nbytes
-        if part is None or n_bytes >= unconditional_writer.BLOCK_BYTES:
-            for kind, parts in waiting.items():
-                if parts:
-                    yield kind, np.concatenate([one[1] for one in parts]), np.concatenate([one[3] for one in parts])
-            waiting, n_bytes = {ROWS: [], ERASED: []}, 0

@@ -1,7 +1,11 @@
-"""Writes and erases rows in storage over any value there, waiting for nodes that are away. Which rows may change is decided elsewhere."""
+"""Writes and erases rows in storage over any value there, waiting for nodes that are away. Which rows may change is decided elsewhere.
+
+`portions` makes of several stretches of a row log what is written at once: rows of each stretch, so that the nodes of all have work.
+"""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +16,13 @@ from kvemb.stores.store import Store
 
 from ..engine.row_access import RowAccess
 from ..engine.storage_pace import Pause, RepairPort, until_stored
+from ..row_log.sorted_run import ERASED, ROWS, Bytes, Part
 
 BLOCK_BYTES = 8 << 20
 log = logging.getLogger("paramserver")
 Ids = NDArray[np.uint64]
+Portion = tuple[int, Ids, Bytes]
+"""Kind, keys, and of rows their records."""
 
 
 class UnconditionalWriter:
@@ -40,6 +47,16 @@ class UnconditionalWriter:
         """Erase rows, also where they do not exist."""
         self._in_pieces(lambda some: self._access.erase(definition, ids[some]), definition, ids)
 
+    def store(self, definition: TableDef, portion: Portion) -> int:
+        """Write or erase the rows of a portion; return how many were written."""
+        kind, keys, records = portion
+        ids = definition.order.ids(keys)
+        if kind == ROWS:
+            self.write(definition, ids, records)
+            return len(ids)
+        self.erase(definition, ids)
+        return 0
+
     def _in_pieces(self, call: Callable[[slice], None], definition: TableDef, ids: Ids) -> None:
         """Call for these rows, one at least, as many at a time as storage takes before the deadline."""
         start = 0
@@ -59,3 +76,31 @@ class UnconditionalWriter:
 
         while start < len(ids):
             start = until_stored(one_piece, self._pause, self._repair, make_way)
+
+
+def between(parts: Iterator[Part], low: int, high: int) -> Iterator[Part]:
+    """Yield what has keys from `low` on, and below `high`, of parts as `merged` yields them."""
+    last = 1 << 64  # of the first part that goes beyond: one of the other kind may lie beside it
+    for kind, keys, versions, rest in parts:
+        if int(keys[0]) > last:
+            return
+        first, end = (int(np.searchsorted(keys, np.uint64(key))) if key < 1 << 64 else len(keys) for key in (low, high))
+        if first < end:
+            yield kind, keys[first:end], versions[first:end], rest[first:end]
+        if end < len(keys):
+            last = min(last, int(keys[-1]))
+
+
+def portions(streams: Sequence[Iterator[Part]]) -> Iterator[Portion]:
+    """Yield kind, keys and records in larger portions, of all streams in turn: as much as is written at once."""
+    waiting: dict[int, list[Part]] = {ROWS: [], ERASED: []}
+    n_bytes, turns = 0, chain.from_iterable(zip_longest(*streams))  # None for a stream that has ended
+    for part in chain(filter(None, turns), [None]):
+        if part is not None:
+            waiting[part[0]].append(part)
+            n_bytes += part[1].nbytes + part[3].nbytes
+        if part is None or n_bytes >= BLOCK_BYTES:
+            for kind, parts in waiting.items():
+                if parts:
+                    yield kind, np.concatenate([one[1] for one in parts]), np.concatenate([one[3] for one in parts])
+            waiting, n_bytes = {ROWS: [], ERASED: []}, 0

@@ -1,8 +1,9 @@
 """A load ends with the checkpoint's rows and no others, or with the rows that were there, with a crash at any step."""
 
 import importlib
+import threading
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvemb.config import Config, parse
 from kvemb.errors import CheckpointError, FencedError, KvembError, TableMismatchError
 from kvemb.init import uniform
 from kvemb.net.deadline import Deadline
+from kvemb.protocol.messages import LoadRequest
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
@@ -25,6 +27,7 @@ from paramserver.checkpoint import unconditional_writer
 from paramserver.lifecycle.shard import Shard
 from paramserver.lifecycle.start import start
 from paramserver.model.batch import CheckedRows, RowsWork
+from paramserver.rpc.handlers import CheckpointHandlers, LoadPorts
 from tests.unit.checkpoint_files import USER, block_of, ids_of, save
 
 pytestmark = pytest.mark.usefixtures("memory_kind")
@@ -231,6 +234,41 @@ def test_a_load_of_one_table_takes_up_what_a_load_of_another_has_begun_to_write(
     assert cluster.rows(USER) == expected()
     assert cluster.counts() == {"user": 100, "other": 8}
     assert len(cluster.rows(OTHER)) == 8
+
+
+def test_a_load_of_a_table_is_refused_while_one_of_another_is_not_carried_out(cluster: Cluster, tmp_path: Path) -> None:
+    manifest = save(str(tmp_path / "a"), range(100), k=2)
+    shard = cluster.start()
+    flushed = threading.Event()
+    flushed.set()
+    with cluster.store() as store:
+
+        def ask(*tables: str, decided: tuple[str, ...] | None) -> None:
+            undone = None if decided is None else Decision(1, "1", "u", "s", decided)
+            loads = LoadPorts(lambda: undone, lambda: flushed, lambda: None)
+            handlers = CheckpointHandlers(shard._saver, shard._parts.registry, store.nodes, loads)
+            handlers.load(LoadRequest("2", str(tmp_path / "a"), manifest.save_id, False, list(tables)), Deadline.after(5))
+
+        for tables, decided in ((["user"], None), (["user"], ("user",)), ([], ("other",)), ([], ())):
+            ask(*tables, decided=decided)
+        for decided, what in (("other",), "of table other"), ((), "of all tables"), (("other", "user"), "of table other, user"):
+            with pytest.raises(CheckpointError, match=f"a load {what} from u is decided and not carried out here"):
+                ask("user", decided=decided)
+
+
+def test_what_is_written_at_once_is_of_all_stretches_and_all_of_it_is_written() -> None:
+    keys = np.arange(0, 1000, 3, dtype=np.uint64)
+    stretches = [keys[at : at + 40] for at in range(0, 320, 40)]
+    parts = [(kind, some[kind::2], some[kind::2], np.zeros((20, 8), np.uint8)) for some in stretches for kind in (0, 1)]
+    edges = [0, 250, 251, 700, 1 << 64]
+    streams = [unconditional_writer.between(iter(parts), low, high) for low, high in pairwise(edges)]
+    written = list(unconditional_writer.portions(streams))
+    assert [kind for kind, _, _ in written] == [0, 1]
+    for kind, got, records in written:
+        expected = np.concatenate([part[1] for part in parts if part[0] == kind])
+        assert sorted(got.tolist()) == expected.tolist()
+        assert (got[:60] > 700).any()
+        assert len(records) == len(got)
 
 
 def before(patch: pytest.MonkeyPatch, step: str, act: Callable[..., None]) -> None:

@@ -1,7 +1,10 @@
 """Runs of rows: each is read back whole or refused, the newest state of an id wins, and merging changes nothing that can be seen."""
 
+import errno
 import os
 import struct
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +23,7 @@ from kvemb.schema.table_def import TableDef
 from paramserver.row_log import run_set
 from paramserver.row_log.run_filter import filter_of, filter_words, group_words, passes
 from paramserver.row_log.run_merge import merge_from, merged
+from paramserver.row_log.run_writer import RunWriter
 from paramserver.row_log.saved_state import STATE
 from paramserver.row_log.sorted_run import ERASED, FORMAT_VERSION, ROWS, SortedRun
 from paramserver.row_log.state_file import LoggedTable, RunEntry, ShardState, encode_state
@@ -457,3 +461,23 @@ def test_many_rows_are_found_by_fences_and_pages(tmp_path: Path, monkeypatch: py
     assert exists.tolist() == [True] * len(at) + [False] * len(others)
     assert versions.tolist() == [*(at + 1).tolist(), *[0] * len(others)]
     runs.close()
+
+
+def test_a_disk_that_fails_while_more_is_written_fails_the_run(tmp_path: Path) -> None:
+    def later(sync: Callable[[int], None], descriptor: int) -> "Future[None]":
+        future: Future[None] = Future()
+        future.set_exception(OSError(errno.EIO, "it is broken"))
+        return future
+
+    definition = TableDef("t", 64, kvemb.optim.adam(), kvemb.init.zeros())
+    writer = RunWriter(tmp_path / "1.run", 1, definition, definition.record.size_bytes, later)
+    keys = np.arange(30_000, dtype=np.uint64)
+
+    def write() -> None:
+        for some in np.split(keys, 6):
+            writer.add(ROWS, some, some + np.uint64(1), np.zeros((len(some), definition.record.size_bytes), np.uint8))
+
+    with pytest.raises(JournalFullError, match="it is broken"):
+        write()
+    writer.drop()
+    assert not list(tmp_path.iterdir())

@@ -47,6 +47,27 @@ def test_any_mix_in_any_pieces_with_trailing_bytes(lines: list[bytes], sizes: li
     assert [row for row, _ in reply.errors] == errors
 
 
+LOOKED_AT = st.sampled_from([b"HD c1\r\n", b"HD c12345\r\n", b"EN\r\n"])
+
+
+@given(st.lists(LOOKED_AT, min_size=1, max_size=40), st.lists(st.integers(1, 40), min_size=1, max_size=5))
+def test_tokens_that_were_asked_for_alone_come_with_misses_between_them(lines: list[bytes], sizes: list[int]) -> None:
+    n = len(lines)
+    reply = CasWriteReply(np.empty(n, np.uint8), np.zeros(n, np.uint64), np.zeros(n, bool))
+    data = b"".join(lines)
+    assert feed_in_pieces(reply, data + TRAILING, sizes) == len(data)
+    assert reply.done
+    assert reply.found is not None
+    assert reply.found.tolist() == [text != b"EN\r\n" for text in lines]
+    assert reply.tokens[reply.found].tolist() == [int(text[4:]) for text in lines if text != b"EN\r\n"]
+
+
+def test_a_miss_is_no_answer_to_a_write() -> None:
+    reply = CasWriteReply(np.zeros(2, np.uint8), np.zeros(2, np.uint64))
+    with pytest.raises(ProtocolError, match="EN"):
+        reply.feed(np.frombuffer(b"HD c1\r\nEN\r\n", np.uint8))
+
+
 @pytest.mark.parametrize("data", [b"HD\r\n", b"HD cx1\r\n", b"OK c12\r\n", b"\r\n\r\n", b"HD x12\r\n", b"STORED\r\n"])
 def test_garbage_is_refused(data: bytes) -> None:
     reply = CasWriteReply(np.zeros(2, np.uint8), np.zeros(2, np.uint64))
