@@ -33,9 +33,8 @@ from .verdicts import EvictionLimits, Norms, PushCounts, judge, leaves, terms
 Ids = NDArray[np.uint64]
 _SLICE_ROWS, _SLICE_READ = 1 << 15, 1 << 12  # rows looked at between two batches; the second where weights are read
 _ERASED_ROWS = 4096
-_SHARE, _SHARE_BEHIND = 20, 5  # of which one is spent on walks; the second while a table has too many rows for `keep`
-_BEHIND = 0.01  # so much more than `keep` says
-_AIM, _BEGIN = 0.995, 1.005  # of the rows that `keep` says: to these a walk brings a table; above those it begins
+_REST, _REST_BEHIND = 20, 2  # as long as the work took; the second while a table has many more rows than `keep` says
+_AIM, _BEGIN, _BEHIND = 0.99, 1.0, 1.005  # of the rows that `keep` says: to the first a walk brings a table, above the second it begins
 _ROUND_S, _LOOK_S, _MARK_S, _RETRY_S, _LOG_S = 60.0, 1.0, 60.0, 5.0, 60.0
 _DAY_S = 86_400
 log = logging.getLogger("paramserver")
@@ -202,7 +201,7 @@ class Evictor:
             if not work.applied:
                 return
             self._end_portion()
-            self._next_s = max(now_s, self._next_s) + self._share * work.took_s
+            self._next_s = max(now_s, self._next_s) + self._rest * work.took_s
         if now_s < self._next_s and self._news == self._seen:
             return
         self._seen = self._news
@@ -221,16 +220,16 @@ class Evictor:
         elif walk.at >= END:
             self._end_walk(walk)
         ended_s = self._clock()
-        self._next_s = ended_s + self._share * (ended_s - now_s)
+        self._next_s = ended_s + self._rest * (ended_s - now_s)
 
     @property
     def _news(self) -> tuple[int, int]:
         return self._ports.serial(), len(self._tables)
 
     @property
-    def _share(self) -> int:
+    def _rest(self) -> int:
         walk = self._walk
-        return _SHARE_BEHIND if walk is not None and self._has_above(1 + _BEHIND, walk.table, walk.policy) else _SHARE
+        return _REST_BEHIND if walk is not None and self._has_above(_BEHIND, walk.table, walk.policy) else _REST
 
     def _has_above(self, share: float, table: TableState, policy: Eviction) -> bool:
         """Whether a table has more than a share of the rows that a `keep` says which needs nothing else to be true."""
