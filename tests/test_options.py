@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 TABLE = "tests/integration/test_table.py"
+POLICIES = "tests/integration/test_table_policies.py"
 COMPACT = "tests/integration/test_compact_tables.py"
 FAILURES = "tests/integration/test_table_failures.py"
 DISTRIBUTE = "tests/torch/test_distribute.py"
@@ -55,6 +56,8 @@ SHOWN_BY = {
         "num_ids": "tests/integration/test_table_pages.py:test_ids_outside_are_refused_by_every_verb_and_nothing_is_sent",
         "expected_rows": f"{TABLE}:test_a_table_of_many_expected_rows_has_as_many_buckets_for_its_life",
         "layout": f"{COMPACT}:test_the_buckets_of_a_compact_table_are_compact_strings_and_those_of_others_are_not",
+        "admission": f"{POLICIES}:test_an_id_gets_its_row_with_its_third_gradient_and_the_ack_says_what_was_held_back",
+        "eviction": f"{POLICIES}:test_policies_are_the_tables_own_and_every_client_sees_them",
         "exist_ok": f"{TABLE}:test_another_identity_is_refused_and_both_are_shown",
         "start_over": "tests/integration/test_drop_table.py:test_start_over_drops_what_there_is_and_creates_anew",
     },

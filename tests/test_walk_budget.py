@@ -3,6 +3,9 @@
 A shard runs in this process beside its client, on a real server, so that one profile hook sees both. Counted is what every one of a few
 equal pulls (pushes) executes, so that timers and watchers that happen to run beside one of them do not count. The figures below are
 today's: a change that raises one says here why; one that lowers it writes the lower figure down.
+
+Policies took 5 functions and a file of a push: it names the registry's serial, which its outcome tells, and each table's admission is looked
+up before pushes are merged.
 """
 
 import sys
@@ -20,7 +23,7 @@ from kvemb.config import load
 from kvemb.local_cluster.launcher import LocalCluster
 from paramserver.lifecycle.start import start
 
-BUDGET = {"pull: functions": 81, "pull: files": 22, "pull: frames to the socket": 11, "push: functions": 355, "push: files": 70}
+BUDGET = {"pull: functions": 81, "pull: files": 22, "pull: frames to the socket": 11, "push: functions": 360, "push: files": 71}
 
 ROOT = Path(__file__).parent.parent
 OURS = tuple(f"{ROOT / package}/" for package in ("kvemb", "paramserver"))

@@ -32,7 +32,7 @@ _PolicyOf = Callable[[str, int], Policies]
 """(key of a table, serial of the registry of tables; 0: the newest) -> its policies."""
 
 
-class _Numbered(NamedTuple):
+class _IdsOfBatch(NamedTuple):
     """The ids of a batch, ascending, by the key of their table."""
 
     k: int
@@ -54,7 +54,7 @@ class Admissions:
     def __init__(self, policies: _PolicyOf, tables: Tables, applied: Callable[[], int], *, sync: bool) -> None:
         self._policies, self._tables, self._applied, self._sync = policies, tables, applied, sync
         self._filters: dict[str, OccurrenceFilter] = {}
-        self._numbered: deque[_Numbered] = deque()  # batches that may not be applied yet
+        self._unapplied: deque[_IdsOfBatch] = deque()  # batches that may not be applied yet
         self._watched: set[str] = set()  # keys of tables that have had a policy
         self.held_back: Counter[str] = Counter()
         """Gradients held back since the shard's process started, by the name of their table."""
@@ -86,14 +86,15 @@ class Admissions:
 
         So the batches under way when a table gets its first policy are not noted, and ids that are new in them may be held back once.
         """
-        while self._numbered and self._numbered[0].k <= self._applied():
-            self._numbered.popleft()
-        ids = {rows.definition.key: np.sort(rows.ids) for rows in batch.tables if self._watches(rows.definition.key)}
+        while self._unapplied and self._unapplied[0].k <= self._applied():
+            self._unapplied.popleft()
+        ids = dict[str, NDArray[np.uint64]]()
+        for rows in batch.tables:
+            key = rows.definition.key
+            if key in self._watched or self._policies(key, 0).admission.kind != "any":
+                ids[key] = np.sort(rows.ids)
         if ids:
-            self._numbered.append(_Numbered(k, batch.kind, ids))
-
-    def _watches(self, key: str) -> bool:
-        return key in self._watched or self._policies(key, 0).admission.kind != "any"
+            self._unapplied.append(_IdsOfBatch(k, batch.kind, ids))
 
     def _admit_to(self, definition: TableDef, admission: Admission, pushes: Sequence[Push], k: int) -> Sequence[Push]:
         key = definition.key
@@ -132,9 +133,9 @@ class Admissions:
 
         The table may have been changed by some of the batches that are looked through, in their order: it comes out the same.
         """
-        numbered = [one for one in self._numbered if definition.key in one.ids and one.k > self._applied()]
+        unapplied = [one for one in self._unapplied if definition.key in one.ids and one.k > self._applied()]
         known = self._tables.state(definition).known(ids)
-        for one in numbered:
+        for one in unapplied:
             known[_are_in(ids, one.ids[definition.key])] = one.kind != ERASE
         return known
 
@@ -144,7 +145,7 @@ def _without(part: ReceivedPart, key: str, ids: NDArray[np.uint64], held: NDArra
     tables = list[CheckedRows]()
     for rows in part.tables:
         if rows.definition.key == key and len(rows.ids):
-            admitted = ~held[np.searchsorted(ids, rows.ids)]
+            admitted = ~(held if rows.ids is ids else held[np.searchsorted(ids, rows.ids)])
             part.ticket.held_back += int(np.count_nonzero(~admitted))
             rows = rows if admitted.all() else rows.take(admitted)
         tables.append(rows)

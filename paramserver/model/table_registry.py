@@ -79,11 +79,12 @@ class Registry:
 
     def policies(self, key: str, serial: int = 0) -> Policies:
         """Return the policies of a table, by its key, that hold for pushes made by this serial of the registry; 0: the newest."""
-        return as_of(self._copies.now.policies.get(key, ()), serial)
+        changes = self._copies.now.policies.get(key)
+        return NO_POLICIES if changes is None else as_of(changes, serial)
 
     def reach(self, serial: int) -> None:
         """Know the tables and policies as of a serial, which a trainer names: read the copies where they are newer."""
-        if serial > max(self.serial, self._looked_for):
+        if serial > self._copies.now.serial and serial > self._looked_for:
             self._looked_for = serial  # once: a serial that no copy has would be looked for at every push
             self.load()
 

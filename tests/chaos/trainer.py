@@ -160,8 +160,10 @@ def create_tables(url: str) -> None:
     while True:
         try:
             with kvemb.connect(url, timeout_s=_CREATE_S) as cluster:
-                for name, dim in ((TABLE, DIM), (STEPS, MAX_TRAINERS)):
-                    cluster.create_table(name, dim=dim, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros(), exist_ok=True)
+                options = {"optimizer": kvemb.optim.sgd(lr=1.0), "initializer": kvemb.init.zeros(), "exist_ok": True}
+                cluster.create_table(TABLE, dim=DIM, **options)  # type: ignore[arg-type]
+                # Its first steps are held back; of one step all trainers' parts, or none.
+                cluster.create_table(STEPS, dim=MAX_TRAINERS, admission=kvemb.admit.after(5), **options)  # type: ignore[arg-type]
                 return
         except KvembError:
             if deadline.expired:
