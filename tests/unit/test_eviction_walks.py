@@ -125,7 +125,6 @@ class HandDriven:
         ports = EvictionPorts(
             0,
             policy=lambda definition: self.policy,
-            serial=lambda: 0,
             send=self.ingest.evict,
             read=from_storage(self.store, 5),
             read_stored=without_cache(self.store, 5),
