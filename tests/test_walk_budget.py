@@ -4,8 +4,8 @@ A shard runs in this process beside its client, on a real server, so that one pr
 equal pulls (pushes) executes, so that timers and watchers that happen to run beside one of them do not count. The figures below are
 today's: a change that raises one says here why; one that lowers it writes the lower figure down.
 
-Policies took 5 functions and a file of a push: it names the registry's serial, which its outcome tells, and each table's admission is looked
-up before pushes are merged.
+Policies took 5 functions and a file of a push: it names the registry's serial, which its outcome tells, and each table's admission is
+looked up before pushes are merged.
 """
 
 import sys

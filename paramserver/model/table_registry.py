@@ -13,6 +13,7 @@ from kvemb.coordination.registry_format import Dropped, Registered
 from kvemb.errors import (
     InvalidInputError,
     ParameterServerError,
+    ShardUnavailableError,
     TableDroppedError,
     UnknownTableError,
 )
@@ -55,7 +56,6 @@ class Registry:
         self._store, self._shard, self._timeout_s = store, shard, timeout_s
         self._copies = RegistryCopies(store, shard, timeout_s, data)
         self._lock = threading.Lock()
-        self._looked_for = 0  # the highest serial that a trainer has named
 
     @property
     def tables(self) -> list[TableDef]:
@@ -83,10 +83,18 @@ class Registry:
         return NO_POLICIES if changes is None else as_of(changes, serial)
 
     def reach(self, serial: int) -> None:
-        """Know the tables and policies as of a serial, which a trainer names: read the copies where they are newer."""
-        if serial > self._copies.now.serial and serial > self._looked_for:
-            self._looked_for = serial  # once: a serial that no copy has would be looked for at every push
+        """Know the tables and policies as of a serial, which a trainer names: read the copies where they are newer.
+
+        Raises:
+            ShardUnavailableError, StorageError: they cannot be read yet.
+        """
+        if serial > self._copies.now.serial:
             self.load()
+            if serial > self._copies.now.serial:
+                raise ShardUnavailableError(
+                    f"shard {self._shard} has read the registry of tables as of serial {self.serial}, a trainer names serial {serial}; it "
+                    "is read again when the part comes again"
+                )
 
     @property
     def encoded(self) -> bytes:

@@ -145,6 +145,27 @@ def test_what_was_on_its_way_is_sent_again_in_its_order(shards: list[OwningShard
     assert all(steps == sorted(steps) for steps in ([part.step for part in shard.taken] for shard in shards))
 
 
+def test_all_parts_of_a_push_name_one_serial_of_the_tables_also_those_that_are_sent_again(
+    shards: list[OwningShard], maps: Maps, connect: Callable[..., PushSession]
+) -> None:
+    """By it the shards of a sync job change policies at the same step."""
+    session = connect()
+    session.push(rows_of(*IDS), soon()).wait_applied()
+    session._servers.heard(3)
+    for shard in shards:
+        shard.lock.acquire()
+    acks = [session.push(rows_of(*IDS), soon())]
+    session._servers.heard(9)
+    maps.now = MOVED
+    for shard in shards:
+        shard.lock.release()
+    acks.append(session.push(rows_of(*IDS), soon()))
+    for ack in acks:
+        ack.wait_applied(20)
+    assert taken(shards) == each_once(3)
+    assert {(part.step, part.tables_serial) for shard in shards for part in shard.taken} == {(1, 0), (2, 3), (3, 9)}
+
+
 def test_in_sync_mode_every_shard_gets_one_part_of_the_step_that_is_sent_again(
     shards: list[OwningShard], maps: Maps, connect: Callable[..., PushSession]
 ) -> None:

@@ -11,6 +11,7 @@ from memory_store import MemoryStore, memory_node
 
 import kvemb.init
 import kvemb.optim
+from kvemb import admit
 from kvemb.config import StorageConfig
 from kvemb.coordination.markers import MARKER_KEY, Identity, Marker
 from kvemb.coordination.registry_format import META_NAME
@@ -21,12 +22,14 @@ from kvemb.errors import (
     NodeUnavailableError,
     NotProvisionedError,
     ParameterServerError,
+    ShardUnavailableError,
     TableMismatchError,
     UnknownTableError,
     WrongNodeError,
 )
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import table_tag
+from kvemb.schema.policies import KEPT_CHANGES
 from kvemb.schema.table_def import TableDef
 from paramserver.lifecycle.join_cluster import CLUSTER, INTENT, StorageWait, join_cluster, keep_identity
 from paramserver.model.table_registry import Registry
@@ -232,6 +235,47 @@ def test_a_creation_that_was_broken_off_is_completed_by_the_next_one(registry: M
     memory_node(nodes[1]).down = False
     made.create(TableDef("item", 1, kvemb.optim.sgd(), kvemb.init.zeros()), exist_ok=True)
     assert [table.name for table in registry(nodes, 1).tables] == ["item", "user"]
+
+
+def test_a_shard_takes_nothing_by_policies_that_it_cannot_read_yet(registry: MakeRegistry) -> None:
+    nodes = addresses()
+    first, other = registry(nodes), registry(nodes, 1)
+    first.create(TABLE, exist_ok=True)
+    first.set_policies("user", {"admission": {"kind": "after", "n": 2}})
+    for node in nodes:
+        memory_node(node).down = True
+    for _ in range(2):
+        with pytest.raises(KvembError):
+            other.reach(first.serial)
+    for node in nodes:
+        memory_node(node).down = False
+    with pytest.raises(ShardUnavailableError, match="serial 3"):
+        other.reach(first.serial + 1)
+    other.reach(first.serial)
+    assert [other.policies(TABLE.key, serial).admission for serial in (0, 1, 2)] == [admit.after(2), admit.any(), admit.after(2)]
+
+
+def test_a_change_of_policies_that_was_broken_off_is_completed_by_the_same_call(registry: MakeRegistry) -> None:
+    nodes = addresses()
+    first = registry(nodes)
+    first.create(TABLE, exist_ok=True)
+    memory_node(nodes[1]).down = True
+    with pytest.raises(KvembError):
+        first.set_policies("user", {"admission": {"kind": "after", "n": 2}})
+    memory_node(nodes[1]).down = False
+    first.set_policies("user", {"admission": {"kind": "after", "n": 2}})
+    assert registry(nodes, 1).policies(TABLE.key).admission == admit.after(2)
+    copies = {memory_node(node).values[META_NAME.encode()][0] for node in nodes}
+    assert len(copies) == 1
+
+
+def test_only_the_last_changes_of_policies_are_kept(registry: MakeRegistry) -> None:
+    first = registry(addresses())
+    first.create(TABLE, exist_ok=True)
+    for n in range(2, 20):
+        first.set_policies("user", {"admission": {"kind": "after", "n": n}})
+    assert first.policies(TABLE.key, 1).admission == admit.after(20 - KEPT_CHANGES)
+    assert first.policies(TABLE.key).admission == admit.after(19)
 
 
 def test_only_shard_0_creates_tables(registry: MakeRegistry) -> None:
