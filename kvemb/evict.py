@@ -118,7 +118,7 @@ def older_than(*, days: float | None = None, batches: int | None = None) -> Evic
 
     Args:
         days: of wall-clock time, 0.5 is twelve hours.
-        batches: of the row's shard; in sync mode these are steps of the job.
+        batches: of the row's shard, those of pushes, assigns and erases.
 
     Example:
         >>> older_than(days=30) & l2_below(0.01)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from kvemb.client.all_shards import AllShards
+from kvemb.client.shard_questions import ShardQuestions
 from kvemb.client.slot_moves import SlotMoves
 from kvemb.config import Config
 from kvemb.errors import (
@@ -21,10 +22,23 @@ from kvemb.errors import (
     UnsafeNodeError,
     WrongNodeError,
 )
+from kvemb.evict import never
 from kvemb.net.deadline import Deadline
 from kvemb.operate.certificate_findings import judge_certificates
 from kvemb.operate.cluster_status import ask_all, nodes_of_another
-from kvemb.operate.findings import ERROR, SLOW_S, Finding, ShardFacts, error, judge_limits, judge_node, judge_shard, unusable_files, warning
+from kvemb.operate.findings import (
+    ERROR,
+    NEARLY_FULL,
+    SLOW_S,
+    Finding,
+    ShardFacts,
+    error,
+    judge_limits,
+    judge_node,
+    judge_shard,
+    unusable_files,
+    warning,
+)
 from kvemb.protocol.message_format import Message
 from kvemb.protocol.messages import DescribeReply, Empty, ExamineReply, StatusReply
 from kvemb.schema.table_def import TableDef
@@ -85,6 +99,7 @@ def examine(config: Config, our_version: str) -> Examination:
             described = servers.try_each("Describe", serving, DescribeReply, Deadline.after(timeout_s))
             found = [*_another_clusters(store, described, config), *found]  # first whether they are another cluster's, then advice
             found += [*_hash_limits(store, described, found, timeout_s), *_move(store, servers, serving, timeout_s)]
+            found += _growing(servers, described, nodes, timeout_s)
             found += _shards(servers, statuses, described, config, store.nodes.addresses, our_version)
     # If a server's certificate is not good, it is known why the server cannot be reached.
     kept = sorted((one for one in found if one.name not in _UNREACHED or one.where not in told), key=lambda finding: finding.level)
@@ -149,6 +164,25 @@ def _hash_limits(
                 limits = store.rows.bucket_limits(address, Deadline.after(timeout_s))
                 if limits is not None:
                     yield from judge_limits(address, [TableDef.from_dict(table) for table in tables], limits)
+
+
+def _growing(
+    servers: AllShards, described: Mapping[int, DescribeReply | Exception], nodes: Sequence[NodeStats], timeout_s: float
+) -> Iterator[Finding]:
+    """Tables that take new ids for ever, where a node has not much room left."""
+    fullest = max((node for node in nodes if node.limit_bytes), key=lambda node: node.used_bytes / node.limit_bytes, default=None)
+    first = described.get(0)
+    if not isinstance(first, DescribeReply) or fullest is None or fullest.used_bytes < NEARLY_FULL * fullest.limit_bytes:
+        return
+    room = f"node {fullest.address} uses {100 * fullest.used_bytes // fullest.limit_bytes} % of its memory"
+    questions = ShardQuestions(servers, timeout_s)
+    for table in [TableDef.from_dict(table) for table in first.tables]:
+        with suppress(KvembError):
+            if table.num_ids is None and questions.policies(table.name).eviction == never():
+                mend = "Table.set_policies(eviction=kvemb.evict.keep(rows)) bounds it (docs/id-lifecycle.md); or add nodes."
+                yield warning(
+                    "table-grows", f"table {table.name}", f"has no eviction policy, so each new id takes memory, and {room}", mend
+                )
 
 
 def _move(store: Store, servers: AllShards, serving: Collection[int], timeout_s: float) -> Iterator[Finding]:

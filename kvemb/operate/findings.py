@@ -49,7 +49,7 @@ def warning(name: str, where: str, what: str, mend: str) -> Finding:
 
 UNUSABLE = "tls-files"
 _UNSET = re.compile(r"variables that are not set: ([^.]+)")  # the words of `TlsConfig.lacks`
-LEAST_HEADROOM = 0.1
+LEAST_HEADROOM, NEARLY_FULL = 0.1, 0.7
 LEAST_CONNECTIONS = 256
 SLOW_S = 1.0
 _OLDEST = {"redis": (6, 0), "valkey": (7, 0), "memcached": (1, 6)}

@@ -121,6 +121,7 @@ class BackgroundWork:
         self._to_compare: list[CompareTicket] = []
         self._scrub_waits, self._eviction_waits = WhyWaiting(), WhyWaiting()
         self._not_before_s = 0.0
+        self._policies_changed = False
 
     def ask_repair(self, addresses: Iterable[str] = ()) -> RepairTicket:
         """Have every lost node repaired, and these nodes compared with the index; returns at once. One repair answers all requests."""
@@ -140,6 +141,7 @@ class BackgroundWork:
 
     def look_at_policies(self) -> None:
         """Have the policies of tables looked at, which may have changed; returns at once."""
+        self._policies_changed = True
         self._wake()
 
     def flush_behind(self, n_bytes: int = _REPLAYED_BYTES) -> threading.Event:
@@ -185,9 +187,11 @@ class BackgroundWork:
             self._repair(asked, pause)
         if to_compare:
             self._compare(to_compare)
-        if self._evictor is not None:
-            self._step_eviction(self._evictor)
         now_s = time.monotonic()
+        if (evictor := self._evictor) is not None:
+            policies_changed, self._policies_changed = self._policies_changed, False
+            if policies_changed or now_s >= evictor.due_s or (evictor.sent is not None and evictor.sent.applied):
+                self._step_eviction(evictor, policies_changed=policies_changed)
         due = self._flushes.journal.size_bytes > self._flushes.due_bytes and now_s >= self._not_before_s
         if (due and self._step_flush(applied, pause)) or moving:
             return True
@@ -247,9 +251,9 @@ class BackgroundWork:
             for ticket in tickets:
                 ticket.end()
 
-    def _step_eviction(self, evictor: Evictor) -> None:
+    def _step_eviction(self, evictor: Evictor, *, policies_changed: bool) -> None:
         try:
-            evictor.step()
+            evictor.step(policies_changed=policies_changed)
             self._eviction_waits.over()
         except StorageError as error:
             if self._eviction_waits.is_news(f"{type(error).__name__}: {error}"):

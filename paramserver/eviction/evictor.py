@@ -33,10 +33,14 @@ from .verdicts import EvictionLimits, Norms, PushCounts, judge, leaves, terms
 Ids = NDArray[np.uint64]
 _SLICE_ROWS, _SLICE_READ = 1 << 15, 1 << 12  # rows looked at between two batches; the second where weights are read
 _ERASED_ROWS = 4096
-_SHARE, _SHARE_BEHIND = 20, 5  # of which one is spent on walks; the second while a table has too many rows for `keep`
-_BEHIND = 0.01  # so much more than `keep` says
-_AIM, _BEGIN = 0.995, 1.005  # of the rows that `keep` says: to these a walk brings a table; above those it begins
-_ROUND_S, _LOOK_S, _MARK_S, _RETRY_S, _LOG_S = 60.0, 1.0, 60.0, 5.0, 60.0
+_REST, _REST_BEHIND = 20, 2  # as long as the work took; the second while a table has many more rows than `keep` says
+_AIM, _BEGIN, _BEHIND = 0.99, 1.0, 1.005  # of the rows that `keep` says: to the first a walk brings a table, above the second it begins
+_ROUND_S, _MARK_S, _RETRY_S, _LOG_S = 60.0, 60.0, 5.0, 60.0
+_LOOK_SOON_S, _LOOK_S, _NO_POLICY_S = (
+    0.25,
+    1.0,
+    5.0,
+)  # from one look at rows and policies to the next: with batches, without, without policy
 _DAY_S = 86_400
 log = logging.getLogger("paramserver")
 
@@ -116,7 +120,6 @@ class EvictionPorts:
 
     Args:
         policy: returns a table's policy.
-        serial: counts changes of policies.
         send: has rows erased.
         read: the records of rows, from the cache or storage; on the apply thread.
         read_stored: likewise from storage alone, on any thread.
@@ -130,14 +133,13 @@ class EvictionPorts:
         shard: int,
         *,
         policy: Callable[[TableDef], Eviction],
-        serial: Callable[[], int],
         send: Callable[[EvictionWork], None],
         read: ReadRecords,
         read_stored: ReadRecords,
         applied_k: Callable[[], int],
         slot_shards: Callable[[], NDArray[np.uint16]],
     ) -> None:
-        self.shard, self.policy, self.serial, self.send, self.read, self.read_stored = shard, policy, serial, send, read, read_stored
+        self.shard, self.policy, self.send, self.read, self.read_stored = shard, policy, send, read, read_stored
         self.applied_k, self.slot_shards = applied_k, slot_shards
 
     def share(self, definition: TableDef) -> float:
@@ -157,6 +159,11 @@ class Evictor:
         clock: monotonic seconds.
         wall_s: the time of day when this is made, seconds since 1970; then that clock counts.
 
+    One class: all its methods read or change one walk, and what is known of the walks before.
+
+    Attributes:
+        due_s: when the next step is due, by that clock.
+        sent: the erase under way; its apply makes a step due, too.
     """
 
     def __init__(
@@ -174,45 +181,48 @@ class Evictor:
         self._done: dict[str, TableEvictions] = {}
         self._unsaid: dict[str, tuple[float, TableEvictions]] = {}
         self._walk: _TableWalk | None = None
-        self._sent: tuple[_TableWalk, EvictionWork, NDArray[np.intp], NDArray[np.int64]] | None = None
-        self._next_s = self._marked_s = clock() - _MARK_S
-        self._seen = (-1, 0)  # changes of policies, and tables, as they were looked at last
+        self.sent: EvictionWork | None = None
+        self._of_sent: tuple[_TableWalk, NDArray[np.intp], NDArray[np.int64]] | None = None
+        self.due_s = self._next_s = self._marked_s = clock() - _MARK_S
+        self._k = 0  # the last batch applied, at the last look
 
     # --- on the apply thread -----------------------------------------------------------------------------------------------------
 
-    @property
-    def due_s(self) -> float:
-        """When the next step is due, by the clock; the apply of a portion has one made, too. Any thread."""
-        if self._sent is not None:
-            return self._marked_s + _MARK_S
-        return self._clock() if self._news != self._seen else min(self._next_s, self._marked_s + _MARK_S)
-
-    def step(self) -> None:
+    def step(self, *, policies_changed: bool = False) -> None:
         """Do a slice of a walk, or have a portion of rows erased, if it is due.
+
+        Args:
+            policies_changed: they may have, so they are looked at now.
 
         Raises:
             StorageError: weights could not be read; the slice is walked again later.
         """
-        now_s = self._clock()
+        try:
+            self._step(self._clock(), policies_changed=policies_changed)
+        finally:
+            marks_s = self._marked_s + _MARK_S
+            self.due_s = marks_s if self.sent is not None else min(self._next_s, marks_s)
+
+    def _step(self, now_s: float, *, policies_changed: bool) -> None:
         if now_s - self._marked_s >= _MARK_S:
             self._ages.mark(now_s + self._wall_ahead_s, self._ports.applied_k())
             self._marked_s = now_s
-        if self._sent is not None:
-            _, work, _, _ = self._sent
-            if not work.applied:
+        if self.sent is not None:
+            if not self.sent.applied:
                 return
-            self._end_portion()
-            self._next_s = max(now_s, self._next_s) + self._share * work.took_s
-        if now_s < self._next_s and self._news == self._seen:
+            took_s = self.sent.took_s
+            self._end_portion(self.sent)
+            self._next_s = max(now_s, self._next_s) + self._rest * took_s
+        if now_s < self._next_s and not policies_changed:
             return
-        self._seen = self._news
         self._next_s = now_s + _RETRY_S  # unless all goes well
         if self._walk is not None and self._ports.policy(self._walk.table.definition) != self._walk.policy:
             self._walk = None  # it was changed, or the table dropped
         walk = self._walk = self._walk or self._next_walk(now_s)
         if walk is None:
             self._say_what_went(now_s)
-            self._next_s = now_s + (_LOOK_S if self._known else _MARK_S)
+            before, self._k = self._k, self._ports.applied_k()
+            self._next_s = now_s + (_NO_POLICY_S if not self._known else _LOOK_S if self._k == before else _LOOK_SOON_S)
             return
         if not walk.doomed and walk.at < END:
             self._look(walk)
@@ -221,16 +231,12 @@ class Evictor:
         elif walk.at >= END:
             self._end_walk(walk)
         ended_s = self._clock()
-        self._next_s = ended_s + self._share * (ended_s - now_s)
+        self._next_s = ended_s + self._rest * (ended_s - now_s)
 
     @property
-    def _news(self) -> tuple[int, int]:
-        return self._ports.serial(), len(self._tables)
-
-    @property
-    def _share(self) -> int:
+    def _rest(self) -> int:
         walk = self._walk
-        return _SHARE_BEHIND if walk is not None and self._has_above(1 + _BEHIND, walk.table, walk.policy) else _SHARE
+        return _REST_BEHIND if walk is not None and self._has_above(_BEHIND, walk.table, walk.policy) else _REST
 
     def _has_above(self, share: float, table: TableState, policy: Eviction) -> bool:
         """Whether a table has more than a share of the rows that a `keep` says which needs nothing else to be true."""
@@ -300,12 +306,13 @@ class Evictor:
         walk.n_sent += 1
         rows = CheckedRows(definition, ids, np.empty((len(ids), 0), np.float32), versions, definition.optimizer.check_hyper({}))
         work = EvictionWork(ERASE, rows)
-        self._sent = walk, work, why, pushed
+        self.sent, self._of_sent = work, (walk, why, pushed)
         self._ports.send(work)
 
-    def _end_portion(self) -> None:
-        assert self._sent is not None
-        (walk, work, why, pushed), self._sent = self._sent, None
+    def _end_portion(self, work: EvictionWork) -> None:
+        assert self._of_sent is not None
+        walk, why, pushed = self._of_sent
+        self.sent = self._of_sent = None
         if work.unchanged is None:
             return
         definition, key = walk.table.definition, walk.table.definition.key

@@ -222,16 +222,18 @@ class Ingest:
                 why, self._lost = self._lost, None
                 raise why
             if self.state.failure is None:
-                group = self._with_eviction(self._queue.take(limit, self.state.clock()))
+                group = self._queue.take(limit, self.state.clock())
+                if self._eviction is not None:
+                    group = self._with_eviction(self._eviction, group)
                 if group or (self.state.steps is not None and lost(self.state.steps, self.state.clock())):
                     return group
             due_s = self._queue.due_s()
             self.state.changed.wait(None if due_s is None else min(POLL_S, max(0.0, due_s - self.state.clock())))
         return []
 
-    def _with_eviction(self, group: list[Work]) -> list[Work]:
-        work, sync = self._eviction, self.state.steps is not None
-        if work is None or self.gate.holds(self.gate.now.shards_serial):  # in a hand-over of slots its rows have no writer
+    def _with_eviction(self, work: EvictionWork, group: list[Work]) -> list[Work]:
+        sync = self.state.steps is not None
+        if self.gate.holds(self.gate.now.shards_serial):  # in a hand-over of slots its rows have no writer
             return group
         at = next((at for at, one in enumerate(group) if not isinstance(one, RowsWork)), None) if sync else len(group)
         if at is None:

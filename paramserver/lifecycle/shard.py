@@ -256,7 +256,6 @@ class Shard:
         ports = EvictionPorts(
             parts.shard,
             policy=lambda definition: parts.registry.policies(definition.key).eviction,
-            serial=lambda: parts.registry.serial,
             send=parts.ingest.evict,
             read=from_storage(self._store, timeout_s),
             read_stored=lambda table, ids: without_cache(self._store, timeout_s)(table, ids),

@@ -333,9 +333,6 @@ class Tables:
         self._states = {state.definition.key: state for state in states}
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
-        return len(self._states)
-
     def state(self, definition: TableDef) -> TableState:
         """Return the table's state; a table met for the first time has no rows."""
         with self._lock:

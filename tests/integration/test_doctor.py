@@ -144,6 +144,24 @@ def test_a_node_that_is_nearly_full_is_named(cluster: LocalCluster) -> None:
         assert findings(cluster.config_path).keys() == {"node-headroom"}
 
 
+def test_a_table_that_grows_towards_a_full_node_is_named_unless_a_policy_bounds_it(cluster: LocalCluster) -> None:
+    optimizer = kvemb.optim.sgd()
+    with redis.Redis(port=cluster.servers[1].port) as node:
+        used = int(node.info("memory")["used_memory"])
+    with kvemb.connect(cluster.url) as client, setting(cluster, "maxmemory", str(int(used * 1.25))):
+        for table in client.tables():
+            if client.table(table).definition.num_ids is None:
+                client.table(table).set_policies(eviction=kvemb.evict.keep(10**6))
+        assert not findings(cluster.config_path, "warning")
+        grows = client.create_table("grows", dim=2, optimizer=optimizer)
+        client.create_table("dense", dim=2, optimizer=optimizer, num_ids=10)
+        seen = findings(cluster.config_path, "warning")
+        assert seen.keys() == {"table-grows"}
+        assert seen["table-grows"].where == "table grows"
+        grows.set_policies(eviction=kvemb.evict.older_than(days=30))
+        assert not findings(cluster.config_path, "warning")
+
+
 @pytest.mark.parametrize(
     ("section", "change", "found", "says"),
     [

@@ -125,7 +125,6 @@ class HandDriven:
         ports = EvictionPorts(
             0,
             policy=lambda definition: self.policy,
-            serial=lambda: 0,
             send=self.ingest.evict,
             read=from_storage(self.store, 5),
             read_stored=without_cache(self.store, 5),
@@ -188,7 +187,7 @@ class HandDriven:
         if policy.kind == "l2_below":
             return (2 * n_pushes**2) ** 0.5 < policy.limit
         if policy.kind == "keep":
-            return len(self.model) > int(0.995 * policy.limit)
+            return len(self.model) > int(0.99 * policy.limit)
         if policy.unit == "batches":
             return k - 1 - pushed >= policy.limit
         return self.now_s - self.applied_at[pushed] >= policy.limit * _DAY_S
@@ -289,7 +288,7 @@ def test_rows_go_only_while_their_policy_says_so_and_in_the_end_all_of_them(poli
 def require_none_is_left(shard: HandDriven) -> None:
     kept = [leaf for leaf in terms(shard.policy) if leaf.kind == "keep"]
     for leaf in kept:
-        assert len(shard.model) <= 1.005 * leaf.limit
+        assert len(shard.model) <= leaf.limit
     if any(leaf.unit == "days" for leaf in leaves(shard.policy)):
         shard.now_s += 0.05 * _DAY_S  # so much later they may be found
         shard.until_nothing_goes()
@@ -321,7 +320,7 @@ def test_keep_sends_those_that_were_pushed_longest_ago() -> None:
     shard.commit()
     shard.apply()
     shard.until_nothing_goes()
-    assert len(shard.model) == 199  # the walk goes to 0.995 of them
+    assert len(shard.model) == 198  # the walk goes to 0.99 of them
     assert set(range(10)) <= set(shard.model)
     assert set(range(420, 600)) <= set(shard.model)
 
@@ -420,16 +419,17 @@ def test_rows_of_slots_that_were_taken_over_count_as_pushed_then() -> None:
     assert RowAges(ages.points, k=49).points == ()  # those batches were rolled back
 
 
-def test_ages_of_years_take_some_hundred_points_and_are_wrong_by_at_most_one_per_cent() -> None:
+def test_ages_of_a_year_take_some_hundred_points_and_are_wrong_by_at_most_one_per_cent() -> None:
     ages = RowAges()
-    for minute in range(0, 3 * 365 * 24 * 60, 7):
+    last = 300 * 24 * 60 - 60
+    for minute in range(0, last + 1, 60):
         ages.mark(60.0 * minute, minute)
-    now_s = 60.0 * (3 * 365 * 24 * 60 - 7)
-    assert len(ages.points) < 1500
-    for age_s in np.geomspace(600, 0.9 * now_s, 50):
+    now_s = 60.0 * last
+    assert len(ages.points) < 800
+    for age_s in np.geomspace(7200, 0.9 * now_s, 50):
         true = int((now_s - age_s) // 60)
         found = ages.k_at(now_s - age_s)
-        assert 0 <= true - found <= 14 + 0.012 * age_s / 60
+        assert 0 <= true - found <= 60 + 0.012 * age_s / 60
 
 
 def test_a_clock_that_goes_back_makes_no_row_older() -> None:
