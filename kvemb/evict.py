@@ -56,13 +56,13 @@ class Eviction:
     def _check_combined(self) -> None:
         if len(self.of) < 2 or not all(isinstance(one, Eviction) and one.kind != "never" for one in self.of):
             raise InvalidInputError(f"eviction {self.kind} combines two or more policies that evict; got {self.of!r}")
-        if self.n_policies > _MOST_POLICIES:
-            raise InvalidInputError(f"eviction {self.kind}: {self.n_policies} policies; combine at most {_MOST_POLICIES}")
+        if len(self.parts) > _MOST_POLICIES:
+            raise InvalidInputError(f"eviction {self.kind}: {len(self.parts)} policies; combine at most {_MOST_POLICIES}")
 
     @property
-    def n_policies(self) -> int:
-        """Policies in it, itself for one that combines none."""
-        return sum(one.n_policies for one in self.of) or 1
+    def parts(self) -> "tuple[Eviction, ...]":
+        """The policies that are combined in it, itself for one that combines none."""
+        return tuple(part for one in self.of for part in one.parts) or (self,)
 
     def __or__(self, other: object) -> "Eviction":
         return self._with("any_of", other) if isinstance(other, Eviction) else NotImplemented

@@ -28,7 +28,7 @@ from ..model.batch import ERASE, CheckedRows, EvictionWork
 from ..model.row_ages import RowAges
 from ..model.tables import Tables, TableState
 from ..row_log.log_flush import ReadRecords
-from .verdicts import EvictionLimits, Norms, PushCounts, judge, leaves, terms
+from .verdicts import EvictionLimits, Norms, PushCounts, judge, terms
 
 Ids = NDArray[np.uint64]
 _SLICE_ROWS, _SLICE_READ = 1 << 15, 1 << 12  # rows looked at between two batches; the second where weights are read
@@ -267,14 +267,14 @@ class Evictor:
             return False
         if self._has_above(_BEGIN, table, policy):
             return True
-        if now_s < known.due_s or all(leaf.kind == "keep" for leaf in leaves(policy)):
+        if now_s < known.due_s or all(leaf.kind == "keep" for leaf in policy.parts):
             return False
         limits = self._limits(table, policy, known)
-        return known.counts is None or any(limits.up_to(leaf) >= known.counts.lowest for leaf in leaves(policy) if leaf.kind != "keep")
+        return known.counts is None or any(limits.up_to(leaf) >= known.counts.lowest for leaf in policy.parts if leaf.kind != "keep")
 
     def _kept(self, policy: Eviction, definition: TableDef) -> dict[int, float]:
         """This shard's part of the rows of each `keep`, by its number of rows."""
-        rows = {int(leaf.limit) for leaf in leaves(policy) if leaf.kind == "keep"}
+        rows = {int(leaf.limit) for leaf in policy.parts if leaf.kind == "keep"}
         return {limit: limit * self._ports.share(definition) for limit in rows}
 
     def _limits(self, table: TableState, policy: Eviction, known: _Known, n_doomed: int = 0) -> EvictionLimits:
@@ -287,7 +287,7 @@ class Evictor:
     def _look(self, walk: _TableWalk) -> None:
         """Judge the next slice of rows."""
         table, known = walk.table, self._known.get(walk.table.definition.key, _Known())
-        reads = any(leaf.kind == "l2_below" for leaf in leaves(walk.policy))
+        reads = any(leaf.kind == "l2_below" for leaf in walk.policy.parts)
         ids, versions, next_ = table.portion(walk.at, n_rows=_SLICE_READ if reads else _SLICE_ROWS)
         pushed = self._ages.last_push(table.definition, ids, versions)
         limits = self._limits(table, walk.policy, known)

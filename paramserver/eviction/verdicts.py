@@ -30,11 +30,6 @@ def terms(policy: Eviction) -> tuple[Eviction, ...]:
     return policy.of if policy.kind == "any_of" else (policy,)
 
 
-def leaves(policy: Eviction) -> tuple[Eviction, ...]:
-    """Return the policies that are combined in it, itself for one that combines none."""
-    return tuple(leaf for one in policy.of for leaf in leaves(one)) or (policy,)
-
-
 class PushCounts:
     """How many rows of a table were pushed last by which batch, as one walk has seen them.
 
@@ -133,5 +128,5 @@ def _sent(policy: Eviction, pushed: Batches, norms: Norms, limits: EvictionLimit
 
 
 def _cost(policy: Eviction) -> int:
-    kinds = {leaf.kind for leaf in leaves(policy)}
+    kinds = {leaf.kind for leaf in policy.parts}
     return 2 * ("keep" in kinds) + ("l2_below" in kinds)

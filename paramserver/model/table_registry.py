@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from kvemb.arrays.rounding import opaque_bytes
 from kvemb.coordination.registry_format import Dropped, Registered
 from kvemb.errors import (
     InvalidInputError,
@@ -18,6 +19,7 @@ from kvemb.errors import (
     UnknownTableError,
 )
 from kvemb.net.deadline import Deadline
+from kvemb.optim import FROZEN
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.policies import KEPT_CHANGES, NO_POLICIES, Changes, Policies, as_of
 from kvemb.schema.table_def import TableDef
@@ -190,7 +192,7 @@ class Registry:
             if any(one.name == table.name for one in self.dropping):
                 raise self._unknown(table.name)
             self._check_new(table)
-            _refuse_dense(table, policies)
+            _refuse_pointless(table, policies)
             require_limits(self._store, table, self._timeout_s)
             table = self._next_life(table)
             table = table.with_tag_attempt(self._free_tag(table))
@@ -221,7 +223,7 @@ class Registry:
             policies = changes[-1][1].updated(given)
             if policies == changes[-1][1]:
                 return table
-            _refuse_dense(table, policies)
+            _refuse_pointless(table, policies)
             serial = self.serial + 1
             kept = (*changes, (serial, policies))[-KEPT_CHANGES:]
             new = self._copies.now._replace(serial=serial, policies={**self._copies.now.policies, table.key: kept})
@@ -314,12 +316,18 @@ class Registry:
             )
 
 
-def _refuse_dense(table: TableDef, policies: Policies) -> None:
+def _refuse_pointless(table: TableDef, policies: Policies) -> None:
+    """Refuse policies that could do nothing for a table of this kind."""
+    at = f"table {table.name!r}"
     if table.num_ids is not None and policies.eviction != NO_POLICIES.eviction:
         raise InvalidInputError(
-            f"table {table.name!r}: eviction {policies.eviction}, but a table with num_ids has a place for each of its ids, "
-            "and erasing one gives no memory back. Create it without num_ids to have rows evicted."
+            f"{at}: eviction {policies.eviction}, but a table with num_ids has a place for each of its ids, and erasing one gives no "
+            "memory back. Create it without num_ids to have rows evicted."
         )
+    if table.optimizer.kind == FROZEN.kind and policies.admission != NO_POLICIES.admission:
+        raise InvalidInputError(f"{at}: admission {policies.admission}, but a frozen table takes no gradients, which it would be asked of")
+    if opaque_bytes(table.dtype) is not None and any(one.kind == "l2_below" for one in policies.eviction.parts):
+        raise InvalidInputError(f"{at}: eviction {policies.eviction}, but rows of {table.dtype} are no numbers and have no norm")
 
 
 def _erase_whole(store: Store, keys: RowKeys, timeout_s: float) -> None:

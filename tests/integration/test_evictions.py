@@ -196,6 +196,15 @@ def test_a_table_of_dense_ids_takes_no_eviction(local: LocalCluster) -> None:
             table.set_policies(eviction=evict.keep(10))
 
 
+def test_a_policy_that_could_do_nothing_for_a_table_is_refused(local: LocalCluster) -> None:
+    with kvemb.connect(local.url) as cluster:
+        with pytest.raises(InvalidInputError, match="frozen table takes no gradients"):
+            cluster.create_table("held", dim=4, frozen=True, admission=kvemb.admit.after(2))
+        opaque = cluster.create_table("opaque", dtype="bytes:8", eviction=evict.keep(10))
+        with pytest.raises(InvalidInputError, match="have no norm"):
+            opaque.set_policies(eviction=evict.keep(10) & evict.l2_below(0.1))
+
+
 def test_shards_of_a_sync_job_evict_between_two_steps(require_server: Callable[[str], str]) -> None:
     require_server("redis-server")
     with LocalCluster("redis", 1, shards=2, mode="sync", trainers=1) as local, kvemb.connect(local.url, trainer="a") as cluster:

@@ -30,7 +30,7 @@ from paramserver.apply.committer import Committer, Handover
 from paramserver.engine.engine import Engine
 from paramserver.eviction import evictor as evictor_module
 from paramserver.eviction.evictor import EvictionPorts, Evictor
-from paramserver.eviction.verdicts import leaves, terms
+from paramserver.eviction.verdicts import terms
 from paramserver.ingest.admission import Admissions
 from paramserver.ingest.ingest import Ingest
 from paramserver.ingest.sessions import Sessions
@@ -289,7 +289,7 @@ def require_none_is_left(shard: HandDriven) -> None:
     kept = [leaf for leaf in terms(shard.policy) if leaf.kind == "keep"]
     for leaf in kept:
         assert len(shard.model) <= leaf.limit
-    if any(leaf.unit == "days" for leaf in leaves(shard.policy)):
+    if any(leaf.unit == "days" for leaf in shard.policy.parts):
         shard.now_s += 0.05 * _DAY_S  # so much later they may be found
         shard.until_nothing_goes()
     k = shard.engine.k + 1
