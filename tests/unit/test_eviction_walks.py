@@ -45,6 +45,7 @@ from paramserver.recovery.replay import Recovery
 from paramserver.row_log.log_flush import from_storage, without_cache
 from tests.unit.lonely_engine import ALONE
 from tests.unit.mortal_shard import KilledError, MemoryJournal, MortalStore
+from tests.unit.snapshot_states import all_rows
 
 TABLE = TableDef("t", 2, kvemb.optim.sgd(1.0), kvemb.init.zeros())
 _NUMBERS = count()
@@ -211,7 +212,7 @@ class HandDriven:
         self.evictor.step()
 
     def save(self) -> None:
-        self.saved = self.engine.k, self.state.step, self.state.arrays()
+        self.saved = self.engine.k, self.state.step, all_rows(self.state)
         self.points = self.ages.points
 
     def die(self, n_rows: int) -> None:

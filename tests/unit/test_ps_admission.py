@@ -20,6 +20,7 @@ from paramserver.ingest.occurrences import LEAST_CELLS, MOST_CELLS, OccurrenceFi
 from paramserver.ingest.work_queue import merge_pushes
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows, PartTicket, Push, ReceivedPart
 from paramserver.model.tables import Tables
+from tests.unit.snapshot_states import all_rows
 
 TABLE = TableDef("t", 1, kvemb.optim.sgd(1.0), kvemb.init.zeros())
 OTHER = TableDef("free", 1, kvemb.optim.sgd(1.0), kvemb.init.zeros())
@@ -149,7 +150,7 @@ def test_what_is_held_back_is_that_of_a_model_with_a_crash_between_all_steps(adm
             model.rows = model.rows | set(given_ids) if what == ASSIGN else model.rows - set(given_ids)  # type: ignore[call-overload]
     while shard.apply():
         pass
-    assert set(shard.tables.state(TABLE).arrays()[0].tolist()) == model.rows
+    assert set(all_rows(shard.tables.state(TABLE))[0].tolist()) == model.rows
 
 
 @given(st.lists(st.lists(st.integers(0, 2**64 - 1), unique=True, max_size=20), max_size=40), st.integers(1, 255))
