@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from kvemb.protocol.shard_routing import MapSource
+from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 
@@ -104,7 +106,8 @@ class Committer:
         handover: where committed batches go.
         sync: whether lists of pushes are steps of a sync job.
         epoch, k: of the versions: the first batch is k + 1.
-        look: called before a batch is written.
+        maps: says which map is in force.
+        look: called before a batch is written where that is another one.
         failed: called with the error that ends the shard for good: all waiting work is to fail.
     """
 
@@ -118,11 +121,13 @@ class Committer:
         sync: bool,
         epoch: int,
         k: int,
+        maps: MapSource | None = None,
         look: Callable[[], None] = lambda: None,
         failed: Callable[[BaseException], None],
     ) -> None:
         self._ingest, self._tables, self._fenced_log, self._handover = ingest, tables, fenced_log, handover
-        self._look = look
+        self._maps, self._look = maps, look
+        self._followed: ClusterMap | None = None
         self._sync, self._epoch, self._failed = sync, epoch, failed
         self.k = k  # of the last batch numbered: pushes acknowledged before are in it or in earlier ones
         self._counting = threading.Lock()
@@ -159,7 +164,9 @@ class Committer:
         version = make_version(self._epoch, self.k + 1)
         steps = tuple(self._count(rows.definition, batch.kind) for rows in batch.tables)
         entry = BatchEntry(version, batch, steps, tuple(_watermarks(work)))
-        self._ingest.state.trouble.until_there_is_room(self._look, self.thread.wait)
+        if self._maps is not None and (now := self._maps.cluster_map) is not self._followed:
+            self._ingest.state.trouble.until_there_is_room(self._look, self.thread.wait)
+            self._followed = now
         end = self._ingest.state.trouble.until_there_is_room(lambda: self._fenced_log.append(entry), self.thread.wait)
         self.k += 1
         return Committed(version, batch, work, end)

@@ -24,7 +24,7 @@ from ..apply.committer import Committer, Handover
 from ..checkpoint.loader import note_carried_out
 from ..checkpoint.saver import Saver
 from ..feed.feed_events import FeedEvents
-from ..journal.applied_mark import AppliedMark
+from ..journal.write_ahead_log import AppliedMark
 from ..moves.handover_work import HandoverPorts, HandoverWork
 from ..moves.left_sessions import LeftSessions
 from ..moves.map_follower import MapFollower
@@ -98,7 +98,15 @@ class Shard:
         )
         versions = {"epoch": engine.epoch, "k": engine.k}
         self._committer = Committer(
-            parts.ingest, parts.tables, parts.fenced_log, handover, sync=sync, **versions, look=self._events.look, failed=self._failed
+            parts.ingest,
+            parts.tables,
+            parts.fenced_log,
+            handover,
+            sync=sync,
+            **versions,
+            maps=parts.maps,
+            look=self._events.look,
+            failed=self._failed,
         )
         self._saver = Saver(parts, store.nodes, lambda: self._committer.k, self._background.flush_for_save, data.path)
         checkpoints = CheckpointHandlers(self._saver, parts.registry, store.nodes, on_load)

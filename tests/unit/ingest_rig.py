@@ -30,8 +30,7 @@ from paramserver.ingest.sessions import Sessions
 from paramserver.ingest.sync_steps import SyncSteps
 from paramserver.ingest.work_queue import Limits
 from paramserver.journal import START
-from paramserver.journal.applied_mark import AppliedMark
-from paramserver.journal.write_ahead_log import FencedLog
+from paramserver.journal.write_ahead_log import AppliedMark, FencedLog
 from paramserver.model.batch import ERASE, CheckedRows, RowsWork
 from paramserver.model.tables import Tables
 from paramserver.model.transition import Timeline
@@ -104,7 +103,14 @@ class Rig:
         failed, self.handover, fenced_log = self._fail, Handover(), FencedLog(ForgetfulJournal(), lambda: None)  # type: ignore[arg-type]
         finder = ChangedRowsFinder(self.store, self.tables, 5)
         self.applier = Applier(
-            self.ingest, self.engine, self.tables, self.handover, finder=finder, background=background(self), mark=AppliedMark(0, START), failed=failed
+            self.ingest,
+            self.engine,
+            self.tables,
+            self.handover,
+            finder=finder,
+            background=background(self),
+            mark=AppliedMark(0, START),
+            failed=failed,
         )
         self.committer = Committer(self.ingest, self.tables, fenced_log, self.handover, sync=bool(trainers), epoch=1, k=0, failed=failed)
         self.applier.thread.start()
