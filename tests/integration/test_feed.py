@@ -27,6 +27,7 @@ from kvemb.protocol.feed_messages import FeedReply, FeedRequest
 from kvemb.protocol.messages import SERVICE
 from kvemb.schema.cluster_map import equal_runs
 from kvemb.schema.slots import N_SLOTS
+from paramserver.rpc.feed_streams import MAX_FEEDS
 from tests.integration.counting_trainers import PATIENCE_S, Trainer, wait_for
 from tests.integration.feed_log import FeedLog, ids_of
 from tests.integration.tls_clusters import TlsCluster, running
@@ -285,6 +286,16 @@ def test_a_feed_is_iterated_in_asyncio(local: LocalCluster) -> None:
         push(table, np.array([3]))
         push(table, np.array([3]))
         assert asyncio.run(first(feed, 2)) == [[3], [3]]
+
+
+def test_a_shard_has_places_for_so_many_subscribers_and_those_of_the_ended_are_free(local: LocalCluster) -> None:
+    with kvemb.connect(local.url) as cluster:
+        table = ledger(cluster)
+        for _ in range(MAX_FEEDS + 8):
+            cluster.feed().close()
+        feeds = [cluster.feed() for _ in range(MAX_FEEDS)]
+        push(table, np.array([3]))
+        assert [event.ids.tolist() for feed in feeds if (event := feed.take(PATIENCE_S)) is not None] == [[3]] * MAX_FEEDS
 
 
 def test_the_end_of_the_cluster_ends_its_feeds(local: LocalCluster) -> None:
