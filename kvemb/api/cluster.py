@@ -475,6 +475,7 @@ class Cluster:
             ShardUnavailableError: a shard did not answer.
 
         Example:
+            >>> import kvemb
             >>> with kvemb.local() as url, kvemb.connect(url) as cluster:
             ...     table = cluster.create_table("user", dim=2, optimizer=kvemb.optim.sgd(lr=1.0))
             ...     with cluster.feed() as feed:
