@@ -2,8 +2,10 @@
 
 import argparse
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from statistics import mean
 
@@ -37,12 +39,13 @@ _TFRA_OPERATIONS = 6.0
 
 @dataclass(frozen=True)
 class Way:
-    """How ours runs: durability, how gradients travel."""
+    """How ours runs: durability, how gradients travel, whether the connections have TLS, whether a process subscribes to the feed."""
 
     name: str
     durability: str
     wire_dtype: str = "float32"
     tls: bool = False
+    subscriber: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--durability", nargs="+", choices=DURABILITIES, default=["os", "fsync"], help="of the shards (os fsync)")
     parser.add_argument("--wire-dtype", choices=WIRE_DTYPES, default="bfloat16", help="of the last way's gradients (bfloat16)")
     parser.add_argument("--tls", action="store_true", help="also the first way with TLS between trainer, shards and storage (redis)")
+    parser.add_argument("--subscriber", action="store_true", help="also the first way with a process that subscribes to the feed")
     parser.add_argument("--seconds", type=positive, default=2.0, metavar="S", help="length of one turn (2)")
     parser.add_argument("--repeats", type=whole(1), default=3, metavar="N", help="rounds, after one to warm up (3)")
 
@@ -126,7 +130,7 @@ def lines_of(
             "/ plain": "–",
             "target": f"/ TFRA >= {targets[dim]}" if not lines and dim in targets else "–",
         }
-        if name == f"{first}, over TLS":
+        if name in (f"{first}, over TLS", f"{first}, with a subscriber"):
             plain = ours[first]
             figures["/ plain"] = Spread.of([mine.rows_per_s / one.rows_per_s for mine, one in zip(rounds, plain, strict=True)])
         if others:
@@ -158,6 +162,8 @@ def ways_of(options: argparse.Namespace) -> list[Way]:
         ways.append(Way(name, options.durability[0], options.wire_dtype))
     if options.tls:
         ways.append(Way(f"{ways[0].name}, over TLS", options.durability[0], tls=True))
+    if options.subscriber:
+        ways.append(Way(f"{ways[0].name}, with a subscriber", options.durability[0], subscriber=True))
     return ways
 
 
@@ -214,6 +220,8 @@ def _runner(
     )
     table.set_wire_dtype(way.wire_dtype)
     counter = stack.enter_context(CommandCounter.on(cluster.servers[0].port))
+    if way.subscriber:
+        stack.enter_context(_subscribed(cluster.url))
     return Runner(way.name, cluster, opened, Ours(table, batches), counter)
 
 
@@ -223,6 +231,27 @@ def _kind_of(way: Way) -> type[LocalCluster]:
     from tests.integration.encrypted_cluster import EncryptedCluster
 
     return EncryptedCluster
+
+
+_SUBSCRIBER = """
+import sys, kvemb
+with kvemb.connect(sys.argv[1]) as cluster, cluster.feed() as feed:
+    print("subscribed", flush=True)
+    for event in feed:
+        pass
+"""
+
+
+@contextmanager
+def _subscribed(url: str) -> Iterator[None]:
+    """Have a process take every event of a cluster's feed."""
+    with subprocess.Popen([sys.executable, "-c", _SUBSCRIBER, url], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            yield
+        finally:
+            process.kill()
 
 
 def _tfra(

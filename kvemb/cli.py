@@ -167,9 +167,7 @@ def _add_table_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]
     feed = verbs.add_parser("feed", help="print a line for everything that the shards change, until it is ended")
     takes_config(feed)
     feed.add_argument("--tables", default="", metavar="A,B", help="their names (default: all)")
-    feed.add_argument(
-        "--from", dest="start", default="now", metavar="X", help="now (default), start, or the position of an event of --json"
-    )
+    feed.add_argument("--from", dest="start", default="now", metavar="X", help="now (default), start, or an event's position")
     feed.add_argument("--weights", action="store_true", help="read the rows' weights from storage, too (for --json)")
     feed.add_argument("--json", action="store_true", help="for programs: each line an object")
     feed.set_defaults(run=_runs("feed_command", "feed_command"))

@@ -165,7 +165,7 @@ class SlotsMovedError(ParameterServerError):
 
 
 class FeedBehindError(ParameterServerError):
-    """A feed cannot go on where its subscriber was: what changed behind that is not known any more. The message says where to begin again."""
+    """A feed cannot go on where its subscriber was: later changes are not known any more. The message says where to begin again."""
 
 
 class AccessDeniedError(ParameterServerError):

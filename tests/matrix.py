@@ -26,6 +26,8 @@ FULL = (
     "tests/integration/test_monitoring.py",
     "tests/integration/test_nodes_command.py",
     "tests/integration/test_shards_command.py",
+    # Half a minute until a subscriber is cut off.
+    "tests/integration/test_feed.py::test_a_subscriber_that_reads_nothing",
     # Starts and ends of processes, of which each test needs several.
     "tests/integration/test_cli.py::test_a_demo_that_is_told_to_end",
     "tests/integration/test_fencing_stores.py::test_a_replica_that_takes_over",

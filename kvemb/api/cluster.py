@@ -35,7 +35,7 @@ from kvemb.schema.table_def import TableDef, check_table_name, frozen_or_trained
 from kvemb.stores.store import Store
 
 if TYPE_CHECKING:
-    from kvemb.api.feed import Feed
+    from kvemb.api.cluster_feed import ClusterFeed
     from kvemb.api.row_export import ExportProgress, ExportResult
     from kvemb.api.row_import import ImportProgress, ImportResult, RowArrays
     from kvemb.checkpoint.load import LoadProgress, LoadResult
@@ -60,7 +60,7 @@ class Cluster:
         self._tables = OpenTables(config, shared, self)
         self._lock = ForkLock()
         self._metrics: MetricsEndpoint | None = None
-        self._feeds: WeakSet[Feed] = WeakSet()
+        self._feeds: WeakSet[ClusterFeed] = WeakSet()
 
     @property
     def config(self) -> Config:
@@ -484,7 +484,7 @@ class Cluster:
         from_: str | Mapping[int, Sequence[int]] = "now",
         weights: bool = False,
         max_mb: float = 16.0,
-    ) -> Feed:
+    ) -> ClusterFeed:
         """Return what the shards change from now on, or from an earlier position, event by event; see docs/feed.md.
 
         Every acknowledged batch is told once it is in storage, in order, without gaps. After a restart of a shard or of the subscriber,
@@ -492,7 +492,7 @@ class Cluster:
 
         Args:
             tables: names of those that are wanted, also of tables that are created later; None for all.
-            from_: "now": what is pushed behind this call. "start": every row that there is, then what changes. Or `Feed.position` of an
+            from_: "now": what is pushed behind this call. "start": every row that there is, then what changes. Or the `position` of an
                 earlier feed, or (epoch, k) by shard: what changed behind that.
             weights: read the rows of each event from storage.
             max_mb: memory, per shard, for events that are not taken yet; a shard whose subscriber takes nothing for long ends its stream,
@@ -503,6 +503,7 @@ class Cluster:
             ShardUnavailableError: a shard did not answer.
 
         Example:
+            >>> import kvemb
             >>> with kvemb.local() as url, kvemb.connect(url) as cluster:
             ...     table = cluster.create_table("user", dim=2, optimizer=kvemb.optim.sgd(lr=1.0))
             ...     with cluster.feed() as feed:
@@ -511,7 +512,7 @@ class Cluster:
             >>> event.kind, event.table, event.ids.tolist()
             ('apply', 'user', [3, 7])
         """
-        from kvemb.api.feed import open_feed
+        from kvemb.api.cluster_feed import open_feed
 
         servers = self._shared.require_shards("feed").servers
         names = None if tables is None else tuple(map(check_table_name, tables))

@@ -1,7 +1,7 @@
 """The feeds of all shards as one: a thread per shard reads its stream ahead, a little; one consumer takes what is next.
 
-A stream that breaks is opened again from the position that it had reached. Slots that move between shards are told by the one that gave them
-and by the one that took them; what the taker tells behind that is held back until everything the giver told before is taken. So the
+A stream that breaks is opened again from the position that it had reached. Slots that move between shards are told by the one that gave
+them and by the one that took them; what the taker tells behind that is held back until everything the giver told before is taken. So the
 versions of a row never go back. Thread-safe; not fork-safe (`kvemb.client.all_shards`).
 """
 
@@ -245,7 +245,7 @@ class _ShardStream:
                 self._servers.look(Deadline.after(self._away_timeout_s))
 
     def _read_call(self) -> bool:
-        """Read one call's replies to its end; return whether there were any. Raises ShardUnavailableError where it is to be called again."""
+        """Read one call's replies to its end; return whether there were any. ShardUnavailableError: call again."""
         self._heard = False
         channel = self._servers.channels.get(self.shard)
         if channel is None and self._request.start == MOVE and self._last is None:

@@ -9,7 +9,7 @@ from kvemb.api import connect
 from kvemb.errors import ConfigError, n_of
 
 if TYPE_CHECKING:
-    from kvemb.api.feed import FeedEvent
+    from kvemb.api.cluster_feed import FeedEvent
 
 _SHOWN = 5  # ids of an event
 

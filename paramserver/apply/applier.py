@@ -18,7 +18,7 @@ from ..engine.batch_records import PreparedRows
 from ..engine.engine import Engine
 from ..ingest.ingest import Ingest
 from ..ingest.ingest_state import AbandonedError
-from ..journal.applied_mark import AppliedMark
+from ..journal.write_ahead_log import AppliedMark
 from ..model.batch import ReceivedPart, RefusedStep, RowsWork
 from ..model.tables import Tables
 from ..shard_process.owned_thread import OwnedThread

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.protocol.shard_routing import MapSource
+from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 
@@ -120,7 +122,8 @@ class Committer:
         admissions: decide which gradients are merged at all.
         sync: whether lists of pushes are steps of a sync job.
         epoch, k: of the versions: the first batch is k + 1.
-        look: called before a batch is written.
+        maps: says which map is in force.
+        look: called before a batch is written where that is another one.
         failed: called with the error that ends the shard for good: all waiting work is to fail.
     """
 
@@ -135,11 +138,13 @@ class Committer:
         sync: bool,
         epoch: int,
         k: int,
+        maps: MapSource | None = None,
         look: Callable[[], None] = lambda: None,
         failed: Callable[[BaseException], None],
     ) -> None:
         self._ingest, self._tables, self._fenced_log, self._handover = ingest, tables, fenced_log, handover
-        self._look, self._admissions = look, admissions
+        self._admissions, self._maps, self._look = admissions, maps, look
+        self._followed: ClusterMap | None = None
         self._sync, self._epoch, self._failed = sync, epoch, failed
         self.k = k  # of the last batch numbered: pushes acknowledged before are in it or in earlier ones
         self._counting = threading.Lock()
@@ -181,7 +186,9 @@ class Committer:
         version = make_version(self._epoch, self.k + 1)
         steps = tuple(self._count(rows.definition, batch.kind) for rows in batch.tables)
         entry = BatchEntry(version, batch, steps, tuple(_watermarks(work)))
-        self._ingest.state.trouble.until_there_is_room(self._look, self.thread.wait)
+        if self._maps is not None and (now := self._maps.cluster_map) is not self._followed:
+            self._ingest.state.trouble.until_there_is_room(self._look, self.thread.wait)
+            self._followed = now
         end = self._ingest.state.trouble.until_there_is_room(lambda: self._fenced_log.append(entry), self.thread.wait)
         self.k += 1
         self._admissions.numbered(batch, self.k)

@@ -290,6 +290,7 @@ class Loader:
                 for n_rows in stored:
                     self._done += n_rows
                     self._report(load_id, "writing")
+        self._shard.claim.require()
         parts.fenced_log.append(EventEntry(LOAD))
         parts.fenced_log.commit()
         self._data.write(LOADED, [b"%d\n" % serial], self._shard.claim.require)

@@ -1,8 +1,8 @@
 """The events of a shard that are no batches, written to its journal: moves of slots, loads, drops of tables.
 
-The event of a move stands behind every batch of slots that have gone, and before every batch of slots that have come: the former are drained
-before the map flips, the latter taken once it has, and the committer looks at the map before it writes a batch. A file in the shard's folder
-says which map was told last, so that a shard which did not live at the flip tells it all the same.
+The event of a move stands behind every batch of slots that have gone, and before every batch of slots that have come: the former are
+drained before the map flips, the latter taken once it has, and the committer looks at the map before it writes a batch. A file in the
+shard's folder says which map was told last, so that a shard which did not live at the flip tells it all the same.
 """
 
 import threading
@@ -16,9 +16,8 @@ from kvemb.protocol.shard_routing import MapSource
 from kvemb.schema.slots import from_runs, runs_of
 
 from ..journal import EventEntry
-from ..journal.applied_mark import AppliedMark
 from ..journal.entry import MOVED, Slots
-from ..journal.write_ahead_log import FencedLog
+from ..journal.write_ahead_log import AppliedMark, FencedLog
 from ..shard_process.data_dir import DataDir, mend
 
 TOLD = "feed-slots"  # the file: the serial, a line end, and the runs of all slots' shards
@@ -54,7 +53,7 @@ class FeedEvents:
 
     @property
     def told(self) -> tuple[int, NDArray[np.bool_]]:
-        """The serial of the last move whose event this shard has written, if it had a part in it; and its slots as of then, bool [16384]."""
+        """The serial of the last move whose event this shard has written, if it had a part in it; and its slots then, bool [16384]."""
         serial, owners = self._told
         return serial, owners == self._shard
 

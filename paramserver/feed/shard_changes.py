@@ -23,15 +23,15 @@ from kvemb.schema.record import make_version, split_version
 from kvemb.schema.table_def import TableDef
 
 from ..journal import BatchEntry, EventEntry, Position, decode_entry
-from ..journal.applied_mark import AppliedMark
+from ..journal.batch_search import before_move, behind_version, first_batch
 from ..journal.entry import LOAD, MOVED, Slots
+from ..journal.write_ahead_log import AppliedMark
 from ..model.batch import ERASE
 from ..recovery.shard_parts import ShardParts
 from ..row_log.run_merge import merged
 from ..row_log.run_set import RunView
 from ..row_log.sorted_run import ROWS
 from .feed_events import FeedEvents
-from .journal_place import before_move, behind_version, first_batch
 
 PIECE_IDS = 1 << 20  # of one reply; with their versions 16 MB
 _LOOK_S = 1.0
@@ -288,8 +288,8 @@ class ShardChanges:
 
     def _refused(self, why: str) -> FeedBehindError:
         return FeedBehindError(
-            f"shard {self._parts.shard}: the feed cannot go on from batch {self._request.k} of epoch {self._request.epoch}: {why}. Begin again "
-            'with from_="start", which tells every row that there is; rows that it does not tell are gone.'
+            f"shard {self._parts.shard}: the feed cannot go on from batch {self._request.k} of epoch {self._request.epoch}: {why}. Begin "
+            'again with from_="start", which tells every row that there is; rows that it does not tell are gone.'
         )
 
 

@@ -5,9 +5,9 @@
 
 The header of a batch is [format, "batch", version, kind, steps, watermarks, tables]. A watermark is [trainer, incarnation, sequence], a
 table [key, schema, n, dim, hyper]. The header of a session is [format, "session", trainer, incarnation], that of an event [format, "event",
-name, table, serial, gone, came, left], where slots are [[shard, [slot, …]], …]. Arrays lie at multiples of 8, so that they can be used where they
-were read. The framing of `segment` has a checksum. Even so decoding trusts no byte: every container has a
-small limit, and every type and length is checked before memory is allocated for it.
+name, table, serial, gone, came, left], where slots are [[shard, [slot, …]], …]. Arrays lie at multiples of 8, so that they can be used
+where they were read. The framing of `segment` has a checksum. Even so decoding trusts no byte: every container has a small limit, and every
+type and length is checked before memory is allocated for it.
 """
 
 import struct

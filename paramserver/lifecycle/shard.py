@@ -26,7 +26,7 @@ from ..checkpoint.saver import Saver
 from ..eviction.evictor import EvictionPorts, Evictor
 from ..feed.feed_events import FeedEvents
 from ..ingest.admission import Admissions
-from ..journal.applied_mark import AppliedMark
+from ..journal.write_ahead_log import AppliedMark
 from ..moves.handover_work import HandoverPorts, HandoverWork
 from ..moves.left_sessions import LeftSessions
 from ..moves.map_follower import MapFollower
@@ -112,6 +112,7 @@ class Shard:
             admissions=admissions,
             sync=sync,
             **versions,
+            maps=parts.maps,
             look=self._events.look,
             failed=self._failed,
         )

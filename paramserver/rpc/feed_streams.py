@@ -1,7 +1,7 @@
 """The feed's streams of one shard: how many there may be, and the end of those that nobody reads.
 
-A stream holds a thread, and one reply in memory: gRPC takes the next one when the subscriber has taken those before. A subscriber that takes
-nothing for long is cut off. It knows its position, and subscribes again from there.
+A stream holds a thread, and one reply in memory: gRPC takes the next one when the subscriber has taken those before. A subscriber that
+takes nothing for long is cut off. It knows its position, and subscribes again from there.
 """
 
 import logging
@@ -18,7 +18,7 @@ from kvemb.protocol.feed_messages import FeedRequest
 from ..feed.feed_events import FeedEvents
 from ..feed.shard_changes import ShardChanges
 from ..journal import EventEntry
-from ..journal.applied_mark import AppliedMark
+from ..journal.write_ahead_log import AppliedMark
 from ..recovery.shard_parts import ShardParts
 
 MAX_FEEDS = 32

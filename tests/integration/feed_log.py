@@ -6,7 +6,7 @@ from collections import defaultdict
 import numpy as np
 
 import kvemb
-from kvemb.api.feed import Feed, FeedEvent
+from kvemb.api.cluster_feed import ClusterFeed, FeedEvent
 from kvemb.net.deadline import Deadline
 
 PATIENCE_S = 90.0
@@ -21,7 +21,7 @@ class FeedLog(threading.Thread):
         n_told: of each table and id, how many different versions were told.
     """
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: ClusterFeed) -> None:
         super().__init__(name="feed-log", daemon=True)
         self.feed = feed
         self.events: list[FeedEvent] = []

@@ -2,13 +2,16 @@
 
 import asyncio
 import json
+import resource
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 from shard_moves import HastyTrainer, ShardMoves
@@ -19,11 +22,16 @@ import kvemb.optim
 from kvemb.errors import AccessDeniedError, FeedBehindError, InvalidInputError
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import free_ports
+from kvemb.net.deadline import Deadline
+from kvemb.protocol.feed_messages import FeedReply, FeedRequest
+from kvemb.protocol.messages import SERVICE
 from kvemb.schema.cluster_map import equal_runs
 from kvemb.schema.slots import N_SLOTS
+from paramserver.rpc.feed_streams import MAX_FEEDS
 from tests.integration.counting_trainers import PATIENCE_S, Trainer, wait_for
 from tests.integration.feed_log import FeedLog, ids_of
 from tests.integration.tls_clusters import TlsCluster, running
+from tests.raw_shard import RawShard
 
 
 @pytest.fixture
@@ -76,7 +84,7 @@ def test_every_batch_is_told_in_order_while_shards_are_killed_under_load(local: 
         assert [trainer.error for trainer in trainers] == [None, None]
         log.reach(cluster)
         log.stop()
-        rows, versions = cluster.table("ledger").pull_known(np.arange(64, dtype=np.uint64))
+        _, versions = cluster.table("ledger").pull_known(np.arange(64, dtype=np.uint64))
         progress = cluster.progress()
     assert [versions[row] for row in range(64)] == [log.versions["ledger", row] for row in range(64)]
     for shard, (_, k) in enumerate(progress):
@@ -183,8 +191,7 @@ def test_erased_rows_that_the_log_has_forgotten_send_the_subscriber_back_to_the_
         table.erase(np.arange(10))
         cut_journal(table, 120)  # runs are merged
         with cluster.feed(from_=position) as feed, pytest.raises(FeedBehindError, match=r'erased since is not known.*from_="start"'):
-            while feed.take(5.0) is not None:
-                pass
+            feed.take(PATIENCE_S)
 
 
 def test_a_slot_that_moves_is_told_by_both_shards_and_no_version_goes_back(require_server: Callable[[str], str]) -> None:
@@ -265,7 +272,7 @@ def test_a_load_tells_all_rows_again_and_a_drop_its_erased_rows(local: LocalClus
 
 
 def test_a_feed_is_iterated_in_asyncio(local: LocalCluster) -> None:
-    async def first(feed: kvemb.api.feed.Feed, n: int) -> list[list[int]]:
+    async def first(feed: kvemb.api.cluster_feed.ClusterFeed, n: int) -> list[list[int]]:
         got = []
         async for event in feed:
             got.append(event.ids.tolist())
@@ -279,6 +286,16 @@ def test_a_feed_is_iterated_in_asyncio(local: LocalCluster) -> None:
         push(table, np.array([3]))
         push(table, np.array([3]))
         assert asyncio.run(first(feed, 2)) == [[3], [3]]
+
+
+def test_a_shard_has_places_for_so_many_subscribers_and_those_of_the_ended_are_free(local: LocalCluster) -> None:
+    with kvemb.connect(local.url) as cluster:
+        table = ledger(cluster)
+        for _ in range(MAX_FEEDS + 8):
+            cluster.feed().close()
+        feeds = [cluster.feed() for _ in range(MAX_FEEDS)]
+        push(table, np.array([3]))
+        assert [event.ids.tolist() for feed in feeds if (event := feed.take(PATIENCE_S)) is not None] == [[3]] * MAX_FEEDS
 
 
 def test_the_end_of_the_cluster_ends_its_feeds(local: LocalCluster) -> None:
@@ -320,3 +337,36 @@ def test_the_command_prints_a_line_of_json_for_every_event(local: LocalCluster) 
     assert sorted(event["kind"] for event in events) == ["apply", "apply", "caught-up", "caught-up"]
     assert sorted(row for event in events for row in event.get("ids", [])) == [0, 1, 2, 3]
     assert all(event["weights"] == [[-1.0] * 4] * len(event["ids"]) for event in events if event["kind"] == "apply")
+
+
+@pytest.mark.timeout(300)
+def test_a_subscriber_that_reads_nothing_is_cut_off_and_costs_the_shard_no_memory(require_server: Callable[[str], str]) -> None:
+    with LocalCluster("valkey", memory_mb=256, cache_mb=8) as local, kvemb.connect(local.url) as cluster:
+        table = cluster.create_table("wide", dim=1, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+        ids, grads = np.arange(200_000), np.ones((200_000, 1), np.float32)
+        for _ in range(6):  # buffers have their size
+            table.push(ids, grads).wait_applied(PATIENCE_S)
+        with closing(RawShard(cluster.config.servers.shards[0])) as shard:
+            stalled = shard.channel.unary_stream(f"/{SERVICE}/Feed")(FeedRequest("now", []).encode())
+            begun, told = FeedReply.decode(next(stalled)), list[int]()
+            before, n_batches, deadline = resident_mb(local.shards[0].pid), 0, Deadline.after(PATIENCE_S)
+            while stalled.is_active() and not deadline.expired:
+                table.push(ids, grads).wait_applied(PATIENCE_S)
+                n_batches += 1
+            assert resident_mb(local.shards[0].pid) - before < n_batches * 1.6 / 2  # megabytes of events that were not read
+            with pytest.raises(grpc.RpcError) as ended:
+                told.extend(FeedReply.decode(data).k for data in stalled)
+            assert ended.value.code() is grpc.StatusCode.CANCELLED
+        assert n_batches > 30
+        assert told == list(range(begun.k + 1, begun.k + 1 + len(told)))
+        assert len(told) < n_batches
+        with cluster.feed(from_={0: begun.position}) as feed:
+            for k in range(begun.k + 1, begun.k + n_batches + 1):
+                event = feed.take(PATIENCE_S)
+                assert event is not None
+                assert (event.k, len(event.ids)) == (k, 200_000)
+
+
+def resident_mb(pid: int) -> float:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / (1 << 20)

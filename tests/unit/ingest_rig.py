@@ -32,8 +32,7 @@ from paramserver.ingest.sessions import Sessions
 from paramserver.ingest.sync_steps import SyncSteps
 from paramserver.ingest.work_queue import Limits
 from paramserver.journal import START
-from paramserver.journal.applied_mark import AppliedMark
-from paramserver.journal.write_ahead_log import FencedLog
+from paramserver.journal.write_ahead_log import AppliedMark, FencedLog
 from paramserver.model.batch import ERASE, CheckedRows, RowsWork
 from paramserver.model.tables import Tables
 from paramserver.model.transition import Timeline

@@ -7,8 +7,8 @@ import pytest
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import make_version
 from paramserver.journal import BatchEntry, Journal, SessionEntry, Watermark, encode_entry
+from paramserver.journal.batch_search import trainers_of
 from paramserver.model.batch import APPLY, Batch
-from paramserver.rpc.inspection_handlers import trainers_of
 
 N_BATCHES = 40
 

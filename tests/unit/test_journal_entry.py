@@ -16,7 +16,7 @@ import kvemb.optim
 from kvemb.errors import JournalDamagedError, UnknownTableError
 from kvemb.optim import FROZEN
 from kvemb.schema.table_def import TableDef
-from paramserver.journal import BatchEntry, Entry, SessionEntry, Watermark, decode_entry, encode_entry
+from paramserver.journal import BatchEntry, Entry, EventEntry, SessionEntry, Watermark, decode_entry, encode_entry
 from paramserver.journal.segment import SegmentHeader, frame
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 
@@ -45,6 +45,7 @@ BATCH = BatchEntry(
     (Watermark("trainer-ä", 4, 2**50), Watermark("t2", 1, 1)),
 )
 SESSION = SessionEntry("trainer-ä", 9)
+EVENT = EventEntry("moved", "", 3, ((1, (7, 16383)),), ((0, (2,)), (2, (5,))), left=True)
 
 
 def packed(entry: Entry) -> bytes:
@@ -116,8 +117,19 @@ def test_everything_comes_back(kind: str, ids: dict, version: int, marks: list, 
     assert packed(decode_entry(memoryview(data), find)) == data
 
 
-def test_sessions_come_back() -> None:
-    assert decode_entry(packed(SESSION), find) == SESSION
+def test_sessions_and_events_come_back() -> None:
+    for entry in (SESSION, EVENT, EventEntry("drop", "user\n2"), EventEntry("load")):
+        assert decode_entry(packed(entry), find) == entry
+
+
+@pytest.mark.parametrize("change", [{2: "gone"}, {4: -1}, {5: [[1, 7]]}, {6: [[1, [-7]]]}, {7: 1}])
+def test_an_event_with_a_wrong_field_is_refused(change: dict[int, object]) -> None:
+    fields = [1, "event", "moved", "", 3, [], [], False]
+    for at, value in change.items():
+        fields[at] = value
+    header = msgpack.packb(fields)
+    with pytest.raises(JournalDamagedError):
+        decode_entry(struct.pack("<I", len(header)) + header, find)
 
 
 def test_arrays_are_views_of_the_payload_and_lie_at_multiples_of_their_size() -> None:
@@ -142,6 +154,7 @@ def test_encoding_copies_no_rows() -> None:
     [
         ("batch entry", packed(BATCH)),
         ("session entry", packed(SESSION)),
+        ("event entry", packed(EVENT)),
         ("segment header", SegmentHeader(3, 0x0123456789ABCDEF, 4096).pack()),
         ("entry header", frame(SegmentHeader(3, 0x0123456789ABCDEF, 4096), 48, 48, [b"payl", b"oad"])),
     ],
@@ -157,7 +170,7 @@ def test_a_truncated_entry_is_refused(size: int) -> None:
 
 
 def test_trailing_bytes_are_refused() -> None:
-    for entry in (BATCH, SESSION):
+    for entry in (BATCH, SESSION, EVENT):
         with pytest.raises(JournalDamagedError):
             decode_entry(packed(entry) + bytes(8), find)
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from kvemb.arrays.rounding import round_nearest
 from kvemb.errors import MessageError
+from kvemb.protocol import feed_messages as feed
 from kvemb.protocol import messages as m
 from kvemb.protocol import move_messages as moves
 from kvemb.protocol.message_format import MAGIC, MAX_MESSAGE_BYTES, PROTOCOL_VERSION, ChangedRowsBlock, Message, TableRows
@@ -92,6 +93,9 @@ EXAMPLES: dict[str, Message] = {
     "WatermarksRequest": moves.WatermarksRequest(7),
     "WatermarksReply": moves.WatermarksReply(True, b"\x90"),
     "LeftSessionsRequest": moves.LeftSessionsRequest(2),
+    "FeedRequest": feed.FeedRequest("position", ["user"], 2, 9, 1, 3, 4096),
+    "FeedReply": feed.FeedReply("apply", True, 2, 10, 1, 3, 8192, [rows(2, 0, versions=False)]),
+    "FeedReply of a move": feed.FeedReply("moved", True, 2, 10, 2, 3, 8300, [], {"gone": [[1, b"\x07\x00"]], "came": [], "left": False}),
     "LeftSessionRequest": moves.LeftSessionRequest(2, "trainer-0", 3),
     "LoadRequest": m.LoadRequest("2" * 32, "s3://bucket/run", "1" * 32, True),
 }
@@ -142,7 +146,7 @@ def test_fields_that_an_earlier_release_did_not_send_have_their_defaults_and_oth
 def test_every_message_type_has_a_golden() -> None:
     assert {type(example).__name__ for example in EXAMPLES.values()} == {
         name
-        for name, kind in {**vars(m), **vars(moves)}.items()
+        for name, kind in {**vars(m), **vars(moves), **vars(feed)}.items()
         if isinstance(kind, type) and issubclass(kind, Message) and kind is not Message
     }
     assert set(GOLDEN) == set(EXAMPLES)

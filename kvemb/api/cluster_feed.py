@@ -55,7 +55,7 @@ class FeedEvent:
     came: Mapping[int, NDArray[np.uint16]] = field(default_factory=lambda: _NO_SLOTS)
 
 
-class Feed:
+class ClusterFeed:
     """What the shards of a cluster change, as an iterator without an end; made by `Cluster.feed`.
 
     One thread iterates, with `for` or `async for`; any may call `close`. Not fork-safe.
@@ -112,7 +112,7 @@ class Feed:
             if event is not None:
                 yield event
 
-    def __enter__(self) -> Feed:
+    def __enter__(self) -> ClusterFeed:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -165,7 +165,7 @@ def open_feed(
     weights: bool,
     max_mb: float,
     away_timeout_s: float,
-) -> Feed:
+) -> ClusterFeed:
     """Open a feed; see `Cluster.feed`."""
     from kvemb.client.change_feed import ChangeFeed
 
@@ -175,12 +175,12 @@ def open_feed(
     if start not in (NOW, START) and (isinstance(start, str) or not start):
         raise InvalidInputError(f'from_ is {from_!r}; give "now", "start", or the position of an earlier feed, by shard')
     changes = ChangeFeed(servers, start, names or (), max_bytes=int(max_mb * (1 << 20)), away_timeout_s=away_timeout_s)
-    return Feed(changes, table, weights=weights)
+    return ClusterFeed(changes, table, weights=weights)
 
 
 def _position(shard: int, at: Sequence[int]) -> FeedPosition:
     if not 2 <= len(at) <= 5 or not all(type(one) is int and 0 <= one < 1 << 63 for one in at):
-        raise InvalidInputError(f"from_[{shard!r}] is {at!r}; give (epoch, k), or what Feed.position has")
+        raise InvalidInputError(f"from_[{shard!r}] is {at!r}; give (epoch, k), or what ClusterFeed.position has")
     return FeedPosition(*at)
 
 
