@@ -99,7 +99,7 @@ class _TableWalk:
 
 
 @dataclass(eq=False)
-class _Known:
+class _LastWalk:
     """What is known of a table from its last walk.
 
     Args:
@@ -177,7 +177,7 @@ class Evictor:
     ) -> None:
         self._tables, self._ages, self._ports, self._clock = tables, ages, ports, clock
         self._wall_ahead_s = (time.time() if wall_s is None else wall_s) - clock()
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _LastWalk] = {}
         self._done: dict[str, TableEvictions] = {}
         self._unsaid: dict[str, tuple[float, TableEvictions]] = {}
         self._walk: _TableWalk | None = None
@@ -251,7 +251,7 @@ class Evictor:
             if policy.kind == "never":
                 self._known.pop(key, None)
                 continue
-            known = self._known.setdefault(key, _Known())
+            known = self._known.setdefault(key, _LastWalk())
             if known.policy != policy:
                 known.policy, known.due_s = policy, now_s
             if self._has_to_do(table, policy, known, now_s):
@@ -262,7 +262,7 @@ class Evictor:
         counts, k = self._known[table.definition.key].counts, self._ports.applied_k()
         return _TableWalk(table, policy, PushCounts(counts.lowest if counts is not None else 0, max(k, 0)))
 
-    def _has_to_do(self, table: TableState, policy: Eviction, known: _Known, now_s: float) -> bool:
+    def _has_to_do(self, table: TableState, policy: Eviction, known: _LastWalk, now_s: float) -> bool:
         if not table.n_rows:
             return False
         if self._has_above(_BEGIN, table, policy):
@@ -277,7 +277,7 @@ class Evictor:
         rows = {int(leaf.limit) for leaf in policy.parts if leaf.kind == "keep"}
         return {limit: limit * self._ports.share(definition) for limit in rows}
 
-    def _limits(self, table: TableState, policy: Eviction, known: _Known, n_doomed: int = 0) -> EvictionLimits:
+    def _limits(self, table: TableState, policy: Eviction, known: _LastWalk, n_doomed: int = 0) -> EvictionLimits:
         n_rows = table.n_rows - n_doomed
         excess = {limit: max(0, n_rows - int(_AIM * kept)) for limit, kept in self._kept(policy, table.definition).items()}
         k, now_s = self._ports.applied_k(), self._clock() + self._wall_ahead_s
@@ -286,7 +286,7 @@ class Evictor:
 
     def _look(self, walk: _TableWalk) -> None:
         """Judge the next slice of rows."""
-        table, known = walk.table, self._known.get(walk.table.definition.key, _Known())
+        table, known = walk.table, self._known.get(walk.table.definition.key, _LastWalk())
         reads = any(leaf.kind == "l2_below" for leaf in walk.policy.parts)
         ids, versions, next_ = table.portion(walk.at, n_rows=_SLICE_READ if reads else _SLICE_ROWS)
         pushed = self._ages.last_push(table.definition, ids, versions)
@@ -321,7 +321,7 @@ class Evictor:
 
     def _end_walk(self, walk: _TableWalk) -> None:
         now_s, table = self._clock(), walk.table
-        known = self._known.get(table.definition.key, _Known())
+        known = self._known.get(table.definition.key, _LastWalk())
         known.hot = known.counts is not None and not walk.n_sent and self._has_above(_BEGIN, table, walk.policy)
         known.counts, known.due_s = walk.counts, now_s + _ROUND_S
         self._walk = None
@@ -374,7 +374,7 @@ class Evictor:
             DeadlineExceededError: the walk did not end in time.
             StorageError: weights could not be read.
         """
-        policy, known, would = self._ports.policy(table.definition), _Known(), TableEvictions()
+        policy, known, would = self._ports.policy(table.definition), _LastWalk(), TableEvictions()
         if policy.kind == "never":
             return would
         if self._kept(policy, table.definition):
