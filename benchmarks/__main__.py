@@ -20,6 +20,7 @@ from benchmarks import (
     latency,
     memory,
     new_rows,
+    policies,
     pull,
     recovery,
     scale,
@@ -51,13 +52,14 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "memory": Benchmark(memory.memory, memory.add_arguments),
     "elastic": Benchmark(elastic.elastic, elastic.add_arguments),
     "evictions": Benchmark(evictions.evictions, evictions.add_arguments),
+    "policies": Benchmark(policies.policies, policies.add_arguments),
     "frameworks": Benchmark(frameworks.frameworks, frameworks.add_arguments),
     "index": Benchmark(index.index, index.add_arguments),
     "scale": Benchmark(scale.scale, scale.add_arguments),
 }
 
 
-BY_NAME_ONLY = ("dlrm", "elastic", "evictions", "frameworks", "index")
+BY_NAME_ONLY = ("dlrm", "elastic", "evictions", "frameworks", "index", "policies")
 """Left out when no name is given: they take minutes of their own, and all others together are to take less than fifteen."""
 
 
