@@ -94,9 +94,9 @@ class Handover:
             return self._at_work
 
     def unapplied(self) -> list[Batch]:
-        """Return the batches that may not be applied yet, the one at work among them."""
+        """Return the batches that may not be applied yet, in their order, the one at work among them."""
         with self._changed:
-            return [one.batch for one in (*self._waiting, self._at_work) if one is not None]
+            return [one.batch for one in (self._at_work, *self._waiting) if one is not None]
 
     def wake(self) -> None:
         """Wake the thread that waits for a batch, so that it looks for other work."""
@@ -149,6 +149,7 @@ class Committer:
         self.k = k  # of the last batch numbered: pushes acknowledged before are in it or in earlier ones
         self._counting = threading.Lock()
         self._steps: dict[str, int] = {}  # per table, behind the last batch numbered
+        self._group: list[Committed] = []  # numbered, and not in the journal for certain
         self.thread = OwnedThread(self._run, name="kvemb-journal", wakes=(ingest.state.stop, handover.close))
 
     def rise(self, epoch: int) -> int:
@@ -169,16 +170,15 @@ class Committer:
             self._failed(error)
 
     def _commit(self, group: Sequence[Work]) -> None:
-        committed: list[Committed] = []
         for at, work in enumerate(group, 1):
             if isinstance(work, EvictionWork):
-                others = [rows for one in committed for rows in one.batch.tables] + [rows for one in group[at:] for rows in _rows_of(one)]
-                work.decide(self._unchanged(work.rows, others))
-            committed.append(self._append(work))
+                work.decide(self._unchanged(work.rows, [rows for one in group[at:] for rows in _rows_of(one)]))
+            self._group.append(self._append(work))
         self._ingest.state.trouble.until_there_is_room(self._fenced_log.commit, self.thread.wait)
         self._ingest.outcomes.journaled(group)
-        for batch in committed:
+        for batch in self._group:
             self._handover.put(batch)
+        self._group = []
 
     def _append(self, work: Work) -> Committed:
         """Number a piece of work and append it to the journal."""
@@ -191,18 +191,20 @@ class Committer:
             self._followed = now
         end = self._ingest.state.trouble.until_there_is_room(lambda: self._fenced_log.append(entry), self.thread.wait)
         self.k += 1
-        self._admissions.numbered(batch, self.k)
         return Committed(version, batch, work, end)
 
     def _unchanged(self, rows: CheckedRows, others: Sequence[CheckedRows]) -> NDArray[np.bool_]:
         """Which rows have the versions that they were chosen by, and are in no batch that is on its way, nor among these others."""
-        # The batches on their way are asked for first: the index knows those that are applied meanwhile.
-        others = [*(one for batch in self._handover.unapplied() for one in batch.tables), *others]
+        others = [*(one for batch in self._unapplied() for one in batch.tables), *others]
         unchanged: NDArray[np.bool_] = self._tables.state(rows.definition).versions_now(rows.ids) == rows.versions
         for one in others:
             if one.definition.key == rows.definition.key:
                 unchanged &= ~np.isin(rows.ids, one.ids)
         return unchanged
+
+    def _unapplied(self) -> list[Batch]:
+        """The batches that are numbered and may not be applied yet, in order; ask before the index, which knows those applied meanwhile."""
+        return [*self._handover.unapplied(), *(one.batch for one in self._group)]
 
     def _batch(self, work: Work) -> Batch:
         if isinstance(work, RowsWork):
@@ -210,7 +212,7 @@ class Committer:
         # A batch without tables changes nothing: it is there for its watermarks.
         if isinstance(work, RefusedStep):
             return Batch(ERASE, ())
-        return merge_pushes(self._admissions.admit(work, self.k + 1), sync=self._sync)
+        return merge_pushes(self._admissions.admit(work, self.k + 1, self._unapplied), sync=self._sync)
 
     def raise_step(self, state: TableState, step: int) -> None:
         """Let a table count at least so many applies, with batches on their way on top. Between two batches, apply thread only.

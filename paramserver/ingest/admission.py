@@ -9,10 +9,9 @@ An id counts once for each push that names it: a trainer sums the gradients of e
 policies as values (`kvemb.admit`), how occurrences are counted (`paramserver.ingest.occurrences`).
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,30 +31,19 @@ _PolicyOf = Callable[[str, int], Policies]
 """(key of a table, serial of the registry of tables; 0: the newest) -> its policies."""
 
 
-class _IdsOfBatch(NamedTuple):
-    """The ids of a batch, ascending, by the key of their table."""
-
-    k: int
-    kind: str
-    ids: dict[str, NDArray[np.uint64]]
-
-
 class Admissions:
     """Decides which gradients of pushes are applied. For the committer's thread; `held_back` and `filter_bytes` for any.
 
     Args:
         policies: returns those of a table.
         tables: of the shard; they know which rows exist.
-        applied: returns the number of the last batch applied.
         sync: whether pushes are steps of a sync job: then their policies are those that one of their trainers can have known. Otherwise the
             newest.
     """
 
-    def __init__(self, policies: _PolicyOf, tables: Tables, applied: Callable[[], int], *, sync: bool) -> None:
-        self._policies, self._tables, self._applied, self._sync = policies, tables, applied, sync
+    def __init__(self, policies: _PolicyOf, tables: Tables, *, sync: bool) -> None:
+        self._policies, self._tables, self._sync = policies, tables, sync
         self._filters: dict[str, OccurrenceFilter] = {}
-        self._unapplied: deque[_IdsOfBatch] = deque()  # batches that may not be applied yet
-        self._watched: set[str] = set()  # keys of tables that have had a policy
         self.held_back: Counter[str] = Counter()
         """Gradients held back since the shard's process started, by the name of their table."""
 
@@ -63,12 +51,13 @@ class Admissions:
         """Memory of a table's counts."""
         return found.size_bytes if (found := self._filters.get(key)) is not None else 0
 
-    def admit(self, pushes: Sequence[Push], k: int) -> Sequence[Push]:
+    def admit(self, pushes: Sequence[Push], k: int, unapplied: Callable[[], Sequence[Batch]]) -> Sequence[Push]:
         """Return pushes without the rows that are held back, whose number the tickets of their parts are told.
 
         Args:
             pushes: of one batch.
             k: its number, by which draws are made.
+            unapplied: returns the batches before it that may not be applied yet, in their order.
         """
         serial = max(part.tables_serial for push in pushes for part in push.parts) if self._sync else 0
         for key in [key for key in self._filters if self._policies(key, serial).admission.kind != "after"]:
@@ -77,43 +66,22 @@ class Admissions:
         for definition in found.values():
             admission = self._policies(definition.key, serial).admission
             if admission.kind != "any":
-                self._watched.add(definition.key)
-                pushes = self._admit_to(definition, admission, pushes, k)
+                pushes = self._admit_to(definition, admission, pushes, k, unapplied)
         return pushes
 
-    def numbered(self, batch: Batch, k: int) -> None:
-        """Note a batch that was numbered: of tables with a policy, the ids that it gives rows, or takes them from.
-
-        So the batches under way when a table gets its first policy are not noted, and ids that are new in them may be held back once.
-        """
-        while self._unapplied and self._unapplied[0].k <= self._applied():
-            self._unapplied.popleft()
-        ids = dict[str, NDArray[np.uint64]]()
-        for rows in batch.tables:
-            key = rows.definition.key
-            if key in self._watched or self._policies(key, 0).admission.kind != "any":
-                ids[key] = np.sort(rows.ids)
-        if ids:
-            self._unapplied.append(_IdsOfBatch(k, batch.kind, ids))
-
-    def _admit_to(self, definition: TableDef, admission: Admission, pushes: Sequence[Push], k: int) -> Sequence[Push]:
+    def _admit_to(
+        self, definition: TableDef, admission: Admission, pushes: Sequence[Push], k: int, unapplied: Callable[[], Sequence[Batch]]
+    ) -> Sequence[Push]:
         key = definition.key
         named = [rows for push in pushes for part in push.parts for rows in part.tables if rows.definition.key == key]
         groups = group_by_id(named[0].ids if len(named) == 1 else np.concatenate([rows.ids for rows in named]))  # one part behind the other
-        held = self._held_back(definition, admission, groups.ids, np.diff(groups.starts, append=len(groups.inverse)), k)
+        held, counts = ~self._known(definition, groups.ids, unapplied()), np.diff(groups.starts, append=len(groups.inverse))
+        new = np.flatnonzero(held)
+        held[new] = ~self._let_in(definition, admission, groups.ids[new], counts[new], k)
         if not held.any():
             return pushes
         self.held_back[definition.name] += int(np.count_nonzero(held[groups.inverse]))
         return [replace(push, parts=tuple(_without(part, key, groups.ids, held) for part in push.parts)) for push in pushes]
-
-    def _held_back(
-        self, definition: TableDef, admission: Admission, ids: NDArray[np.uint64], counts: NDArray[np.int64], k: int
-    ) -> NDArray[np.bool_]:
-        """Return which of n unique ids, each of which has come so often, get no row: bool [n]."""
-        held = ~self._known(definition, ids)
-        new = np.flatnonzero(held)
-        held[new] = ~self._let_in(definition, admission, ids[new], counts[new], k)
-        return held
 
     def _let_in(
         self, definition: TableDef, admission: Admission, ids: NDArray[np.uint64], counts: NDArray[np.int64], k: int
@@ -128,15 +96,16 @@ class Admissions:
         let_in: NDArray[np.bool_] = (drawn >> np.uint64(11)) * _TO_UNIT < at_least_once
         return let_in
 
-    def _known(self, definition: TableDef, ids: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    def _known(self, definition: TableDef, ids: NDArray[np.uint64], unapplied: Sequence[Batch]) -> NDArray[np.bool_]:
         """Return which of n unique ids have a row behind the batches numbered so far: bool [n].
 
-        The table may have been changed by some of the batches that are looked through, in their order: it comes out the same.
+        Some of the batches that are looked through may have been applied meanwhile: in their order they change nothing then.
         """
-        unapplied = [one for one in self._unapplied if definition.key in one.ids and one.k > self._applied()]
         known = self._tables.state(definition).known(ids)
-        for one in unapplied:
-            known[_are_in(ids, one.ids[definition.key])] = one.kind != ERASE
+        for batch in unapplied:
+            for rows in batch.tables:
+                if rows.definition.key == definition.key:
+                    known[_are_in(ids, rows.ids)] = batch.kind != ERASE
         return known
 
 
@@ -153,7 +122,8 @@ def _without(part: ReceivedPart, key: str, ids: NDArray[np.uint64], held: NDArra
 
 
 def _are_in(ids: NDArray[np.uint64], some: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Return which ids are among some that ascend."""
+    """Return which ids are among some, which ascend as a rule: bool [n]."""
+    some = some if (some[1:] > some[:-1]).all() else np.sort(some)
     at = np.minimum(np.searchsorted(some, ids), len(some) - 1)
     found: NDArray[np.bool_] = some[at] == ids if len(some) else np.zeros(len(ids), np.bool_)
     return found

@@ -103,7 +103,7 @@ class Shard:
             tables_serial=lambda: parts.registry.serial,
         )
         versions = {"epoch": engine.epoch, "k": engine.k}
-        admissions = Admissions(parts.registry.policies, parts.tables, lambda: engine.k, sync=sync)
+        admissions = Admissions(parts.registry.policies, parts.tables, sync=sync)
         self._committer = Committer(
             parts.ingest,
             parts.tables,

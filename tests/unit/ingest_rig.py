@@ -116,7 +116,7 @@ class Rig:
             tables_serial=lambda: 0,
         )
         sync, self.policies = bool(trainers), dict[str, Policies]()
-        admissions = Admissions(lambda key, serial: self.policies.get(key, NO_POLICIES), self.tables, lambda: self.engine.k, sync=sync)
+        admissions = Admissions(lambda key, serial: self.policies.get(key, NO_POLICIES), self.tables, sync=sync)
         self.committer = Committer(
             self.ingest, self.tables, fenced_log, self.handover, admissions=admissions, sync=sync, epoch=1, k=0, failed=failed
         )

@@ -110,7 +110,7 @@ class HandDriven:
         self.ages = RowAges(self.points, k=self.engine.k)
         self.ages.mark(self.now_s, self.engine.k)
         self.handover = Handover(100)
-        admissions = Admissions(lambda key, serial: NO_POLICIES, self.tables, lambda: self.engine.k, sync=False)
+        admissions = Admissions(lambda key, serial: NO_POLICIES, self.tables, sync=False)
         journal, epoch = _Journal(self.entries), self.epoch
         self.committer = Committer(
             self.ingest,

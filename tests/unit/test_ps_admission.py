@@ -78,9 +78,7 @@ class Shard:
     def start(self) -> None:
         """As after a crash: what is in the journal is applied, counts are gone."""
         self.tables, self.n_applied = Tables([]), 0
-        self.admissions = Admissions(
-            lambda key, serial: self._policies.get(key, NO_POLICIES), self.tables, lambda: self.n_applied, sync=False
-        )
+        self.admissions = Admissions(lambda key, serial: self._policies.get(key, NO_POLICIES), self.tables, sync=False)
         while self.apply():
             pass
 
@@ -89,16 +87,18 @@ class Shard:
         tickets = [PartTicket(next(self._sequences), 0, 0) for _ in parts]
         received = [ReceivedPart((rows_of(ids), rows_of(ids, OTHER)), ticket) for ids, ticket in zip(parts, tickets, strict=True)]
         pushes = [Push(f"t{number}", number, 1, (part,)) for number, part in enumerate(received, start=1)]
-        self._number(merge_pushes(self.admissions.admit(pushes, len(self.journal) + 1), sync=False))
+        self._number(merge_pushes(self.admissions.admit(pushes, len(self.journal) + 1, self.unapplied), sync=False))
         return [ticket.held_back for ticket in tickets]
 
     def change(self, kind: str, ids: list[int]) -> None:
         self._number(Batch(kind, (rows_of(ids),)))
 
     def _number(self, batch: Batch) -> None:
-        k = len(self.journal) + 1
-        self.journal.append((k, batch))
-        self.admissions.numbered(batch, k)
+        self.journal.append((len(self.journal) + 1, batch))
+
+    def unapplied(self) -> list[Batch]:
+        """As a hand-over has them: the batch applied last among them."""
+        return [batch for _, batch in self.journal[max(0, self.n_applied - 1) :]]
 
     def apply(self) -> bool:
         if self.n_applied == len(self.journal):
@@ -231,7 +231,7 @@ def test_a_sync_step_is_decided_by_the_newest_policies_that_one_of_its_trainers_
     pushes = [Push(f"t{number}", number, 1, (part,)) for number, part in enumerate(parts, start=1)]
     for sync, expected in ((True, 7), (False, 0)):
         asked.clear()
-        Admissions(policies, Tables([]), lambda: 0, sync=sync).admit(pushes, 1)
+        Admissions(policies, Tables([]), sync=sync).admit(pushes, 1, list)
         assert set(asked) == {expected}
 
 

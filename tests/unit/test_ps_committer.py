@@ -80,9 +80,8 @@ class Rig:
         self.failed: list[BaseException] = []
         self.over = threading.Event()
         sync = bool(trainers)
-        self.admissions = Admissions(lambda key, serial: self.policies(key, serial), self.tables, lambda: self.applied_k, sync=sync)
+        self.admissions = Admissions(lambda key, serial: self.policies(key, serial), self.tables, sync=sync)
         self.policies: Callable[[str, int], Policies] = lambda key, serial: NO_POLICIES
-        self.applied_k = k
         self.committer = Committer(
             self.ingest,
             self.tables,
