@@ -31,7 +31,7 @@ from .rpc.access_control import AccessControl
 from .shard_process.data_dir import named
 
 _CONFIG, _START, _NOT_DRAINED, _FENCED = 2, 3, 4, 5
-_POLL_S = 0.02
+_POLL_S = 0.1
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _LARGE_BYTES = 1 << 20
 _UNCLAIMED: dict[str, object] = {"epoch": None, "map_version": None, "plan": None}
