@@ -234,8 +234,11 @@ class Loader:
         return [writer]
 
     def _gone(self, definition: TableDef, rows: Sequence[RunWriter], version: int, touched: Ids) -> RunWriter:
-        """Note that all other rows are gone: those that there were, and those that a load before this one was to erase."""
-        runs = self._shard.runs
+        """Note that all other rows are gone: those that there were, and those that a load before this one was to erase.
+
+        The journal behind the row log may name rows of slots that are another shard's by now: those are not this shard's to erase.
+        """
+        runs, shards_of = self._shard.runs, self._store.nodes.cluster_map.shards_of
         gone, known = (
             runs.begin(definition),
             [_Known(partial(run.blocks, kind)) for run in runs.view.of(definition) for kind in (ROWS, ERASED)],
@@ -245,6 +248,7 @@ class Loader:
         if known:  # where a row is loaded, too, that is the newest
             for _, keys, versions, _ in merged([*known, *runs.written(rows).of(definition)], forget_up_to=0, records=False):
                 others = keys[versions != np.uint64(version)]
+                others = others[shards_of(definition.placement.slots(definition.order.ids(others))) == self._shard.shard]
                 gone.add(ERASED, others, np.full(len(others), version, np.uint64), _NO_RECORDS)
         return gone
 

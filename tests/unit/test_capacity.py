@@ -87,8 +87,9 @@ def test_an_index_takes_no_more_than_is_planned_for_it(n_rows: int) -> None:
 
 
 def test_versions_on_disk_are_what_the_benchmark_measured() -> None:
-    (measured,) = tables("Versions on disk").values()
-    most = dict(zip(measured[0], measured[-1], strict=True))
+    (rows,) = tables("Versions on disk").values()
+    head, most_rows = [row for row in rows if len(row) == len(rows[0])][::4]  # before the table of filters
+    most = dict(zip(head, most_rows, strict=True))
     assert (median(most["uniform"]), median(most["memory"])) == (LOOKUP_US, costs.FENCE_BYTES)
     assert f"{costs.COLD_ROWS_S:,} to 90,000 a second from this disk" in RESULTS
 

@@ -56,7 +56,7 @@ def present() -> Release:
     return Release("present", [sys.executable, "-P"], python_env())
 
 
-def older(folder: Path, archive: str = "kvemb-0.1.0.dev0.tar.xz") -> Release:
+def older(folder: Path, archive: str = "kvemb-0.1.0.tar.xz") -> Release:
     """Install the older release into a folder."""
     unpack(GOLDEN / archive, folder)
     # -S: the file that puts the checkout on every path lies in site-packages, whose packages are wanted all the same.
