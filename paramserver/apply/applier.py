@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -176,8 +176,8 @@ class Applier:
         self, part: ReceivedPart, state: str, stale: tuple[float, int], k_and_epoch: tuple[int, int], changed_rows: list[ChangedRowsBlock]
     ) -> PushReply:
         ticket, (changed, elapsed), (k, epoch) = part.ticket, stale, k_and_epoch
-        told = PushReply(ticket.sequence, state, k, changed, elapsed, epoch=epoch, changed_rows=changed_rows)
-        return replace(told, tables_serial=self._tables_serial(), held_back=ticket.held_back)
+        known = self._tables_serial(), ticket.held_back
+        return PushReply(ticket.sequence, state, k, changed, elapsed, {}, epoch, changed_rows, *known)
 
     def _changed_rows(self, part: ReceivedPart, batch: Sequence[PreparedRows]) -> list[ChangedRowsBlock]:
         """Those of a part's prefetched rows that this batch changed."""
