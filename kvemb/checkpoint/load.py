@@ -20,7 +20,7 @@ from kvemb.checkpoint.verify import verify_chain
 from kvemb.client.all_shards import AllShards
 from kvemb.coordination.replicated_values import DamagedCopyError, intact_copies
 from kvemb.errors import CheckpointError, InvalidInputError, ParameterServerError, ProtocolError, StorageError
-from kvemb.net.deadline import Deadline
+from kvemb.net.deadline import Deadline, checked_timeout
 from kvemb.protocol.messages import CreateTableRequest, DescribeReply, Empty, LoadRequest, TableReply
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.store import Store
@@ -160,7 +160,7 @@ def load(
     loading: Loading, url: str, *, tables: Collection[str] | None = None, stall_timeout_s: float, progress: LoadProgress | None = None
 ) -> LoadResult:
     """Load a checkpoint; see `kvemb.api.cluster.Cluster.load`."""
-    begun = time.monotonic()
+    begun, stall_timeout_s = time.monotonic(), checked_timeout(stall_timeout_s)
     if tables is not None and (isinstance(tables, str) or not tables):
         raise InvalidInputError(f"tables: expected a list of names, or None for all, got {tables!r}")
     names = tuple(sorted(set(tables or ())))

@@ -21,7 +21,7 @@ from kvemb.checkpoint.format.strict_json import MAX_DOCUMENT_BYTES, Fields, deco
 from kvemb.checkpoint.writer import SaveInfo, assemble, read_fragment
 from kvemb.client.all_shards import AllShards
 from kvemb.errors import CheckpointError, InvalidInputError, ShardUnavailableError, n_of
-from kvemb.net.deadline import Deadline
+from kvemb.net.deadline import Deadline, checked_timeout
 from kvemb.protocol.messages import SaveReply, SaveRequest, SaveStatusRequest
 from kvemb.schema.slots import N_SLOTS
 
@@ -62,7 +62,7 @@ def save(
     progress: SaveProgress | None = None,
 ) -> SaveResult:
     """Save the cluster; see `kvemb.api.cluster.Cluster.save`."""
-    begun = time.monotonic()
+    begun, timeout_s = time.monotonic(), checked_timeout(timeout_s)
     storage = CheckpointStorage(url)
     if storage.size(MANIFEST) is not None:
         raise CheckpointError(f"{storage!r} holds a checkpoint already; save under another name, or delete it first")

@@ -100,7 +100,8 @@ class ShardQuestions:
 
     def evictions(self, timeout_s: float, *, dry_run: bool = False) -> dict[int, list[dict[str, Any]]]:
         """Return what each shard has erased by policies, or in a dry run would erase now: see `EvictionsReply`."""
-        request, deadline = EvictionsRequest(dry_run, timeout_s), Deadline.of_caller(timeout_s)
+        deadline = Deadline.of_caller(timeout_s)
+        request = EvictionsRequest(dry_run, deadline.timeout_s)
         return {shard: reply.tables for shard, reply in self._servers.call_each("Evictions", request, EvictionsReply, deadline).items()}
 
     def progress(self, timeout_s: float | None = None) -> list[ProgressReply]:

@@ -230,7 +230,12 @@ def test_what_cannot_be_saved_or_loaded_is_refused_before_anything_happens(small
         with pytest.raises(CheckpointError, match="no checkpoint there"):
             client.load(str(tmp_path / "b"))
         with pytest.raises(CheckpointError, match="the URL must mean the same place"):
-            client.save("memory://in-every-process-its-own")
+            client.save("memory://in-every-process-its-own", timeout_s=30)
+        for wrong in (0, "30", float("nan")):
+            with pytest.raises(InvalidInputError, match="give a number of seconds above 0"):
+                client.save(str(tmp_path / "b"), timeout_s=wrong)  # type: ignore[arg-type]
+            with pytest.raises(InvalidInputError, match="give a number of seconds above 0"):
+                client.load(str(tmp_path / "a"), stall_timeout_s=wrong)  # type: ignore[arg-type]
     assert not (tmp_path / "b").exists()
     with LocalCluster("valkey", 1, shards=1) as other, kvemb.connect(other.url) as client:
         client.create_table("user", dim=32, optimizer=kvemb.optim.sgd())
