@@ -6,6 +6,9 @@ rows are hot and every write is a read-modify-write of others' counts. In those 
 digits fill the 24 bits in which float32 is exact, each holds a count up to 3. The second half of the columns repeats the first, so that a
 row of which only a part was written, or which was put together of two, shows at any time.
 
+A second table gets the same pushes and lets rows go that were not pushed lately. There a row that is gone, or has begun anew, lacks the
+first pushes of each trainer, and none behind one that it has.
+
 What must not live here: processes (trainer), faults, clocks other than the time stamps of the file.
 """
 
@@ -21,7 +24,7 @@ from numpy.typing import NDArray
 from kvemb.schema.slots import Placement
 
 DIM = 16
-TABLE, STEPS = "ledger", "ledger_steps"
+TABLE, STEPS, DRIFT = "ledger", "ledger_steps", "ledger_drift"
 MAX_TRAINERS = 8
 ROWS_PER_GENERATION = 256
 _COLUMNS = DIM // 2
@@ -198,17 +201,20 @@ class Record:
 
 @dataclass
 class Verdict:
-    """What the rows say about the record. Everything but the first five must be 0."""
+    """What the rows say about the record. Everything but the first seven must be 0."""
 
     pushes_sent: int = 0
     pushes_acked: int = 0
     parts_unacked_applied: int = 0
     parts_unacked_not_applied: int = 0
     rows_verified: int = 0
+    rows_let_go: int = 0  # of the table that drifts, by its policy
+    rows_begun_anew: int = 0  # there, which came back later
     lost: int = 0  # acknowledged parts that a row lacks
     duplicated: int = 0  # parts that a row has more than once
     halved: int = 0  # unacknowledged parts that some of their rows have and others lack
     invented: int = 0  # counts where nothing was ever pushed
+    gaps: int = 0  # rows of the table that drifts that lack a push between two that they have, or have one too many
     torn_rows: int = 0
     bad_reads: int = 0  # what trainers saw on the way
     examples: list[str] = field(default_factory=list)
@@ -216,7 +222,7 @@ class Verdict:
     @property
     def kept(self) -> bool:
         """Whether the promise was kept."""
-        return not (self.lost or self.duplicated or self.halved or self.invented or self.torn_rows or self.bad_reads)
+        return not (self.lost or self.duplicated or self.halved or self.invented or self.gaps or self.torn_rows or self.bad_reads)
 
     def __str__(self) -> str:
         words = [f"{f.name.replace('_', ' ')} {getattr(self, f.name)}" for f in fields(self) if f.name != "examples"]
@@ -233,6 +239,7 @@ class Verifier:
             a whole or not at all; a shard that has given slots away refuses a part as a whole, and it is split again by the next map. So
             rows whose shards were the same in every map share their fate.
         pull: int64 [m] ids to float32 [m, DIM] rows.
+        pull_drift: the same of the table that drifts.
     """
 
     def __init__(
@@ -241,8 +248,9 @@ class Verifier:
         records: Sequence[Record],
         slot_shards: Sequence[NDArray[np.uint16]],
         pull: Callable[[Ids], NDArray[np.float32]],
+        pull_drift: Callable[[Ids], NDArray[np.float32]],
     ) -> None:
-        self._plan, self._pull = plan, pull
+        self._plan, self._pull, self._pull_drift = plan, pull, pull_drift
         self._fates, fate_of_slot = np.unique(np.stack(slot_shards), axis=1, return_inverse=True)
         self._fate_of_slot = fate_of_slot.reshape(-1)
         self._sent = [set(record.numbers(SENT).tolist()) for record in records]
@@ -262,11 +270,30 @@ class Verifier:
             verdict.torn_rows += int(broken.sum())
             for row in np.flatnonzero(broken):
                 verdict.examples.append(f"row {ids[row]} of generation {generation} is torn: {rows[row].tolist()}")
+            self._judge_drift(verdict, generation, rows, self._pull_drift(ids))
             fates = self._fate_of_slot[_PLACEMENT.slots(ids.view(np.uint64))]
             for trainer in range(self._plan.n_trainers):
                 for n in range(generation * per, (generation + 1) * per):
                     self._judge(verdict, trainer, n, self._plan.counts(rows, trainer, n), fates)
         return verdict
+
+    def _judge_drift(self, verdict: Verdict, generation: int, rows: NDArray[np.float32], drifted: NDArray[np.float32]) -> None:
+        """Compare the same rows in both tables: of each trainer's pushes the one that lets rows go has the last ones, or none."""
+        verdict.torn_rows += int(torn(drifted).sum())
+        wrong = np.zeros(len(rows), bool)
+        for trainer in range(self._plan.n_trainers):
+            had = np.zeros(len(rows), bool)  # whether the row has an earlier push of this trainer
+            per = self._plan.pushes_per_generation
+            for n in range(generation * per, (generation + 1) * per):
+                kept, drift = (self._plan.counts(some, trainer, n) for some in (rows, drifted))
+                wrong |= (drift > kept) | (had & (drift < kept))
+                had |= drift > 0
+        gone = rows.any(axis=1) & ~drifted.any(axis=1)
+        verdict.rows_let_go += int(gone.sum())
+        verdict.rows_begun_anew += int(((rows != drifted).any(axis=1) & ~gone).sum())
+        verdict.gaps += int(wrong.sum())
+        for row in np.flatnonzero(wrong):
+            verdict.examples.append(f"row {row} of generation {generation} drifts to {drifted[row].tolist()}, pushed {rows[row].tolist()}")
 
     def _judge(self, verdict: Verdict, trainer: int, n: int, counts: NDArray[np.int64], fates: NDArray[np.integer]) -> None:
         members = self._plan.members(trainer, n) if n in self._sent[trainer] else np.zeros(len(counts), bool)

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 import kvemb
 from chaos.cluster import FaultyCluster
-from chaos.ledger import ACKED, MAX_TRAINERS, STARTED, STEP_IDS, STEPS, TABLE, Ids, Plan, Record, StepsTogether, Verdict, Verifier
+from chaos.ledger import ACKED, DRIFT, MAX_TRAINERS, STARTED, STEP_IDS, STEPS, TABLE, Ids, Plan, Record, StepsTogether, Verdict, Verifier
 from chaos.trainer import create_tables, trainer_name
 from kvemb.errors import KvembError
 from kvemb.local_cluster.processes import LocalProcess, python_env
@@ -106,12 +106,8 @@ class LedgerRun:
         self.stop(timeout_s)
         self._await_applied(Deadline.after(timeout_s))
         with kvemb.connect(self.cluster.url, read_only=True, timeout_s=timeout_s) as cluster:
-            table = cluster.table(TABLE)
-
-            def pull(ids: Ids) -> NDArray[np.float32]:
-                return table.pull(ids, timeout_s=timeout_s)
-
-            return Verifier(self.plan, self.records(), self.cluster.slot_shards, pull).run()
+            pull, pull_drift = (_reader(cluster.table(name), timeout_s) for name in (TABLE, DRIFT))
+            return Verifier(self.plan, self.records(), self.cluster.slot_shards, pull, pull_drift).run()
 
     def last_words(self) -> str:
         """The ends of all logs."""
@@ -135,6 +131,10 @@ class LedgerRun:
 
     def _connect(self, trainer: int) -> kvemb.Cluster:
         return kvemb.connect(self.cluster.url, trainer=trainer_name(trainer), timeout_s=20)
+
+
+def _reader(table: kvemb.Table, timeout_s: float) -> Callable[[Ids], NDArray[np.float32]]:
+    return lambda ids: table.pull(ids, timeout_s=timeout_s)
 
 
 def _trainer_env() -> dict[str, str]:

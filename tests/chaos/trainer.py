@@ -18,7 +18,23 @@ from contextlib import suppress
 from pathlib import Path
 
 import kvemb
-from chaos.ledger import ACKED, BAD_READ, DIM, FAILED, MAX_TRAINERS, SENT, STARTED, STEPS, TABLE, LedgerFile, Plan, Record, step_of, torn
+from chaos.ledger import (
+    ACKED,
+    BAD_READ,
+    DIM,
+    DRIFT,
+    FAILED,
+    MAX_TRAINERS,
+    SENT,
+    STARTED,
+    STEPS,
+    TABLE,
+    LedgerFile,
+    Plan,
+    Record,
+    step_of,
+    torn,
+)
 from kvemb.client.ack import Ack
 from kvemb.errors import KvembError, ShardUnavailableError, StorageError
 from kvemb.net.deadline import Deadline
@@ -30,6 +46,7 @@ _PAUSE_S = 0.2
 _END_S = 15.0
 _FLUSH_S = 120.0  # longer than what counts as stuck
 REST_S = 5.0
+_DRIFT_BATCHES = 300  # of a shard: seconds
 _STUCK = 3  # exit code: it hung, and has told where
 
 
@@ -111,7 +128,7 @@ class LedgerTrainer:
             self._file.note(SENT, self._n)
             self._noted = True
         try:
-            ack = cluster.push({TABLE: (ids, grads), STEPS: step_of(self._trainer)}, timeout_s=_TRY_S)
+            ack = cluster.push({TABLE: (ids, grads), DRIFT: (ids, grads), STEPS: step_of(self._trainer)}, timeout_s=_TRY_S)
         except ShardUnavailableError:
             return  # nothing was sent: the same again
         self._waiting.append((self._n, ack))
@@ -162,6 +179,7 @@ def create_tables(url: str) -> None:
             with kvemb.connect(url, timeout_s=_CREATE_S) as cluster:
                 options = {"optimizer": kvemb.optim.sgd(lr=1.0), "initializer": kvemb.init.zeros(), "exist_ok": True}
                 cluster.create_table(TABLE, dim=DIM, **options)  # type: ignore[arg-type]
+                cluster.create_table(DRIFT, dim=DIM, eviction=kvemb.evict.older_than(batches=_DRIFT_BATCHES), **options)  # type: ignore[arg-type]
                 # Its first steps are held back; of one step all trainers' parts, or none.
                 cluster.create_table(STEPS, dim=MAX_TRAINERS, admission=kvemb.admit.after(5), **options)  # type: ignore[arg-type]
                 return

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-from chaos.ledger import ACKED, DIM, TABLE, Plan, Record, Verifier
+from chaos.ledger import ACKED, DIM, DRIFT, TABLE, Plan, Record, Verifier
 from chaos.trainer import create_tables
 
 import kvemb
@@ -35,11 +35,12 @@ def verify(n_trainers: int, seed: int) -> dict[str, object]:
         options = {"optimizer": kvemb.optim.sgd(lr=1.0), "initializer": kvemb.init.zeros()}
         fence = cluster.create_table("ledger_fence", dim=DIM, exist_ok=True, **options)
         fence.push(np.arange(64), np.ones((64, DIM))).wait_applied(timeout_s=60)
-        table = cluster.table(TABLE)
+        table, drift = cluster.table(TABLE), cluster.table(DRIFT)
         shards = [one.shard for one in cluster.status().shards]
         # Where shards have come or gone since, slots have moved by groups of 64: those stayed together, whatever the maps were.
         together = equal_runs(2) if shards == [0, 1] else np.arange(N_SLOTS) // 64
-        verdict = Verifier(Plan(seed, n_trainers), records(n_trainers), [together], lambda ids: table.pull(ids, timeout_s=60)).run()
+        pull, pull_drift = (lambda ids: table.pull(ids, timeout_s=60)), (lambda ids: drift.pull(ids, timeout_s=60))
+        verdict = Verifier(Plan(seed, n_trainers), records(n_trainers), [together], pull, pull_drift).run()
     return {**asdict(verdict), "kept": verdict.kept}
 
 

@@ -41,11 +41,11 @@ def record(path: Path, sent: int = N, acked: int = N) -> Record:
     return Record.read(path)
 
 
-def judge(rows: Rows, records: list[Record], *slot_shards: np.ndarray) -> Verdict:
-    def pull(ids: np.ndarray) -> np.ndarray:
-        return np.array([rows.get(row, np.zeros(DIM)) for row in ids.tolist()], np.float32)
+def judge(rows: Rows, records: list[Record], *slot_shards: np.ndarray, drift: Rows | None = None) -> Verdict:
+    def reader(some: Rows) -> Callable[[np.ndarray], np.ndarray]:
+        return lambda ids: np.array([some.get(row, np.zeros(DIM)) for row in ids.tolist()], np.float32)
 
-    return Verifier(PLAN, records, slot_shards or [equal_runs(2)], pull).run()
+    return Verifier(PLAN, records, slot_shards or [equal_runs(2)], reader(rows), reader(rows if drift is None else drift)).run()
 
 
 @pytest.fixture
@@ -126,6 +126,36 @@ def test_a_push_that_was_split_by_several_maps_has_a_part_of_each_set_of_rows_th
     verdict = judge(rows, records, then, first)
     assert verdict.halved == 1
     assert f"push {N} of trainer 2 at shard 2 then " in verdict.examples[0]
+
+
+def drifted_since(first: int) -> Rows:
+    """Rows of the table that drifts, all let go just before push `first` of each trainer."""
+    rows: Rows = {}
+    for trainer in range(3):
+        for n in range(first, N):
+            apply(rows, trainer, n)
+    return rows
+
+
+def test_rows_that_were_let_go_or_have_begun_anew_are_told_apart_and_break_nothing(records: list[Record]) -> None:
+    verdict = judge(everything_applied(), records, drift=drifted_since(10))
+    assert verdict.kept
+    assert (verdict.rows_let_go, verdict.rows_begun_anew > 200) == (0, True)
+    verdict = judge(everything_applied(), records, drift=drifted_since(PLAN.pushes_per_generation))
+    assert verdict.kept
+    assert (verdict.rows_let_go > 200, verdict.rows_begun_anew) == (True, 0)
+
+
+@pytest.mark.parametrize(
+    ("n", "times", "seen"), [(20, -1, "gaps"), (20, 1, "gaps"), (5, 1, "gaps")], ids=["lacks one", "one twice", "one from before"]
+)
+def test_a_row_that_was_let_go_has_no_gap_behind_and_nothing_from_before(n: int, times: int, seen: str, records: list[Record]) -> None:
+    drift = drifted_since(10)
+    apply(drift, 1, n, times=times)
+    verdict = judge(everything_applied(), records, drift=drift)
+    assert not verdict.kept
+    assert getattr(verdict, seen) > 0
+    assert verdict.examples
 
 
 def test_what_trainers_saw_on_the_way_counts(tmp_path: Path, records: list[Record]) -> None:
