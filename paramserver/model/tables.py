@@ -52,17 +52,17 @@ class RowsAtStart:
 
     Args:
         published: version up to which the log has every change.
-        rows: (ids, versions) of those that are newer than in the log.
-        gone: (ids, versions) of rows that were erased since the log was published, and as of which version.
-        logged: (ids, versions) of all rows that the log has, where the index is to have them.
+        rows: the index: all rows that are newer than in the log, and others.
+        gone: rows that were erased since the log was published, and as of which version.
+        in_memory: whether the index has all rows.
         n_rows: that exist; None: as many as the index has.
     """
 
     published: int
-    rows: tuple[Ids, Ids]
-    gone: tuple[Ids, Ids]
-    logged: tuple[Ids, Ids] | None = None
-    n_rows: int | None = None
+    rows: RowIndex
+    gone: RowIndex
+    in_memory: bool
+    n_rows: int | None
 
 
 class TableState:
@@ -93,21 +93,15 @@ class TableState:
         self.optimizer = build_optimizer(definition.optimizer)
         self.step, self.n_applied, self.n_erased = step, 0, 0  # rows written by batches, and erased, since this process started
         self.cache = RecordCache(definition.record.size_bytes, budget or CacheBudget(0))
-        self._index = RowIndex(order=definition.order)
+        self._index = RowIndex(order=definition.order) if known is None else known.rows
         self._kept: IndexLookup | None = None  # of the batch under way
         self._asked: IndexLookup | None = None  # the same, once the log was asked for the rows that it lacks
-        self._log, self._in_memory = log, known is None or known.logged is not None  # whether the index has all rows
-        self._gone = RowIndex(order=definition.order)  # erased rows, and the versions as of which they are gone
-        self._published = 0  # version up to which the log has every change
+        self._log, self._in_memory = log, known is None or known.in_memory  # whether the index has all rows
+        self._gone = RowIndex(order=definition.order) if known is None else known.gone  # and the versions as of which they are gone
+        self._published = 0 if known is None else known.published  # version up to which the log has every change
         self._lock = threading.Lock()
         self.goes_whole = False
-        if known is not None:
-            self._published = known.published
-            for some in (known.logged, known.rows):
-                self._index.put(*some) if some is not None else None
-            self._index.erase(known.gone[0])
-            self._gone.put(*known.gone)
-        elif rows is not None:
+        if rows is not None:
             self._index.put(*rows)
         self._n_rows = len(self._index) if known is None or known.n_rows is None else known.n_rows
 

@@ -12,9 +12,10 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.arrays.hashing import KeyOrder
 from kvemb.arrays.record_cache import CacheBudget
-from kvemb.arrays.row_index import RowIndex
-from kvemb.errors import ParameterServerError
+from kvemb.arrays.row_index import END, RowIndex
+from kvemb.errors import ParameterServerError, n_of
 from kvemb.schema.table_def import TableDef
 
 from ..journal import Journal, Position
@@ -24,17 +25,17 @@ from ..model.tables import RowsAtStart, TableState
 from ..row_log import Runs
 from ..row_log.reconstruct import batches_behind
 from ..row_log.state_file import LoggedTable, ShardState
+from .replay import teller
 
 Ids = NDArray[np.uint64]
 _ROW_BYTES = 24  # of an index
-_NONE = np.empty(0, np.uint64)
 
 
 class _Late:
     """One table's rows that changed behind the row log's cut, and those that went, each with its last version."""
 
-    def __init__(self) -> None:
-        self.rows, self.gone = RowIndex(), RowIndex()
+    def __init__(self, order: KeyOrder) -> None:
+        self.rows, self.gone = RowIndex(order=order), RowIndex(order=order)
 
     def change(self, kind: str, ids: Ids, version: int) -> None:
         """Note the rows of one batch."""
@@ -42,15 +43,21 @@ class _Late:
         now.put(ids, np.full(len(ids), version, np.uint64))
         before.erase(ids)
 
-    def newer(self, runs: Runs, definition: TableDef) -> tuple[tuple[Ids, Ids], tuple[Ids, Ids]]:
-        """Return rows and gone rows, without those of which the log knows better: slots have come or gone since those batches."""
-        return _newer(self.rows, runs, definition), _newer(self.gone, runs, definition)
+    def compare(self, runs: Runs, definition: TableDef, say: Callable[[], None]) -> None:
+        """Forget what the log knows better: slots have come or gone since those batches."""
+        for index in (self.rows, self.gone):
+            low = 0
+            while low < END:
+                ids, versions, low = index.portion(low)
+                index.erase(ids[versions <= runs.versions(definition, ids)[0]])
+                say()
 
-
-def _newer(index: RowIndex, runs: Runs, definition: TableDef) -> tuple[Ids, Ids]:
-    ids, versions = index.arrays()
-    newer = versions > runs.versions(definition, ids)[0]
-    return ids[newer], versions[newer]
+    def take(self, runs: Runs, definition: TableDef, say: Callable[[], None]) -> None:
+        """Add all rows of the log that have not changed since."""
+        for ids, versions in runs.between(definition):
+            same = (self.rows.get(ids) == 0) & (self.gone.get(ids) == 0)
+            self.rows.put(ids[same], versions[same])
+            say()
 
 
 def known_tables(
@@ -79,19 +86,27 @@ def known_tables(
         LostRowError, JournalDamagedError: log and journal do not reach from one to the other.
     """
     late: dict[str, _Late] = {}
+    n_late = 0
+    say = teller(lambda: f"reads its row log, and {n_of(n_late, 'row')} of the journal behind it")
     for after, entry in batches_behind(state.cut, journal, find):
         if after > Position(*state.journal):
             break
+        n_late += entry.batch.n_rows
+        say()
         for rows in entry.batch.tables:
-            late.setdefault(rows.definition.key, _Late()).change(entry.batch.kind, rows.ids, entry.version)
+            late.setdefault(rows.definition.key, _Late(rows.definition.order)).change(entry.batch.kind, rows.ids, entry.version)
     counted = image is None
     room = _room(state, index_bytes if counted else None)
     states = []
     for table in state.tables:
         definition = find(table.definition.key, table.definition.schema)
         state.of(definition)  # the same one
-        known = _known(table, runs, late.get(definition.key, _Late()), all_rows=room(table), counted=counted)
-        states.append(TableState(definition, table.step, budget=budget, log=runs, known=known))
+        known = late.pop(definition.key, None) or _Late(definition.order)
+        known.compare(runs, definition, say)
+        if in_memory := room(table):
+            known.take(runs, definition, say)
+        at_start = RowsAtStart(runs.cut, known.rows, known.gone, in_memory, table.n_rows if counted else None)
+        states.append(TableState(definition, table.step, budget=budget, log=runs, known=at_start))
     for one in states:
         if image and one.definition.key in image:
             _require_image(one, *image[one.definition.key])
@@ -104,15 +119,6 @@ def _room(state: ShardState, index_bytes: int | None) -> Callable[[LoggedTable],
     sums = accumulate(_ROW_BYTES * one.n_rows for one in tables)
     fits = {one.definition.key for one, size in zip(tables, sums, strict=True) if index_bytes is None or size <= index_bytes}
     return lambda one: one.definition.key in fits
-
-
-def _known(table: LoggedTable, runs: Runs, late: _Late, *, all_rows: bool, counted: bool) -> RowsAtStart:
-    rows, gone = late.newer(runs, table.definition)
-    logged = None
-    if all_rows:
-        ids, versions = zip(*[(_NONE, _NONE), *runs.between(table.definition)], strict=True)
-        logged = np.concatenate(ids), np.concatenate(versions)
-    return RowsAtStart(runs.cut, rows, gone, logged, table.n_rows if counted else None)
 
 
 def _require_image(state: TableState, ids: Ids, versions: Ids) -> None:

@@ -91,9 +91,7 @@ class Recovery:
         Raises:
             JournalDamagedError: a batch is missing, or an entry cannot be read.
         """
-        say = self._teller(
-            lambda: f"looks through {n_of(self._n_entries, 'entry', 'entries')} of the journal, with {n_of(self._n_rows, 'row')}"
-        )
+        say = teller(lambda: f"looks through {n_of(self._n_entries, 'entry', 'entries')} of the journal, with {n_of(self._n_rows, 'row')}")
         for entry in self._entries():
             say()
             self._n_entries += 1
@@ -130,7 +128,7 @@ class Recovery:
         """
         rows_before, n_batches = engine.rows_applied, 0
         self._n_applied = lambda: engine.rows_applied - rows_before
-        say = self._teller(lambda: f"{self._n_applied()} of the journal's {self._n_rows} rows are applied")
+        say = teller(lambda: f"{self._n_applied()} of the journal's {self._n_rows} rows are applied")
         for _, entry in zip(range(self._n_entries), self._entries(), strict=False):
             if isinstance(entry, SessionEntry):
                 members = _restore(entry, sessions, members)
@@ -149,18 +147,6 @@ class Recovery:
             log.info("recovered from the journal in %.2f s: %d batches, %d rows (%.0f rows/s)", done.seconds, done.batches, done.rows, rate)
         return done
 
-    def _teller(self, how_far: Callable[[], str]) -> Callable[[], None]:
-        """Return a function that logs now and then how far a long recovery has come, to show that it goes on."""
-        said_s = time.monotonic()
-
-        def say() -> None:
-            nonlocal said_s
-            if time.monotonic() - said_s >= _SAY_EVERY_S:
-                said_s = time.monotonic()
-                log.info("recovering: %s", how_far())
-
-        return say
-
     def _entries(self) -> Iterator[Entry]:
         for after, payload in self._journal.read(self._start):
             try:
@@ -176,6 +162,19 @@ class Recovery:
                     f"table {rows.definition.name!r}: the journal's batch {split_version(entry.version)} is step {step + 1}, but the state "
                     f"has {state.step} steps before it: state and journal are not from the same time."
                 )
+
+
+def teller(how_far: Callable[[], str]) -> Callable[[], None]:
+    """Return a function that logs now and then how far a long recovery has come, to show that it goes on."""
+    said_s = time.monotonic()
+
+    def say() -> None:
+        nonlocal said_s
+        if time.monotonic() - said_s >= _SAY_EVERY_S:
+            said_s = time.monotonic()
+            log.info("recovering: %s", how_far())
+
+    return say
 
 
 def _restore(entry: SessionEntry, sessions: Sessions, members: Membership) -> Membership:

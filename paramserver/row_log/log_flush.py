@@ -2,7 +2,7 @@
 
 A flush begins when the journal has reached its size, when the index takes more memory than it may, or when it is asked for. It proceeds a
 slice at a time between batches, and ends with a new state, which names the run. Only then the journal's entries up to the flush's cut are
-discarded: neither journal nor recovery time grows.
+discarded: neither journal nor recovery time grows. Where batches come faster than the flush goes on, slices grow with the journal.
 
 Training goes on meanwhile. A row may be newer in the log than the cut, never older, and the journal's tail brings it up to date. Each step
 is made on the apply thread, between batches: then the index, storage and the last applied version agree with each other.
@@ -222,7 +222,9 @@ class FlushSchedule:
             self._cut, self._begun_s = applied, time.monotonic()
             self._steps = self._flush.steps(self._state_now)
         try:
-            self._progress = next(self._steps)
+            # Twice as many slices a batch for each time that the journal has outgrown its bound: batches wait, and it stops growing.
+            for _ in range(1 << max(0, self.journal.size_bytes // self._max_bytes - 1)):
+                self._progress = next(self._steps)
             return True
         except StopIteration:
             self._end()
