@@ -91,7 +91,7 @@ class CheckpointStorage:
             raise CheckpointError(f"{self.where(path)}: not there")
         if size_bytes > max_bytes:
             raise CheckpointError(f"{self.where(path)}: {size_bytes} bytes, expected at most {max_bytes}")
-        data: bytes = self._try("read", path, lambda: self._read(self._full(path), max_bytes))
+        data: bytes = self._try("read", path, lambda: self._read(self._full(path), size_bytes, max_bytes))
         if len(data) > max_bytes:
             raise CheckpointError(f"{self.where(path)}: grew while it was read, expected at most {max_bytes} bytes")
         return data
@@ -169,13 +169,17 @@ class CheckpointStorage:
             for folder, _, _ in sorted(self._fs.walk(self._root), key=lambda item: -len(item[0])):
                 with suppress(Exception):  # not empty, or the kind of file system that keeps none: they do no harm
                     self._fs.rmdir(folder)
+                    if self._fs.isdir(folder):  # WebHDFS: fsspec's rmdir does nothing
+                        self._fs.rm(folder)
 
         self._try("clear", "", remove)
 
-    def _read(self, full: str, max_bytes: int) -> bytes:
+    def _read(self, full: str, size_bytes: int, max_bytes: int) -> bytes:
         if self._is_local:
             return _read_local(full, max_bytes + 1)
         data: bytes = self._fs.cat_file(full)
+        if len(data) != size_bytes:  # WebHDFS: fsspec takes a data node's error for the file
+            raise OSError(f"{len(data)} bytes came, expected {size_bytes}")
         return data
 
     def _write(self, full: str, pieces: Sequence[bytes | memoryview]) -> None:
@@ -193,6 +197,8 @@ class CheckpointStorage:
         if self._fs.exists(full):  # HDFS does not rename over a file
             self._fs.rm_file(full)
         self._fs.mv(temporary, full)
+        if not self._fs.exists(full):  # WebHDFS: a rename that is refused is answered by `false`, which fsspec does not look at
+            raise OSError(f"{temporary} was not renamed")
 
     def _full(self, path: str) -> str:
         return f"{self._root.rstrip('/')}/{path}"
