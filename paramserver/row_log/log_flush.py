@@ -38,6 +38,7 @@ ReadRecords = Callable[[TableState, Ids], tuple[Bytes, NDArray[np.bool_]]]
 """(table, ids) -> records uint8 [n, record bytes], and which were found, bool [n]; checked to be these rows' records."""
 
 _SLICE_BYTES = 4 << 20
+_MOST_DOUBLINGS = 4  # no batch waits for more than 64 MB
 _LOOK_BYTES = 1 << 20  # of the journal, from one look at the size of the index to the next
 log = logging.getLogger("paramserver")
 
@@ -223,7 +224,8 @@ class FlushSchedule:
             self._steps = self._flush.steps(self._state_now)
         try:
             # Twice as many slices a batch for each time that the journal has outgrown its bound: batches wait, and it stops growing.
-            for _ in range(1 << max(0, self.journal.size_bytes // self._max_bytes - 1)):
+            outgrown = self.journal.size_bytes // self._max_bytes - 1
+            for _ in range(1 << max(0, min(outgrown, _MOST_DOUBLINGS))):
                 self._progress = next(self._steps)
             return True
         except StopIteration:

@@ -120,13 +120,13 @@ def test_the_journal_stays_bounded_and_every_row_can_still_be_restored(shard: Sh
 def test_the_journal_stays_bounded_where_batches_are_larger_than_a_slice_of_the_flush(
     shard: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paramserver.row_log.log_flush._SLICE_BYTES", 100 * ADAM.record.size_bytes)
+    monkeypatch.setattr("paramserver.row_log.log_flush._SLICE_BYTES", 200 * ADAM.record.size_bytes)
     largest = 0
     for number in range(80):
-        shard.push(IDS + np.uint64(number * len(IDS)))  # twenty slices
+        shard.push(IDS + np.uint64(number * len(IDS)))  # ten slices
         largest = max(largest, shard.journal.size_bytes)
     assert shard.flushes.taken >= 2
-    assert largest < 9 * MAX_BYTES
+    assert largest < 7 * MAX_BYTES
 
 
 def test_a_batch_on_a_lost_node_is_completed_after_its_repair(shard: Shard) -> None:
