@@ -88,7 +88,7 @@ class Publisher:
     ) -> None:
         self._projection, self._target, self._connect = projection, target, connect
         self._patience_s, self._tables = patience_s, dict[str, ProjectedTable]()
-        self._report = _Report(report)
+        self._tally = _Tally(report)
         self._begun, self._behind = False, False  # whether the target was ours once; whether its record does not hold any more
         self._well_s = time.monotonic()  # the last step that was done
         self._untold = set[int]()  # shards of which not every row was told
@@ -191,13 +191,13 @@ class Publisher:
             self._heed(cluster, event)
         now_s = time.monotonic()
         if not self._untold:
-            self._report.until_s = drained_s or self._report.until_s
+            self._tally.until_s = drained_s or self._tally.until_s
             if now_s - self._noted_s >= _NOTE_S:
-                if not self._target.note(self._record(feed.position, self._report.until_s)):
+                if not self._target.note(self._record(feed.position, self._tally.until_s)):
                     raise _BeginAgainError(f"target {self._target.address} has lost what it had")
                 self._noted_s = now_s
         self._well_s = now_s
-        self._report.tell()
+        self._tally.tell()
 
     def _heed(self, cluster: Cluster, event: FeedEvent) -> None:
         if event.kind == "drop":
@@ -257,11 +257,11 @@ class Publisher:
             else:
                 self._target.write(projected.keys(piece[there]), projected.values(piece[there], rows[there]))
                 self._target.erase(projected.keys(gone := np.intersect1d(piece[~there], erased)))
-                self._report.n_erased += len(gone)
-            self._report.n_written += int(there.sum())
+                self._tally.n_erased += len(gone)
+            self._tally.n_written += int(there.sum())
 
 
-class _Report:
+class _Tally:
     """What was done since it was last said.
 
     Args:

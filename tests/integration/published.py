@@ -8,6 +8,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import redis
@@ -22,6 +24,8 @@ from kvemb.net.deadline import Deadline
 PATIENCE_S = 90.0
 DIM, N_IDS = 4, 3000
 _BYTES = {"float32": 4, "float16": 2}
+_PAGE = Path(__file__).resolve().parent.parent.parent / "docs/projection.md"
+_READER = _PAGE.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
 
 
 class Published:
@@ -53,8 +57,9 @@ class Published:
             process.kill()
             process.wait(PATIENCE_S)
 
-    def about(self, table: str = "user") -> dict:
-        return json.loads(self.client.get("kvemb:projection") or b'{"tables": {}}')["tables"].get(table, {})
+    def about(self) -> dict[str, Any]:
+        tables: dict[str, dict[str, Any]] = json.loads(self.client.get("kvemb:projection") or b'{"tables": {}}')["tables"]
+        return tables.get("user", {})
 
     def position(self, share: str = "1/1") -> dict[int, list[int]]:
         try:
@@ -92,6 +97,10 @@ class Published:
         ids, rows = cluster.table("user").export()
         about, found = self.about(), self.rows()
         assert found.keys() == set(ids.tolist())
+        for row in ids[:20].tolist():  # as docs/projection.md reads them
+            names = {"json": json, "r": self.client, "id": row % 2**64}
+            exec(_READER, names)
+            assert names["raw"] == found[row]
         raw = b"".join(found[row] for row in ids.tolist())
         if about["dtype"] == "int8":
             values = np.frombuffer(raw, np.uint8).reshape(len(ids), about["dim"] + 4)
