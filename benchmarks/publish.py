@@ -87,7 +87,7 @@ def _publisher(local: LocalCluster, address: str, dtype: str) -> Iterator[int]:
 
 
 def _whole(client: "redis.Redis") -> bool:
-    return bool(json.loads(client.get("kvemb:projection:1/1") or b"{}").get("position"))
+    return bool(json.loads(client.get("kvemb:projection:1/1") or b"{}").get("until"))
 
 
 def _wait_whole(client: "redis.Redis") -> None:

@@ -22,17 +22,19 @@ from numpy.typing import NDArray
 
 from kvemb.api import Cluster
 from kvemb.api.cluster_feed import ClusterFeed, FeedEvent
+from kvemb.arrays.ids import unique
 from kvemb.errors import ConfigError, FeedBehindError, ShardUnavailableError, StorageError, UnknownTableError, n_of
 from kvemb.net.deadline import WhyWaiting, pauses
 from kvemb.process.work_ahead import work_ahead
 from kvemb.projection.projected_rows import ALL_SLOTS, ProjectedTable, SlotShare
 from kvemb.projection.projection_target import ProjectionTarget
+from kvemb.protocol.feed_messages import FeedPosition
 from kvemb.schema.table_def import TableDef
 from kvemb.wire.request_arrays import chunks
 
 _AT_ONCE = 1 << 18  # ids that are gathered before they are read
 _ROWS = 1 << 15  # read, or written, in one piece; the next piece is read meanwhile
-_IDLE_S, _NOTE_S, _REPORT_S = 1.0, 0.2, 10.0
+_IDLE_S, _NOTE_S, _ASK_S, _REPORT_S = 0.25, 0.2, 1.0, 10.0
 _FORMAT = 1
 _TURNS = ("load", "drop", "caught-up")
 log = logging.getLogger("kvemb")
@@ -163,10 +165,10 @@ class Publisher:
                     self._target.remove(keys)
         self._sweeps = any(self._target.count_hashes(keys) for table in self._tables.values() for keys in table.hash_keys(share))
         self._target.begin(about, self._record())
-        self._behind = False
+        self._behind, self._tally.until_s = False, 0.0
         return None
 
-    def _record(self, position: Mapping[int, tuple[int, ...]] | None = None, until: float = 0.0) -> dict[str, Any]:
+    def _record(self, position: Mapping[int, FeedPosition] | None = None, until: float = 0.0) -> dict[str, Any]:
         return {"tables": {name: asdict(table) for name, table in self._tables.items()}, "position": position, "until": until}
 
     # --- what is told ----------------------------------------------------------------------------------------------------------------
@@ -184,19 +186,17 @@ class Publisher:
             if n_ids >= _AT_ONCE:
                 break
             event = feed.take(0.0)
-        drained_s = 0.0 if event is not None else time.time()
         for name, ids in changed.items():
             self._mirror(cluster, name, np.concatenate(ids), np.concatenate([np.empty(0, np.uint64), *erased[name]]))
         if event is not None and event.kind in _TURNS:
             self._heed(cluster, event)
-        now_s = time.monotonic()
-        if not self._untold:
-            self._tally.until_s = drained_s or self._tally.until_s
-            if now_s - self._noted_s >= _NOTE_S:
-                if not self._target.note(self._record(feed.position, self._tally.until_s)):
-                    raise _BeginAgainError(f"target {self._target.address} has lost what it had")
-                self._noted_s = now_s
-        self._well_s = now_s
+        if not self._untold and time.monotonic() - self._noted_s >= _NOTE_S:
+            position = feed.position
+            self._tally.date(cluster, position)
+            if not self._target.note(self._record(position, self._tally.until_s)):
+                raise _BeginAgainError(f"target {self._target.address} has lost what it had")
+            self._noted_s = time.monotonic()
+        self._well_s = time.monotonic()
         self._tally.tell()
 
     def _heed(self, cluster: Cluster, event: FeedEvent) -> None:
@@ -244,7 +244,7 @@ class Publisher:
         if projected is None:
             self._require_known(cluster, name)
             return
-        table, ids = cluster.table(name), np.unique(ids)
+        table, ids = cluster.table(name), unique(ids).ids
         if self._projection.share.of > 1:
             ids = ids[self._projection.share.owns(projected.keys(ids).slots())]
         pieces = [ids[some] for some in chunks(len(ids), _ROWS)]
@@ -268,13 +268,27 @@ class _Tally:
         say: called with a line.
 
     Attributes:
-        until_s: unix time; all that was told before is in the target.
+        until_s: unix time; all that was applied before is in the target. 0 while that is not known.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._said_s = say, time.monotonic()
         self.n_written = self.n_erased = 0
         self.until_s = 0.0
+        self._asked_s, self._wanted, self._ask_s = 0.0, dict[int, int](), 0.0  # how far the shards were at a time; when to ask again
+
+    def date(self, cluster: Cluster, position: Mapping[int, FeedPosition]) -> None:
+        """See whether the position has reached what the shards had applied when they were asked last; ask again, now and then."""
+        if self._wanted and all(shard in position and position[shard].k >= k for shard, k in self._wanted.items()):
+            self.until_s, self._wanted = self._asked_s, {}
+        if not self._wanted and time.monotonic() >= self._ask_s:
+            asked_s, wait_s = time.time(), _ASK_S
+            try:
+                progress = cluster.progress(_ASK_S)
+                self._asked_s, self._wanted = asked_s, {shard: k for shard, (_, k) in zip(sorted(position), progress, strict=False)}
+            except ShardUnavailableError:  # the others' rows are not to wait for it
+                wait_s = _REPORT_S
+            self._ask_s = time.monotonic() + wait_s
 
     def tell(self) -> None:
         """Say it, now and then."""

@@ -41,14 +41,15 @@ class Published:
         self._local, self.target, self._options = local, target, options
         self.client = redis.Redis(port=target.port, protocol=2)
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.output = local.folder  # of the last one: its log
 
     def start(self, *options: str) -> "subprocess.Popen[bytes]":
         words = ["publish", str(self._local.config_path), "--to", f"redis://{self.target.address}", "--tables", "user"]
         command = [sys.executable, "-m", "kvemb.cli", *words, *self._options, *options]
         env = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        self.processes.append(
-            subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env)
-        )
+        self.output = self._local.folder / f"publisher-{len(self.processes)}.log"
+        with self.output.open("wb") as out:
+            self.processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=env))
         return self.processes[-1]
 
     def kill(self) -> None:
@@ -73,10 +74,9 @@ class Published:
         wanted, deadline = {shard: k for shard, (_, k) in enumerate(cluster.progress())}, Deadline.after(PATIENCE_S)
         for share in shares or ("1/1",):
             while not (at := self.position(share)) or any(at[shard][1] < k for shard, k in wanted.items() if shard in at):
-                if deadline.expired or (ended := [one for one in self.processes if one.poll() is not None]) == self.processes:
+                if deadline.expired or all(one.poll() is not None for one in self.processes):
                     self.kill()
-                    said = b"".join(one.stdout.read() for one in self.processes if one.stdout is not None)
-                    raise AssertionError((at, wanted, ended if not deadline.expired else "late", said.decode()))
+                    raise AssertionError((at, wanted, deadline.expired, self.output.read_text()))
                 threading.Event().wait(0.02)
 
     def rows(self) -> dict[int, bytes]:
