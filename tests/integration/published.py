@@ -52,6 +52,15 @@ class Published:
             self.processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=env))
         return self.processes[-1]
 
+    def succeed(self) -> "subprocess.Popen[bytes]":
+        """Start a publisher, and wait until it has taken over."""
+        before, deadline = self.client.get("kvemb:publisher:1/1"), Deadline.after(PATIENCE_S)
+        process = self.start()
+        while self.client.get("kvemb:publisher:1/1") == before:
+            assert not deadline.expired, self.output.read_text()
+            threading.Event().wait(0.02)
+        return process
+
     def kill(self) -> None:
         """Kill -9 every publisher, and wait for their ends."""
         for process in self.processes:
@@ -151,6 +160,37 @@ class Churn:
             self.error = error
 
     def __enter__(self) -> "Churn":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join(PATIENCE_S)
+        if self.error is not None:
+            raise self.error
+
+
+class Watch:
+    """Reads all rows of a target, which only rise, again and again until it is stopped; a context manager that raises what it saw."""
+
+    def __init__(self, one: Published) -> None:
+        self._one, self._end, self._thread = one, threading.Event(), threading.Thread(target=self._run)
+        self.error: BaseException | None = None
+        self.n_looks = 0
+
+    def _run(self) -> None:
+        seen: dict[int, float] = {}
+        try:
+            while not self._end.is_set():
+                for row, value in self._one.rows().items() if self._one.about() else ():
+                    now = abs(float(np.frombuffer(value, "<f4")[0]))
+                    assert now >= seen.get(row, 0), (row, now, seen[row])
+                    seen[row] = now
+                self.n_looks += 1
+        except BaseException as error:
+            self.error = error
+
+    def __enter__(self) -> "Watch":
         self._thread.start()
         return self
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 import struct
 import threading
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from shard_moves import ShardMoves
+from shard_moves import HastyTrainer, ShardMoves
 
 import kvemb
 import kvemb.init
@@ -19,7 +20,7 @@ from kvemb.local_cluster import LocalCluster
 from kvemb.schema.cluster_map import equal_runs
 from kvemb.schema.slots import N_SLOTS
 from tests.integration.counting_trainers import wait_for
-from tests.integration.published import DIM, N_IDS, PATIENCE_S, Churn, Published, published, user_table
+from tests.integration.published import DIM, N_IDS, PATIENCE_S, Churn, Published, Watch, published, user_table
 
 
 @pytest.fixture
@@ -39,14 +40,14 @@ def push(table: kvemb.Table, ids: np.ndarray) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "dtype", "target"),
-    [("redis", "int8", "redis"), ("redis", "float16", "valkey"), ("memcached", "float32", "redis")],
+    [("redis", "int8", "redis"), ("redis-cluster", "float16", "valkey"), ("memcached", "float32", "redis")],
 )
 def test_rows_are_published_from_the_row_log_and_then_as_they_change(
     require_server: Callable[[str], str], kind: str, dtype: str, target: str
 ) -> None:
-    require_server({"redis": "redis-server"}.get(kind, kind))
+    require_server("memcached" if kind == "memcached" else "redis-server")
     with (
-        LocalCluster(kind, shards=2, memory_mb=64) as local,
+        LocalCluster(kind, 3 if kind == "redis-cluster" else 1, shards=2, memory_mb=64) as local,
         kvemb.connect(local.url) as cluster,
         published(local, "--dtype", dtype, kind=target) as one,
     ):
@@ -159,6 +160,39 @@ def test_a_second_publisher_takes_over_and_the_first_ends(local: LocalCluster) -
         push(table, np.arange(100))
         one.reach(cluster)
         one.check(cluster)
+
+
+@pytest.mark.timeout(300)
+def test_no_row_goes_back_while_publishers_are_killed_paused_and_succeeded_and_slots_move(local: LocalCluster) -> None:
+    with kvemb.connect(local.url) as cluster, published(local) as one:
+        hasty = [HastyTrainer(local.url, "user", seed) for seed in (1, 2)]  # row i is as many times -1 as it was pushed
+        moves = ShardMoves(local.url)
+        try:
+            paused = one.succeed()
+            one.reach(cluster)
+            with Watch(one) as watch:
+                for turn in range(4):
+                    said = one.output
+                    pause(random.uniform(0.1, 1.0))
+                    paused.send_signal(signal.SIGSTOP)
+                    second = one.succeed()
+                    n_pushed, n_looks = hasty[0].n_pushed, watch.n_looks
+                    wait_for(lambda n=n_looks: watch.n_looks > n + 2 or watch.error)  # type: ignore[misc]
+                    wait_for(lambda n=n_pushed: hasty[0].n_pushed > n + 20)  # type: ignore[misc]
+                    paused.send_signal(signal.SIGCONT)
+                    moves.begin(equal_runs(32) % 2 if turn % 2 else np.full(N_SLOTS, turn // 2))
+                    moves.wait()
+                    assert paused.wait(PATIENCE_S) == 1
+                    assert "has taken share 1/1 over" in said.read_text()
+                    second.kill()
+                    paused = one.succeed()
+        finally:
+            moves.close()
+            counts = sum(trainer.stop() for trainer in hasty)
+        one.reach(cluster)
+        one.check(cluster)
+    assert watch.n_looks > 10
+    assert counts.any()
 
 
 def test_publishers_share_the_slots(local: LocalCluster) -> None:
