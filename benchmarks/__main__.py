@@ -21,6 +21,7 @@ from benchmarks import (
     memory,
     new_rows,
     policies,
+    publish,
     pull,
     recovery,
     scale,
@@ -54,6 +55,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "elastic": Benchmark(elastic.elastic, elastic.add_arguments),
     "evictions": Benchmark(evictions.evictions, evictions.add_arguments),
     "policies": Benchmark(policies.policies, policies.add_arguments),
+    "publish": Benchmark(publish.publish, publish.add_arguments),
     "frameworks": Benchmark(frameworks.frameworks, frameworks.add_arguments),
     "index": Benchmark(index.index, index.add_arguments),
     "scale": Benchmark(scale.scale, scale.add_arguments),
@@ -61,7 +63,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 }
 
 
-BY_NAME_ONLY = ("dlrm", "elastic", "evictions", "frameworks", "index", "policies", "storage_optimizes")
+BY_NAME_ONLY = ("dlrm", "elastic", "evictions", "frameworks", "index", "policies", "publish", "storage_optimizes")
 """Left out when no name is given: they take minutes of their own, and all others together are to take less than fifteen."""
 
 

@@ -11,7 +11,16 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import FrameType
 
-from kvemb.commands.verb_options import AddressesThenFile, add_bench, add_plan, example_text, positive, takes_config, takes_words
+from kvemb.commands.verb_options import (
+    AddressesThenFile,
+    add_bench,
+    add_plan,
+    add_publish,
+    example_text,
+    positive,
+    takes_config,
+    takes_words,
+)
 from kvemb.errors import ConfigError, KvembError
 from kvemb.stores.storage_kinds import DEFAULT_KIND, KINDS
 
@@ -144,6 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_checkpoint_verbs(verbs)
     _add_foreign_verbs(verbs)
     _add_move_verbs(verbs)
+    add_publish(verbs).set_defaults(run=_runs("publish_command", "publish_command"))
     add_plan(verbs).set_defaults(run=_runs("plan_command", "plan_command"))
     add_bench(verbs).set_defaults(run=_runs("bench_command", "bench_command"))
     completion = verbs.add_parser("completion", help="print a script that lets a shell complete this command's words")

@@ -1,8 +1,8 @@
 """Options of the verbs. Imports nothing that a verb's start would have to wait for.
 
 The cluster's file stands in front of a verb's other words, or is given as `--config FILE`. Here are also the options of `kvemb plan`,
-`kvemb bench` and `kvemb shard`, and the example in each verb's help: tests/integration/test_cli.py checks that every verb has one that its
-parser takes.
+`kvemb bench`, `kvemb publish` and `kvemb shard`, and the example in each verb's help: tests/integration/test_cli.py checks that every verb
+has one that its parser takes.
 """
 
 import argparse
@@ -119,6 +119,21 @@ def add_bench(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> a
     return bench
 
 
+def add_publish(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
+    """Add `kvemb publish`."""
+    publish = verbs.add_parser("publish", help="keep a copy of tables' weights in another Redis or Valkey server, until it is ended")
+    takes_config(publish)
+    publish.add_argument("--to", required=True, metavar="URL", help="redis://[USER@]HOST:PORT; or rediss://, with the files of storage.tls")
+    publish.add_argument("--password-env", default="", metavar="NAME", help="environment variable that holds the password there")
+    publish.add_argument("--tables", required=True, metavar="A,B", help="their names")
+    publish.add_argument(
+        "--dtype", choices=("float32", "float16", "int8"), default="float32", help="of the weights there; int8 with a scale for each row"
+    )
+    publish.add_argument("--layout", choices=("kvemb", "nve"), default="kvemb", help="nve: one hash a table, for NVIDIA's embedding cache")
+    publish.add_argument("--part", default="1/1", metavar="I/N", help="this is publisher I of N, which share the slots")
+    return publish
+
+
 def shard_options() -> argparse.ArgumentParser:
     """Return the options of `kvemb shard`, whose program reads them itself."""
     parser = argparse.ArgumentParser(
@@ -177,6 +192,10 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "tables": ("kvemb tables", "kvemb tables --json --config kvemb.yaml", "kvemb tables --evictions", "kvemb tables --dry-run"),
     "show": ("kvemb show user 42", "kvemb show user -5 --json"),
     "feed": ("kvemb feed --tables user,item", "kvemb feed --json --weights --from start kvemb.yaml"),
+    "publish": (
+        "kvemb publish --to redis://10.1.0.1:6379 --tables user,item --dtype int8",
+        "kvemb publish kvemb.yaml --to redis://10.1.0.1:6379 --tables user --part 2/4",
+    ),
     "init": ("kvemb init --store redis --nodes 10.0.0.1:6379 10.0.0.2:6379 --shards 10.0.1.1:7070",),
     "doctor": ("kvemb doctor", "kvemb doctor --json kvemb.yaml"),
     "certificates": ("kvemb certificates kvemb.yaml", "kvemb certificates --days 7 --out trial"),

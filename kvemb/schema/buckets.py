@@ -14,6 +14,7 @@ one string: less memory, and fewer rows that share a command.
 
 from collections.abc import Sequence
 from dataclasses import field
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,6 +94,8 @@ class BucketKeys(RowKeys):
 
     n_buckets: int
     compact: bool = field(default=False, kw_only=True)
+    named_by_tag: ClassVar[bool] = True
+    """Whether a bucket's key follows from tag and number, as here; or only `encode` knows it."""
 
     def __getitem__(self, rows: slice) -> "BucketKeys":
         return self if rows == slice(0, len(self.ids)) else self._some(rows)

@@ -56,7 +56,7 @@ def rows_on(address: str, access: RedisAccess, slots: NDArray[np.bool_], deadlin
     with logged_in(address, access, deadline) as link:
         for block in _scan(address, access, deadline):
             yield from page_keys_in(block)
-            yield from _in_buckets(link, [key for key in bucket_keys_in(block) if key[_SLOT_TAG] in tags], deadline)
+            yield from rows_in_buckets(link, [key for key in bucket_keys_in(block) if key[_SLOT_TAG] in tags], deadline)
 
 
 def _scan(address: str, access: RedisAccess, deadline: Deadline) -> Iterator[list[bytes]]:
@@ -79,7 +79,8 @@ def _scan(address: str, access: RedisAccess, deadline: Deadline) -> Iterator[lis
                 return
 
 
-def _in_buckets(link: Link, keys: Sequence[bytes], deadline: Deadline) -> Iterator[RowKeys]:
+def rows_in_buckets(link: Link, keys: Sequence[bytes], deadline: Deadline) -> Iterator[RowKeys]:
+    """Yield the rows in these hashes, in blocks; the deadline's length is that of each block."""
     if not keys:
         return
     sizes = ask_all(link, [("HLEN", key) for key in keys], Deadline.after(deadline.timeout_s))
