@@ -6,15 +6,15 @@ The decisions are made in pure code beside it (sessions, sync_steps, work_queue)
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from kvemb.errors import KvembError, ShardUnavailableError, TableDroppedError, to_wire
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import PushPart
 
-from ..model.batch import ERASE, CheckedRows, EvictionWork, PartTicket, Push, ReceivedPart, RowsWork, Sink, Work
+from ..model.batch import CheckedRows, EvictionWork, PartTicket, Push, ReceivedPart, RowsWork, Sink, Work
 from ..model.table_registry import AFTER_A_DROP
-from .attendance import Attendance, Record, StepsByMap
+from .attendance import NO_ALTERATIONS, Alterations, Attendance, Record, StepsByMap
 from .ingest_state import POLL_S, IngestState
 from .outcomes import Backlog, Outcomes
 from .part_checks import MapGate
@@ -36,6 +36,7 @@ class Ingest:
         record: writes hellos and goodbyes to the journal.
         clock: monotonic.
         gate: the cluster map by which rows are taken.
+        tables: says which tables are being altered, or were.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class Ingest:
         record: Record = lambda trainer, incarnation: None,
         clock: Callable[[], float] = time.monotonic,
         gate: MapGate | None = None,
+        tables: Alterations = NO_ALTERATIONS,
     ) -> None:
-        self.sessions, self.gate = sessions, gate or MapGate()
+        self.sessions, self.gate, self._tables = sessions, gate or MapGate(), tables
         self.state = IngestState(steps, clock)
         self._queue, self._pending = WorkQueue(self.state), UnappliedParts(limits or Limits(), sync=steps is not None)
         self.outcomes = Outcomes(self.state, sessions, self._pending, self._queue)
@@ -56,7 +58,7 @@ class Ingest:
         self._tables_gone: set[str] = set()  # keys
         self._lost: KvembError | None = None
         self._eviction: EvictionWork | None = None
-        self.steps = StepsByMap(self.state, sessions, self._queue, self.outcomes, self.gate)
+        self.steps = StepsByMap(self.state, sessions, self._queue, self.outcomes, self.gate, tables)
 
     # --- trainers bring work ---------------------------------------------------------------------------------------------------
 
@@ -86,8 +88,8 @@ class Ingest:
             new = ReceivedPart(tables, PartTicket(part.sequence, part.digest, size), prefetched, part.tables_serial)
             self._pending.check_size(session, new)
             together = [*(session.incomplete if session.incomplete_step == part.step else ()), new]
-            if self._tables_gone:
-                self._refuse_dropped([rows for one in together for rows in (*one.tables, *one.prefetched)])
+            for rows in (rows for one in together for rows in (*one.tables, *one.prefetched)):
+                self._refuse_closed(rows, waits=self.state.steps is None)  # a sync job's steps wait as a whole, with all their parts
             if len(together) > 1:
                 hyper_by_table(together)
             session.accept(new, part.step)
@@ -119,26 +121,28 @@ class Ingest:
                 if session.incomplete and session.incomplete_step == part.step and part.sequence == session.last_sequence + 1:
                     session.give_up_incomplete(to_wire(error))
 
-    def submit_rows(self, work: RowsWork, deadline: Deadline, map_serial: int) -> int:
+    def submit_rows(self, work: RowsWork, deadline: Deadline, map_serial: int, *, of_drop: bool = False) -> int:
         """Queue an assign or erase and wait until it is applied; return how many of its rows existed before.
 
         Args:
             work: its rows belong to this shard by a cluster map.
             deadline: of the wait.
             map_serial: serial of that map's shards.
+            of_drop: whether it erases rows of a table that is being dropped.
 
         Raises:
             SlotsMovedError: a map of other shards is in force; nothing was taken.
+            TableDroppedError: nothing was taken, either.
             DeadlineExceededError: it stays queued and will be applied.
         """
         with self.state.changed:
-            while not self._pending.has_room() or self.gate.holds(map_serial):
+            while not self._pending.has_room() or self.gate.holds(map_serial) or work.rows.definition.key in self._tables.altering:
                 self.state.refuse_if_closed()
-                self.state.wait(deadline, "room in the shard's queue, or the end of a move of slots")
+                self.state.wait(deadline, "room in the shard's queue, or the end of a move of slots, or of an alteration of the table")
             self.state.refuse_if_closed()
             self.gate.require(map_serial)
-            if work.kind != ERASE:
-                self._refuse_dropped([work.rows])
+            if not of_drop:
+                self._refuse_closed(work.rows, waits=False)
             number = self._enqueue(work)
             while number in self._pending:
                 self.state.wait(deadline, f"{work.kind} to be applied; it stays queued")
@@ -189,11 +193,12 @@ class Ingest:
         self.state.changed.notify_all()
         return number
 
-    def _refuse_dropped(self, tables: Sequence[CheckedRows]) -> None:
-        for rows in tables:
-            if rows.definition.key in self._tables_gone:
-                name = rows.definition.name
-                raise TableDroppedError(f"table {name!r} was dropped meanwhile; nothing of this was accepted. {AFTER_A_DROP}.")
+    def _refuse_closed(self, rows: CheckedRows, *, waits: bool) -> None:
+        """Refuse rows of a table that takes none: they may have been checked before it was closed. See `Registry.require_open`."""
+        self._tables.require_open(rows.definition.key, waits=waits)
+        if rows.definition.key in self._tables_gone:
+            name = rows.definition.name
+            raise TableDroppedError(f"table {name!r} was dropped meanwhile; nothing of this was accepted. {AFTER_A_DROP}.")
 
     # --- the committer takes it ------------------------------------------------------------------------------------------------
 
@@ -239,7 +244,7 @@ class Ingest:
         if at is None:
             return group
         self._eviction = None
-        if work.rows.definition.key in self._tables_gone:
+        if work.rows.definition.key in self._tables_gone or work.rows.definition.key in self._tables.altering:
             work.finish(0)
             return group
         self._pending.add(work)
