@@ -64,11 +64,12 @@ class AlteredTable:
         if not isinstance(changes.optimizer, OptimizerSpec | None):
             raise InvalidInputError(f"{at}: got {changes.optimizer!r} where one of kvemb.optim's functions is expected to be called")
         given = {"dim": changes.dim, "optimizer": changes.optimizer, "dtype": changes.dtype}
-        new = replace(old, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]  # checked there
-        if new != old and (opaque_bytes(old.dtype) or opaque_bytes(new.dtype)):
+        given = {name: value for name, value in given.items() if value is not None and value != getattr(old, name)}
+        if given and (opaque_bytes(old.dtype) or opaque_bytes(changes.dtype)):
             raise InvalidInputError(
                 f"{at}: rows of opaque bytes mean something to their users only; make another table, and fill it by assign"
             )
+        new = replace(old, **given)  # type: ignore[arg-type]  # checked there
         if changes.layout is not None or changes.expected_rows is not None:
             new = new.laid_out(changes.expected_rows, changes.layout or old.layout)
         if new.optimizer.kind == "ftrl" != old.optimizer.kind:

@@ -7,12 +7,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Protocol
 
 from kvemb.errors import JournalFullError, PushRejectedError, ShardUnavailableError, SlotsMovedError, TableAlteredError, to_wire
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.table_def import TableDef
 
+from ..model.table_registry import Registry
 from .ingest_state import POLL_S, IngestState
 from .outcomes import Outcomes
 from .part_checks import MapGate, last_step
@@ -22,30 +22,10 @@ from .sync_steps import HeldSteps
 from .work_queue import WorkQueue
 
 log = logging.getLogger("paramserver")
+_NONE: Mapping[str, TableDef] = {}
 
 Record = Callable[[str, int], None]
 """(trainer, incarnation, or 0 for a goodbye): makes it durable. Raises JournalFullError, FencedError."""
-
-
-class Alterations(Protocol):
-    """Which tables are being altered, or were (`Registry`). Any thread; asked under the lock `changed`, so no I/O."""
-
-    @property
-    def altering(self) -> Mapping[str, TableDef]:
-        """By the key of each table that is being altered: the one that is to take its place."""
-
-    def require_open(self, key: str, *, waits: bool) -> None:
-        """See `Registry.require_open`."""
-
-
-class _NoAlterations:
-    altering: Mapping[str, TableDef] = {}
-
-    def require_open(self, key: str, *, waits: bool) -> None:
-        pass
-
-
-NO_ALTERATIONS: Alterations = _NoAlterations()
 
 
 class Attendance:
@@ -181,7 +161,8 @@ class StepsByMap:
     Nothing is done in async mode, which has no steps.
 
     Args:
-        state, sessions, queue, outcomes, gate, tables: ingest's.
+        state, sessions, queue, outcomes, gate: ingest's.
+        registry: of tables; None: none is ever altered.
     """
 
     def __init__(
@@ -191,13 +172,23 @@ class StepsByMap:
         queue: WorkQueue,
         outcomes: Outcomes,
         gate: MapGate,
-        tables: Alterations = NO_ALTERATIONS,
+        registry: Registry | None = None,
     ) -> None:
         self._state, self._sessions = state, sessions
-        self._queue, self._outcomes, self._gate, self._tables = queue, outcomes, gate, tables
+        self._queue, self._outcomes, self._gate, self._registry = queue, outcomes, gate, registry
         self._followed, self._held_serial = gate.now, 0
-        self._altering, self._last_asked = tables.altering, 0  # while a table is being altered: the step to go on to
+        self._altering, self._last_asked = self.altering, 0  # while a table is being altered: the step to go on to
         self._follow(self._followed)
+
+    @property
+    def altering(self) -> Mapping[str, TableDef]:
+        """The tables that are being altered: see `Registry.altering`."""
+        return _NONE if self._registry is None else self._registry.altering
+
+    def require_open(self, key: str, *, waits: bool) -> None:
+        """See `Registry.require_open`."""
+        if self._registry is not None:
+            self._registry.require_open(key, waits=waits)
 
     def hold_behind(self, last: int) -> HeldSteps:
         """While a table is being altered, hand out no step behind this one, or behind the one that was handed out last. Any thread."""
@@ -221,7 +212,7 @@ class StepsByMap:
 
     def look(self) -> None:
         """Follow a newer map, if there is one. Under the lock `changed`."""
-        if (now := self._gate.now) is not self._followed or self._tables.altering is not self._altering:
+        if (now := self._gate.now) is not self._followed or self.altering is not self._altering:
             self._follow(now)
             self._followed = now
             self._state.changed.notify_all()
@@ -233,7 +224,7 @@ class StepsByMap:
             serial = now.shards_serial
             self._refuse_waiting(SlotsMovedError(f"slots have moved: the cluster map of serial {serial} is in force; nothing was taken"))
         last = last_step(now)
-        altering, self._altering = self._altering, self._tables.altering
+        altering, self._altering = self._altering, self.altering
         if last is None and self._altering:
             last = self._last_asked
         elif altering and not self._altering:
@@ -253,7 +244,7 @@ class StepsByMap:
         try:
             for push in self._queue.in_unfinished_steps():
                 for key in push.table_keys:
-                    self._tables.require_open(key, waits=False)
+                    self.require_open(key, waits=False)
         except TableAlteredError as error:
             self._refuse_waiting(error)
 

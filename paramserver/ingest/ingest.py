@@ -13,8 +13,8 @@ from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import PushPart
 
 from ..model.batch import CheckedRows, EvictionWork, PartTicket, Push, ReceivedPart, RowsWork, Sink, Work
-from ..model.table_registry import AFTER_A_DROP
-from .attendance import NO_ALTERATIONS, Alterations, Attendance, Record, StepsByMap
+from ..model.table_registry import AFTER_A_DROP, Registry
+from .attendance import Attendance, Record, StepsByMap
 from .ingest_state import POLL_S, IngestState
 from .outcomes import Backlog, Outcomes
 from .part_checks import MapGate
@@ -36,7 +36,7 @@ class Ingest:
         record: writes hellos and goodbyes to the journal.
         clock: monotonic.
         gate: the cluster map by which rows are taken.
-        tables: says which tables are being altered, or were.
+        registry: says which tables are being altered, or were; None: none is.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class Ingest:
         record: Record = lambda trainer, incarnation: None,
         clock: Callable[[], float] = time.monotonic,
         gate: MapGate | None = None,
-        tables: Alterations = NO_ALTERATIONS,
+        registry: Registry | None = None,
     ) -> None:
-        self.sessions, self.gate, self._tables = sessions, gate or MapGate(), tables
+        self.sessions, self.gate = sessions, gate or MapGate()
         self.state = IngestState(steps, clock)
         self._queue, self._pending = WorkQueue(self.state), UnappliedParts(limits or Limits(), sync=steps is not None)
         self.outcomes = Outcomes(self.state, sessions, self._pending, self._queue)
@@ -58,7 +58,7 @@ class Ingest:
         self._tables_gone: set[str] = set()  # keys
         self._lost: KvembError | None = None
         self._eviction: EvictionWork | None = None
-        self.steps = StepsByMap(self.state, sessions, self._queue, self.outcomes, self.gate, tables)
+        self.steps = StepsByMap(self.state, sessions, self._queue, self.outcomes, self.gate, registry)
 
     # --- trainers bring work ---------------------------------------------------------------------------------------------------
 
@@ -132,17 +132,17 @@ class Ingest:
 
         Raises:
             SlotsMovedError: a map of other shards is in force; nothing was taken.
-            TableDroppedError: nothing was taken, either.
+            TableDroppedError, ShardUnavailableError: the table takes no rows any more, or not while it is altered; nothing was taken.
             DeadlineExceededError: it stays queued and will be applied.
         """
         with self.state.changed:
-            while not self._pending.has_room() or self.gate.holds(map_serial) or work.rows.definition.key in self._tables.altering:
+            while not self._pending.has_room() or self.gate.holds(map_serial):
                 self.state.refuse_if_closed()
-                self.state.wait(deadline, "room in the shard's queue, or the end of a move of slots, or of an alteration of the table")
+                self.state.wait(deadline, "room in the shard's queue, or the end of a move of slots")
             self.state.refuse_if_closed()
             self.gate.require(map_serial)
             if not of_drop:
-                self._refuse_closed(work.rows, waits=False)
+                self._refuse_closed(work.rows, waits=True)
             number = self._enqueue(work)
             while number in self._pending:
                 self.state.wait(deadline, f"{work.kind} to be applied; it stays queued")
@@ -195,7 +195,7 @@ class Ingest:
 
     def _refuse_closed(self, rows: CheckedRows, *, waits: bool) -> None:
         """Refuse rows of a table that takes none: they may have been checked before it was closed. See `Registry.require_open`."""
-        self._tables.require_open(rows.definition.key, waits=waits)
+        self.steps.require_open(rows.definition.key, waits=waits)
         if rows.definition.key in self._tables_gone:
             name = rows.definition.name
             raise TableDroppedError(f"table {name!r} was dropped meanwhile; nothing of this was accepted. {AFTER_A_DROP}.")
@@ -244,7 +244,7 @@ class Ingest:
         if at is None:
             return group
         self._eviction = None
-        if work.rows.definition.key in self._tables_gone or work.rows.definition.key in self._tables.altering:
+        if work.rows.definition.key in self._tables_gone or work.rows.definition.key in self.steps.altering:
             work.finish(0)
             return group
         self._pending.add(work)

@@ -241,7 +241,7 @@ class _Start:
             gate = MapGate(shard, lambda: self._store.nodes.cluster_map)
             ages = RowAges(saved.now.points, saved.now.since, k=engine.k)
             ages.mark(time.time(), engine.k)  # a start that comes before the next minute is up keeps this one, too
-            ingest = Ingest(sessions, steps, record=fenced_log.record, gate=gate, tables=registry)
+            ingest = Ingest(sessions, steps, record=fenced_log.record, gate=gate, registry=registry)
             parts = ShardParts(
                 self._config,
                 shard,
