@@ -239,7 +239,8 @@ class Cluster:
             dim, optimizer, dtype, layout: what is to be another; None: as it is. A smaller dim takes the last columns away.
             expected_rows: as at `create_table`, to have another number of buckets; needed with `layout`.
             new_columns: the values of columns beyond the old dim, in rows that exist: as the table's initializer draws them, or zeros.
-            timeout_s: of each question to the shards; `away_timeout_s` unless given. Copying takes as long as it takes.
+            timeout_s: of each question to the shards, and of each block of rows; `away_timeout_s` unless given. All of it takes as long as
+                it takes.
             progress: called now and then with (name of the phase, rows done, rows in all).
 
         Raises:

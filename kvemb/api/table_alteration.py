@@ -51,9 +51,9 @@ def alter(
         def read(ids: NDArray[np.uint64]) -> TableRows:
             return _altered(store, change, ids, Deadline.after(pull_timeout_s))
 
-        with closing(work_ahead(read, _blocks(shards, old), n_threads=1, name="kvemb-alter")) as blocks:
+        with closing(work_ahead(read, _blocks(shards, old, timeout_s), n_threads=1, name="kvemb-alter")) as blocks:
             for rows in blocks:
-                shards.assign(rows)
+                shards.assign(rows, timeout_s)
                 n_done += len(rows.ids)
                 show("copying", n_done, n_rows)
         _require_all(old.name, before, shards.hold_for_alter(old, staged, timeout_s, begin=False))
@@ -65,9 +65,9 @@ def alter(
     shards.end_alter(old.name, "switch", staged.key, timeout_s)
 
 
-def _blocks(shards: ShardClient, old: TableDef) -> Iterator[NDArray[np.uint64]]:
+def _blocks(shards: ShardClient, old: TableDef, timeout_s: float | None) -> Iterator[NDArray[np.uint64]]:
     step = max(1, block_rows(old) // 2)
-    return (page[at : at + step] for page in shards.questions.ids(old.name) for at in range(0, len(page), step))
+    return (page[at : at + step] for page in shards.questions.ids(old.name, timeout_s) for at in range(0, len(page), step))
 
 
 def _altered(store: Store, change: AlteredTable, ids: NDArray[np.uint64], deadline: Deadline) -> TableRows:

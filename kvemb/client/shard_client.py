@@ -57,6 +57,8 @@ log = logging.getLogger("kvemb")
 class ShardClient:
     """The shards of one cluster, for one trainer.
 
+    One class, because every verb comes behind this trainer's own pushes, which one session knows.
+
     Args:
         servers: checked by `AllShards.describe`.
         session: of this trainer.
@@ -146,6 +148,8 @@ class ShardClient:
 
     def begin_alter(self, old: TableDef, wanted: TableDef, timeout_s: float | None) -> TableDef:
         """Begin to alter a table, behind this process's own pushes; return the one that is to be filled."""
+        if self._session.undelivered():  # they may wait for the end of an alteration that was broken off: this one takes its place
+            self.end_alter(old.name, "abort", "", timeout_s)
         deadline = self._deadline(timeout_s)
         self._session.wait_applied(deadline)
         request = AlterTableRequest(old.name, "begin", old.key, wanted.to_dict())
