@@ -184,7 +184,6 @@ class ShardClient:
         """
         deadline = self._deadline(timeout_s)
         left = self._servers.call(0, "AlterTable", AlterTableRequest(name, step, key), AlterTableReply, deadline).left
-        self._servers.call_each("FollowAlter", FollowAlterRequest("", "", False, False, 0, _wait_s(deadline)), FollowAlterReply, deadline)
         return sum(self._end_drop(one, deadline, timeout_s) for one in left)
 
     def push(self, tables: Sequence[TableRows], timeout_s: float | None = None, prefetched: Sequence[PrefetchedRows] = ()) -> Ack:

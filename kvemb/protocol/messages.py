@@ -252,11 +252,11 @@ class AlterTableReply(Message):
 
 @dataclass(frozen=True, eq=False)
 class FollowAlterRequest(Message):
-    """Read the registry, and hold a table's pushes, or let them go on, as it says: every shard.
+    """Hold the pushes of a table that is being altered, and apply what was taken before: every shard.
 
     Args:
-        key: of the table that is being altered.
-        staged: key of the one that is to take its place; "": that is over.
+        key: of the table.
+        staged: key of the one that is to take its place.
         begin: whether this is before the first row: then the feed is told, and the filled table gets the steps of the other one if `steps`.
         last_step: of a sync job: the step to go on to before it is held.
         timeout_s: how long the shard may wait for pushes taken before.

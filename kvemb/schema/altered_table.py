@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.rounding import opaque_bytes
+from kvemb.arrays.rounding import LARGEST, opaque_bytes
 from kvemb.errors import InvalidInputError, n_of
 from kvemb.optim import OptimizerSpec, StateField
 from kvemb.schema.table_def import MAX_DIM, TableDef
@@ -98,6 +98,9 @@ class AlteredTable:
             ids: uint64 [n].
             weights: [n, dim] of the old definition; uint8 of opaque bytes, which are returned as they are.
             state: float32 [n, state values].
+
+        Raises:
+            InvalidInputError: the new dtype cannot hold a weight.
         """
         if opaque_bytes(self.old.dtype):
             return weights
@@ -106,6 +109,10 @@ class AlteredTable:
         if new.dim > kept and self.new_columns == INITIALIZER:
             out[:, : new.dim] = new.initial_rows(ids)
         out[:, :kept] = weights[:, :kept]
+        beyond = np.flatnonzero((np.abs(out[:, : new.dim]) > LARGEST[new.dtype]).any(axis=1))
+        if len(beyond):
+            first = new.shown_id(int(ids[beyond[0]]))
+            raise InvalidInputError(f"table {new.name!r}, id {first}: has a weight beyond {LARGEST[new.dtype]:g}, the largest {new.dtype}")
         start = new.dim
         for field in new.optimizer.state_fields():
             size, old_at = field.size(new.dim), self._kept_at(field)

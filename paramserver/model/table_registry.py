@@ -122,8 +122,8 @@ class Registry:
         if waits and key in self.altering:
             name = self.altering[key].name
             raise ShardUnavailableError(
-                f"table {name!r} is being altered, and takes nothing until that is over: pushes are sent again by themselves. `kvemb status` "
-                "says how to end an alteration that was broken off"
+                f"table {name!r} is being altered, and takes nothing until that is over; pushes are sent again by themselves. `kvemb "
+                "status` says how to end an alteration that was broken off"
             )
 
     @property

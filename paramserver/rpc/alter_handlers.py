@@ -3,7 +3,7 @@
     begin    shard 0: a table of the new definition is registered, without a name. Pushes to the other one wait from now on
     follow   every shard: what was taken before is applied; so the rows stay as they are, and are copied by assigns
     switch   shard 0: the name passes to the new table, by one write to the registry
-    follow   every shard: pushes by the old definition are refused, those by the new one are taken; then the old rows are erased by a drop
+    erase    every shard, as of a drop: pushes by the old definition are refused, its rows erased
 
 Until the switch "abort" makes the new table the one that is erased. A shard that was killed in between reads from the registry what it is
 to hold or to refuse.
@@ -69,7 +69,7 @@ class AlterHandlers:
         return AlterTableReply({} if staged is None else staged.to_dict(), left)
 
     def follow(self, request: FollowAlterRequest, deadline: Deadline) -> FollowAlterReply:
-        """Hold a table's pushes, and say what there is of both tables once what was taken before is applied; or let pushes go on.
+        """Hold a table's pushes, and say what there is of both tables once what was taken before is applied.
 
         Raises:
             TableAlteredError: the alteration was given up, or begun again.
@@ -78,11 +78,11 @@ class AlterHandlers:
         parts = self._parts
         parts.registry.load()
         staged = parts.registry.altering.get(request.key)
-        if request.staged and (staged is None or staged.key != request.staged):
+        if staged is None or staged.key != request.staged:
             raise TableAlteredError("this alteration was given up, or begun again by another command; the table is as it was")
         held = parts.ingest.steps.hold_behind(request.last_step)  # the lock that it takes comes behind every part that was let in before
-        if not request.staged or staged is None or held.phase == COMING:
-            return FollowAlterReply(0, 0, parts.engine.epoch, held.last, held.phase == COMING)
+        if held.phase == COMING:
+            return FollowAlterReply(0, 0, parts.engine.epoch, held.last, True)
         deadline = deadline.within(request.timeout_s)
         parts.ingest.backlog.flush(deadline, steps_held=True)
         old, new = parts.tables.state(parts.registry.find_key(request.key)), parts.tables.state(staged)

@@ -96,6 +96,7 @@ class DropHandlers:
                 f"table {request.key!r} is not being dropped, as far as shard {self._shard} can read; call drop_table again"
             )
         self._ingest.refuse_table(definition.key)
+        self._ingest.steps.follow()  # pushes that wait and name it are refused, where it was altered
         self._ingest.backlog.flush(deadline, table=definition.key)
         state = self._tables.state(definition)
         if self._registry.deletes_whole(definition):

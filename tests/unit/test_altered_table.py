@@ -101,3 +101,12 @@ def test_opaque_rows_move_to_another_number_of_buckets_as_they_are() -> None:
     rows = np.arange(16, dtype=np.uint8).reshape(2, 8)
     assert change.rows(np.arange(2, dtype=np.uint64), rows, np.empty((2, 0), np.float32)) is rows
     assert change.new.n_buckets != change.old.n_buckets
+
+
+def test_a_weight_that_the_new_dtype_cannot_hold_is_refused_and_named() -> None:
+    change = AlteredTable.of(TableDef("user", 2, optim.sgd(), init.zeros()), TableChanges(dtype="float16"))
+    rows = np.array([[1, -65504], [3, -65505]], np.float32)
+    none = np.empty((2, 0), np.float32)
+    with pytest.raises(InvalidInputError, match=r"id 9: has a weight beyond 65504"):
+        change.rows(np.array([8, 9], np.uint64), rows, none)
+    assert change.rows(np.array([8], np.uint64), rows[:1], none[:1]).tobytes() == rows[:1].tobytes()
