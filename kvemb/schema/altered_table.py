@@ -5,6 +5,7 @@ dtype has fewer. What must not live here: how rows are copied, and when the tabl
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,7 +92,7 @@ class AlteredTable:
         """Whether the table goes on to count its optimizer's steps, since it keeps state that is read by them."""
         return any(self._kept_at(field) is not None for field in self.new.optimizer.state_fields())
 
-    def rows(self, ids: NDArray[np.uint64], weights: NDArray[np.float32], state: NDArray[np.float32]) -> NDArray[np.float32]:
+    def rows(self, ids: NDArray[np.uint64], weights: NDArray[Any], state: NDArray[np.float32]) -> NDArray[Any]:
         """Return what rows become, as an assign takes them: [n, new dim + new state values].
 
         Args:

@@ -185,11 +185,6 @@ class StepsByMap:
         """The tables that are being altered: see `Registry.altering`."""
         return _NONE if self._registry is None else self._registry.altering
 
-    def require_open(self, key: str, *, waits: bool) -> None:
-        """See `Registry.require_open`."""
-        if self._registry is not None:
-            self._registry.require_open(key, waits=waits)
-
     def hold_behind(self, last: int) -> HeldSteps:
         """While a table is being altered, hand out no step behind this one, or behind the one that was handed out last. Any thread."""
         with self._state.changed:
@@ -241,10 +236,10 @@ class StepsByMap:
 
     def _end_alteration(self) -> None:
         """Refuse the pushes that wait, if one of them names a table that has another definition now."""
+        assert self._registry is not None
         try:
-            for push in self._queue.in_unfinished_steps():
-                for key in push.table_keys:
-                    self.require_open(key, waits=False)
+            for key in {key for push in self._queue.in_unfinished_steps() for key in push.table_keys}:
+                self._registry.require_open(key, waits=False)
         except TableAlteredError as error:
             self._refuse_waiting(error)
 

@@ -6,7 +6,7 @@ The decisions are made in pure code beside it (sessions, sync_steps, work_queue)
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvemb.errors import KvembError, ShardUnavailableError, TableDroppedError, to_wire
 from kvemb.net.deadline import Deadline
@@ -58,6 +58,7 @@ class Ingest:
         self._tables_gone: set[str] = set()  # keys
         self._lost: KvembError | None = None
         self._eviction: EvictionWork | None = None
+        self._require_open = _takes_all if registry is None else registry.require_open
         self.steps = StepsByMap(self.state, sessions, self._queue, self.outcomes, self.gate, registry)
 
     # --- trainers bring work ---------------------------------------------------------------------------------------------------
@@ -88,8 +89,11 @@ class Ingest:
             new = ReceivedPart(tables, PartTicket(part.sequence, part.digest, size), prefetched, part.tables_serial)
             self._pending.check_size(session, new)
             together = [*(session.incomplete if session.incomplete_step == part.step else ()), new]
-            for rows in (rows for one in together for rows in (*one.tables, *one.prefetched)):
-                self._refuse_closed(rows, waits=self.state.steps is None)  # a sync job's steps wait as a whole, with all their parts
+            named = [rows for one in together for rows in (*one.tables, *one.prefetched)]
+            for rows in named:  # of an altered table; a sync job's steps wait as a whole, with all their parts
+                self._require_open(rows.definition.key, waits=self.state.steps is None)
+            if self._tables_gone:
+                self._refuse_dropped(named)
             if len(together) > 1:
                 hyper_by_table(together)
             session.accept(new, part.step)
@@ -142,7 +146,8 @@ class Ingest:
             self.state.refuse_if_closed()
             self.gate.require(map_serial)
             if not of_drop:
-                self._refuse_closed(work.rows, waits=True)
+                self._require_open(work.rows.definition.key, waits=True)
+                self._refuse_dropped([work.rows])
             number = self._enqueue(work)
             while number in self._pending:
                 self.state.wait(deadline, f"{work.kind} to be applied; it stays queued")
@@ -193,12 +198,11 @@ class Ingest:
         self.state.changed.notify_all()
         return number
 
-    def _refuse_closed(self, rows: CheckedRows, *, waits: bool) -> None:
-        """Refuse rows of a table that takes none: they may have been checked before it was closed. See `Registry.require_open`."""
-        self.steps.require_open(rows.definition.key, waits=waits)
-        if rows.definition.key in self._tables_gone:
-            name = rows.definition.name
-            raise TableDroppedError(f"table {name!r} was dropped meanwhile; nothing of this was accepted. {AFTER_A_DROP}.")
+    def _refuse_dropped(self, tables: Sequence[CheckedRows]) -> None:
+        for rows in tables:
+            if rows.definition.key in self._tables_gone:
+                name = rows.definition.name
+                raise TableDroppedError(f"table {name!r} was dropped meanwhile; nothing of this was accepted. {AFTER_A_DROP}.")
 
     # --- the committer takes it ------------------------------------------------------------------------------------------------
 
@@ -255,3 +259,7 @@ class Ingest:
         with self.state.changed:
             self._lost = error
             self.state.changed.notify_all()
+
+
+def _takes_all(key: str, *, waits: bool) -> None:
+    """Without a registry no table is ever altered."""

@@ -61,7 +61,6 @@ class Registry:
         self._store, self._shard, self._timeout_s = store, shard, timeout_s
         self._copies = RegistryCopies(store, shard, timeout_s, data)
         self._lock = threading.Lock()
-        self._alterations: tuple[Registered | None, Mapping[str, TableDef]] = None, {}  # as of which content
 
     @property
     def tables(self) -> list[TableDef]:
@@ -80,12 +79,8 @@ class Registry:
 
     @property
     def altering(self) -> Mapping[str, TableDef]:
-        """By the key of each table that is being altered: the one that is to take its place. Asked for every push."""
-        now = self._copies.now
-        if self._alterations[0] is not now:
-            staged = [one.definition for one in now.dropped.values() if one.altered == STAGED and one.definition.name in now.tables]
-            self._alterations = now, {now.tables[one.name].key: one for one in staged}
-        return self._alterations[1]
+        """By the key of each table that is being altered: the one that is to take its place."""
+        return self._copies.altering
 
     @property
     def unfinished(self) -> str:
@@ -119,8 +114,8 @@ class Registry:
         one = self._copies.now.dropped.get(key)
         if one is not None and one.altered == REPLACED:
             raise self._was_altered(one.definition.name)
-        if waits and key in self.altering:
-            name = self.altering[key].name
+        if waits and (staged := self._copies.altering.get(key)) is not None:
+            name = staged.name
             raise ShardUnavailableError(
                 f"table {name!r} is being altered, and takes nothing until that is over; pushes are sent again by themselves. `kvemb "
                 "status` says how to end an alteration that was broken off"
@@ -172,22 +167,23 @@ class Registry:
             UnknownTableError: listing the known ones; TableDroppedError where it was dropped, TableAlteredError where the table of this
                 schema has another one now.
         """
-        table = self._named(name, schema)
-        if table is None or (schema is not None and table.schema != schema):
-            if self._shard != 0:  # shard 0's own view is the newest there is
+        table = self._copies.now.tables.get(name)
+        return table if table is not None and schema in (None, table.schema) else self._find_newer(name, schema)
+
+    def _find_newer(self, name: str, schema: int | None) -> TableDef:
+        """Return a table whose name or schema is unknown: it may be one that is to take another's place, or known since."""
+        for again in (False, True):
+            if again and self._shard != 0:  # shard 0's own view is the newest there is
                 self.load()
-            table = self._named(name, schema)
+            table = self._copies.now.tables.get(name)
+            staged = None if table is None else self.altering.get(table.key)
+            for found in (table, staged):
+                if found is not None and schema in (None, found.schema):
+                    return found
         if table is None:
             raise self._unknown(name)
-        if schema is not None and table.schema != schema and any(one.schema == schema for one in self._of(name, REPLACED)):
+        if any(one.schema == schema for one in self._of(name, REPLACED)):
             raise self._was_altered(name)
-        return table
-
-    def _named(self, name: str, schema: int | None) -> TableDef | None:
-        """The table of a name, or the one that is to take its place, if that is the one of this schema."""
-        table = self._copies.now.tables.get(name)
-        if table is not None and schema is not None and table.schema != schema and (staged := self.altering.get(table.key)) is not None:
-            return staged if staged.schema == schema else table
         return table
 
     def _of(self, name: str, altered: str) -> list[TableDef]:
