@@ -17,6 +17,7 @@ from kvemb.commands.verb_options import (
     add_plan,
     add_publish,
     example_text,
+    large,
     positive,
     takes_config,
     takes_words,
@@ -150,6 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     drop.add_argument("table", help="its name")
     drop.add_argument("--yes", action="store_true", help="do it; without, only say how many rows there are")
     drop.set_defaults(run=_runs("table_commands", "drop_command"))
+    _add_alter(verbs)
     _add_checkpoint_verbs(verbs)
     _add_foreign_verbs(verbs)
     _add_move_verbs(verbs)
@@ -183,6 +185,25 @@ def _add_table_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]
     feed.set_defaults(run=_runs("feed_command", "feed_command"))
     show.add_argument("table", help="its table")
     show.add_argument("id", type=int, help="its id")
+
+
+def _add_alter(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    alter = verbs.add_parser("alter", help="give a table that has rows another definition; its pushes wait meanwhile, pulls go on")
+    takes_config(alter)
+    alter.add_argument("table", help="its name")
+    alter.add_argument("--dim", type=_count, metavar="N", help="weights of a row")
+    alter.add_argument(
+        "--new-columns", choices=("initializer", "zeros"), default="initializer", help="of a larger dim (default initializer)"
+    )
+    alter.add_argument("--optimizer", metavar="KIND[,NAME=X...]", help="as adagrad,lr=0.1; state of the same name is kept")
+    alter.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="of weights in storage")
+    alter.add_argument("--expected-rows", type=large, metavar="N", help="to have another number of buckets")
+    alter.add_argument("--layout", choices=("fast", "compact"), help="of the buckets; with --expected-rows")
+    alter.add_argument("--save", metavar="URL", help="save a checkpoint there first")
+    alter.add_argument("--abort", action="store_true", help="give up an alteration that was broken off, or erase what one has left")
+    alter.add_argument("--dry-run", action="store_true", help="only say what would become of the rows")
+    alter.add_argument("--yes", action="store_true", help="do not ask")
+    alter.set_defaults(run=_runs("table_commands", "alter_command"))
 
 
 def _add_move_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

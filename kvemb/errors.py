@@ -52,6 +52,10 @@ class TableDroppedError(UnknownTableError):
     """The table was dropped, or is being dropped. Nothing of this call was accepted; rows that it pulled may be initial rows."""
 
 
+class TableAlteredError(TableDroppedError):
+    """The table has another definition now than the caller opened. Nothing of this call was accepted; open the table again."""
+
+
 class TableMismatchError(KvembError):
     """A table of that name exists with another identity; the message shows both definitions."""
 

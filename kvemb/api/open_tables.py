@@ -13,11 +13,13 @@ from kvemb.coordination.registry_format import META_NAME, newest_registry
 from kvemb.errors import InvalidInputError, UnknownTableError
 from kvemb.net.deadline import Deadline
 from kvemb.process import ForkLock
+from kvemb.schema.altered_table import AlteredTable, TableChanges
 from kvemb.schema.policies import PolicyChange
 from kvemb.schema.table_def import TableDef
 
 if TYPE_CHECKING:  # the cluster makes these
     from kvemb.api.cluster import Cluster
+    from kvemb.api.table_alteration import AlterProgress
 
 
 class OpenTables:
@@ -71,6 +73,25 @@ class OpenTables:
             n_rows = shards.drop_table(name, timeout_s)
         self._forget(name)
         return n_rows
+
+    def alter(self, name: str, changes: TableChanges, timeout_s: float | None, progress: "AlterProgress | None") -> Table:
+        """Give a table another definition; raises as `Cluster.alter_table`."""
+        from kvemb.api.table_alteration import alter
+
+        shards = self._shared.require_shards("alter_table")
+        old = shards.questions.get_table(name, timeout_s)
+        change = AlteredTable.of(old, changes)
+        self._check_size(change.new)
+        with self._shared.changes.change():
+            if change.is_none:  # so it may be because an alteration was broken off behind its switch
+                shards.end_alter(name, "abort", old.key, timeout_s)
+            else:
+                alter(shards, self._shared.store, change, self._shared.pull_timeout_s, timeout_s=timeout_s, progress=progress)
+        return self._remember(shards.questions.get_table(name, timeout_s))
+
+    def abort_alter(self, name: str, timeout_s: float | None) -> int:
+        """Give up an alteration, or erase what one has left; raises as `Cluster.abort_alter_table`."""
+        return self._shared.require_shards("abort_alter_table").end_alter(name, "abort", "", timeout_s)
 
     def definitions(self) -> dict[str, TableDef]:
         """The tables that exist, from the registry's copy in storage: complete before shard 0 answers a creation."""

@@ -20,6 +20,7 @@ from kvemb.datapath.pull import prepare_pull
 from kvemb.datapath.push import prepare_assign, prepare_erase, prepare_push
 from kvemb.errors import InvalidInputError
 from kvemb.evict import Eviction
+from kvemb.optim import OptimizerSpec
 from kvemb.schema.policies import Policies, PolicyChange
 from kvemb.schema.table_def import TableDef
 
@@ -168,6 +169,14 @@ class Table:
             InvalidInputError: the optimizer takes no such value; the known ones are listed. Nothing changed.
         """
         self._hyper = self.pushed_hyper(values)
+
+    def set_optimizer(self, optimizer: OptimizerSpec, *, timeout_s: float | None = None) -> Table:
+        """Give the table another optimizer, for all clients: `table = table.set_optimizer(kvemb.optim.adagrad(lr=0.1))`.
+
+        This is `Cluster.alter_table`, with what it costs and raises: every row is copied, and this object is of the table as it was. For
+        run-time values of the optimizer that the table has, `set_hyper` costs nothing.
+        """
+        return self._cluster.alter_table(self.name, optimizer=optimizer, timeout_s=timeout_s)
 
     def policies(self, timeout_s: float | None = None) -> Policies:
         """Return which new ids get a row of the table (`admission`), and which rows are erased (`eviction`), for all clients.

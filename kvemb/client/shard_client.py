@@ -17,13 +17,15 @@ from kvemb.client.missing_rows import MissingRows
 from kvemb.client.push_session import PushSession
 from kvemb.client.shard_questions import ShardQuestions
 from kvemb.datapath.prefetched_rows import PrefetchedRows
-from kvemb.errors import ParameterServerError, SlotsMovedError
+from kvemb.errors import DeadlineExceededError, ParameterServerError, SlotsMovedError
 from kvemb.net.deadline import Deadline
 from kvemb.process import interrupts
 from kvemb.process.work_ahead import work_ahead
 from kvemb.protocol.message_format import Message, TableRows
 from kvemb.protocol.messages import (
     MAX_PART_BYTES,
+    AlterTableReply,
+    AlterTableRequest,
     CountReply,
     CreateTableRequest,
     Empty,
@@ -31,6 +33,8 @@ from kvemb.protocol.messages import (
     EraseTableRequest,
     FlushReply,
     FlushRequest,
+    FollowAlterReply,
+    FollowAlterRequest,
     RowsRequest,
     SetPoliciesRequest,
     TableReply,
@@ -52,6 +56,8 @@ log = logging.getLogger("kvemb")
 
 class ShardClient:
     """The shards of one cluster, for one trainer.
+
+    One class, because every verb comes behind this trainer's own pushes, which one session knows.
 
     Args:
         servers: checked by `AllShards.describe`.
@@ -127,14 +133,58 @@ class ShardClient:
         deadline = self._deadline(timeout_s)
         self._session.wait_applied(deadline)
         table = TableDef.from_dict(self._servers.call(0, "DropTable", TableRequest(name), TableReply, deadline).table)
+        return self._end_drop(table.key, deadline, timeout_s)
+
+    def _end_drop(self, key: str, deadline: Deadline, timeout_s: float | None) -> int:
+        """Erase the rows of a table without a name, and end its drop."""
         n_erased, left = 0, True
         while left:
             deadline = deadline if timeout_s is not None else self._deadline(None)
-            request = EraseTableRequest(table.key, _wait_s(deadline))
+            request = EraseTableRequest(key, _wait_s(deadline))
             replies = self._servers.call_each("EraseTable", request, EraseTableReply, deadline).values()
             n_erased, left = n_erased + sum(reply.n_erased for reply in replies), any(reply.n_left for reply in replies)
-        self._servers.call(0, "EndDrop", TableRequest(table.key), Empty, deadline)
+        self._servers.call(0, "EndDrop", TableRequest(key), Empty, deadline)
         return n_erased
+
+    def begin_alter(self, old: TableDef, wanted: TableDef, timeout_s: float | None) -> TableDef:
+        """Begin to alter a table, behind this process's own pushes; return the one that is to be filled."""
+        if self._session.undelivered():  # they may wait for the end of an alteration that was broken off: this one takes its place
+            self.end_alter(old.name, "abort", "", timeout_s)
+        deadline = self._deadline(timeout_s)
+        self._session.wait_applied(deadline)
+        request = AlterTableRequest(old.name, "begin", old.key, wanted.to_dict())
+        return TableDef.from_dict(self._servers.call(0, "AlterTable", request, AlterTableReply, deadline).staged)
+
+    def hold_for_alter(
+        self, old: TableDef, staged: TableDef, timeout_s: float | None, *, begin: bool, steps: bool = False
+    ) -> dict[int, FollowAlterReply]:
+        """Have every shard hold the pushes to a table that is being altered; return each one's answer.
+
+        The shards of a sync job go on to the step that the first of them has reached.
+        """
+        deadline, last = self._deadline(timeout_s), 0
+        while True:
+            request = FollowAlterRequest(old.key, staged.key, begin, steps, last, _wait_s(deadline))
+            replies = self._servers.call_each("FollowAlter", request, FollowAlterReply, deadline)
+            furthest = max(reply.last_step for reply in replies.values())
+            if furthest == last and not any(reply.coming for reply in replies.values()):
+                return replies
+            if deadline.expired:
+                raise DeadlineExceededError(
+                    f"table {old.name!r}: not all shards have come to step {furthest} of the sync job within {deadline.timeout_s:g} s"
+                )
+            last = furthest
+            time.sleep(_MOVED_PAUSE_S)
+
+    def end_alter(self, name: str, step: str, key: str, timeout_s: float | None) -> int:
+        """Switch to the table that was filled, or abort; erase the rows that are left, and return how many these were.
+
+        Args:
+            key: of the table that was filled. With "abort", "" gives up whatever alteration there is, and the key of another table none.
+        """
+        deadline = self._deadline(timeout_s)
+        left = self._servers.call(0, "AlterTable", AlterTableRequest(name, step, key), AlterTableReply, deadline).left
+        return sum(self._end_drop(one, deadline, timeout_s) for one in left)
 
     def push(self, tables: Sequence[TableRows], timeout_s: float | None = None, prefetched: Sequence[PrefetchedRows] = ()) -> Ack:
         """Send a push; see `PushSession.push`."""

@@ -51,6 +51,7 @@ class ShardQuestions:
     def get_table(self, name: str, timeout_s: float | None = None) -> TableDef:
         """Return a registered table; UnknownTableError lists the others."""
         reply = self._servers.call(0, "GetTable", TableRequest(name), TableReply, self._deadline(timeout_s))
+        self._servers.heard(reply.tables_serial)
         return TableDef.from_dict(reply.table)
 
     def policies(self, name: str, timeout_s: float | None = None) -> Policies:

@@ -1,19 +1,22 @@
-"""The verbs `kvemb tables`, `show` and `drop`: the tables of a cluster, what their policies erase, and one row as storage, index and
-cache know it.
+"""The verbs `kvemb tables`, `show`, `drop` and `alter`: the tables of a cluster, what their policies erase, and one row as storage, index
+and cache know it.
 """
 
 import argparse
 import json
+import sys
 from typing import Any
 
 import numpy as np
 
 from kvemb.api import Cluster, connect
 from kvemb.arrays.ids import normalize
-from kvemb.commands.terminal_output import text_table
-from kvemb.errors import StorageError, n_of
+from kvemb.commands.terminal_output import ProgressMeter, agreed, text_table
+from kvemb.errors import InvalidInputError, StorageError, n_of
 from kvemb.net.deadline import Deadline
+from kvemb.optim import OptimizerSpec
 from kvemb.protocol.messages import ShowRowReply
+from kvemb.schema.altered_table import AlteredTable, TableChanges
 from kvemb.schema.record import split_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
@@ -202,3 +205,58 @@ def drop_command(args: argparse.Namespace) -> int:
             return 1
         print(f"table {args.table!r} was dropped: {n_of(cluster.drop_table(args.table), 'row')}")
     return 0
+
+
+def alter_command(args: argparse.Namespace) -> int:
+    """Say what would become of a table's rows, ask, and alter the table; or give an alteration up."""
+    name = args.table
+    given = {word: getattr(args, word) for word in ("dim", "dtype", "layout", "expected_rows") if getattr(args, word) is not None}
+    if args.optimizer is not None:
+        given["optimizer"] = _optimizer(args.optimizer)
+    if args.abort and given:
+        raise InvalidInputError("--abort takes no change of the table's definition")
+    if not args.abort and not given:
+        raise InvalidInputError("say what the table is to be: --dim, --optimizer, --dtype, --expected-rows")
+    with connect(args.config) as cluster, ProgressMeter(sys.stderr, "rows") as meter:
+        if args.abort:
+            n_rows = cluster.abort_alter_table(name)
+            print(
+                f"table {name!r}: no alteration is under way, and its pushes go on; {n_of(n_rows, 'row')} of another definition were erased"
+            )
+            return 0
+        table = cluster.table(name)
+        change = AlteredTable.of(table.definition, TableChanges(**given, new_columns=args.new_columns))
+        if not change.is_none:
+            print(
+                "\n".join([f"table {name!r}, {n_of(len(table), 'row')}:", *(f"  {line}" for line in _plan(change, len(table), args.save))])
+            )
+            if args.dry_run or not agreed(f"alter table {name!r}", yes=args.yes):
+                return 0 if args.dry_run else 1
+            if args.save:
+                print(f"saved to {cluster.save(args.save).url}")
+        cluster.alter_table(name, **given, new_columns=args.new_columns, progress=meter)
+    print(f"table {name!r} has the new definition")
+    return 0
+
+
+def _plan(change: AlteredTable, n_rows: int, save: str | None) -> list[str]:
+    more = n_rows * change.new.record.size_bytes / 1e6
+    return [
+        *change.words(),
+        f"storage takes some {more:,.1f} MB more, until the rows of the old definition are erased at the end",
+        "pushes to the table wait meanwhile, and so do the steps of a sync job; pulls go on",
+        "processes that use the table connect again afterwards: by the old definition they are refused (TableAlteredError)",
+        f"a checkpoint is saved first to {save}" if save else "no checkpoint is saved first: --save URL does that",
+    ]
+
+
+def _optimizer(text: str) -> OptimizerSpec:
+    kind, *values = text.split(",")
+    given: dict[str, object] = {"kind": kind}
+    for value in values:
+        name, _, number = value.partition("=")
+        try:
+            given[name] = number == "true" if number in ("true", "false") else float(number)
+        except ValueError as error:
+            raise InvalidInputError(f"--optimizer {text}: {value!r} is no NAME=NUMBER") from error
+    return OptimizerSpec.from_dict(given)

@@ -92,15 +92,15 @@ _OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "ftrl", "rm
 def add_plan(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
     """Add `kvemb plan`."""
     plan = verbs.add_parser("plan", help="how many nodes and shards a table will need, from measured costs; needs no cluster")
-    plan.add_argument("--ids", type=_large, required=True, metavar="N", help="rows that will exist, as 1e9")
-    plan.add_argument("--dim", type=_large, required=True, metavar="N", help="weights of a row")
+    plan.add_argument("--ids", type=large, required=True, metavar="N", help="rows that will exist, as 1e9")
+    plan.add_argument("--dim", type=large, required=True, metavar="N", help="weights of a row")
     plan.add_argument(
         "--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help="of weights in storage (default float32)"
     )
     plan.add_argument("--optimizer", choices=_OPTIMIZERS, default="adam", help="without its options (default adam)")
-    plan.add_argument("--step-ids", type=_large, default=100_000, metavar="N", help="distinct ids of a step, of all trainers (default 1e5)")
+    plan.add_argument("--step-ids", type=large, default=100_000, metavar="N", help="distinct ids of a step, of all trainers (default 1e5)")
     plan.add_argument("--steps-per-s", type=positive, default=1.0, metavar="X", help="how many such steps a second (default 1)")
-    plan.add_argument("--trainers", type=_large, default=8, metavar="N", help="processes that train (default 8)")
+    plan.add_argument("--trainers", type=large, default=8, metavar="N", help="processes that train (default 8)")
     plan.add_argument("--node-gb", type=positive, default=64.0, metavar="GB", help="memory limit of a storage node (default 64)")
     plan.add_argument("--shard-gb", type=positive, default=64.0, metavar="GB", help="memory of a shard's host (default 64)")
     plan.add_argument("--cache-mb", type=positive, default=256.0, metavar="MB", help="parameter_servers.cache_mb (default 256)")
@@ -114,7 +114,7 @@ def add_bench(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> a
     takes_config(bench)
     bench.add_argument("--seconds", type=positive, default=30.0, metavar="S", help="how long to pull, in all (default 30)")
     bench.add_argument("--table", default="", help="whose rows (default: the table with the most)")
-    bench.add_argument("--batch", type=_large, default=10_000, metavar="N", help="ids of a pull (default 10000)")
+    bench.add_argument("--batch", type=large, default=10_000, metavar="N", help="ids of a pull (default 10000)")
     bench.add_argument("--json", action="store_true", help="for programs: one line of JSON")
     return bench
 
@@ -178,7 +178,8 @@ def positive(text: str) -> float:
     return number
 
 
-def _large(text: str) -> int:
+def large(text: str) -> int:
+    """Read a whole number, which may be written as 1e9."""
     number = positive(text)
     if number != int(number) or number > 1e18:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to 1e18")
@@ -216,6 +217,11 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     ),
     "moves": ("kvemb moves kvemb.yaml", "kvemb moves abort kvemb.yaml"),
     "config": ("kvemb config show kvemb.yaml",),
+    "alter": (
+        "kvemb alter user --dim 32 --new-columns zeros --dry-run",
+        "kvemb alter user --optimizer adagrad,lr=0.1 --save s3://bucket/run/before",
+        "kvemb alter user --abort",
+    ),
     "drop": ("kvemb drop user", "kvemb drop user --yes"),
     "save": ("kvemb save s3://bucket/run/step-1000", "kvemb save s3://bucket/run/step-2000 --base s3://bucket/run/step-1000 --keep 5"),
     "load": ("kvemb load s3://bucket/run/step-1000", "kvemb load s3://bucket/run/step-1000 --table user"),

@@ -24,11 +24,22 @@ _VERSION, _WITH_DROPPED, _WITH_POLICIES = 1, 2, 3
 _VERSIONS = (_VERSION, _WITH_DROPPED, _WITH_POLICIES)
 
 
+STAGED, REPLACED = "staged", "replaced"
+
+
 class Dropped(NamedTuple):
-    """A table that was dropped: `gone` once no shard has a row of it any more, so that its name is free."""
+    """A table without a name: it was dropped, or takes part in an alteration (docs/adr/0102).
+
+    Args:
+        definition: the table.
+        gone: whether no shard has a row of it any more, so that its name is free.
+        altered: STAGED: it is being filled, to take the place of the table of its name. REPLACED: another one has its name, or the
+            alteration was given up. "": it was dropped.
+    """
 
     definition: TableDef
     gone: bool
+    altered: str = ""
 
 
 class Registered(NamedTuple):
@@ -52,7 +63,8 @@ def encode_registry(
         >>> decode_registry(encode_registry(3, []))
         Registered(serial=3, tables={}, dropped={}, policies={})
     """
-    old = [[one.definition.to_dict(), one.gone] for one in dropped]
+    # The third field is there after an alteration only: earlier registries keep their bytes.
+    old = [[one.definition.to_dict(), one.gone, *([one.altered] if one.altered else [])] for one in dropped]
     of_tables = [[key, [[at, of.to_dict()] for at, of in changes]] for key, changes in sorted((policies or {}).items())]
     version = _WITH_POLICIES if of_tables else _WITH_DROPPED if old else _VERSION
     fields = [_MAGIC, version, serial, [table.to_dict() for table in tables], old, of_tables]
@@ -80,7 +92,7 @@ def decode_registry(data: bytes) -> Registered:
         if len(old) != version - _VERSION:
             raise ValueError(f"{len(old)} lists behind that of the tables")
         tables = [TableDef.from_dict(item) for item in items]
-        dropped = [Dropped(TableDef.from_dict(item), bool(gone)) for item, gone in (old[0] if old else ())]
+        dropped = [_dropped(*item) for item in (old[0] if old else ())]
         policies = dict(_changes(item) for item in (old[1] if len(old) > 1 else ()))
         return Registered(int(serial), {table.name: table for table in tables}, {one.definition.key: one for one in dropped}, policies)
     except (InvalidInputError, ValueError, TypeError) as error:
@@ -88,6 +100,12 @@ def decode_registry(data: bytes) -> Registered:
             f"the value under {META_NAME} is not a table registry of this release: {error}; a later release has made such a table: install "
             "it for trainers, shards and commands (docs/upgrade.md)"
         ) from error
+
+
+def _dropped(definition: Any, gone: Any, altered: str = "") -> Dropped:
+    if altered not in ("", STAGED, REPLACED):
+        raise ValueError(f"a table that is {altered!r}")
+    return Dropped(TableDef.from_dict(definition), bool(gone), altered)
 
 
 def _changes(item: Any) -> tuple[str, Changes]:

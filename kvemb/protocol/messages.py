@@ -227,6 +227,61 @@ class EraseTableReply(Message):
 
 
 @dataclass(frozen=True, eq=False)
+class AlterTableRequest(Message):
+    """Take a step of an alteration of a table: shard 0.
+
+    Args:
+        table: its name.
+        step: "begin", with `table`'s `key` as the caller knows it, and the `definition` that it is to have; "switch", with the `key` of the
+            table that was filled; "abort", with that, or "" for any, which also asks what is left to be erased.
+    """
+
+    table: str
+    step: str
+    key: str = ""
+    definition: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class AlterTableReply(Message):
+    """The definition of the table that is to be filled (of "begin"), and the keys of tables whose rows are to be erased now."""
+
+    staged: dict[str, Any]
+    left: list[str]
+
+
+@dataclass(frozen=True, eq=False)
+class FollowAlterRequest(Message):
+    """Hold the pushes of a table that is being altered, and apply what was taken before: every shard.
+
+    Args:
+        key: of the table.
+        staged: key of the one that is to take its place.
+        begin: whether this is before the first row: then the feed is told, and the filled table gets the steps of the other one if `steps`.
+        last_step: of a sync job: the step to go on to before it is held.
+        timeout_s: how long the shard may wait for pushes taken before.
+    """
+
+    key: str
+    staged: str
+    begin: bool
+    steps: bool
+    last_step: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class FollowAlterReply(Message):
+    """Rows of both tables on this shard, its epoch; of a sync job the last step handed out, and whether that to go on to is coming."""
+
+    n_rows: int
+    n_staged: int
+    epoch: int
+    last_step: int
+    coming: bool
+
+
+@dataclass(frozen=True, eq=False)
 class CountReply(Message):
     """How many rows: the answer to Count, Erase and Compare."""
 

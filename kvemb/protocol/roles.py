@@ -32,7 +32,7 @@ MAY_CALL = {
     **dict.fromkeys(("CreateTable", "Assign", "Flush", "Save", "SaveStatus"), _WRITERS),
     **dict.fromkeys(("Hello", "Push", "Bye", "LeftSession"), frozenset({TRAINER})),
     **dict.fromkeys(("Erase", "DropTable", "EraseTable", "EndDrop", "Load", "Repair"), frozenset({ADMIN})),
-    **dict.fromkeys(("SetPolicies", "MoveSlots", "ReplaceNode", "AbortMove"), frozenset({ADMIN})),
+    **dict.fromkeys(("AlterTable", "FollowAlter", "SetPolicies", "MoveSlots", "ReplaceNode", "AbortMove"), frozenset({ADMIN})),
     **dict.fromkeys(("SlotEntries", "Watermarks", "LeftSessions", "MoveNews"), frozenset({SHARD})),
 }
 """Verb of the shards' service: roles that may call it."""

@@ -24,7 +24,7 @@ from kvemb.schema.table_def import TableDef
 
 from ..journal import BatchEntry, EventEntry, Position, decode_entry
 from ..journal.batch_search import before_move, behind_version, first_batch
-from ..journal.entry import LOAD, MOVED, Slots
+from ..journal.entry import ALTER, LOAD, MOVED, Slots
 from ..journal.write_ahead_log import AppliedMark
 from ..model.batch import ERASE
 from ..recovery.shard_parts import ShardParts
@@ -56,11 +56,13 @@ class ShardChanges:
 
     def __init__(self, parts: ShardParts, mark: AppliedMark, events: FeedEvents, request: FeedRequest) -> None:
         self._parts, self._mark, self._events, self._request = parts, mark, events, request
-        self._journal, self._tables = parts.fenced_log.journal, frozenset(request.tables)
+        self._journal, self._tables, self._registry = parts.fenced_log.journal, frozenset(request.tables), parts.registry
         self._at = Position(request.segment, request.offset)
         self._epoch, self._k, self._serial = request.epoch, request.k, request.serial or 1  # the first map of a cluster has 1
         self._foreign_until, self._owned = 0, events.told[1]
         self._ended = False
+        # Alterations that are over: of a stream from here on, all rows of the altered tables are told behind their events.
+        self._over = frozenset(self._registry.known_keys) if request.start in (NOW, START) else frozenset[str]()
 
     def end(self) -> None:
         """End the stream soon."""
@@ -96,6 +98,8 @@ class ShardChanges:
     def _begin(self) -> int | None:
         """Find the place in the journal; return the version above which rows of the row log are to be told first, if any are."""
         start, engine = self._request.start, self._parts.engine
+        if start in (NOW, START) and any(self._wants(table) for table in self._registry.altering.values()):
+            raise ShardUnavailableError(f"shard {self._parts.shard}: {self._registry.unfinished}; ask again")
         if start == NOW:
             self._k, self._at = self._mark.now
             self._epoch, (self._serial, _) = engine.epoch, self._events.told
@@ -218,7 +222,9 @@ class ShardChanges:
         details = {"gone": _slots(event.gone), "came": _slots(event.came), "left": event.left} if event.name == MOVED else {}
         if event.name not in (MOVED, LOAD):
             definition = self._parts.registry.find_key(event.table)
-            if not self._wants(definition):
+            if event.name == ALTER and self._names(definition) and event.table not in self._over:
+                raise self._refused(f"table {definition.name!r} was altered, or is being altered")
+            if event.name == ALTER or not self._wants(definition):
                 self._at = after
                 return
             details = {"table": definition.name}
@@ -280,8 +286,11 @@ class ShardChanges:
 
     # --- replies ---------------------------------------------------------------------------------------------------------------------
 
-    def _wants(self, definition: TableDef) -> bool:
+    def _names(self, definition: TableDef) -> bool:
         return not self._tables or definition.name in self._tables
+
+    def _wants(self, definition: TableDef) -> bool:
+        return self._names(definition) and self._registry.is_told(definition.key)
 
     def _reply(self, kind: str, *, whole: bool = True) -> FeedReply:
         return FeedReply(kind, whole, self._epoch, self._k, self._serial, self._at.segment, self._at.offset)

@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 
-from kvemb.errors import JournalFullError, PushRejectedError, ShardUnavailableError, SlotsMovedError, to_wire
+from kvemb.errors import JournalFullError, PushRejectedError, ShardUnavailableError, SlotsMovedError, TableAlteredError, to_wire
 from kvemb.schema.cluster_map import ClusterMap
+from kvemb.schema.table_def import TableDef
 
+from ..model.table_registry import Registry
 from .ingest_state import POLL_S, IngestState
 from .outcomes import Outcomes
 from .part_checks import MapGate, last_step
@@ -20,6 +22,7 @@ from .sync_steps import HeldSteps
 from .work_queue import WorkQueue
 
 log = logging.getLogger("paramserver")
+_NONE: Mapping[str, TableDef] = {}
 
 Record = Callable[[str, int], None]
 """(trainer, incarnation, or 0 for a goodbye): makes it durable. Raises JournalFullError, FencedError."""
@@ -152,20 +155,43 @@ class Attendance:
 
 
 class StepsByMap:
-    """Stops the steps of a sync job, lets them go on, or refuses them, as the cluster map says.
+    """Stops the steps of a sync job, lets them go on, or refuses them, as the cluster map says, and the registry of tables.
 
-    Only the map decides, so a restart changes nothing. The map is read under the lock under which steps are handed out and parts are taken.
+    Only these decide, so a restart changes nothing. They are read under the lock under which steps are handed out and parts are taken.
     Nothing is done in async mode, which has no steps.
 
     Args:
         state, sessions, queue, outcomes, gate: ingest's.
+        registry: of tables; None: none is ever altered.
     """
 
-    def __init__(self, state: IngestState, sessions: Sessions, queue: WorkQueue, outcomes: Outcomes, gate: MapGate) -> None:
+    def __init__(
+        self,
+        state: IngestState,
+        sessions: Sessions,
+        queue: WorkQueue,
+        outcomes: Outcomes,
+        gate: MapGate,
+        registry: Registry | None = None,
+    ) -> None:
         self._state, self._sessions = state, sessions
-        self._queue, self._outcomes, self._gate = queue, outcomes, gate
+        self._queue, self._outcomes, self._gate, self._registry = queue, outcomes, gate, registry
         self._followed, self._held_serial = gate.now, 0
+        self._altering, self._last_asked = self.altering, 0  # while a table is being altered: the step to go on to
         self._follow(self._followed)
+
+    @property
+    def altering(self) -> Mapping[str, TableDef]:
+        """The tables that are being altered: see `Registry.altering`."""
+        return _NONE if self._registry is None else self._registry.altering
+
+    def hold_behind(self, last: int) -> HeldSteps:
+        """While a table is being altered, hand out no step behind this one, or behind the one that was handed out last. Any thread."""
+        with self._state.changed:
+            self._last_asked = max(self._last_asked, last)
+            self._follow(self._gate.now)
+            self._state.changed.notify_all()
+            return HeldSteps() if self._state.steps is None else self._state.steps.held
 
     def follow(self) -> HeldSteps:
         """Hold steps, or let them go on, as the map in force says; return how far the shard is. Any thread."""
@@ -181,7 +207,7 @@ class StepsByMap:
 
     def look(self) -> None:
         """Follow a newer map, if there is one. Under the lock `changed`."""
-        if (now := self._gate.now) is not self._followed:
+        if (now := self._gate.now) is not self._followed or self.altering is not self._altering:
             self._follow(now)
             self._followed = now
             self._state.changed.notify_all()
@@ -190,21 +216,39 @@ class StepsByMap:
         if self._state.steps is None:
             return
         if 0 < self._held_serial < now.shards_serial:
-            self._refuse_waiting(now.shards_serial)
+            serial = now.shards_serial
+            self._refuse_waiting(SlotsMovedError(f"slots have moved: the cluster map of serial {serial} is in force; nothing was taken"))
         last = last_step(now)
+        altering, self._altering = self._altering, self.altering
+        if last is None and self._altering:
+            last = self._last_asked
+        elif altering and not self._altering:
+            self._last_asked = 0
+            self._end_alteration()
         steps = self._state.steps
         after = steps.go_on() if last is None else steps.hold_behind(last)
+        for name in after.places if last is None and steps.hold.last is not None else ():  # leases begin again
+            after = after.heard(name, self._state.clock())
         self._state.become(after)
         if after.held != steps.held:
             log.info("steps of the sync job: %s, the last one was step %d", after.held.phase, after.held.last)
         self._held_serial = 0 if last is None else now.shards_serial
 
-    def _refuse_waiting(self, serial: int) -> None:
+    def _end_alteration(self) -> None:
+        """Refuse the pushes that wait, if one of them names a table that has another definition now."""
+        assert self._registry is not None
+        try:
+            for key in {key for push in self._queue.in_unfinished_steps() for key in push.table_keys}:
+                self._registry.require_open(key, waits=False)
+        except TableAlteredError as error:
+            self._refuse_waiting(error)
+
+    def _refuse_waiting(self, why: SlotsMovedError | TableAlteredError) -> None:
         """Refuse the pushes that wait for the others of their step, or for their last part.
 
-        None of them was journaled, and their sequences are free: trainers send them again by the map in force.
+        None of them was journaled, and their sequences are free. Trainers send them again by the map in force, if slots have moved.
         """
-        cause = to_wire(SlotsMovedError(f"slots have moved: the cluster map of serial {serial} is in force; nothing was taken"))
+        cause = to_wire(why)
         for session in self._sessions.live:
             session.give_up_incomplete(cause)
         waiting = self._queue.in_unfinished_steps()

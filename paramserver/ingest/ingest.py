@@ -12,8 +12,8 @@ from kvemb.errors import KvembError, ShardUnavailableError, TableDroppedError, t
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import PushPart
 
-from ..model.batch import ERASE, CheckedRows, EvictionWork, PartTicket, Push, ReceivedPart, RowsWork, Sink, Work
-from ..model.table_registry import AFTER_A_DROP
+from ..model.batch import CheckedRows, EvictionWork, PartTicket, Push, ReceivedPart, RowsWork, Sink, Work
+from ..model.table_registry import AFTER_A_DROP, Registry
 from .attendance import Attendance, Record, StepsByMap
 from .ingest_state import POLL_S, IngestState
 from .outcomes import Backlog, Outcomes
@@ -36,6 +36,7 @@ class Ingest:
         record: writes hellos and goodbyes to the journal.
         clock: monotonic.
         gate: the cluster map by which rows are taken.
+        registry: says which tables are being altered, or were; None: none is.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Ingest:
         record: Record = lambda trainer, incarnation: None,
         clock: Callable[[], float] = time.monotonic,
         gate: MapGate | None = None,
+        registry: Registry | None = None,
     ) -> None:
         self.sessions, self.gate = sessions, gate or MapGate()
         self.state = IngestState(steps, clock)
@@ -56,7 +58,8 @@ class Ingest:
         self._tables_gone: set[str] = set()  # keys
         self._lost: KvembError | None = None
         self._eviction: EvictionWork | None = None
-        self.steps = StepsByMap(self.state, sessions, self._queue, self.outcomes, self.gate)
+        self._require_open = _takes_all if registry is None else registry.require_open
+        self.steps = StepsByMap(self.state, sessions, self._queue, self.outcomes, self.gate, registry)
 
     # --- trainers bring work ---------------------------------------------------------------------------------------------------
 
@@ -86,8 +89,11 @@ class Ingest:
             new = ReceivedPart(tables, PartTicket(part.sequence, part.digest, size), prefetched, part.tables_serial)
             self._pending.check_size(session, new)
             together = [*(session.incomplete if session.incomplete_step == part.step else ()), new]
+            named = [rows for one in together for rows in (*one.tables, *one.prefetched)]
+            for rows in named:  # of an altered table; a sync job's steps wait as a whole, with all their parts
+                self._require_open(rows.definition.key, waits=self.state.steps is None)
             if self._tables_gone:
-                self._refuse_dropped([rows for one in together for rows in (*one.tables, *one.prefetched)])
+                self._refuse_dropped(named)
             if len(together) > 1:
                 hyper_by_table(together)
             session.accept(new, part.step)
@@ -119,16 +125,18 @@ class Ingest:
                 if session.incomplete and session.incomplete_step == part.step and part.sequence == session.last_sequence + 1:
                     session.give_up_incomplete(to_wire(error))
 
-    def submit_rows(self, work: RowsWork, deadline: Deadline, map_serial: int) -> int:
+    def submit_rows(self, work: RowsWork, deadline: Deadline, map_serial: int, *, of_drop: bool = False) -> int:
         """Queue an assign or erase and wait until it is applied; return how many of its rows existed before.
 
         Args:
             work: its rows belong to this shard by a cluster map.
             deadline: of the wait.
             map_serial: serial of that map's shards.
+            of_drop: whether it erases rows of a table that is being dropped.
 
         Raises:
             SlotsMovedError: a map of other shards is in force; nothing was taken.
+            TableDroppedError, ShardUnavailableError: the table takes no rows any more, or not while it is altered; nothing was taken.
             DeadlineExceededError: it stays queued and will be applied.
         """
         with self.state.changed:
@@ -137,7 +145,8 @@ class Ingest:
                 self.state.wait(deadline, "room in the shard's queue, or the end of a move of slots")
             self.state.refuse_if_closed()
             self.gate.require(map_serial)
-            if work.kind != ERASE:
+            if not of_drop:
+                self._require_open(work.rows.definition.key, waits=True)
                 self._refuse_dropped([work.rows])
             number = self._enqueue(work)
             while number in self._pending:
@@ -239,7 +248,7 @@ class Ingest:
         if at is None:
             return group
         self._eviction = None
-        if work.rows.definition.key in self._tables_gone:
+        if work.rows.definition.key in self._tables_gone or work.rows.definition.key in self.steps.altering:
             work.finish(0)
             return group
         self._pending.add(work)
@@ -250,3 +259,7 @@ class Ingest:
         with self.state.changed:
             self._lost = error
             self.state.changed.notify_all()
+
+
+def _takes_all(key: str, *, waits: bool) -> None:
+    """Without a registry no table is ever altered."""

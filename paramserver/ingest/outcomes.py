@@ -98,7 +98,7 @@ class Backlog:
     def __init__(self, state: IngestState, pending: UnappliedParts, queue: WorkQueue) -> None:
         self._state, self._pending, self._queue = state, pending, queue
 
-    def flush(self, deadline: Deadline, *, table: str = "") -> str:
+    def flush(self, deadline: Deadline, *, table: str = "", steps_held: bool = False) -> str:
         """Wait until every push accepted before this call is applied, and its rows are in storage.
 
         A push whose sync step lacks another trainer's push does not count as accepted: the missing one may be the flushing trainer's own
@@ -107,6 +107,7 @@ class Backlog:
         Args:
             deadline: of the wait.
             table: key of a table that is closed to new pushes: pushes with rows of it are waited for in any case.
+            steps_held: whether sync steps are held: those that are not handed out are not waited for.
 
         Returns:
             The step that was not waited for, and the trainers that it lacks; "" for none.
@@ -116,7 +117,7 @@ class Backlog:
             ShardFailedError: a push will never be applied.
         """
         with self._state.changed:
-            lacking, said = self._queue.lacking()
+            lacking, said = (self._queue.in_unfinished_steps(), "") if steps_held else self._queue.lacking()
             wanted = self._pending.numbers(without=[push for push in lacking if table not in push.table_keys])
             while any(number in self._pending for number in wanted):
                 self._state.wait(deadline, f"{n_of(len(self._pending), 'push', 'pushes')} to be applied")

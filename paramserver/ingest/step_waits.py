@@ -94,6 +94,8 @@ def _lease_ends(steps: SyncSteps) -> dict[str, float | None]:
 
 
 def _since_s(steps: SyncSteps) -> float | None:
+    if steps.hold.forbids(steps.due):  # it waits for the end of what holds it, and for no member
+        return None
     return min((place.waiting[0].arrived_s for place in steps.places.values() if place.waiting), default=None)
 
 

@@ -81,8 +81,9 @@ class EventEntry:
     """A change that is no batch, for the feed: it stands behind every batch that it concerns, and replay leaves it out.
 
     Args:
-        name: "moved" (slots have come from other shards, or gone to them), "load" (the rows are a checkpoint's from here on), "drop".
-        table: the key of the table that was dropped.
+        name: "moved" (slots have come from other shards, or gone to them), "load" (the rows are a checkpoint's from here on), "drop". Or
+            "alter", which stands before every batch of the table that is filled.
+        table: the key of the table that was dropped, or of the one that is to take another's place.
         serial: of the cluster map's shards, as of the move.
         gone, came: the slots that moved.
         left: whether the shard has no slots any more.
@@ -96,7 +97,7 @@ class EventEntry:
     left: bool = False
 
 
-MOVED, LOAD, DROP = "moved", "load", "drop"
+MOVED, LOAD, DROP, ALTER = "moved", "load", "drop", "alter"
 Entry = BatchEntry | SessionEntry | EventEntry
 
 
@@ -149,7 +150,7 @@ def decode_entry(payload: bytes | memoryview, find_table: Find) -> Entry:
         _expect(len(items) == 4 and start == len(view), "fields of a session")
         return SessionEntry(_text(items[2], "trainer"), _count(items[3], "incarnation"))
     if items[1] == "event":
-        _expect(len(items) == 8 and start == len(view) and items[2] in (MOVED, LOAD, DROP), "fields of an event")
+        _expect(len(items) == 8 and start == len(view) and items[2] in (MOVED, LOAD, DROP, ALTER), "fields of an event")
         _expect(type(items[7]) is bool, "whether the shard has left")
         table, serial = _text(items[3], "table"), _count(items[4], "serial")
         return EventEntry(items[2], table, serial, _slots(items[5]), _slots(items[6]), items[7])

@@ -122,8 +122,7 @@ class Shard:
         checkpoints = CheckpointHandlers(self._saver, parts.registry, store.nodes, loads)
         still_ours = parts.claim.require
         keep = partial(keep_map, data, check=still_ours)
-        dropping = lambda: [table.name for table in parts.registry.dropping]  # noqa: E731
-        planner = MovePlanner(store, self._metas, parts.config.servers.shards, dropping)
+        planner = MovePlanner(store, self._metas, parts.config.servers.shards, lambda: parts.registry.unfinished)
         others = OtherShards(store.nodes, parts.config.servers)
         left = LeftSessions(data, others.watermarks, still_ours)
         carrier = (
@@ -153,7 +152,7 @@ class Shard:
             unsafe=parts.ingest.fail_from_outside,
             moves_only=parts.config.storage.allow_row_loss,
             lost=self._background.ask_repair,
-            copies=parts.registry.load if parts.shard == 0 else lambda: None,
+            copies=self._look_at_registry,
             whole=self._tell_progress,
             still_ours=still_ours,
             fenced=self._failed,
@@ -172,6 +171,11 @@ class Shard:
             admissions=admissions,
         )
         self.address = front.address
+
+    def _look_at_registry(self) -> None:
+        """Shard 0 completes what was broken off; another one that holds pushes may not have been told that it is to hold them no more."""
+        if self._parts.shard == 0 or self._parts.registry.altering:
+            self._parts.registry.load()
 
     def serve(self) -> None:
         """Start the threads; returns at once."""

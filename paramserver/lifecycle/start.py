@@ -200,7 +200,8 @@ class _Start:
         if data.read(CLUSTER_NAME) is None:
             data.write(CLUSTER_NAME, [name.encode()])
         for table in self._config.tables if shard == 0 else ():
-            if any(one.name == table.name for one in registry.dropping):  # this shard is needed to end that
+            names = {one.name for one in registry.dropping} - {one.name for one in registry.tables}
+            if table.name in names:  # this shard is needed to end that
                 log.warning("table %s of kvemb.yaml is being dropped, and created at the first start after that", table.name)
                 continue
             storage(partial(registry.create, table, exist_ok=True))
@@ -240,7 +241,7 @@ class _Start:
             gate = MapGate(shard, lambda: self._store.nodes.cluster_map)
             ages = RowAges(saved.now.points, saved.now.since, k=engine.k)
             ages.mark(time.time(), engine.k)  # a start that comes before the next minute is up keeps this one, too
-            ingest = Ingest(sessions, steps, record=fenced_log.record, gate=gate)
+            ingest = Ingest(sessions, steps, record=fenced_log.record, gate=gate, registry=registry)
             parts = ShardParts(
                 self._config,
                 shard,

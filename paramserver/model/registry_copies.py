@@ -5,12 +5,13 @@ one. When all nodes have lost theirs, the shards must still know the tables to r
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from kvemb.coordination.registry_format import META_NAME, Registered, decode_registry, encode_registry, newest_registry
+from kvemb.coordination.registry_format import META_NAME, STAGED, Registered, decode_registry, encode_registry, newest_registry
 from kvemb.coordination.replicated_values import are_damaged
 from kvemb.errors import NodeLostError, NodeSuspectError
 from kvemb.net.deadline import Deadline
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.store import Store
 
 from ..shard_process.data_dir import DataDir, named
@@ -31,7 +32,8 @@ class RegistryCopies:
 
     def __init__(self, store: Store, shard: int, timeout_s: float, data: DataDir) -> None:
         self._store, self._shard, self._timeout_s, self._data = store, shard, timeout_s, data
-        self.now = Registered(0, {}, {})  # replaced as a whole
+        self.now = Registered(0, {}, {})  # replaced as a whole, and so is the next: see `Registry.altering`
+        self.altering: Mapping[str, TableDef] = {}
         self._behind = True  # nodes may hold more than we know: never read yet, or a write was broken off
 
     def catch_up(self) -> None:
@@ -80,7 +82,8 @@ class RegistryCopies:
             time.sleep(_PAUSE_S)
 
     def _remember(self, new: Registered, kept: bytes | None) -> None:
-        self.now = new
+        staged = [one.definition for one in new.dropped.values() if one.altered == STAGED and one.definition.name in new.tables]
+        self.now, self.altering = new, {new.tables[one.name].key: one for one in staged}
         if new.serial and kept != encoded(new):
             with named("the tables' definitions cannot be kept", self._data.path):
                 self._data.write(KEPT, [encoded(new)])

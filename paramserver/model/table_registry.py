@@ -5,17 +5,20 @@ The copy is written to every node before a creation is answered (`registry_copie
 
 import logging
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from kvemb.arrays.rounding import opaque_bytes
-from kvemb.coordination.registry_format import Dropped, Registered
+from kvemb.coordination.registry_format import REPLACED, STAGED, Dropped, Registered
 from kvemb.errors import (
     InvalidInputError,
     ParameterServerError,
     ShardUnavailableError,
+    TableAlteredError,
     TableDroppedError,
+    TableMismatchError,
     UnknownTableError,
 )
 from kvemb.net.deadline import Deadline
@@ -75,6 +78,50 @@ class Registry:
         return [one.definition for one in self._copies.now.dropped.values() if one.gone]
 
     @property
+    def altering(self) -> Mapping[str, TableDef]:
+        """By the key of each table that is being altered: the one that is to take its place."""
+        return self._copies.altering
+
+    @property
+    def unfinished(self) -> str:
+        """Describe the drops and alterations that have not ended, and what ends them; or ""."""
+        said = {
+            "": "table {0!r} is being dropped; drop_table({0!r}) goes on where that was broken off",
+            STAGED: "table {0!r} is being altered, and its pushes wait; `kvemb alter {0}` begins again where that was broken off, with "
+            "--abort it is given up",
+            REPLACED: "table {0!r} was altered, and rows of its other definition are left; `kvemb alter {0} --abort` erases them",
+        }
+        left = [one for one in self._copies.now.dropped.values() if not one.gone]
+        return "; ".join(said[one.altered].format(one.definition.name) for one in left)
+
+    @property
+    def known_keys(self) -> set[str]:
+        """The keys of all tables that there are, and were."""
+        return {*self._copies.now.dropped, *(table.key for table in self.tables)}
+
+    def is_told(self, key: str) -> bool:
+        """Whether the feed tells of a table: not of one that is filled to take another's place, nor of one whose place was taken."""
+        one = self._copies.now.dropped.get(key)
+        return one is None or not one.altered
+
+    def require_open(self, key: str, *, waits: bool) -> None:
+        """Refuse rows of a table that has another definition now; `waits` says whether those of one that is being altered are, too.
+
+        Raises:
+            ShardUnavailableError: they are to be sent again, which trainers do by themselves.
+            TableAlteredError: they come too late.
+        """
+        one = self._copies.now.dropped.get(key)
+        if one is not None and one.altered == REPLACED:
+            raise self._was_altered(one.definition.name)
+        if waits and (staged := self._copies.altering.get(key)) is not None:
+            name = staged.name
+            raise ShardUnavailableError(
+                f"table {name!r} is being altered, and takes nothing until that is over; pushes are sent again by themselves. `kvemb "
+                "status` says how to end an alteration that was broken off"
+            )
+
+    @property
     def serial(self) -> int:
         """Counts the changes of tables and policies; of those that this shard knows."""
         return self._copies.now.serial
@@ -117,16 +164,33 @@ class Registry:
         """Return a table; when the name, or the schema under that name, is unknown the registry is read again, once.
 
         Raises:
-            UnknownTableError: listing the known ones; TableDroppedError where it was dropped.
+            UnknownTableError: listing the known ones; TableDroppedError where it was dropped, TableAlteredError where the table of this
+                schema has another one now.
         """
         table = self._copies.now.tables.get(name)
-        if table is None or (schema is not None and table.schema != schema):
-            if self._shard != 0:  # shard 0's own view is the newest there is
+        return table if table is not None and schema in (None, table.schema) else self._find_newer(name, schema)
+
+    def _find_newer(self, name: str, schema: int | None) -> TableDef:
+        """Return a table whose name or schema is unknown: it may be one that is to take another's place, or known since."""
+        for again in (False, True):
+            if again and self._shard != 0:  # shard 0's own view is the newest there is
                 self.load()
             table = self._copies.now.tables.get(name)
+            staged = None if table is None else self.altering.get(table.key)
+            for found in (table, staged):
+                if found is not None and schema in (None, found.schema):
+                    return found
         if table is None:
             raise self._unknown(name)
+        if any(one.schema == schema for one in self._of(name, REPLACED)):
+            raise self._was_altered(name)
         return table
+
+    def _of(self, name: str, altered: str) -> list[TableDef]:
+        return [one.definition for one in self._copies.now.dropped.values() if one.altered == altered and one.definition.name == name]
+
+    def _was_altered(self, name: str) -> TableAlteredError:
+        return TableAlteredError(f"table {name!r} was altered: it has another definition now. {AFTER_A_DROP}.")
 
     def find_key(self, key: str, schema: int | None = None) -> TableDef:
         """Return the table of a key, also one that was dropped: journals and saved states still name it.
@@ -248,18 +312,106 @@ class Registry:
                 if begun is None:
                     raise self._unknown(name)
                 return begun
+            if table.key in self.altering:
+                raise InvalidInputError(
+                    f"table {name!r} is being altered; nothing was changed. `kvemb alter {name} --abort` gives that up."
+                )
             dropped = {**self._copies.now.dropped, table.key: Dropped(table, False)}
             tables = {key: one for key, one in self._copies.now.tables.items() if key != name}
             policies = {key: one for key, one in self._copies.now.policies.items() if key != table.key}
             new = Registered(self._copies.now.serial + 1, tables, dropped, policies)
-            if len(dropped) > MAX_DROPPED or len(encoded(new)) > MAX_REGISTRY_BYTES:
-                raise InvalidInputError(
-                    f"table {name!r}: {len(dropped) - 1} tables were dropped from this cluster, whose definitions are kept in storage, and "
-                    "there is no room for more. Use table.erase for its rows; the table stays, empty."
-                )
+            self._require_room_for_dropped(new, name)
             self._copies.write(new)
         log.info("table %s is being dropped", name)
         return table
+
+    def begin_alter(self, old: str, wanted: TableDef) -> TableDef:
+        """Register a table that is to take the place of the one of its name; return it. Pushes to the other one wait from now on.
+
+        Called again, it begins anew with another such table: nothing that is still on its way to the earlier one can reach this one.
+
+        Args:
+            old: key of the table to be altered.
+            wanted: the new definition; its life and tag are chosen here.
+
+        Raises:
+            UnknownTableError: there is no such table.
+            TableMismatchError: the table has another definition by now.
+            InvalidInputError: the definition does not go with this storage, or the table's policies; or there is no room for it.
+            StorageError: it may have begun; call it again, or `abort_alter`.
+        """
+        with self._lock:
+            self._copies.catch_up()
+            now = self._given_up(wanted.name)
+            table = now.tables[wanted.name]
+            if table.key != old:
+                raise TableMismatchError(f"table {wanted.name!r} has another definition than a moment ago; nothing was changed. Ask again.")
+            self._check_new(wanted)
+            _refuse_pointless(wanted, self.policies(old))
+            require_limits(self._store, wanted, self._timeout_s)
+            staged = self._next_life(wanted)
+            staged = staged.with_tag_attempt(self._free_tag(staged))
+            new = now._replace(serial=self.serial + 1, dropped={**now.dropped, staged.key: Dropped(staged, False, STAGED)})
+            self._require_room_for_dropped(new, wanted.name)
+            self._copies.write(new)
+        log.info("table %s is being altered: dim %d, %s, %s", wanted.name, staged.dim, staged.dtype, staged.optimizer.kind)
+        return staged
+
+    def switch(self, key: str) -> None:
+        """Give a table that was filled the name, and the policies, of the one whose place it takes. Called again, it changes nothing.
+
+        Raises:
+            TableAlteredError: that alteration was given up.
+            InvalidInputError: policies were set meanwhile that the new definition does not take.
+            StorageError: it may have switched; call it again.
+        """
+        with self._lock:
+            self._copies.catch_up()
+            now = self._copies.now
+            staged = next((one for one in self.altering.values() if one.key == key), None)
+            if staged is None:
+                if self._by_key(key) not in now.tables.values():
+                    raise TableAlteredError("this alteration was given up, or begun again by another command; the table is as it was")
+                return
+            old = now.tables[staged.name]
+            _refuse_pointless(staged, self.policies(old.key))
+            dropped = {one: what for one, what in now.dropped.items() if one != key} | {old.key: Dropped(old, False, REPLACED)}
+            policies = {staged.key if one == old.key else one: changes for one, changes in now.policies.items()}
+            self._copies.write(Registered(now.serial + 1, {**now.tables, staged.name: staged}, dropped, policies))
+        log.info("table %s was altered", staged.name)
+
+    def abort_alter(self, name: str, key: str = "") -> None:
+        """Give up the alteration of a table, if there is one, or only that which fills the table of this key: pushes go on.
+
+        Raises:
+            UnknownTableError: there is no such table.
+            StorageError: it may be given up; call it again.
+        """
+        with self._lock:
+            self._copies.catch_up()
+            new = self._given_up(name)
+            if new is not self._copies.now and (not key or key in {one.key for one in self.altering.values()}):
+                self._copies.write(new._replace(serial=self.serial + 1))
+                log.info("the alteration of table %s was given up", name)
+
+    def left_by_alter(self, name: str) -> list[TableDef]:
+        """The tables of a name whose place was taken, or which were to take a place, and of which shards may have rows."""
+        return [table for table in self.dropping if table in self._of(name, REPLACED)]
+
+    def _given_up(self, name: str) -> Registered:
+        """The registry without an alteration of a table; the same one where there is none."""
+        now = self._copies.now
+        if name not in now.tables:
+            raise self._unknown(name)
+        staged = self.altering.get(now.tables[name].key)
+        return now if staged is None else now._replace(dropped={**now.dropped, staged.key: Dropped(staged, False, REPLACED)})
+
+    def _require_room_for_dropped(self, new: Registered, name: str) -> None:
+        if len(new.dropped) > MAX_DROPPED or len(encoded(new)) > MAX_REGISTRY_BYTES:
+            raise InvalidInputError(
+                f"table {name!r}: {len(new.dropped) - 1} tables were dropped from this cluster, or altered, whose definitions are kept in "
+                "storage, and there is no room for more. Use table.erase for its rows; the table stays, empty."
+            )
 
     def deletes_whole(self, table: TableDef) -> bool:
         """Whether `end_drop` deletes a table's rows in storage, all at once."""
@@ -278,15 +430,15 @@ class Registry:
                 return
             for keys in one.definition.leftovers(pages=self._store.capabilities.pages):
                 _erase_whole(self._store, keys, self._timeout_s)
-            dropped = {**self._copies.now.dropped, key: Dropped(one.definition, True)}
+            dropped = {**self._copies.now.dropped, key: one._replace(gone=True)}
             self._copies.write(self._copies.now._replace(serial=self._copies.now.serial + 1, dropped=dropped))
         log.info("table %s was dropped", one.definition.name)
 
     def _next_life(self, table: TableDef) -> TableDef:
         """The definition with a life that no table of this name has had: no value written for one of those is taken for its own."""
-        earlier = sorted(
-            (one.definition for one in self._copies.now.dropped.values() if one.definition.name == table.name), key=lambda one: one.life
-        )
+        now = self._copies.now
+        others = [*now.tables.values(), *(one.definition for one in now.dropped.values())]  # the living one, where it is being altered
+        earlier = sorted((one for one in others if one.name == table.name), key=lambda one: one.life)
         schemas = {one.schema for one in earlier[-_OTHER_SCHEMAS:]}
         table = replace(table, life=earlier[-1].life + 1 if earlier else 0)
         while table.schema in schemas:

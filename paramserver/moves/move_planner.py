@@ -43,7 +43,7 @@ class MovePlanner:
         store: open.
         metas: small values of which every node has a copy, by name.
         in_file: the shards' addresses by kvemb.yaml.
-        dropping: returns the names of the tables that are being dropped.
+        unfinished: describes the tables that are being dropped or altered; "" for none.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class MovePlanner:
         store: Store,
         metas: Callable[[], Mapping[str, bytes]],
         in_file: Sequence[str],
-        dropping: Callable[[], Sequence[str]] = tuple,
+        unfinished: Callable[[], str] = str,
     ) -> None:
-        self._store, self._metas, self._in_file, self._dropping = store, metas, in_file, dropping
+        self._store, self._metas, self._in_file, self._unfinished = store, metas, in_file, unfinished
 
     def plan(self, now: ClusterMap, wanted: WantedMove, deadline: Deadline) -> ClusterMap:
         """Return the map in force with the plan in it. New nodes are prepared; nothing else is changed.
@@ -94,11 +94,8 @@ class MovePlanner:
     def _of_shards(self, now: ClusterMap, wanted: WantedMove) -> ClusterMap:
         slot_shards = wanted.slot_shards
         assert slot_shards is not None
-        if dropping := self._dropping():  # a shard that has erased its rows would get others
-            raise MoveRefusedError(
-                f"table {dropping[0]!r} is being dropped; nothing was changed. Ask again when that is done; if it was broken off, "
-                f"drop_table({dropping[0]!r}) goes on with it."
-            )
+        if unfinished := self._unfinished():  # a shard that has erased its rows would get others
+            raise MoveRefusedError(f"{unfinished}. Nothing was changed; ask again when that is done.")
         noted = now.shards or [NodePlace("", IN_FILE)] * now.n_shards
         places = tuple(place._replace(address=at) for place, at in zip(noted, now.shard_places(self._in_file), strict=True))
         joining = now.free_shards(len(wanted.join_shards))

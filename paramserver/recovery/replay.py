@@ -20,7 +20,7 @@ from ..ingest.sessions import Sessions
 from ..ingest.sync_steps import Membership
 from ..journal import BatchEntry, Entry, Journal, Position, SessionEntry, decode_entry
 from ..journal.write_ahead_log import NO_INCARNATION
-from ..model.batch import APPLY, ERASE
+from ..model.batch import APPLY, ASSIGN, ERASE
 from ..model.tables import Tables
 from ..model.transition import Replay
 
@@ -157,6 +157,8 @@ class Recovery:
     def _check_steps(self, entry: BatchEntry, tables: Tables) -> None:
         for rows, step in zip(entry.batch.tables, entry.steps, strict=True):
             state = tables.state(rows.definition)
+            if entry.batch.kind == ASSIGN:  # a table that takes another's place begins with its steps
+                state.raise_step(step)
             if entry.batch.kind == APPLY and state.step < step:  # more: slots came with more while the batch was on its way
                 raise JournalDamagedError(
                     f"table {rows.definition.name!r}: the journal's batch {split_version(entry.version)} is step {step + 1}, but the state "

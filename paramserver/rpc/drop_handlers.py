@@ -58,9 +58,8 @@ class DropHandlers:
 
     @property
     def unfinished(self) -> str:
-        """Describe the drops that shard 0 knows and that have not ended, or ""."""
-        names = [table.name for table in self._registry.dropping] if self._shard == 0 else []
-        return "; ".join(f"table {name!r} is being dropped; drop_table({name!r}) goes on where that was broken off" for name in names)
+        """Describe the drops and alterations that shard 0 knows and that have not ended, or ""."""
+        return self._registry.unfinished if self._shard == 0 else ""
 
     def begin(self, request: TableRequest, deadline: Deadline) -> TableReply:
         """Take a table's name away (shard 0); return its definition.
@@ -97,6 +96,7 @@ class DropHandlers:
                 f"table {request.key!r} is not being dropped, as far as shard {self._shard} can read; call drop_table again"
             )
         self._ingest.refuse_table(definition.key)
+        self._ingest.steps.follow()  # pushes that wait and name it are refused, where it was altered
         self._ingest.backlog.flush(deadline, table=definition.key)
         state = self._tables.state(definition)
         if self._registry.deletes_whole(definition):
@@ -106,7 +106,7 @@ class DropHandlers:
             nothing = np.empty((len(ids), 0), np.float32), np.empty(0, np.uint64)
             rows = CheckedRows(definition, ids, *nothing, definition.optimizer.check_hyper({}))
             with suppress(SlotsMovedError):  # slots changed their shard in between: the client asks again
-                n_erased = self._ingest.submit_rows(RowsWork(ERASE, rows), deadline, self._maps.cluster_map.shards_serial)
+                n_erased = self._ingest.submit_rows(RowsWork(ERASE, rows), deadline, self._maps.cluster_map.shards_serial, of_drop=True)
         if not state.n_rows:
             self._tables.forget(definition)
             self._tell(EventEntry(DROP, definition.key))

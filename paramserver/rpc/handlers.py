@@ -53,6 +53,7 @@ from ..ingest.part_checks import check_push, check_rows, find_same
 from ..model.batch import ASSIGN, ERASE, RowsWork
 from ..model.table_registry import Registry
 from ..recovery.shard_parts import ShardParts
+from .alter_handlers import AlterHandlers
 from .drop_handlers import DropHandlers
 from .feed_streams import FeedStreams
 from .inspection_handlers import InspectionHandlers
@@ -89,6 +90,7 @@ class Handlers:
             no_shard_move=moves.no_shard_move,
             tell=feeds.tell,
         )
+        self.alter = AlterHandlers(parts, no_shard_move=moves.no_shard_move, tell=feeds.tell)
 
     def hello(self, request: HelloRequest, deadline: Deadline) -> HelloReply:
         """Let a trainer in; both sides must mean the same cluster."""
@@ -318,6 +320,8 @@ class CheckpointHandlers:
             self._loads.on_load()
         else:
             check(request.url, request.save_id, self._registry, request.tables)
+            if self._registry.altering:
+                raise CheckpointError(f"{self._registry.unfinished}; nothing was changed. Load when that is over")
             self._require_covered(request.tables)
             if request.tables:  # of the other tables the log is all that the load leaves; what comes behind this is flushed at the start
                 self._loads.flush().wait(deadline.remaining_s() / 2)

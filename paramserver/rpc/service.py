@@ -180,7 +180,8 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no types
 
 def _verbs(handlers: Handlers) -> dict[str, _Verb]:
     """Return every verb but Push; its request is the one that its handler is annotated with."""
-    drop, inspection, moves, checkpoints = handlers.drop, handlers.inspection, handlers.moves, handlers.checkpoints
+    drop, alter, inspection = handlers.drop, handlers.alter, handlers.inspection
+    moves, checkpoints = handlers.moves, handlers.checkpoints
     at_once: dict[str, Callable[[Any, Deadline], Message]] = {
         "Hello": handlers.hello,
         "Describe": handlers.describe,
@@ -204,6 +205,8 @@ def _verbs(handlers: Handlers) -> dict[str, _Verb]:
         "DropTable": drop.begin,
         "EraseTable": drop.erase,
         "EndDrop": drop.end,
+        "AlterTable": alter.step,
+        "FollowAlter": alter.follow,
         "Assign": handlers.assign,
         "Erase": handlers.erase,
         "Flush": handlers.flush,

@@ -1,10 +1,12 @@
 """The registry of tables as read-only clients read it."""
 
+from dataclasses import replace
+
 import msgpack
 import pytest
 
 from kvemb import init, optim
-from kvemb.coordination.registry_format import decode_registry, encode_registry, newest_registry
+from kvemb.coordination.registry_format import REPLACED, STAGED, Dropped, decode_registry, encode_registry, newest_registry
 from kvemb.errors import ProtocolError
 from kvemb.schema.table_def import TableDef
 from paramserver.model import registry_copies
@@ -15,6 +17,14 @@ ITEM = TableDef("item", 2, optim.chain(optim.clip_by_norm(1.0), optim.sgd(0.5, m
 
 def test_definitions_survive_the_round_trip() -> None:
     assert decode_registry(encode_registry(7, [USER, ITEM]))[:2] == (7, {"user": USER, "item": ITEM})
+
+
+def test_tables_that_take_part_in_an_alteration_survive_the_round_trip_and_dropped_ones_keep_their_bytes() -> None:
+    dropped = [Dropped(replace(USER, life=1), True), Dropped(replace(USER, life=2), False, STAGED), Dropped(ITEM, True, REPLACED)]
+    assert list(decode_registry(encode_registry(7, [USER], dropped)).dropped.values()) == dropped
+    assert msgpack.unpackb(encode_registry(7, [], dropped[:1]))[4] == [[dropped[0].definition.to_dict(), True]]
+    with pytest.raises(ProtocolError, match="table registry"):
+        decode_registry(encode_registry(7, [], [Dropped(USER, True, "melted")]))
 
 
 def test_what_shard_0_writes_is_what_a_reader_expects() -> None:
