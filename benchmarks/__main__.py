@@ -24,6 +24,7 @@ from benchmarks import (
     pull,
     recovery,
     scale,
+    serve,
     train,
 )
 from benchmarks.report import Report, as_text, load_average, this_command, write_json
@@ -56,10 +57,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "frameworks": Benchmark(frameworks.frameworks, frameworks.add_arguments),
     "index": Benchmark(index.index, index.add_arguments),
     "scale": Benchmark(scale.scale, scale.add_arguments),
+    "serve": Benchmark(serve.serve, serve.add_arguments),
 }
 
 
-BY_NAME_ONLY = ("dlrm", "elastic", "evictions", "frameworks", "index", "policies")
+BY_NAME_ONLY = ("dlrm", "elastic", "evictions", "frameworks", "index", "policies", "serve")
 """Left out when no name is given: they take minutes of their own, and all others together are to take less than fifteen."""
 
 

@@ -209,6 +209,10 @@ class Cluster:
         check_table_name(name)
         return self._tables.drop(name, timeout_s)
 
+    def forget_table(self, name: str) -> None:
+        """Open a table anew when it is asked for next: another connection has dropped it, and may have created it again."""
+        self._tables.forget(name)
+
     def table(self, name: str) -> Table:
         """Open an existing table; asking twice gives the same object.
 
