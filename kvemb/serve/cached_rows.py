@@ -117,9 +117,8 @@ class CachedRows:
         self._cache.tokens[here[~alike & ~later]] = _OLD
         newer = kept[alike & (old > new)]
         rows[newer], versions[newer] = self.rows(at[newer]), self._versions[at[newer]]
-        self._answered[at[newer]] = answered_s
         taken = np.ones(len(ids), np.bool_)
-        taken[kept] = np.where(alike, old <= new, later)
+        taken[kept] = alike | later
         some = np.flatnonzero(taken)
         self._put(found.take(some), rows[some], versions[some], tokens[some], answered_s)
 
@@ -137,6 +136,10 @@ class CachedRows:
         self.n_changes += 1
         self._changed[:] = self.n_changes
         self._cache.forget_tokens(lambda ids: np.ones(len(ids), np.bool_))
+
+    def release(self) -> None:
+        """Give the budget back; the rows are not to be used again."""
+        self._cache.release()
 
     def _put(self, found: IndexLookup, rows: NDArray[Any], versions: Ids, tokens: Ids, answered_s: float) -> None:
         records = np.empty((len(rows), self._record_bytes), np.uint8)

@@ -126,14 +126,17 @@ class ServedTables:
     def drop(self, name: str) -> None:
         """Forget a table."""
         with self.lock:
-            self.by_name.pop(name, None)
+            served = self.by_name.pop(name, None)
+            if served is not None and served.cache is not None:
+                served.cache.release()
+                served.cache = None
 
     # --- look-ups --------------------------------------------------------------------------------------------------------------------
 
     def find(self, found: RowsFound, now_s: float) -> None:
         """Fill in what the cache has and what the filter stops; `left` is what remains."""
-        cache = found.served.cache
         with self.lock:
+            cache = found.served.cache
             if cache is None:
                 found.left = np.arange(len(found.ids))
             else:
@@ -149,9 +152,9 @@ class ServedTables:
 
     def find_old(self, found: RowsFound, now_s: float) -> None:
         """Fill in whatever rows the cache has of those that are left, however old."""
-        if found.served.cache is None:
-            return
         with self.lock:
+            if found.served.cache is None:
+                return
             at = found.served.cache.peek(found.ids[found.left])
             kept = at >= 0
             if not kept.any():

@@ -149,9 +149,7 @@ def test_shards_that_come_later_are_followed_and_those_that_die_too(local: Local
 
 
 @pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGSTOP])
-def test_lost_nodes_give_a_degraded_answer_and_the_right_one_when_they_are_back(
-    local: LocalCluster, signal_: signal.Signals
-) -> None:
+def test_lost_nodes_give_a_degraded_answer_and_the_right_one_when_they_are_back(local: LocalCluster, signal_: signal.Signals) -> None:
     with (
         trained(local) as table,
         kvemb.serve.connect(without_shards(local), max_age_ms=0, timeout_ms=300) as cached,

@@ -84,7 +84,8 @@ def test_a_row_is_good_until_its_age_and_after_a_load_no_row_is() -> None:
 
 
 STEPS = st.lists(
-    st.one_of(st.tuples(st.just("apply"), st.integers(0, 9)), st.tuples(st.sampled_from(["begin", "end", "tell"]), st.just(0)))
+    st.one_of(st.tuples(st.just("apply"), st.integers(0, 9)), st.tuples(st.sampled_from(["begin", "end", "tell"]), st.just(0))),
+    min_size=8,
 )
 
 
