@@ -8,7 +8,7 @@ fences: so all groups are equally full, and a batch in order meets them in order
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.hashing import GOLDEN, mix64
+from kvemb.arrays.hashing import GOLDEN
 
 Ids = NDArray[np.uint64]
 Rows = NDArray[np.int64]
@@ -67,14 +67,15 @@ def passes(words: Ids, keys: Ids) -> NDArray[np.bool_]:
 
 
 class IdFilter:
-    """Ids that may exist, as a set that has every id which was added, and few others. Not thread-safe.
+    """Ids that may exist, as a set that has the key of every id which was added, and few others. Not thread-safe.
 
     Args:
         size_bytes: of its memory; 2 for each id let one other id of about 150 pass.
 
     Example:
-        >>> ids, some = np.arange(4, dtype=np.uint64), IdFilter(1 << 10)
-        >>> some.add(ids[:2]), some.may_have(ids), some.n_added
+        >>> from kvemb.arrays.hashing import mix64
+        >>> keys, some = mix64(np.arange(4, dtype=np.uint64)), IdFilter(1 << 10)
+        >>> some.add(keys[:2]), some.may_have(keys), some.n_added
         (None, array([ True,  True, False, False]), 2)
     """
 
@@ -88,20 +89,20 @@ class IdFilter:
         """Memory of the words."""
         return self._words.nbytes
 
-    def may_have(self, ids: Ids) -> NDArray[np.bool_]:
-        """Return whether each of n ids may have been added: bool [n]; True of those that were."""
-        return self._passes(*self._places(ids))
+    def may_have(self, keys: Ids) -> NDArray[np.bool_]:
+        """Return of n keys, mixed ids, whether each may have been added: bool [n]; True of those that were."""
+        return self._passes(*self._places(keys))
 
-    def add(self, ids: Ids) -> None:
-        """Add n ids, known or not: uint64 [n], each once."""
-        for start in range(0, len(ids), _ADDED_AT_ONCE):
-            at, bits = self._places(ids[start : start + _ADDED_AT_ONCE])
+    def add(self, keys: Ids) -> None:
+        """Add n keys, known or not: uint64 [n], each once."""
+        for start in range(0, len(keys), _ADDED_AT_ONCE):
+            at, bits = self._places(keys[start : start + _ADDED_AT_ONCE])
             new = np.flatnonzero(~self._passes(at, bits))
             np.bitwise_or.at(self._words, at[new], bits[new])
             self.n_added += len(new)
 
-    def _places(self, ids: Ids) -> tuple[Rows, Ids]:
-        hashes = _hashes(mix64(ids))
+    def _places(self, keys: Ids) -> tuple[Rows, Ids]:
+        hashes = _hashes(keys)
         return _chosen(hashes, _FIRST, len(self._words)), _bits(hashes)
 
     def _passes(self, at: Rows, bits: Ids) -> NDArray[np.bool_]:

@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvemb.api.cluster import Cluster
 from kvemb.api.connector import connect as connect_cluster
+from kvemb.arrays.hashing import mix64
 from kvemb.arrays.ids import Unique, normalize, to_caller, unique
 from kvemb.errors import InvalidInputError, StorageError
 from kvemb.net.deadline import Deadline, WhyWaiting
@@ -64,7 +65,7 @@ def connect(
 
     Args:
         source: as of `kvemb.connect`. With TLS between clients and shards its certificate needs the role `reader`, for the feed.
-        cache_mb: memory for rows, of all tables; 0: none is kept.
+        cache_mb: memory for rows, of each table that is looked up; 0: none is kept.
         filter_mb: memory for filters of ids that exist, 2 to 2.5 bytes an id, of all tables; a table whose filter would have less than a
             byte for each has none. 0: none is built.
         max_age_ms: how old a cached row may be where no feed is followed.
@@ -188,7 +189,6 @@ class ServingClient:
         families.histogram("kvemb_serve_lookup_seconds", "Time of a look-up.", [({}, self._took_s)])
         families.histogram("kvemb_serve_age_seconds", "How long ago a look-up's oldest row was known to be current.", [({}, self._ages_s)])
         families.gauge("kvemb_serve_following", "1 while the feed tells every change.", float(self._tables.followed))
-        families.gauge("kvemb_serve_cache_bytes", "Memory of cached rows.", self._tables.budget.used_bytes)
         families.gauge("kvemb_serve_filter_bytes", "Memory of a table's filter of ids; 0 while there is none.", filters)
         return families
 
@@ -224,7 +224,7 @@ class ServingClient:
     def _found(self, served: ServedTable, ids: NDArray[np.uint64], now_s: float) -> RowsFound:
         definition, m = served.table.definition, len(ids)
         rows = np.empty((m, definition.dim), definition.row_dtype)
-        found = RowsFound(served, ids, rows, np.zeros(m, np.uint64), np.zeros(m, np.uint8))
+        found = RowsFound(served, ids, mix64(ids), rows, np.zeros(m, np.uint64), np.zeros(m, np.uint8))
         self._tables.find(found, now_s)
         return found
 
@@ -300,7 +300,7 @@ class ServingClient:
         if now_s - at_s <= self._tables.max_age_s:
             return kept
         definition = served.table.definition
-        ids, _ = normalize(rule.ids, definition.id_dtype, name, definition.num_ids)
+        ids, _ = normalize(rule.ids, definition.id_dtype, name, definition.num_ids, minus_one=False)
         found = self._found(served, ids, now_s)
         self._ask([found], deadline)
         if len(found.absent):
