@@ -6,8 +6,7 @@ that is old is still there, for when storage does not answer. A row that is on i
 that: it comes in as an old one.
 
 A key (a mixed id) has eight places, of which the row used longest ago is given up. So a small look-up takes few operations on arrays, a
-third of what an index of all rows takes (docs/adr/0104). Of rows that come together some may push each other out. NumPy only; not
-thread-safe.
+third of what an index of all rows takes (docs/adr/0104). NumPy only; not thread-safe.
 """
 
 from typing import Any
@@ -23,7 +22,7 @@ _WAYS = 8
 _ENTRY_BYTES = 40  # of a row beside its weights
 _CELLS = np.uint64((1 << 16) - 1)
 _HALF = np.uint64(32)
-_NEVER = -np.inf
+_NEVER, _LEAST_S = 0.0, 1e-9  # no moment of the monotonic clock, and before every one
 
 
 class CachedRows:
@@ -47,12 +46,12 @@ class CachedRows:
     def __init__(self, dim: int, dtype: "np.dtype[Any]", size_bytes: int) -> None:
         n_sets = max(_WAYS, size_bytes // (_WAYS * (dim * dtype.itemsize + _ENTRY_BYTES)))
         self._dim, self._dtype, self._n_sets = dim, dtype, np.uint64(n_sets)
-        self._at_once = n_sets // 8  # rows that are put together; few of them meet in one set
+        self._at_once = n_sets  # rows that are put together; few of them meet in one set
         self._keys, self._used = np.zeros((n_sets, _WAYS), np.uint64), np.zeros((n_sets, _WAYS), np.int64)  # 0: never used
-        # All by place, [8 * sets]: rows as items, versions, when storage answered, and that again unless the row is old.
+        # All by place, [8 * sets]: rows as items, versions, when storage answered; and that again, or 0 where the row is old.
         self._rows = as_items(np.zeros((n_sets * _WAYS, dim), dtype))
-        self._versions, self._answered_s = np.zeros(n_sets * _WAYS, np.uint64), np.zeros(n_sets * _WAYS)
-        self._good_s = np.full(n_sets * _WAYS, _NEVER)
+        self._versions = np.zeros(n_sets * _WAYS, np.uint64)
+        self._answered_s, self._good_s = np.zeros(n_sets * _WAYS), np.zeros(n_sets * _WAYS)
         self._changed = np.zeros(int(_CELLS) + 1, np.int64)  # by a key's cell: the number of the last change that was told of such keys
         self._clock = 0
         self.n_changes = 0
@@ -61,7 +60,7 @@ class CachedRows:
     def find(self, keys: Ids, not_before_s: float) -> tuple[Places, NDArray[np.bool_]]:
         """Return where each row may be, and whether it is good: there, not told old, and no older than that. [n] each."""
         at, same = self._look(keys)
-        same &= self._good_s[at] >= not_before_s
+        same &= self._good_s[at] >= max(not_before_s, _LEAST_S)
         self._clock += 1
         self._used.reshape(-1)[at[same]] = self._clock
         return at, same
@@ -114,9 +113,8 @@ class CachedRows:
 
     def _put(self, keys: Ids, rows: NDArray[Any], versions: Ids, began_s: float, answered_s: float, seen: int) -> None:
         at, same = self.peek(keys)
-        kept, new = np.flatnonzero(same), np.flatnonzero(~same)
-        at[new] += self._used[at[new] // _WAYS].argmin(axis=1) - at[new] % _WAYS  # never used, or used longest ago
         good_s = np.where(self._changed[keys & _CELLS] > seen, _NEVER, answered_s)
+        kept = np.flatnonzero(same)
         if len(kept):
             here = at[kept]
             alike = (self._versions[here] == 0) == (versions[kept] == 0)
@@ -124,12 +122,22 @@ class CachedRows:
             self._good_s[here[~alike & ~later]] = _NEVER
             newer = kept[alike & (self._versions[here] > versions[kept])]
             rows[newer], versions[newer] = self.rows(at[newer]), self._versions[at[newer]]
-            taken = np.sort(np.concatenate([new, kept[alike | later]]))
-            keys, rows, versions, good_s, at = keys[taken], rows[taken], versions[taken], good_s[taken], at[taken]
-        self._clock += 1
-        self._keys.reshape(-1)[at], self._used.reshape(-1)[at] = keys, self._clock
-        self._rows[at], self._versions[at] = as_items(np.ascontiguousarray(rows)), versions
-        self._answered_s[at], self._good_s[at] = answered_s, good_s
+            taken = ~same
+            taken[kept] = alike | later
+            keys, rows, versions, good_s = keys[taken], rows[taken], versions[taken], good_s[taken]
+            at, same = at[taken], same[taken]
+        while len(keys):
+            new = np.flatnonzero(~same)
+            at[new] += self._used[at[new] // _WAYS].argmin(axis=1) - at[new] % _WAYS  # never used, or used longest ago
+            self._clock += 1
+            self._keys.reshape(-1)[at], self._used.reshape(-1)[at] = keys, self._clock
+            self._rows[at], self._versions[at] = as_items(np.ascontiguousarray(rows)), versions
+            self._answered_s[at], self._good_s[at] = answered_s, good_s
+            lost = np.flatnonzero(self._keys.reshape(-1)[at] != keys)  # they met another of these rows in one place
+            if not len(lost):
+                return
+            keys, rows, versions, good_s = keys[lost], rows[lost], versions[lost], good_s[lost]
+            at, same = self.peek(keys)
 
     def _look(self, keys: Ids) -> tuple[Places, NDArray[np.bool_]]:
         """Return a place for each key, one of its eight, and whether that has the key (or was never used, if the key is 0)."""
