@@ -157,7 +157,10 @@ class ServedTables:
 
     def keep(self, found: RowsFound, ids: Ids, rows: NDArray[Any], versions: Ids, began_s: float) -> None:
         """Keep what a pull of n unique ids brought; rows that are newer here take their place in `rows` and `versions`."""
-        served, keys = found.served, mix64(ids)
+        served = found.served
+        if served.cache is None and served.building is None and served.filter is found.filter:
+            return
+        keys = mix64(ids)
         with self.lock:
             for one in (served.filter, served.building):  # an id that was seen must not be stopped by a filter that has come since
                 if one is not None and one is not found.filter:

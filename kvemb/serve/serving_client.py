@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvemb.api.cluster import Cluster
 from kvemb.api.connector import connect as connect_cluster
 from kvemb.arrays.hashing import mix64
-from kvemb.arrays.ids import Unique, normalize, to_caller, unique
+from kvemb.arrays.ids import normalize, unique
 from kvemb.errors import InvalidInputError, StorageError
 from kvemb.net.deadline import Deadline, WhyWaiting
 from kvemb.process import ForkLock
@@ -244,21 +244,18 @@ class ServingClient:
         asking = [found for found in parts if len(found.left)]
         if not asking:
             return
-        wanted, ids = list[Unique](), dict[str, NDArray[Any]]()
+        wanted = [unique(found.ids if len(found.left) == len(found.ids) else found.ids[found.left]) for found in asking]
         for found in asking:
-            left = found.ids if len(found.left) == len(found.ids) else found.ids[found.left]
-            wanted.append(unique(left) if found.served.cache is not None else Unique(left, None))
-            ids[found.served.table.name] = to_caller(wanted[-1].ids, found.served.table.definition.id_dtype)
-            found.n_asked = len(left)
+            found.n_asked = len(found.left)
         began_s = time.monotonic()
         try:
-            pulled = self._cluster.pull_versions(ids, timeout_s=max(deadline.remaining_s(), 1e-3))
+            each = [(found.served.table.definition, one.ids) for found, one in zip(asking, wanted, strict=True)]
+            pulled = self._cluster.pull_known(each, max(deadline.remaining_s(), 1e-3))
         except StorageError as error:
             self._degrade(asking, error)
             return
         self._waiting.over()
-        for found, one in zip(asking, wanted, strict=True):
-            rows, versions = pulled[found.served.table.name]
+        for found, one, (rows, versions) in zip(asking, wanted, pulled, strict=True):
             self._tables.keep(found, one.ids, rows, versions, began_s)
             if one.inverse is not None:
                 rows, versions = rows[one.inverse], versions[one.inverse]
