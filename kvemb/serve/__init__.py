@@ -7,7 +7,7 @@
 See docs/serve.md.
 """
 
-from kvemb.serve.served_tables import RowSource
+from kvemb.serve.served_tables import ServedFrom
 from kvemb.serve.serving_client import MeanOf, ServingClient, connect
 
-__all__ = ["MeanOf", "RowSource", "ServingClient", "connect"]
+__all__ = ["MeanOf", "ServedFrom", "ServingClient", "connect"]

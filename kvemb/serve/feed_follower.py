@@ -113,7 +113,7 @@ class FeedFollower:
                     elif behind is None:
                         behind = shards.progress()
                     if behind is not None and not self._tables.followed and _reached(feed.position, behind):
-                        self._tables.back()
+                        self._tables.follow()
         except FeedBehindError:
             self._position = {}
             self._tables.lost()

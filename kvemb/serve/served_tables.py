@@ -25,7 +25,7 @@ Ids = NDArray[np.uint64]
 _AT_ONCE = 4096  # ids of a change for which the lock is held
 
 
-class RowSource(IntEnum):
+class ServedFrom(IntEnum):
     """Where a row that was looked up comes from; from `OLD` on the answer is degraded: storage did not answer in time."""
 
     STORAGE = 0
@@ -72,7 +72,7 @@ class RowsFound:
         ids, keys: uint64 [m], and mixed.
         rows: [m, dim], filled as rows are found.
         versions: uint64 [m], 0 where a row does not exist.
-        sources: uint8 [m], see `RowSource`.
+        sources: uint8 [m], see `ServedFrom`.
     """
 
     served: ServedTable
@@ -138,9 +138,9 @@ class ServedTables:
                 found.seen = cache.n_changes
                 hits, found.left = np.flatnonzero(good), np.flatnonzero(~good)
                 if len(hits):
-                    self._take(found, hits if len(found.left) else slice(None), at[hits], RowSource.CACHE, now_s)
+                    self._take(found, hits if len(found.left) else slice(None), at[hits], ServedFrom.CACHE, now_s)
             found.filter = found.served.filter
-            if found.filter is not None and len(found.left) and self._vouched(now_s):
+            if found.filter is not None and len(found.left) and self._broken_s >= now_s - self.max_age_s:
                 may = found.filter.may_have(found.keys[found.left])
                 found.absent, found.left = found.left[~may], found.left[may]
 
@@ -152,7 +152,7 @@ class ServedTables:
             at, kept = found.served.cache.peek(found.keys[found.left])
             if not kept.any():
                 return
-            self._take(found, found.left[kept], at[kept], RowSource.OLD, now_s)
+            self._take(found, found.left[kept], at[kept], ServedFrom.OLD, now_s)
             found.left = found.left[~kept]
 
     def keep(self, found: RowsFound, ids: Ids, rows: NDArray[Any], versions: Ids, began_s: float) -> None:
@@ -170,12 +170,12 @@ class ServedTables:
                 seen = found.seen if told else -1  # the feed was followed from the middle of the pull on
                 served.cache.put(keys, rows, versions, began_s=began_s, answered_s=time.monotonic(), seen=seen)
 
-    def _take(self, found: RowsFound, which: slice | NDArray[np.intp], at: NDArray[np.int64], source: RowSource, now_s: float) -> None:
+    def _take(self, found: RowsFound, which: slice | NDArray[np.intp], at: NDArray[np.int64], source: ServedFrom, now_s: float) -> None:
         cache = found.served.cache
         assert cache is not None
         found.rows[which], found.versions[which], found.sources[which] = cache.rows(at), cache.versions(at), source
         known_s = float(cache.answered_s(at).min())
-        if source is RowSource.CACHE and known_s >= self._since_s:
+        if source is ServedFrom.CACHE and known_s >= self._since_s:
             known_s = max(known_s, min(self._broken_s, now_s))
         found.age_s = max(found.age_s, now_s - known_s)
 
@@ -186,15 +186,10 @@ class ServedTables:
         """Whether every change is told."""
         return self._broken_s == math.inf
 
-    def follow(self, since_s: float) -> None:
-        """Every change since then is told."""
+    def follow(self, since_s: float | None = None) -> None:
+        """Every change since then is told; None: since the feed was followed first, also what changed while it was broken."""
         with self.lock:
-            self._since_s, self._broken_s = since_s, math.inf
-
-    def back(self) -> None:
-        """Everything is told that changed while the feed was broken."""
-        with self.lock:
-            self._broken_s = math.inf
+            self._since_s, self._broken_s = self._since_s if since_s is None else since_s, math.inf
 
     def broken(self, since_s: float) -> None:
         """Changes since then are not told, but will be."""
@@ -234,9 +229,6 @@ class ServedTables:
         """How old a row may be: since when storage must have answered."""
         aged_s = now_s - self.max_age_s
         return min(self._since_s, aged_s) if self._broken_s >= aged_s else aged_s
-
-    def _vouched(self, now_s: float) -> bool:
-        return self._broken_s >= now_s - self.max_age_s
 
     # --- filters ---------------------------------------------------------------------------------------------------------------------
 

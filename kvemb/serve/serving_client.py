@@ -29,7 +29,7 @@ from kvemb.process import ForkLock
 from kvemb.process.metrics import SECONDS, BucketCounts, MetricFamilies
 from kvemb.schema.table_def import TableDef
 from kvemb.serve.feed_follower import FeedFollower
-from kvemb.serve.served_tables import RowsFound, RowSource, ServedTable, ServedTables
+from kvemb.serve.served_tables import RowsFound, ServedFrom, ServedTable, ServedTables
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -85,7 +85,7 @@ def connect(
         ...     users.assign([7], [[1.0, 2.0]])
         ...     with kvemb.serve.connect(url, unknown={"user": [0.5, 0.5]}) as client:
         ...         rows, sources = client.lookup("user", [7, 8], return_sources=True)
-        >>> rows, [kvemb.serve.RowSource(one).name for one in sources]
+        >>> rows, [kvemb.serve.ServedFrom(one).name for one in sources]
         (array([[1. , 2. ],
                [0.5, 0.5]], dtype=float32), ['STORAGE', 'UNKNOWN'])
     """
@@ -137,7 +137,7 @@ class ServingClient:
         Args:
             table: its name.
             ids: any integer array, any shape, duplicates fine.
-            return_sources: also return where each row comes from, `RowSource`; from `RowSource.OLD` on the answer is degraded.
+            return_sources: also return where each row comes from, `ServedFrom`; from `ServedFrom.OLD` on the answer is degraded.
             timeout_ms: of the whole call; the client's unless given.
 
         Returns:
@@ -181,7 +181,7 @@ class ServingClient:
         """Return this client's figures, as a collector for a registry of prometheus-client: `REGISTRY.register(client)`."""
         families = MetricFamilies({"cluster": self._cluster.config.cluster})
         counts, tables = sorted(self._counts.items()), sorted(self._tables.by_name.items())
-        ids = [({"table": name, "source": source.name.lower()}, float(some[source])) for name, some in counts for source in RowSource]
+        ids = [({"table": name, "source": source.name.lower()}, float(some[source])) for name, some in counts for source in ServedFrom]
         asked = [({"table": name}, float(some[-1])) for name, some in counts]
         filters = [({"table": name}, 0.0 if one.filter is None else one.filter.size_bytes) for name, one in tables]
         families.counter("kvemb_serve_ids_total", "Ids looked up, by where their rows came from; old and default are degraded.", ids)
@@ -202,9 +202,6 @@ class ServingClient:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-    def __repr__(self) -> str:
-        return f"<ServingClient of {self._cluster!r}: {'following' if self._tables.followed else 'not following'} the feed>"
 
     # --- one look-up -----------------------------------------------------------------------------------------------------------------
 
@@ -273,7 +270,7 @@ class ServingClient:
             self._tables.find_old(found, time.monotonic())
             if len(found.left) and not self._defaults:
                 raise error
-            found.sources[found.left] = RowSource.DEFAULT
+            found.sources[found.left] = ServedFrom.DEFAULT
             found.absent = np.concatenate([found.absent, found.left])
 
     def _fill_unknown(self, found: RowsFound, deadline: Deadline) -> None:
@@ -282,7 +279,7 @@ class ServingClient:
         none = np.flatnonzero(found.versions == 0)
         if not len(none):
             return
-        found.sources[none[found.sources[none] < RowSource.OLD]] = RowSource.UNKNOWN
+        found.sources[none[found.sources[none] < ServedFrom.OLD]] = ServedFrom.UNKNOWN
         if isinstance(rule, str) and rule == "initializer":
             if len(found.absent):
                 found.rows[found.absent] = definition.initial_rows(found.ids[found.absent])
@@ -320,8 +317,8 @@ class ServingClient:
             self._took_s.add(took_s)
             self._ages_s.add(max((found.age_s for found in parts), default=0.0))
             for found in parts:
-                counts = self._counts.setdefault(found.served.table.name, np.zeros(len(RowSource) + 1, np.int64))
-                counts[:-1] += np.bincount(found.sources, minlength=len(RowSource))
+                counts = self._counts.setdefault(found.served.table.name, np.zeros(len(ServedFrom) + 1, np.int64))
+                counts[:-1] += np.bincount(found.sources, minlength=len(ServedFrom))
                 counts[-1] += found.n_asked
 
     def _check_process(self) -> None:

@@ -29,7 +29,7 @@ from kvemb.errors import AccessDeniedError, InvalidInputError, StorageError, Unk
 from kvemb.local_cluster import LocalCluster
 from kvemb.schema.cluster_map import equal_runs
 from kvemb.schema.slots import N_SLOTS
-from kvemb.serve import RowSource, ServingClient
+from kvemb.serve import ServedFrom, ServingClient
 from tests.integration.counting_trainers import KINDS, PATIENCE_S, wait_for
 from tests.integration.tls_clusters import TlsCluster, running
 
@@ -65,9 +65,9 @@ def without_shards(local: LocalCluster) -> dict[str, Any]:
     return tree
 
 
-def sources_of(client: ServingClient, ids: np.ndarray, table: str = "t") -> set[RowSource]:
+def sources_of(client: ServingClient, ids: np.ndarray, table: str = "t") -> set[ServedFrom]:
     _, sources = client.lookup(table, ids, return_sources=True)
-    return {RowSource(one) for one in sources}
+    return {ServedFrom(one) for one in sources}
 
 
 class Watcher(threading.Thread):
@@ -104,12 +104,12 @@ def test_what_is_applied_is_served_though_the_cache_never_ages(local: LocalClust
         client.lookup("t", IDS)
         assert client.wait_ready(PATIENCE_S)
         for _ in range(3):
-            wait_for(lambda: RowSource.STORAGE not in sources_of(client, IDS))
+            wait_for(lambda: ServedFrom.STORAGE not in sources_of(client, IDS))
             push(table, IDS[500:])
             table.erase(IDS[:5])
             table.assign(IDS[5:7], np.full((2, DIM), 7.0))
             wait_for(lambda: np.array_equal(client.lookup("t", IDS), table.pull(IDS)))  # soon: benchmarks/serve.py says how soon
-        assert sources_of(client, IDS[:5]) == {RowSource.UNKNOWN}
+        assert sources_of(client, IDS[:5]) == {ServedFrom.UNKNOWN}
 
 
 def test_without_a_shard_rows_are_served_and_as_old_as_they_may_be(local: LocalCluster) -> None:
@@ -124,7 +124,7 @@ def test_without_a_shard_rows_are_served_and_as_old_as_they_may_be(local: LocalC
             push(table, IDS)
             wait_for(lambda: np.array_equal(fresh.lookup("t", IDS), table.pull(IDS)))
             np.testing.assert_array_equal(old.lookup("t", IDS), before)
-            assert sources_of(old, IDS) == {RowSource.CACHE}
+            assert sources_of(old, IDS) == {ServedFrom.CACHE}
         with kvemb.serve.connect(without_shards(local), cache_mb=0, max_age_ms=NEVER_MS) as without_cache:
             without_cache.lookup("t", IDS)
             push(table, IDS)
@@ -140,7 +140,7 @@ def test_shards_that_come_later_are_followed_and_those_that_die_too(local: Local
             for shard in (0, 1):
                 local.start_shard(shard)
             assert client.wait_ready(PATIENCE_S)
-            wait_for(lambda: sources_of(client, IDS) == {RowSource.CACHE})
+            wait_for(lambda: sources_of(client, IDS) == {ServedFrom.CACHE})
             local.shards[1].kill()
             wait_for(lambda: not client.wait_ready(0.01))
             local.start_shard(1)
@@ -161,19 +161,19 @@ def test_lost_nodes_give_a_degraded_answer_and_the_right_one_when_they_are_back(
         for client in (cached, default, following):
             np.testing.assert_array_equal(client.lookup("t", known), expected[:1000])
         assert following.wait_ready(PATIENCE_S)
-        wait_for(lambda: sources_of(following, known) == {RowSource.CACHE})
+        wait_for(lambda: sources_of(following, known) == {ServedFrom.CACHE})
         for server in local.servers:
             server.process.signal(signal_)
         for client in (cached, default):
             rows, sources = client.lookup("t", known, return_sources=True)
             np.testing.assert_array_equal(rows, expected[:1000])
-            assert set(sources.tolist()) == {RowSource.OLD}
+            assert set(sources.tolist()) == {ServedFrom.OLD}
         with pytest.raises(StorageError):
             cached.lookup("t", IDS)
         rows, sources = default.lookup("t", IDS, return_sources=True)
-        assert (set(sources[:1000].tolist()), set(sources[1000:].tolist())) == ({RowSource.OLD}, {RowSource.DEFAULT})
+        assert (set(sources[:1000].tolist()), set(sources[1000:].tolist())) == ({ServedFrom.OLD}, {ServedFrom.DEFAULT})
         assert (rows[1000:] == 9.0).all()
-        assert sources_of(following, known) == {RowSource.CACHE}  # nothing has changed since, and it knows
+        assert sources_of(following, known) == {ServedFrom.CACHE}  # nothing has changed since, and it knows
         for server in local.servers:
             if signal_ == signal.SIGKILL:
                 server.restart()
@@ -181,7 +181,7 @@ def test_lost_nodes_give_a_degraded_answer_and_the_right_one_when_they_are_back(
                 server.process.signal(signal.SIGCONT)
         for client in (cached, default):
             wait_for(lambda client=client: right(client, expected))  # type: ignore[misc]
-        assert {RowSource.STORAGE} == sources_of(cached, IDS)
+        assert {ServedFrom.STORAGE} == sources_of(cached, IDS)
 
 
 def right(client: ServingClient, expected: np.ndarray) -> bool:
@@ -251,7 +251,7 @@ def test_ids_that_have_no_row_are_not_asked_for_and_new_ones_are_seen(local: Loc
             server.process.signal(signal.SIGCONT)
         assert n_asked < 0.02 * len(unseen)
         with kvemb.serve.connect(local.url, filter_mb=0) as unfiltered:
-            assert sources_of(unfiltered, unseen) == {RowSource.UNKNOWN}
+            assert sources_of(unfiltered, unseen) == {ServedFrom.UNKNOWN}
         push(table, unseen[:1000])
         wait_for(lambda: bool((client.lookup("t", unseen[:1000]) == -1.0).all()))
 
