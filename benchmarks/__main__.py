@@ -25,6 +25,7 @@ from benchmarks import (
     pull,
     recovery,
     scale,
+    serve,
     storage_optimizes,
     train,
 )
@@ -59,11 +60,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "frameworks": Benchmark(frameworks.frameworks, frameworks.add_arguments),
     "index": Benchmark(index.index, index.add_arguments),
     "scale": Benchmark(scale.scale, scale.add_arguments),
+    "serve": Benchmark(serve.serve, serve.add_arguments),
     "storage_optimizes": Benchmark(storage_optimizes.storage_optimizes, storage_optimizes.add_arguments),
 }
 
 
-BY_NAME_ONLY = ("dlrm", "elastic", "evictions", "frameworks", "index", "policies", "publish", "storage_optimizes")
+BY_NAME_ONLY = ("dlrm", "elastic", "evictions", "frameworks", "index", "policies", "publish", "serve", "storage_optimizes")
 """Left out when no name is given: they take minutes of their own, and all others together are to take less than fifteen."""
 
 

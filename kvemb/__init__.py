@@ -64,7 +64,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvemb import admit, columns, errors, evict, init, jax, keras, optim, tensorflow, torch
+    from kvemb import admit, columns, errors, evict, init, jax, keras, optim, serve, tensorflow, torch
     from kvemb.api import Cluster, connect, nodes
     from kvemb.api.table import Table
     from kvemb.arrays.hashing import hash_ids
@@ -89,11 +89,12 @@ __all__ = [
     "local",
     "nodes",
     "optim",
+    "serve",
     "tensorflow",
     "torch",
 ]
 
-_MODULES = ("admit", "columns", "errors", "evict", "init", "jax", "keras", "optim", "tensorflow", "torch")
+_MODULES = ("admit", "columns", "errors", "evict", "init", "jax", "keras", "optim", "serve", "tensorflow", "torch")
 _HOMES = {
     "Cluster": "kvemb.api",
     "KvembError": "kvemb.errors",

@@ -55,7 +55,7 @@ ROOMS = {
         {"kvemb.checkpoint", "kvemb.operate", "kvemb.stores.redis_cluster.scaling", "kvemb.testing"},
         {"kvemb.foreign"},
         {"kvemb.api"},
-        {"kvemb.projection"},
+        {"kvemb.projection", "kvemb.serve"},
         {"kvemb", "kvemb.commands"},
         {"kvemb.demo"},
         {"kvemb.cli"},

@@ -30,6 +30,7 @@ TINY: dict[str, Sequence[str]] = {
     "frameworks": ("--framework", "torch", "--batch", "64", "--lines", "2000", "--steps", "9", *_ONCE),
     "index": ("--rows", "20000", "--batch", "500", "--repeats", "1"),
     "storage_optimizes": ("--rows", "5000", "--seconds", "0.05", *_ONCE),
+    "serve": ("--rows", "4000", "--pushes", "5", "--calls", "10", "--unseen", "5000", "--seconds", "0.05", *_ONCE),
     "scale": ("--nodes", "2", "--trainers", "2", "--rows", "4000", "--seconds", "0.5", *_ONCE),
 }
 

@@ -36,7 +36,18 @@ SCRAPED = "tests/integration/test_metrics.py:test_every_shard_serves_its_figures
 # By function, or by class of which each field is a key of kvemb.yaml: its options, and where their effect is shown.
 INDEX_ON_DISK = "tests/integration/test_index_on_disk.py:test_rows_that_do_not_fit_into_the_memory_for_indexes_are_known_by_the_row_log"
 
+SERVING = "tests/integration/test_serving.py"
+
 SHOWN_BY = {
+    "kvemb/serve/serving_client.py:connect": {
+        "source": f"{SERVING}:test_without_a_shard_rows_are_served_and_as_old_as_they_may_be",
+        "cache_mb": f"{SERVING}:test_without_a_shard_rows_are_served_and_as_old_as_they_may_be",
+        "filter_mb": f"{SERVING}:test_ids_that_have_no_row_are_not_asked_for_and_new_ones_are_seen",
+        "max_age_ms": f"{SERVING}:test_without_a_shard_rows_are_served_and_as_old_as_they_may_be",
+        "timeout_ms": f"{SERVING}:test_lost_nodes_give_a_degraded_answer_and_the_right_one_when_they_are_back",
+        "degraded": f"{SERVING}:test_lost_nodes_give_a_degraded_answer_and_the_right_one_when_they_are_back",
+        "unknown": f"{SERVING}:test_each_table_has_a_rule_for_ids_without_a_row",
+    },
     "kvemb/api/connector.py:connect": {
         "source": "tests/unit/test_config.py:test_a_mapping_is_read_as_a_file_would_be",
         "read_only": f"{TABLE}:test_read_only_pulls_and_refuses_the_rest",

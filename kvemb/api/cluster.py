@@ -21,7 +21,9 @@ from kvemb.api.open_tables import OpenTables
 from kvemb.api.several_tables import prepare_all_prefetched, prepare_pulls, prepare_pushes
 from kvemb.api.shared_connection import SharedConnection, TrainerMetrics
 from kvemb.api.table import Table
+from kvemb.arrays.ids import Unique
 from kvemb.config import Config
+from kvemb.datapath.pull import PullRequest
 from kvemb.errors import ConfigError, InvalidInputError, KvembError
 from kvemb.evict import Eviction
 from kvemb.init import Initializer
@@ -277,6 +279,10 @@ class Cluster:
         check_table_name(name)
         return self._tables.abort_alter(name, timeout_s)
 
+    def forget_table(self, name: str) -> None:
+        """Open a table anew when it is asked for next: another connection has dropped it, and may have created it again."""
+        self._tables.forget(name)
+
     def table(self, name: str) -> Table:
         """Open an existing table; asking twice gives the same object.
 
@@ -323,6 +329,13 @@ class Cluster:
         requests = prepare_pulls(self.table, ids, out)
         pulled = self._shared.pull(requests, timeout_s, versions=True, stored=stored)
         return {name: (got.rows, got.versions) for name, got in zip(ids, pulled, strict=True)}
+
+    def pull_known(
+        self, wanted: Sequence[tuple[TableDef, NDArray[np.uint64]]], timeout_s: float
+    ) -> list[tuple[NDArray[Any], NDArray[np.uint64]]]:
+        """Pull rows, with their versions, by ids that were checked before: of each table the 64 bits of n ids, each once, n > 0."""
+        requests = [PullRequest(definition, Unique(ids, None), ids.shape, None) for definition, ids in wanted]
+        return [(got.rows, got.versions) for got in self._shared.pull(requests, timeout_s, versions=True)]
 
     def push(
         self,

@@ -78,6 +78,11 @@ class ClusterFeed:
         """How far each shard's events were handed out: `Cluster.feed(from_=…)` goes on from there, in this process or another one."""
         return dict(self._position)
 
+    @property
+    def away_since_s(self) -> float | None:
+        """Since when, on the monotonic clock, a shard has not been heard: it may have changed rows meanwhile. None while all are."""
+        return self._changes.away_since_s
+
     def take(self, timeout_s: float | None = None) -> FeedEvent | None:
         """Return the next event; None when there was none within the timeout, or the feed was closed.
 

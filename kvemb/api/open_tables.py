@@ -71,7 +71,7 @@ class OpenTables:
         shards = self._shared.require_shards("drop_table")
         with self._shared.changes.change():
             n_rows = shards.drop_table(name, timeout_s)
-        self._forget(name)
+        self.forget(name)
         return n_rows
 
     def alter(self, name: str, changes: TableChanges, timeout_s: float | None, progress: "AlterProgress | None") -> Table:
@@ -101,11 +101,12 @@ class OpenTables:
     def _remember(self, definition: TableDef) -> Table:
         known = self._tables.get(definition.name)
         if known is not None and known.definition.key != definition.key:  # that table has been dropped
-            self._forget(definition.name)
+            self.forget(definition.name)
         with self._lock:
             return self._tables.setdefault(definition.name, Table(definition, self._shared, self._cluster))
 
-    def _forget(self, name: str) -> None:
+    def forget(self, name: str) -> None:
+        """Read the table's definition again when it is opened next."""
         with self._lock:
             self._tables.pop(name, None)
 

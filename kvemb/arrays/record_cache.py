@@ -131,6 +131,11 @@ class RecordCache:
         n = self._n_taken
         self.tokens[:n][of(self._ids[:n])] = 0
 
+    def release(self) -> None:
+        """Give the budget back, since the table is gone; the cache is not to be used again."""
+        n_bytes = self._n_taken * self._row_bytes  # first: threads of several tables change the sum
+        self._budget.used_bytes -= n_bytes
+
     def peek(self, ids: Ids) -> NDArray[np.int64]:
         """Return places as `find` does, -1 for none; it does not count as use."""
         return self._at(self._places.find(ids))
@@ -148,7 +153,8 @@ class RecordCache:
         evicted = self._evict(min(n - n_unused, self._n_taken))
         unused = np.arange(self._n_taken, self._n_taken + n_unused)
         self._n_taken += n_unused
-        budget.used_bytes += n_unused * self._row_bytes
+        n_bytes = n_unused * self._row_bytes
+        budget.used_bytes += n_bytes
         return np.concatenate([unused, evicted])
 
     def _evict(self, n: int) -> NDArray[np.int64]:

@@ -6,6 +6,7 @@ versions of a row never go back. Thread-safe; not fork-safe (`kvemb.client.all_s
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -77,6 +78,13 @@ class ChangeFeed:
                 self._follow_move(*found)
             return found
         return None
+
+    @property
+    def away_since_s(self) -> float | None:
+        """Since when, on the monotonic clock, a shard's stream has been broken; None while all go on."""
+        with self.changed:
+            broken = [stream.broken_s for stream in self._streams.values() if stream.broken_s is not None]
+        return min(broken, default=None)
 
     def close(self) -> None:
         """End every stream. Idempotent."""
@@ -191,6 +199,7 @@ class _ShardStream:
         self.replies: deque[FeedReply] = deque()
         self.error: KvembError | None = None
         self._n_bytes, self._ended, self._heard = 0, False, False
+        self.broken_s: float | None = time.monotonic()  # since when nothing was heard; None while the stream goes on
         self._call: Any = None
         self._begun: FeedReply | None = None
         self._last: FeedReply | None = None  # the last reply whose position holds
@@ -237,6 +246,8 @@ class _ShardStream:
                     error: KvembError = ShardUnavailableError(f"shard {self.shard}: Feed: the shard ended the stream")
                 except ShardUnavailableError as unavailable:
                     error, heard = unavailable, self._heard
+                if self.broken_s is None:
+                    self.broken_s = time.monotonic()
                 if heard:
                     break
                 if deadline.expired:
@@ -275,6 +286,7 @@ class _ShardStream:
 
     def _put(self, reply: FeedReply) -> None:
         """Append a reply, when there is room."""
+        self.broken_s = None
         if reply.kind == REFUSED:
             raise from_wire({"type": str(reply.details.get("type")), "message": str(reply.details.get("message"))})
         if reply.kind == BEGIN:

@@ -337,7 +337,9 @@ class Tables:
     def forget(self, definition: TableDef) -> None:
         """Forget a table that was dropped, once nothing changes it any more."""
         with self._lock:
-            self._states.pop(definition.key, None)
+            state = self._states.pop(definition.key, None)
+        if state is not None:
+            state.cache.release()
 
     def published(self, version: int) -> None:
         """Note that the row log has every change up to a version, durably. Rows leave indexes that are too large. Apply thread only."""

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from kvemb.arrays.id_filter import filter_of
 from kvemb.errors import JournalFullError
 from kvemb.schema.table_def import TableDef
 
 from ..journal import segment_files
 from ..shard_process.data_dir import mend
 from . import sorted_run
-from .run_filter import filter_of
 from .sorted_run import COLUMNS, END_MAGIC, ERASED, HEAD, MAGIC, ROWS, TAIL, Bytes, Ids, rows_of_a_block
 from .state_file import RunEntry
 

@@ -1,8 +1,8 @@
 """One sorted run of a table's rows: rows in the order of their keys, and ids that were erased. Pure: bytes come through functions.
 
     header:   magic 8 | format version u32 | record size u32 | rows of a block u32 | rows between fences u32 | zeros
-    blocks:   pairs (key, version) '<u8' [n, 2], keys ascending | filters (`run_filter`) '<u8' | of rows their records u8 [n, record size]
-              | zeros
+    blocks:   pairs (key, version) '<u8' [n, 2], keys ascending | filters (`kvemb.arrays.id_filter`) '<u8'
+              | of rows their records u8 [n, record size] | zeros
     footer:   '<u8' [n_blocks, 8]: kind (0 rows, 1 erased), offset, n, first key, last key, xxh3-64 of the pairs, of what is behind the
               filters, of the filters
               | fences '<u8': of the rows, and then of the erased, every 64th key
@@ -31,11 +31,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from kvemb.arrays.id_filter import filter_words, group_words, passes
 from kvemb.arrays.ids import as_items, as_rows
 from kvemb.errors import JournalDamagedError, other_format
 from kvemb.schema.record import stored_versions
-
-from .run_filter import filter_words, group_words, passes
 
 Ids = NDArray[np.uint64]
 Bytes = NDArray[np.uint8]

@@ -7,13 +7,14 @@ import pytest
 
 from kvemb.arrays import row_index
 from kvemb.arrays.hash_probe import Homes, probe
+from kvemb.arrays.record_cache import CacheBudget
 from kvemb.errors import StorageError
 from kvemb.schema.record import make_version
 from paramserver.apply.applier import part_staleness
 from paramserver.engine.engine import Engine
 from paramserver.ingest.work_queue import merge_pushes
 from paramserver.model.batch import APPLY, Batch, CheckedRows, PartTicket, Push, ReceivedPart
-from paramserver.model.tables import TableState
+from paramserver.model.tables import Tables, TableState
 from tests.unit.engine_storage import SGD, engine_on, make_store, rows
 
 
@@ -86,3 +87,12 @@ def test_what_is_kept_ends_with_its_batch() -> None:
     assert table.versions(ids, keep=True).tolist() == [0, 0]
     table.applied(ids, 8)
     assert table.versions(u64([3, 4, 13, 14])).tolist() == [7, 7, 8, 8]
+
+
+def test_a_table_that_is_dropped_gives_its_share_of_the_cache_back() -> None:
+    budget = CacheBudget(1 << 20)
+    tables = Tables([], budget)
+    tables.state(SGD).cache.put(u64([1, 2]), np.zeros((2, SGD.record.size_bytes), np.uint8), None)
+    assert budget.used_bytes > 0
+    tables.forget(SGD)
+    assert budget.used_bytes == 0

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 import kvemb.init
 import kvemb.optim
+from kvemb.arrays.id_filter import filter_of
 from kvemb.errors import JournalDamagedError, JournalFullError, ParameterServerError, RecordError
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from paramserver.row_log import run_set
-from paramserver.row_log.run_filter import filter_of, filter_words, group_words, passes
 from paramserver.row_log.run_merge import merge_from, merged
 from paramserver.row_log.run_writer import RunWriter
 from paramserver.row_log.saved_state import STATE
@@ -70,24 +70,6 @@ def test_rows_are_found(state: State, others: list[int], by: str) -> None:
         assert versions.tolist() == [state[i][0] for i in wanted]
         if kind == ROWS:
             assert run.records(rows).tobytes() == records(wanted, versions.tolist()).tobytes()
-
-
-@given(st.lists(st.integers(0, 2**64 - 1), unique=True, min_size=1), st.sampled_from([1, 2, 8, 64]), st.integers(0, 63))
-def test_a_filter_lets_every_key_of_its_group_pass(keys: list[int], group_rows: int, shift: int) -> None:
-    some = u64(dict.fromkeys(key >> shift for key in keys))
-    n_words, groups = group_words(group_rows), np.arange(len(some)) // group_rows
-    words = filter_of(some, group_rows)
-    assert len(words) == n_words * (groups[-1] + 1)
-    assert passes(words[filter_words(some, groups * n_words, n_words)], some).all()
-
-
-@pytest.mark.parametrize("shift", [0, 40])
-def test_of_keys_that_are_not_in_its_group_a_filter_stops_nearly_all(shift: int) -> None:
-    """Also where they differ in their upper bits alone, or side by side."""
-    keys = np.random.default_rng(1).permutation(np.arange(1 << 17, dtype=np.uint64)) << np.uint64(shift)
-    words = filter_of(keys[: 1 << 16], 64)
-    at = filter_words(keys[1 << 16 :], np.arange(1 << 16) // 64 * 8, 8)
-    assert 0.02 < passes(words[at], keys[1 << 16 :]).mean() < 0.05
 
 
 def test_a_filter_that_was_torn_is_noticed_before_it_is_believed(tmp_path: Path) -> None:

@@ -1,0 +1,200 @@
+"""Follows the feed for a serving client: one thread takes what changes, another builds the filters of ids.
+
+Neither is needed for a look-up: without a shard both try again, and rows of the cache are good for as long as their age allows. A stream
+that breaks goes on where it was; until all is told that changed meanwhile, the feed does not count as followed. What must not live here:
+what a change means for rows and ids (kvemb.serve.served_tables). Not fork-safe: a child makes one of its own.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvemb.api.cluster import Cluster
+from kvemb.api.cluster_feed import ClusterFeed, FeedEvent, open_feed
+from kvemb.errors import FeedBehindError, KvembError
+from kvemb.net.deadline import Deadline, WhyWaiting
+from kvemb.protocol.messages import CountReply, Empty, ProgressReply, TableRequest
+from kvemb.serve.served_tables import ServedTable, ServedTables
+
+if TYPE_CHECKING:
+    from kvemb.client.all_shards import AllShards
+
+_TAKE_S = 0.1
+_PAUSE_S = 1.0
+_AWAY_S = 5.0  # a shard that is away for longer: the feed is opened again
+_JOIN_S = 5.0
+_MAX_MB = 16.0
+log = logging.getLogger("kvemb")
+
+
+class FeedFollower:
+    """Follows the feed of a cluster.
+
+    Args:
+        cluster: read-only; its storage tells which shards there are.
+        tables: are told.
+        forked: whether the parent of this process followed the feed: gRPC cannot be used then.
+    """
+
+    def __init__(self, cluster: Cluster, tables: ServedTables, *, forked: bool = False) -> None:
+        self._cluster, self._tables, self._forked = cluster, tables, forked
+        self._closed, self._lock = threading.Event(), threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._asked: list[AllShards] = []  # while a thread asks them
+        self._position: Mapping[int, Any] = {}
+        self.started = False
+
+    def start(self) -> None:
+        """Begin, in threads of its own. Idempotent."""
+        with self._lock:
+            if self.started or self._closed.is_set():
+                return
+            self.started = True
+            if self._forked:
+                log.warning(
+                    "this process is a fork of one that followed the feed: rows of the cache are good for max_age_ms, and there is no "
+                    "filter. Connect in the child, or look nothing up before the fork."
+                )
+                return
+            for name, work in (("kvemb-serve-feed", self._follow), ("kvemb-serve-filter", self._build_filters)):
+                thread = threading.Thread(target=self._repeat, args=(work,), name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait, unless it is closed."""
+        self._closed.wait(timeout_s)
+
+    def close(self) -> None:
+        """End both threads. Idempotent."""
+        self._closed.set()
+        for servers in [*self._asked]:
+            servers.close()  # whoever waits for an answer gets an error
+        for thread in self._threads:
+            thread.join(_JOIN_S)
+
+    def _repeat(self, work: Callable[[], None]) -> None:
+        waiting = WhyWaiting()
+        while not self._closed.is_set():
+            try:
+                work()
+                waiting.over()
+            except KvembError as error:
+                if not self._closed.is_set() and waiting.is_news(type(error).__name__):
+                    log.warning("the feed is not followed; rows of the cache are good for max_age_ms meanwhile: %s", error)
+            self._closed.wait(_PAUSE_S)
+
+    # --- changes ---------------------------------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """Take changes until the feed ends."""
+        try:
+            with self._shards() as shards, shards.feed(self._position or "now") as feed:
+                if self._position:
+                    behind: Mapping[int, int] | None = None
+                else:
+                    behind = {}
+                    self._tables.follow(time.monotonic())
+                while not self._closed.is_set():
+                    event = feed.take(_TAKE_S)
+                    if event is not None:
+                        self._tell(event)
+                    self._position = feed.position
+                    away_s = feed.away_since_s
+                    if away_s is not None:
+                        self._tables.broken(away_s)
+                        behind = None
+                    elif behind is None:
+                        behind = shards.progress()
+                    if behind is not None and not self._tables.followed and _reached(feed.position, behind):
+                        self._tables.follow()
+        except FeedBehindError:
+            self._position = {}
+            self._tables.lost()
+            raise
+        finally:
+            self._tables.broken(time.monotonic())
+
+    def _tell(self, event: FeedEvent) -> None:
+        if event.kind == "load":
+            self._tables.tell_all()
+        elif event.kind == "drop":
+            self._tables.drop(event.table)
+            self._cluster.forget_table(event.table)
+        elif len(event.ids):
+            self._tables.tell(event.table, event.ids.view(np.uint64), event.versions, erased=event.kind == "erase")
+
+    # --- filters ---------------------------------------------------------------------------------------------------------------------
+
+    def _build_filters(self) -> None:
+        while not self._closed.is_set():
+            served = self._tables.unfiltered()
+            if served is None:
+                self._closed.wait(_TAKE_S)
+                continue
+            with self._shards() as shards:
+                self._build(served, shards)
+
+    def _build(self, served: ServedTable, shards: "_FeedShards") -> None:
+        """Add every id that there is: those that the feed tells from its start on, up to where it is followed already."""
+        name = served.table.name
+        building = self._tables.begin_filter(served, shards.count(name))
+        if building is None:
+            log.warning("table %r has no filter of ids: filter_mb has no byte for each", name)
+            return
+        head = shards.progress()
+        with shards.feed("start", (name,)) as feed:
+            missing = set(feed.position)
+            while not self._closed.is_set() and served.building is building:
+                event = feed.take(_TAKE_S)
+                if event is not None and event.kind == "caught-up":
+                    missing.discard(event.shard)
+                elif event is not None and event.kind != "erase" and len(event.ids):
+                    self._tables.fill(building, event.ids.view(np.uint64))
+                if not missing & set(feed.position) and _reached(feed.position, head):
+                    self._tables.end_filter(served, building)
+                    return
+
+    @contextmanager
+    def _shards(self) -> "Iterator[_FeedShards]":
+        from kvemb.client.all_shards import AllShards  # imports gRPC, without which rows are served, too
+
+        servers = AllShards.of(self._cluster.config.servers, self._cluster.store.nodes)
+        self._asked.append(servers)
+        try:
+            servers.describe(self._cluster.config, Deadline.after(_AWAY_S))
+            yield _FeedShards(self._cluster, servers)
+        finally:
+            servers.close()
+            self._asked.remove(servers)
+
+
+@dataclass(frozen=True)
+class _FeedShards:
+    """The shards, while one thread asks them."""
+
+    cluster: Cluster
+    servers: "AllShards"
+
+    def feed(self, from_: str | Mapping[int, Any], names: tuple[str, ...] | None = None) -> ClusterFeed:
+        return open_feed(self.servers, self.cluster.table, names, from_, weights=False, max_mb=_MAX_MB, away_timeout_s=_AWAY_S)
+
+    def progress(self) -> dict[int, int]:
+        """How far each shard has come: k."""
+        replies = self.servers.call_each("Progress", Empty(), ProgressReply, Deadline.after(_AWAY_S))
+        return {shard: reply.k for shard, reply in replies.items()}
+
+    def count(self, table: str) -> int:
+        replies = self.servers.call_each("Count", TableRequest(table), CountReply, Deadline.after(_AWAY_S))
+        return sum(reply.n_rows for reply in replies.values())
+
+
+def _reached(position: Mapping[int, Any], head: Mapping[int, int]) -> bool:
+    """Whether all is told up to these batches; a shard that has left was told to its end."""
+    return all(position[shard].k >= k for shard, k in head.items() if shard in position)
