@@ -1,5 +1,6 @@
 """An hour of everything that a cluster does while nothing is wrong: its memory, disk, files and threads come to a level and stay there."""
 
+import faulthandler
 import shutil
 import time
 from collections.abc import Callable
@@ -36,6 +37,7 @@ def figures(local: LocalCluster, cluster: Cluster) -> dict[str, float]:
 
 def test_nothing_grows_in_an_hour_of_drifting_ids_saves_evictions_and_a_feed(require_server: Callable[[str], str], tmp_path: Path) -> None:
     require_server("redis-server")
+    faulthandler.cancel_dump_traceback_later()  # it takes any test for hung after ten minutes
     with (
         LocalCluster("redis", 2, shards=2, index_mb=0, journal_max_mb=4, cache_mb=4) as local,
         kvemb.connect(local.url) as cluster,
