@@ -29,6 +29,10 @@ FULL = (
     # Half a minute until a subscriber is cut off.
     "tests/integration/test_feed.py::test_a_subscriber_that_reads_nothing",
     # Starts and ends of processes, of which each test needs several.
+    "tests/integration/test_publish.py::test_a_target_that_comes_back",
+    "tests/integration/test_publish.py::test_no_row_goes_back",
+    "tests/integration/test_publish.py::test_publishers_share",
+    "tests/integration/test_publish.py::test_rows_that_went",
     "tests/integration/test_cli.py::test_a_demo_that_is_told_to_end",
     "tests/integration/test_fencing_stores.py::test_a_replica_that_takes_over",
     "tests/integration/test_nodes_named_ahead.py",

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.errors import ConfigError, FencedError, NodeFullError, UnsafeNodeError
+from kvemb.errors import ConfigError, FencedError, NodeFullError, NodeUnavailableError, UnsafeNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import Conversation, run
 from kvemb.net.link import Link
@@ -50,15 +50,16 @@ class ProjectionTarget:
         self.address, self._access, self._share = address, access, share
         self._record_key, self._publisher_key = f"{ABOUT}:{share}", f"kvemb:publisher:{share}"
         self._roles, self._codec = RoleLinks(access, f"publisher:{share}"), RespCodec()
-        self._name, self._named = secrets.token_hex(8), False
+        self._number, self._name = 0, secrets.token_hex(8)  # the number rises from publisher to publisher
         self._link: Link | None = None
 
     # --- who writes ------------------------------------------------------------------------------------------------------------------
 
     def take_over(self) -> None:
-        """Become the publisher of the share; once done, only where there is none any more.
+        """Become the publisher of the share, or see that this one still is. A target that comes back older names an earlier one.
 
         Raises:
+            FencedError: another one has taken over since.
             UnsafeNodeError: the server may evict rows.
             ConfigError: it is a storage node, or part of a Redis Cluster.
             StorageError: it does not answer.
@@ -75,10 +76,23 @@ class ProjectionTarget:
         with logged_in(self.address, self._access, deadline) as link:
             if ask(link, deadline, "EXISTS", _MARKER):
                 raise ConfigError(f"target {self.address} is a storage node of a kvemb cluster; give another server")
-            ask(link, deadline, "SET", self._publisher_key, self._name, *(["NX"] if self._named else []))
-        if not self._named:
-            self._roles.kill_others([self.address], deadline)
-            self._named = True
+            number, name = self._publisher(link, deadline)
+            if name == self._name:
+                return
+            self._require_newer(number)
+            self._number = self._number or number + 1
+            ask(link, deadline, "SET", self._publisher_key, f"{self._number} {self._name}")
+        self._roles.kill_others([self.address], deadline)
+
+    def _publisher(self, link: Link, deadline: Deadline) -> tuple[int, str]:
+        """Number and name of the share's publisher; 0 and "" where there is none."""
+        found = ask(link, deadline, "GET", self._publisher_key)
+        number, _, name = found.decode(errors="replace").partition(" ") if isinstance(found, bytes) else ("0", "", "")
+        return int(number) if number.isdecimal() else 0, name
+
+    def _require_newer(self, number: int) -> None:
+        if 0 < self._number <= number:
+            raise FencedError(f"target {self.address}: another publisher has taken share {self._share} over; this one ends")
 
     def close(self) -> None:
         """Give the connection up; a write on it may still land, and is ended before the next one begins. Idempotent."""
@@ -92,9 +106,10 @@ class ProjectionTarget:
             deadline = Deadline.after(_TIMEOUT_S)
             link = self._roles.open(self.address, deadline)
             try:
-                owner = ask(link, deadline, "GET", self._publisher_key)
-                if owner is not None and owner != self._name.encode():
-                    raise FencedError(f"target {self.address}: another publisher has taken share {self._share} over; this one ends")
+                number, name = self._publisher(link, deadline)
+                if name != self._name:
+                    self._require_newer(number)
+                    raise NodeUnavailableError(f"target {self.address}: was emptied, or came back older, just now")
             except BaseException:
                 link.close()
                 raise

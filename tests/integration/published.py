@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import redis
 import kvemb
 import kvemb.init
 import kvemb.optim
+from kvemb.errors import ShardUnavailableError
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.storage_servers import StorageServer, start_servers
 from kvemb.net.deadline import Deadline
@@ -154,7 +155,8 @@ class Churn:
                     ids = self._random.choice(N_IDS, 200, replace=False)
                     table.push(ids, self._random.standard_normal((200, DIM), np.float32), timeout_s=PATIENCE_S).wait_applied(PATIENCE_S)
                     if self.n_steps % 5 == 0:
-                        table.erase(self._random.choice(N_IDS, 40, replace=False), timeout_s=PATIENCE_S)
+                        with suppress(ShardUnavailableError):  # it was killed; what it had erased is erased
+                            table.erase(self._random.choice(N_IDS, 40, replace=False), timeout_s=PATIENCE_S)
                     self.n_steps += 1
         except BaseException as error:
             self.error = error

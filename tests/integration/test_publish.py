@@ -83,7 +83,7 @@ def test_a_target_that_comes_back_empty_or_older_is_brought_up_again(local: Loca
     with kvemb.connect(local.url) as cluster, published(local) as one:
         table = user_table(cluster)
         push(table, np.arange(N_IDS))
-        one.start()
+        first = one.succeed()
         one.reach(cluster)
         with Churn(local.url):
             pause(1)
@@ -93,14 +93,17 @@ def test_a_target_that_comes_back_empty_or_older_is_brought_up_again(local: Loca
             one.client.save()
             snapshot = tmp_path / "older.rdb"
             snapshot.write_bytes(one.target.snapshot_path.read_bytes())
+            first.kill()
+            second = one.succeed()
             pause(1)
-            one.target.restart(snapshot=snapshot)
+            one.target.restart(snapshot=snapshot)  # names the first publisher
             pause(1)
             one.reach(cluster)
             one.target.restart()
             pause(1)
         one.reach(cluster)
         one.check(cluster)
+        assert second.poll() is None
 
 
 def test_shards_are_killed_slots_move_and_a_checkpoint_is_loaded_meanwhile(local: LocalCluster, tmp_path: Path) -> None:
