@@ -265,9 +265,13 @@ class _ShardStream:
             raise FeedBehindError(
                 f'shard {self.shard} has left the cluster, and not all that it changed was told. Begin again with from_="start".'
             )
-        self._call = channel.feed_stream(self._now().encode())
+        call = channel.feed_stream(self._now().encode())
+        with self._feed.changed:
+            self._call = call
+            if self._ended:  # meanwhile, with no call to cancel
+                call.cancel()
         try:
-            for data in self._call:
+            for data in call:
                 self._put(FeedReply.decode(data))
                 self._heard = True
         except grpc.RpcError as error:

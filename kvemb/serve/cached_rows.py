@@ -5,8 +5,8 @@ the one was asked for after the other had come: else neither is believed, and th
 that is old is still there, for when storage does not answer. A row that is on its way while the feed tells its change may be older than
 that: it comes in as an old one.
 
-A key (a mixed id) has eight places, of which the row used longest ago is given up. So a small look-up takes few operations on arrays, a
-third of what an index of all rows takes (docs/adr/0104). NumPy only; not thread-safe.
+A key (a mixed id) has eight places, of which the row used longest ago is given up. So a small look-up takes few operations on arrays, and
+touches little memory: the keys of a set, and each row's record (docs/adr/0104). NumPy only; not thread-safe.
 """
 
 from typing import Any
@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.ids import as_items
+from kvemb.arrays.ids import as_items, as_rows
 
 Ids = NDArray[np.uint64]
 Places = NDArray[np.int64]
+Records = NDArray[np.uint8]
 _WAYS = 8
-_ENTRY_BYTES = 40  # of a row beside its weights
+_HEAD = 24  # bytes before a row's weights: version '<u8', when storage answered '<f8', and that again, or 0 where the row is old, '<f8'
+_ENTRY_BYTES = _HEAD + 16
 _CELLS = np.uint64((1 << 16) - 1)
 _HALF = np.uint64(32)
 _NEVER, _LEAST_S = 0.0, 1e-9  # no moment of the monotonic clock, and before every one
@@ -35,8 +37,8 @@ class CachedRows:
     Example:
         >>> rows, keys = CachedRows(1, np.dtype(np.float32), 1 << 20), np.array([7 << 32], np.uint64)
         >>> rows.put(keys, np.ones((1, 1), np.float32), np.array([5], np.uint64), began_s=1.0, answered_s=2.0, seen=rows.n_changes)
-        >>> at, good = rows.find(keys, not_before_s=0.0)
-        >>> rows.rows(at), good
+        >>> records, good = rows.find(keys, not_before_s=0.0)
+        >>> rows.rows(records), good
         (array([[1.]], dtype=float32), array([ True]))
         >>> rows.tell(keys, np.array([6], np.uint64))
         >>> rows.find(keys, not_before_s=0.0)[1]
@@ -44,44 +46,41 @@ class CachedRows:
     """
 
     def __init__(self, dim: int, dtype: "np.dtype[Any]", size_bytes: int) -> None:
-        n_sets = max(_WAYS, size_bytes // (_WAYS * (dim * dtype.itemsize + _ENTRY_BYTES)))
-        self._dim, self._dtype, self._n_sets = dim, dtype, np.uint64(n_sets)
+        n_bytes = dim * dtype.itemsize
+        n_sets = max(_WAYS, size_bytes // (_WAYS * (n_bytes + _ENTRY_BYTES)))
+        self._dtype, self._row, self._n_sets = dtype, slice(_HEAD, _HEAD + n_bytes), np.uint64(n_sets)
         self._at_once = n_sets  # rows that are put together; few of them meet in one set
-        self._keys, self._used = np.zeros((n_sets, _WAYS), np.uint64), np.zeros((n_sets, _WAYS), np.int64)  # 0: never used
-        # All by place, [8 * sets]: rows as items, versions, when storage answered; and that again, or 0 where the row is old.
-        self._rows = as_items(np.zeros((n_sets * _WAYS, dim), dtype))
-        self._versions = np.zeros(n_sets * _WAYS, np.uint64)
-        self._answered_s, self._good_s = np.zeros(n_sets * _WAYS), np.zeros(n_sets * _WAYS)
+        self._sets = np.zeros((n_sets, 2 * _WAYS), np.uint64)  # of each set its keys, and when each was used last
+        self._records = np.zeros((n_sets * _WAYS, _HEAD + n_bytes + -n_bytes % 8), np.uint8)  # by place, 8 * set + which of the set
         self._changed = np.zeros(int(_CELLS) + 1, np.int64)  # by a key's cell: the number of the last change that was told of such keys
         self._clock = 0
         self.n_changes = 0
         """How many changes were told; a pull notes it when it begins."""
 
-    def find(self, keys: Ids, not_before_s: float) -> tuple[Places, NDArray[np.bool_]]:
-        """Return where each row may be, and whether it is good: there, not told old, and no older than that. [n] each."""
-        at, same = self._look(keys)
-        same &= self._good_s[at] >= max(not_before_s, _LEAST_S)
+    def find(self, keys: Ids, not_before_s: float) -> tuple[Records, NDArray[np.bool_]]:
+        """Return a record for each row, and whether it is the row's and good: not told old, and no older than that. [n] each."""
+        at, same, records = self._look(keys)
+        same &= _field(records, 2, "<f8") >= max(not_before_s, _LEAST_S)
         self._clock += 1
-        self._used.reshape(-1)[at[same]] = self._clock
-        return at, same
+        self._sets.reshape(-1)[_clock_places(at[same])] = self._clock
+        return records, same
 
-    def peek(self, keys: Ids) -> tuple[Places, NDArray[np.bool_]]:
-        """Return where each row may be, and whether it is there, good or old. [n] each."""
-        at, same = self._look(keys)
-        same &= self._used.reshape(-1)[at] > 0
-        return at, same
+    def peek(self, keys: Ids) -> tuple[Records, NDArray[np.bool_]]:
+        """Return a record for each row, and whether it is the row's, good or old. [n] each."""
+        _, same, records = self._look(keys)
+        return records, same
 
-    def rows(self, at: Places) -> NDArray[Any]:
-        """Return the rows that are there: [n, dim]."""
-        return self._rows[at].view(self._dtype).reshape(len(at), self._dim)
+    def rows(self, records: Records) -> NDArray[Any]:
+        """Return the rows in records: [n, dim]."""
+        return np.ascontiguousarray(records[:, self._row]).view(self._dtype)
 
-    def versions(self, at: Places) -> Ids:
+    def versions(self, records: Records) -> Ids:
         """Return their versions, 0 for one that does not exist: uint64 [n]."""
-        return self._versions[at]
+        return _field(records, 0, "<u8")
 
-    def answered_s(self, at: Places) -> NDArray[np.float64]:
+    def answered_s(self, records: Records) -> NDArray[np.float64]:
         """Return when storage answered: float64 [n], on the monotonic clock."""
-        return self._answered_s[at]
+        return _field(records, 1, "<f8")
 
     def put(self, keys: Ids, rows: NDArray[Any], versions: Ids, *, began_s: float, answered_s: float, seen: int) -> None:
         """Keep rows that a pull brought, and put newer ones that were kept already in their place in `rows` and `versions`.
@@ -101,48 +100,66 @@ class CachedRows:
         """Make rows old whose version is below the one told: uint64 [n] each, each key once."""
         self.n_changes += 1
         self._changed[keys & _CELLS] = self.n_changes
-        at, same = self._look(keys)
-        same &= self._versions[at] < versions
-        self._good_s[at[same]] = _NEVER
+        at, same, records = self._look(keys)
+        same &= self.versions(records) < versions
+        _field(self._records, 2, "<f8")[at[same]] = _NEVER
 
     def tell_all(self) -> None:
         """Make all rows old, and those that are on their way."""
         self.n_changes += 1
         self._changed[:] = self.n_changes
-        self._good_s[:] = _NEVER
+        _field(self._records, 2, "<f8")[:] = _NEVER
 
     def _put(self, keys: Ids, rows: NDArray[Any], versions: Ids, began_s: float, answered_s: float, seen: int) -> None:
-        at, same = self.peek(keys)
+        at, same, records = self._look(keys)
         good_s = np.where(self._changed[keys & _CELLS] > seen, _NEVER, answered_s)
         kept = np.flatnonzero(same)
+        taken = np.ones(len(keys), np.bool_)
         if len(kept):
-            here = at[kept]
-            alike = (self._versions[here] == 0) == (versions[kept] == 0)
-            later = self._answered_s[here] < began_s
-            self._good_s[here[~alike & ~later]] = _NEVER
-            newer = kept[alike & (self._versions[here] > versions[kept])]
-            rows[newer], versions[newer] = self.rows(at[newer]), self._versions[at[newer]]
-            taken = ~same
+            here = records[kept]
+            old = self.versions(here)
+            alike = (old == 0) == (versions[kept] == 0)
+            later = self.answered_s(here) < began_s
+            _field(self._records, 2, "<f8")[at[kept[~alike & ~later]]] = _NEVER
+            newer = alike & (old > versions[kept])
+            rows[kept[newer]], versions[kept[newer]] = self.rows(here[newer]), old[newer]
             taken[kept] = alike | later
-            keys, rows, versions, good_s = keys[taken], rows[taken], versions[taken], good_s[taken]
-            at, same = at[taken], same[taken]
+        _field(records, 0, "<u8")[:], _field(records, 1, "<f8")[:], _field(records, 2, "<f8")[:] = versions, answered_s, good_s
+        as_items(records[:, self._row])[:] = as_items(np.ascontiguousarray(rows))
+        self._write(keys[taken], at[taken], same[taken], records[taken])
+
+    def _write(self, keys: Ids, at: Places, same: NDArray[np.bool_], records: Records) -> None:
+        """Write records, over those of the same key, or else over the one of the key's set that was used longest ago, or never."""
+        sets = self._sets.reshape(-1)
         while len(keys):
             new = np.flatnonzero(~same)
-            at[new] += self._used[at[new] // _WAYS].argmin(axis=1) - at[new] % _WAYS  # never used, or used longest ago
+            at[new] += self._sets[at[new] // _WAYS, _WAYS:].argmin(axis=1) - at[new] % _WAYS
             self._clock += 1
-            self._keys.reshape(-1)[at], self._used.reshape(-1)[at] = keys, self._clock
-            self._rows[at], self._versions[at] = as_items(np.ascontiguousarray(rows)), versions
-            self._answered_s[at], self._good_s[at] = answered_s, good_s
-            lost = np.flatnonzero(self._keys.reshape(-1)[at] != keys)  # they met another of these rows in one place
-            if not len(lost):
-                return
-            keys, rows, versions, good_s = keys[lost], rows[lost], versions[lost], good_s[lost]
-            at, same = self.peek(keys)
+            places = _clock_places(at)
+            sets[places - _WAYS], sets[places] = keys, self._clock
+            as_items(self._records)[at] = as_items(records)
+            lost = np.flatnonzero(sets[places - _WAYS] != keys)  # they met another of these rows in one place
+            keys, records = keys[lost], records[lost]
+            if len(lost):
+                at, same, _ = self._look(keys)
 
-    def _look(self, keys: Ids) -> tuple[Places, NDArray[np.bool_]]:
-        """Return a place for each key, one of its eight, and whether that has the key (or was never used, if the key is 0)."""
+    def _look(self, keys: Ids) -> tuple[Places, NDArray[np.bool_], Records]:
+        """Return a place for each key, one of its set, whether the key's row is there, and what is there, a copy."""
         sets = ((keys >> _HALF) * self._n_sets >> _HALF).view(np.int64)
-        at = sets * _WAYS
-        at += (self._keys[sets] == keys[:, None]).argmax(axis=1)
-        same: NDArray[np.bool_] = self._keys.reshape(-1)[at] == keys
-        return at, same
+        alike = self._sets[sets, :_WAYS] == keys[:, None]  # bool [n, 8]
+        which = alike.argmax(axis=1)
+        at = sets * _WAYS + which
+        records = as_rows(as_items(self._records)[at])
+        same: NDArray[np.bool_] = alike.reshape(-1)[np.arange(0, _WAYS * len(keys), _WAYS) + which]
+        same &= self.answered_s(records) > 0  # a place that was never used looks like that of the key 0
+        return at, same, records
+
+
+def _clock_places(at: Places) -> Places:
+    """Where, among all numbers of the sets, it stands when places were used last; the key is _WAYS before."""
+    return 2 * at - at % _WAYS + _WAYS
+
+
+def _field(records: Records, number: int, dtype: str) -> NDArray[Any]:
+    """A field of the head of records, [n]: a view."""
+    return records[:, 8 * number : 8 * number + 8].view(dtype)[:, 0]

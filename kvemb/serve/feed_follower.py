@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _TAKE_S = 0.1
 _PAUSE_S = 1.0
-_AWAY_S = 5.0  # a shard that is away for longer: the feed is opened again
+_AWAY_S = 10.0  # a shard that is away for longer: the feed is opened again
 _JOIN_S = 5.0
 _MAX_MB = 16.0
 log = logging.getLogger("kvemb")

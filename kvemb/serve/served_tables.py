@@ -134,11 +134,12 @@ class ServedTables:
             if cache is None:
                 found.left = np.arange(len(found.ids))
             else:
-                at, good = cache.find(found.keys, self._not_before_s(now_s))
+                records, good = cache.find(found.keys, self._not_before_s(now_s))
                 found.seen = cache.n_changes
                 hits, found.left = np.flatnonzero(good), np.flatnonzero(~good)
                 if len(hits):
-                    self._take(found, hits if len(found.left) else slice(None), at[hits], ServedFrom.CACHE, now_s)
+                    which = hits if len(found.left) else slice(None)
+                    self._take(found, which, records[which], ServedFrom.CACHE, now_s)
             found.filter = found.served.filter
             if found.filter is not None and len(found.left) and self._broken_s >= now_s - self.max_age_s:
                 may = found.filter.may_have(found.keys[found.left])
@@ -149,10 +150,10 @@ class ServedTables:
         with self.lock:
             if found.served.cache is None:
                 return
-            at, kept = found.served.cache.peek(found.keys[found.left])
+            records, kept = found.served.cache.peek(found.keys[found.left])
             if not kept.any():
                 return
-            self._take(found, found.left[kept], at[kept], ServedFrom.OLD, now_s)
+            self._take(found, found.left[kept], records[kept], ServedFrom.OLD, now_s)
             found.left = found.left[~kept]
 
     def keep(self, found: RowsFound, ids: Ids, rows: NDArray[Any], versions: Ids, began_s: float) -> None:
@@ -170,11 +171,13 @@ class ServedTables:
                 seen = found.seen if told else -1  # the feed was followed from the middle of the pull on
                 served.cache.put(keys, rows, versions, began_s=began_s, answered_s=time.monotonic(), seen=seen)
 
-    def _take(self, found: RowsFound, which: slice | NDArray[np.intp], at: NDArray[np.int64], source: ServedFrom, now_s: float) -> None:
+    def _take(
+        self, found: RowsFound, which: slice | NDArray[np.intp], records: NDArray[np.uint8], source: ServedFrom, now_s: float
+    ) -> None:
         cache = found.served.cache
         assert cache is not None
-        found.rows[which], found.versions[which], found.sources[which] = cache.rows(at), cache.versions(at), source
-        known_s = float(cache.answered_s(at).min())
+        found.rows[which], found.versions[which], found.sources[which] = cache.rows(records), cache.versions(records), source
+        known_s = float(cache.answered_s(records).min())
         if source is ServedFrom.CACHE and known_s >= self._since_s:
             known_s = max(known_s, min(self._broken_s, now_s))
         found.age_s = max(found.age_s, now_s - known_s)

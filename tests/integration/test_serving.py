@@ -253,7 +253,7 @@ def test_ids_that_have_no_row_are_not_asked_for_and_new_ones_are_seen(local: Loc
         with kvemb.serve.connect(local.url, filter_mb=0) as unfiltered:
             assert sources_of(unfiltered, unseen) == {ServedFrom.UNKNOWN}
         push(table, unseen[:1000])
-        wait_for(lambda: bool((client.lookup("t", unseen[:1000]) == -1.0).all()))
+        wait_for(lambda: bool((client.lookup("t", unseen[:1000], timeout_ms=PATIENCE_S * 1e3) == -1.0).all()))
 
 
 def test_a_filter_that_has_become_too_small_is_built_anew(local: LocalCluster) -> None:

@@ -33,8 +33,8 @@ def put(rows: CachedRows, version: int, *, began_s: float, answered_s: float, se
 
 def kept(rows: CachedRows, not_before_s: float = 0.0, row_id: int = 7) -> tuple[int, bool]:
     """The version that is kept, -1 for none, and whether it is good."""
-    at, there = rows.peek(key(row_id))
-    return (int(rows.versions(at)[0]) if there[0] else -1), bool(rows.find(key(row_id), not_before_s)[1][0])
+    records, there = rows.peek(key(row_id))
+    return (int(rows.versions(records)[0]) if there[0] else -1), bool(rows.find(key(row_id), not_before_s)[1][0])
 
 
 def test_a_pull_that_was_overtaken_does_not_bring_an_older_row_back() -> None:
@@ -115,13 +115,13 @@ def test_no_interleaving_of_pulls_and_changes_shows_a_row_going_back_or_good_whe
             changed, version = told.pop(0)
             told_of[changed] = version
             rows.tell(ids[changed : changed + 1], u64(version))
-        at, there = rows.peek(ids)
+        records, there = rows.peek(ids)
         _, good = rows.find(ids, 0.0)
         assert there[0] or not good.any()
         if there[0]:
-            versions = rows.versions(at)
+            versions = rows.versions(records)
             assert (versions >= shown).all()
-            assert (rows.rows(at)[:, 0] == versions).all()
+            assert (rows.rows(records)[:, 0] == versions).all()
             assert (versions >= told_of)[good].all(), "a change that was told is missed by a row that is good"
             shown = versions
 
@@ -133,6 +133,6 @@ def test_of_eight_places_the_one_used_longest_ago_is_given_up_and_the_key_0_is_k
         rows.put(u64(at), np.full((1, 1), at, np.float32), u64(at + 1), began_s=1, answered_s=2, seen=0)
     assert rows.find(np.array([0, 1, 2, 4, 5, 6, 7], np.uint64), 0.0)[1].all()
     rows.put(u64(8), np.full((1, 1), 8, np.float32), u64(9), began_s=1, answered_s=2, seen=0)
-    at, there = rows.peek(np.arange(9, dtype=np.uint64))
+    records, there = rows.peek(np.arange(9, dtype=np.uint64))
     assert there.tolist() == [True] * 3 + [False] + [True] * 5
-    assert rows.rows(at[there])[:, 0].tolist() == [0, 1, 2, 4, 5, 6, 7, 8]
+    assert rows.rows(records[there])[:, 0].tolist() == [0, 1, 2, 4, 5, 6, 7, 8]
