@@ -41,6 +41,9 @@ class MoveCarrier:
         sync: whether the job is in sync mode.
         changed: told when this process has changed the map.
         timeout_s: of one storage call.
+
+    Attributes:
+        taken_back: why the last move was taken back, as far as this process knows; "" where it was not.
     """
 
     def __init__(
@@ -59,9 +62,7 @@ class MoveCarrier:
         self._given: tuple[ClusterMap, float] | None = None  # the map that every node has, and since when
         self._heard: tuple[int, list[MoveReport | None]] = 0, []
         self._lock = threading.Lock()
-        self._waiting, self._taken_back = WhyWaiting(), ""
-
-    # --- requests of operators --------------------------------------------------------------------------------------------------
+        self._waiting, self.taken_back = WhyWaiting(), ""
 
     def begin(self, wanted: WantedMove, deadline: Deadline) -> ClusterMap:
         """Begin a plan; return the map with it.
@@ -74,7 +75,7 @@ class MoveCarrier:
         """
         with self._lock:
             planned = self._planner.plan(self._store.nodes.cluster_map, wanted, deadline)
-            self._taken_back = ""
+            self.taken_back = ""
             self._follow(planned)
             log.info("a move of slots begins (map version %d)", planned.version)
             return planned
@@ -122,17 +123,10 @@ class MoveCarrier:
             log.warning("node %d, which was at %s, is now at %s: its rows are brought back there", number, before, address)
             return self._store.nodes.cluster_map
 
-    @property
-    def taken_back(self) -> str:
-        """Why the last move was taken back, as far as this process knows; "" where it was not."""
-        return self._taken_back
-
     def heard(self, cluster_map: ClusterMap) -> list[MoveReport | None]:
         """Return each shard's report on this map, by the last look; None where its present process has sent none."""
         version, reports = self._heard
         return reports if version == cluster_map.version else [None] * cluster_map.n_shards
-
-    # --- from phase to phase ----------------------------------------------------------------------------------------------------
 
     def carry(self) -> None:
         """Take the next step of the plan under way, if it can be taken."""
@@ -160,7 +154,7 @@ class MoveCarrier:
     def _take(self, transition: Transition) -> None:
         if transition.taken_back:
             log.warning("the move is taken back: %s", transition.taken_back)
-            self._taken_back = transition.taken_back
+            self.taken_back = transition.taken_back
         flipped = (plan := self._store.nodes.cluster_map.plan) is not None and plan.flipped
         self._follow(transition.map)
         if transition.map.plan is None:
@@ -180,8 +174,6 @@ class MoveCarrier:
     def _say(self, text: str) -> None:
         if self._waiting.is_news(text):
             log.warning("%s", text)
-
-    # --- inside -----------------------------------------------------------------------------------------------------------------
 
     def _reports(self, now: ClusterMap) -> list[MoveReport | None]:
         """Each shard's report on this map; None where its present process has sent none."""

@@ -6,7 +6,7 @@ Tables are taken into memory whole, the small ones first, as long as the memory 
 newer than the log are there at first; the rest comes as it is used.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
 
 import numpy as np
@@ -17,17 +17,16 @@ from kvemb.arrays.row_index import RowIndex
 from kvemb.errors import ParameterServerError
 from kvemb.schema.table_def import TableDef
 
-from ..journal import Journal, Position
+from ..journal import Journal
 from ..journal.entry import Find
 from ..model.batch import ERASE
-from ..model.tables import RowsAtStart, TableState
+from ..model.tables import RowsAtStart, TableState, all_of
 from ..row_log import Runs
 from ..row_log.reconstruct import batches_behind
-from ..row_log.state_file import LoggedTable, ShardState
+from ..row_log.state_file import ShardState
 
 Ids = NDArray[np.uint64]
 _ROW_BYTES = 24  # of an index
-_NONE = np.empty(0, np.uint64)
 
 
 class _Late:
@@ -42,12 +41,9 @@ class _Late:
         now.put(ids, np.full(len(ids), version, np.uint64))
         before.erase(ids)
 
-    def newer(self, runs: Runs, definition: TableDef) -> tuple[tuple[Ids, Ids], tuple[Ids, Ids]]:
-        """Return rows and gone rows, without those of which the log knows better: slots have come or gone since those batches."""
-        return _newer(self.rows, runs, definition), _newer(self.gone, runs, definition)
-
 
 def _newer(index: RowIndex, runs: Runs, definition: TableDef) -> tuple[Ids, Ids]:
+    """Return the rows of an index without those of which the log knows better: slots have come or gone since those batches."""
     ids, versions = index.arrays()
     newer = versions > runs.versions(definition, ids)[0]
     return ids[newer], versions[newer]
@@ -80,39 +76,28 @@ def known_tables(
     """
     late: dict[str, _Late] = {}
     for after, entry in batches_behind(state.cut, journal, find):
-        if after > Position(*state.journal):
+        if after > state.journal:
             break
         for rows in entry.batch.tables:
             late.setdefault(rows.definition.key, _Late()).change(entry.batch.kind, rows.ids, entry.version)
-    counted = image is None
-    room = _room(state, index_bytes if counted else None)
-    states = []
+    states, whole = [], _in_memory(state, index_bytes if image is None else None)
     for table in state.tables:
         definition = find(table.definition.key, table.definition.schema)
         state.of(definition)  # the same one
-        known = _known(table, runs, late.get(definition.key, _Late()), all_rows=room(table), counted=counted)
+        changed, logged = late.get(definition.key, _Late()), all_of(runs.between(definition)) if definition.key in whole else None
+        late_rows, gone = _newer(changed.rows, runs, definition), _newer(changed.gone, runs, definition)
+        known = RowsAtStart(runs.cut, late_rows, gone, logged, table.n_rows if image is None else None)
         states.append(TableState(definition, table.step, budget=budget, log=runs, known=known))
-    for one in states:
-        if image and one.definition.key in image:
-            _require_image(one, *image[one.definition.key])
+        if image and definition.key in image:
+            _require_image(states[-1], *image[definition.key])
     return states
 
 
-def _room(state: ShardState, index_bytes: int | None) -> Callable[[LoggedTable], bool]:
-    """Return whether a table is to be in memory whole."""
+def _in_memory(state: ShardState, index_bytes: int | None) -> set[str]:
+    """Return the keys of the tables that are to be in memory whole."""
     tables = sorted(state.tables, key=lambda one: one.n_rows)
     sums = accumulate(_ROW_BYTES * one.n_rows for one in tables)
-    fits = {one.definition.key for one, size in zip(tables, sums, strict=True) if index_bytes is None or size <= index_bytes}
-    return lambda one: one.definition.key in fits
-
-
-def _known(table: LoggedTable, runs: Runs, late: _Late, *, all_rows: bool, counted: bool) -> RowsAtStart:
-    rows, gone = late.newer(runs, table.definition)
-    logged = None
-    if all_rows:
-        ids, versions = zip(*[(_NONE, _NONE), *runs.between(table.definition)], strict=True)
-        logged = np.concatenate(ids), np.concatenate(versions)
-    return RowsAtStart(runs.cut, rows, gone, logged, table.n_rows if counted else None)
+    return {one.definition.key for one, size in zip(tables, sums, strict=True) if index_bytes is None or size <= index_bytes}
 
 
 def _require_image(state: TableState, ids: Ids, versions: Ids) -> None:

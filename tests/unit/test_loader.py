@@ -27,6 +27,8 @@ from paramserver.checkpoint import unconditional_writer
 from paramserver.lifecycle.shard import Shard
 from paramserver.lifecycle.start import start
 from paramserver.model.batch import CheckedRows, RowsWork
+from paramserver.row_log.run_merge import merged
+from paramserver.row_log.sorted_run import Part
 from paramserver.rpc.handlers import CheckpointHandlers, LoadPorts
 from tests.unit.checkpoint_files import USER, block_of, ids_of, save
 
@@ -153,10 +155,10 @@ STEPS = [
     "paramserver.row_log.run_set.Runs.publish",
     "paramserver.checkpoint.loader.Loader._read",
     "paramserver.checkpoint.loader.Loader._gone",
-    "paramserver.row_log.saved_state.SavedState.replace",
+    "paramserver.row_log.state_file.SavedState.replace",
     "paramserver.checkpoint.loader.Loader._write",
     "paramserver.engine.row_access.RowAccess.write_over",
-    "paramserver.checkpoint.unconditional_writer.UnconditionalWriter.erase",
+    "paramserver.engine.row_access.RowAccess.erase",
 ]
 
 
@@ -256,12 +258,22 @@ def test_a_load_of_a_table_is_refused_while_one_of_another_is_not_carried_out(cl
                 ask("user", decided=decided)
 
 
+class Listed:
+    """Parts that are read as a run."""
+
+    def __init__(self, parts: list[Part]) -> None:
+        self.parts = parts
+
+    def blocks(self, kind: int, low: int = 0, *, records: bool = True, above: int = 0) -> Iterator[Part]:
+        yield from (part for part in self.parts if part[0] == kind)
+
+
 def test_what_is_written_at_once_is_of_all_stretches_and_all_of_it_is_written() -> None:
     keys = np.arange(0, 1000, 3, dtype=np.uint64)
     stretches = [keys[at : at + 40] for at in range(0, 320, 40)]
     parts = [(kind, some[kind::2], some[kind::2], np.zeros((20, 8), np.uint8)) for some in stretches for kind in (0, 1)]
     edges = [0, 250, 251, 700, 1 << 64]
-    streams = [unconditional_writer.between(iter(parts), low, high) for low, high in pairwise(edges)]
+    streams = [merged([Listed(parts)], forget_up_to=0, low=low, high=high) for low, high in pairwise(edges)]
     written = list(unconditional_writer.portions(streams))
     assert [kind for kind, _, _ in written] == [0, 1]
     for kind, got, records in written:
@@ -343,7 +355,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     [
         "paramserver.checkpoint.loader.Loader._gone",
         "paramserver.row_log.run_set.Runs.publish",
-        "paramserver.checkpoint.unconditional_writer.UnconditionalWriter.erase",
+        "paramserver.engine.row_access.RowAccess.erase",
     ],
 )
 def test_a_load_that_was_shut_out_while_it_was_at_work_touches_no_file_of_its_successor(
@@ -379,9 +391,9 @@ def test_another_load_may_take_the_place_of_one_that_cannot_be_carried_out(clust
 @pytest.mark.parametrize(
     "step",
     [
-        "paramserver.row_log.saved_state.SavedState.replace",
+        "paramserver.row_log.state_file.SavedState.replace",
         "paramserver.engine.row_access.RowAccess.write_over",
-        "paramserver.checkpoint.unconditional_writer.UnconditionalWriter.erase",
+        "paramserver.engine.row_access.RowAccess.erase",
     ],
 )
 def test_a_load_that_was_broken_off_is_superseded_without_a_trace(

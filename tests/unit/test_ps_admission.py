@@ -20,7 +20,7 @@ from paramserver.ingest.occurrences import LEAST_CELLS, MOST_CELLS, OccurrenceFi
 from paramserver.ingest.work_queue import merge_pushes
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows, PartTicket, Push, ReceivedPart
 from paramserver.model.tables import Tables
-from tests.unit.snapshot_states import all_rows
+from tests.unit.run_states import all_rows
 
 TABLE = TableDef("t", 1, kvemb.optim.sgd(1.0), kvemb.init.zeros())
 OTHER = TableDef("free", 1, kvemb.optim.sgd(1.0), kvemb.init.zeros())
