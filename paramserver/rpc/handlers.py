@@ -61,6 +61,7 @@ from .push_streams import BytesInHand, PushReceiver
 
 MAX_IDS = 4 << 20
 MAX_COMPARED = 1 << 12
+_DECIDED_WITHIN_S = 120.0  # of its check: two calls of a client; after that it is gone
 log = logging.getLogger("paramserver")
 
 
@@ -289,6 +290,7 @@ class CheckpointHandlers:
 
     def __init__(self, saver: Saver, registry: Registry, nodes: StoreNodes, loads: LoadPorts) -> None:
         self._saver, self._registry, self._nodes, self._loads = saver, registry, nodes, loads
+        self._lock, self._deciding = threading.Lock(), ("", 0.0)  # the load that was checked last, and until when its decision is awaited
 
     def save(self, request: SaveRequest, deadline: Deadline) -> SaveReply:
         """Cut the shard and begin to save it; answered once it is cut."""
@@ -316,12 +318,25 @@ class CheckpointHandlers:
             )
         if request.begin:
             self._loads.on_load()
-        else:
+        elif self._awaits_decision(request):
             check(request.url, request.save_id, self._registry, request.tables)
             self._require_covered(request.tables)
             if request.tables:  # of the other tables the log is all that the load leaves; what comes behind this is flushed at the start
                 self._loads.flush().wait(deadline.remaining_s() / 2)
         return Empty()
+
+    def _awaits_decision(self, request: LoadRequest) -> bool:
+        """Let one load at a time be between check and decision, where another one would displace it; False where it gives up."""
+        with self._lock:
+            load_id, until_s = self._deciding
+            ours = load_id == request.load_id
+            if not request.url:
+                self._deciding = ("", 0.0) if ours else self._deciding
+                return False
+            if not ours and time.monotonic() < until_s:
+                raise CheckpointError("another load is about to be decided; nothing was changed. Load again when that one is done")
+            self._deciding = request.load_id, time.monotonic() + _DECIDED_WITHIN_S
+            return True
 
     def _require_covered(self, tables: Sequence[str]) -> None:
         """Refuse a load of some tables that would take the place of one of others, which not all shards have carried out."""

@@ -258,6 +258,28 @@ def test_a_load_of_a_table_is_refused_while_one_of_another_is_not_carried_out(cl
                 ask("user", decided=decided)
 
 
+def test_a_second_load_is_refused_between_the_first_ones_check_and_its_decision(cluster: Cluster, tmp_path: Path) -> None:
+    manifest = save(str(tmp_path / "a"), range(100), k=2)
+    shard = cluster.start()
+    (flushed := threading.Event()).set()
+    with cluster.store() as store:
+        loads = LoadPorts(lambda: None, lambda: flushed, lambda: None)
+        handlers = CheckpointHandlers(shard._saver, shard._parts.registry, store.nodes, loads)
+
+        def ask(load_id: str, url: str) -> None:
+            handlers.load(LoadRequest(load_id, url, manifest.save_id, False, ["user"]), Deadline.after(5))
+
+        for again in ("1", "1"):
+            ask(again, str(tmp_path / "a"))
+        with pytest.raises(CheckpointError, match="another load is about to be decided; nothing was changed"):
+            ask("2", str(tmp_path / "a"))
+        ask("2", "")  # gives up, which the first load does not mind
+        with pytest.raises(CheckpointError, match="another load"):
+            ask("2", str(tmp_path / "a"))
+        ask("1", "")
+        ask("2", str(tmp_path / "a"))
+
+
 class Listed:
     """Parts that are read as a run."""
 
