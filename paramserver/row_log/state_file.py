@@ -128,12 +128,16 @@ class SavedState:
 
     Args:
         data: the shard's folder.
-        now: what the folder holds, in this process's epoch; or the same in another form, which the next `replace` writes.
+        now: what the folder holds, in this process's epoch.
         still_ours: raises FencedError once another process owns the folder; asked right before the file is replaced.
     """
 
     def __init__(self, data: DataDir, now: ShardState, still_ours: Callable[[], None] = lambda: None) -> None:
         self._data, self.now, self._still_ours = data, now, still_ours
+
+    def assume(self, state: ShardState) -> None:
+        """Go on from a state that says the same in another form, which the next `replace` writes."""
+        self.now = state
 
     def replace(self, state: ShardState) -> None:
         """Put another state in its place, durably.
