@@ -19,7 +19,7 @@ from kvemb.checkpoint.format.parquet_blocks import require_extra
 from kvemb.checkpoint.writer import Fragment, read_fragment
 from kvemb.errors import CheckpointError, DeadlineExceededError
 from kvemb.net.deadline import Deadline
-from kvemb.schema.move_plan import SHARDS
+from kvemb.schema.move_plan import refuses
 from kvemb.schema.record import split_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.store_nodes import StoreNodes
@@ -102,12 +102,8 @@ class Saver:
             self._job.thread.start()
 
     def _refuse_in_mid_move(self) -> None:
-        plan = self._nodes.cluster_map.plan
-        if plan is not None and plan.kind == SHARDS:
-            raise CheckpointError(
-                f"shard {self._parts.shard}: slots move between shards (phase {plan.phase}); nothing was saved. `kvemb moves` shows how "
-                "far that is; save again when it is done."
-            )
+        if why := refuses(self._nodes.cluster_map.plan):
+            raise CheckpointError(f"shard {self._parts.shard}: {why}")
 
     def progress(self, save_id: str) -> tuple[str, str, int, int, int]:
         """Return (state, error, rows done, rows in all, bytes written) of a save; state is "running", "done", "failed" or "unknown"."""

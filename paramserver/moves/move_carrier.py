@@ -18,7 +18,7 @@ from kvemb.coordination.shard_owners import newest_owner, owner_name
 from kvemb.errors import MoveRefusedError
 from kvemb.net.deadline import Deadline, WhyWaiting
 from kvemb.schema.cluster_map import ClusterMap
-from kvemb.schema.move_plan import SHARDS, MovePlan
+from kvemb.schema.move_plan import MovePlan, refuses
 from kvemb.stores.store import Store
 
 from .left_sessions import LeftSessions
@@ -88,12 +88,8 @@ class MoveCarrier:
             MoveRefusedError: they are on their way.
         """
         with self._lock:
-            plan = self._store.nodes.cluster_map.plan
-            if plan is not None and plan.kind == SHARDS:
-                raise MoveRefusedError(
-                    f"slots are moving between shards (phase {plan.phase}), and nothing was changed. `kvemb moves` shows how far that is; "
-                    "ask again when it is done."
-                )
+            if why := refuses(self._store.nodes.cluster_map.plan):
+                raise MoveRefusedError(why)
             yield
 
     def abort(self, why: str) -> ClusterMap:

@@ -71,7 +71,6 @@ class SlotGiver:
 
 
 PAGE_ROWS = 1 << 19
-Members = tuple[tuple[str, int], ...]
 
 
 class SlotOffers:
@@ -85,7 +84,9 @@ class SlotOffers:
         members: returns those of a sync job.
     """
 
-    def __init__(self, maps: MapSource, rows: GivenRows, shard: int, epoch: Callable[[], int], members: Callable[[], Members]) -> None:
+    def __init__(
+        self, maps: MapSource, rows: GivenRows, shard: int, epoch: Callable[[], int], members: Callable[[], tuple[tuple[str, int], ...]]
+    ) -> None:
         self._maps, self._rows, self._shard, self._epoch, self._members = maps, rows, shard, epoch, members
         self._lock = threading.Lock()
         self._drained = 0  # version of the map under which the shard has written all that it had taken
