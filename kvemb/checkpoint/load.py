@@ -170,8 +170,7 @@ def load(
     load_id = secrets.token_hex(16)
     request = LoadRequest(load_id, url, save_id, False, list(names))
     try:
-        loading.servers.call(0, "Load", request, Empty, _deadline())  # of two loads at once one is refused here
-        loading.servers.call_each("Load", request, Empty, _deadline())
+        loading.servers.call_each("Load", request, Empty, _deadline())  # of two loads at once one is refused by shard 0
         _create_tables(loading, chain)
         _decide(loading.store, Decision(_next_serial(loading.store, loading.timeout_s), load_id, url, save_id, names), loading.timeout_s)
     except BaseException:

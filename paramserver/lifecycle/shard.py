@@ -118,7 +118,7 @@ class Shard:
         )
         self._saver = Saver(parts, store.nodes, lambda: self._committer.k, self._background.flush_behind, data.path)
         undone = partial(newest_undone, store, data, parts.config.storage.timeout_s)
-        loads = LoadPorts(undone, partial(self._background.flush_behind, 0), on_load)
+        loads = LoadPorts(undone, partial(self._background.flush_behind, 0), on_load, parts.shard)
         checkpoints = CheckpointHandlers(self._saver, parts.registry, store.nodes, loads)
         still_ours = parts.claim.require
         keep = partial(keep_map, data, check=still_ours)

@@ -39,7 +39,7 @@ from kvemb.protocol.messages import (
     TableReply,
     TableRequest,
 )
-from kvemb.schema.move_plan import SHARDS
+from kvemb.schema.move_plan import refuses
 from kvemb.schema.policies import NO_POLICIES
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.store_nodes import StoreNodes
@@ -271,11 +271,13 @@ class LoadPorts:
         undone: returns the load that was decided and is still to be carried out here, if there is one.
         flush: has the shard flush to its row log; the event is set when it is done.
         on_load: called once when the shard is to start again, to load; None where no caller would start it.
+        shard: number.
     """
 
     undone: Callable[[], Decision | None]
     flush: Callable[[], threading.Event]
     on_load: Callable[[], None] | None
+    shard: int
 
 
 class CheckpointHandlers:
@@ -310,12 +312,8 @@ class CheckpointHandlers:
             raise ParameterServerError("this shard is not run by `kvemb shard`: stop and start it to load")
         if self._nodes.cluster_map.plan is not None:
             self._nodes.refresh_map(deadline)  # a move that has just ended is not said to go on
-        plan = self._nodes.cluster_map.plan
-        if plan is not None and plan.kind == SHARDS:
-            raise CheckpointError(
-                f"slots are moving between shards (phase {plan.phase}), and nothing was changed. `kvemb moves` shows how far that is; load "
-                "when it is done."
-            )
+        if why := refuses(self._nodes.cluster_map.plan):
+            raise CheckpointError(why)
         if request.begin:
             self._loads.on_load()
         elif self._awaits_decision(request):
@@ -326,14 +324,17 @@ class CheckpointHandlers:
         return Empty()
 
     def _awaits_decision(self, request: LoadRequest) -> bool:
-        """Let one load at a time be between check and decision, where another one would displace it; False where it gives up."""
+        """Let one load at a time be between check and decision, where another one would displace it; False where it gives up.
+
+        Shard 0 does: where several did, each of two loads might be refused by one of them.
+        """
         with self._lock:
             load_id, until_s = self._deciding
             ours = load_id == request.load_id
             if not request.url:
                 self._deciding = ("", 0.0) if ours else self._deciding
                 return False
-            if not ours and time.monotonic() < until_s:
+            if self._loads.shard == 0 and not ours and time.monotonic() < until_s:
                 raise CheckpointError("another load is about to be decided; nothing was changed. Load again when that one is done")
             self._deciding = request.load_id, time.monotonic() + _DECIDED_WITHIN_S
             return True

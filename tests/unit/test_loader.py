@@ -247,7 +247,7 @@ def test_a_load_of_a_table_is_refused_while_one_of_another_is_not_carried_out(cl
 
         def ask(*tables: str, decided: tuple[str, ...] | None) -> None:
             undone = None if decided is None else Decision(1, "1", "u", "s", decided)
-            loads = LoadPorts(lambda: undone, lambda: flushed, lambda: None)
+            loads = LoadPorts(lambda: undone, lambda: flushed, lambda: None, 0)
             handlers = CheckpointHandlers(shard._saver, shard._parts.registry, store.nodes, loads)
             handlers.load(LoadRequest("2", str(tmp_path / "a"), manifest.save_id, False, list(tables)), Deadline.after(5))
 
@@ -263,7 +263,7 @@ def test_a_second_load_is_refused_between_the_first_ones_check_and_its_decision(
     shard = cluster.start()
     (flushed := threading.Event()).set()
     with cluster.store() as store:
-        loads = LoadPorts(lambda: None, lambda: flushed, lambda: None)
+        loads = LoadPorts(lambda: None, lambda: flushed, lambda: None, 0)
         handlers = CheckpointHandlers(shard._saver, shard._parts.registry, store.nodes, loads)
 
         def ask(load_id: str, url: str) -> None:
