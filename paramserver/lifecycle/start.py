@@ -43,7 +43,7 @@ from ..recovery.upgrade import SNAPSHOT, image_of, remove_old_files
 from ..repair.repairer import Repairer
 from ..row_log import Reconstructor, Runs
 from ..row_log.state_file import SavedState, ShardState
-from ..shard_process.data_dir import DataDir, folder_of, named
+from ..shard_process.data_dir import DataDir, folder_of, for_writes, named
 from .front import Front
 from .join_cluster import StoppedError, StorageWait, join_cluster, keep_identity
 from .shard import Shard
@@ -300,7 +300,7 @@ class _Start:
             reconstruct=Reconstructor(lambda: runs.view, journal, registry.find_key).records,
             timeout_s=self._config.storage.timeout_s,
             metas=lambda: [(META_NAME, registry.encoded)],
-            still_ours=still_ours,
+            still_ours=for_writes(still_ours),
         )
 
     def _open_journal(self) -> Journal:

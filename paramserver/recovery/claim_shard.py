@@ -24,7 +24,7 @@ from kvemb.schema.record import MAX_EPOCH, make_version
 from kvemb.stores.store import Store
 
 from ..row_log.state_file import STATE, ShardState, encode_state
-from ..shard_process.data_dir import DataDir, sweep
+from ..shard_process.data_dir import DataDir, for_writes, sweep
 from .upgrade import read_state
 
 CLUSTER_NAME = "cluster-name"  # the file that keeps the name by which trainers know the cluster
@@ -93,7 +93,7 @@ def _take(store: Store, shard: int, owner: Owner, still_ours: Callable[[], None]
     """Write the shard's new owner to the nodes; may be done again."""
     still_ours()  # otherwise a later owner's record could be overwritten
     store.values.put(owner_name(shard), owner.encode(), Deadline.after(timeout_s))
-    store.fence(shard, owner.epoch, Deadline.after(timeout_s), still_ours=still_ours)
+    store.fence(shard, owner.epoch, Deadline.after(timeout_s), still_ours=for_writes(still_ours))
     store.kill_other_writers(Deadline.after(timeout_s))
 
 
@@ -142,10 +142,10 @@ class Claim:
                 risen(self.epoch)
         if self._told != self.epoch:
             # First the epoch that is compared with the nodes' record, then that record: in between a lower record is no reason to stop.
-            self._store.fence(self._shard, self.epoch, deadline, still_ours=self.require)
+            self._store.fence(self._shard, self.epoch, deadline, still_ours=for_writes(self.require))
             self._said = self.epoch
             self._store.values.put(name, Owner(self.epoch, self._store.nodes.cluster_map.n_shards).encode(), deadline)
-            self._store.fence(self._shard, self.epoch, deadline, still_ours=self.require)
+            self._store.fence(self._shard, self.epoch, deadline, still_ours=for_writes(self.require))
             self._told = self.epoch
 
 

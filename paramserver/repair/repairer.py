@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.errors import FolderUnavailableError, LostRowError, NodeLostError, RecordError, StorageError
+from kvemb.errors import LostRowError, NodeLostError, RecordError, StorageError
 from kvemb.net.deadline import Deadline, pauses
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
@@ -30,7 +30,6 @@ from ..model.bucket_settings import settle_limits
 from ..model.tables import Tables, TableState
 from ..model.transition import Timeline, refuse_later_epoch
 from ..row_log import WantedVersions
-from ..shard_process.data_dir import mend
 
 Ids = NDArray[np.uint64]
 T = TypeVar("T")
@@ -101,7 +100,7 @@ class Repairer:
         reconstruct: makes records that the cache does not have.
         timeout_s: deadline of one storage call.
         metas: (name, value) of small values that every node holds a copy of, as they are now.
-        still_ours: raises FencedError once another process owns the shard, and OSError while its folder cannot be read.
+        still_ours: raises FencedError once another process owns the shard (`for_writes`).
     """
 
     def __init__(
@@ -251,7 +250,7 @@ class Repairer:
             store.repair.put_value(address, nonce, name, value, self._access.deadline())
         self._restore_tables(address, ahead, access)
         self._erase_strangers(address, access, ahead)
-        self._require_ours()
+        self._still_ours()
         store.repair.report(address, nonce, self._shard, self._access.deadline())
 
     def _restore_tables(self, address: str, ahead: AheadOfIndex, access: RowAccess) -> None:
@@ -301,22 +300,14 @@ class Repairer:
         differs: NDArray[np.bool_] = ((stored != known) | foreign) & ~written_ahead
         return differs
 
-    def _require_ours(self) -> None:
-        try:
-            self._still_ours()
-        except OSError as error:
-            raise FolderUnavailableError(
-                f"the shard's own folder: {error.filename}: {error.strerror}. Rows are restored once it is back: {mend(error)}."
-            ) from error
-
     def _rewrite(self, wanted: Sequence[WantedVersions], access: RowAccess) -> None:
         wanted = [one for one in _by_table(wanted) if len(one.ids)]
         if wanted:
-            self._require_ours()  # before row log and journal are read
+            self._still_ours()  # before row log and journal are read
         for one, records in zip(wanted, self._records(wanted), strict=True):
             cache = one.table.cache
             for block in self._blocks(one.table.definition, len(one.ids)):
-                self._require_ours()
+                self._still_ours()
                 judge = partial(self._refuse_if_later, one.table.definition)
                 access.write_over(one.table.definition, one.ids[block], records[block], judge)
             cache.forget(one.ids)  # memcached's tokens have changed

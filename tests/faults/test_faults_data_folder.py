@@ -222,7 +222,7 @@ def test_a_node_lost_while_the_shards_folder_is_away_is_repaired_when_that_is_ba
         away = folder.rename(folder.with_name("away"))
         with closing(redis.Redis(*config.storage.nodes[0].rsplit(":", 1))) as client:
             client.flushall()
-        eventually(lambda: "the shard's own folder" in str(survey(config).shards[0].reply), "the shard does not say what it waits for")
+        eventually(lambda: "the shard's own folder" in local.shards[0].log_tail(), "the shard does not say what it waits for")
         assert local.shards[0].poll() is None
         away.rename(folder)
         assert np.array_equal(table.pull(ids), before)

@@ -14,6 +14,7 @@ from kvemb.stores.row_io import ReadPart, WritePart
 from paramserver.engine.storage_pace import NO_BATCH, AheadOfIndex
 from paramserver.model.batch import APPLY, ERASE, Batch, CheckedRows
 from paramserver.row_log import WantedVersions
+from paramserver.shard_process.data_dir import for_writes
 from tests.unit.repairing_shard import ADAM, IDS, SGD, Shard, addresses, fail, provision
 
 
@@ -194,7 +195,7 @@ def test_a_repair_waits_while_the_shards_own_folder_is_away_and_writes_nothing(s
         waited.append(str(error))
         away[0] = len(waited) < 3
 
-    shard.repairer._still_ours = still_ours
+    shard.repairer._still_ours = for_writes(still_ours)
     shard.store.rows.erase([WritePart(ADAM.keys(IDS[:20], pages=False), np.empty((0, 0), np.uint8))], Deadline.after(5))
     with pytest.raises(FolderUnavailableError, match="/data/shard-0/epoch: No such file or directory"):
         shard.repairer.rows(Batch(APPLY, (rows,)), NO_BATCH)
