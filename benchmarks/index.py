@@ -25,9 +25,8 @@ from kvemb.schema.table_def import TableDef
 from paramserver.journal import Journal
 from paramserver.recovery.known_rows import known_tables
 from paramserver.row_log import Runs, sorted_run
-from paramserver.row_log.saved_state import SavedState
 from paramserver.row_log.sorted_run import BLOCK_ROWS, ROWS, SortedRun
-from paramserver.row_log.state_file import LoggedTable, ShardState
+from paramserver.row_log.state_file import LoggedTable, SavedState, ShardState
 from paramserver.shard_process.data_dir import DataDir
 
 Ids = NDArray[np.uint64]
@@ -92,7 +91,7 @@ def _line(n: int, options: argparse.Namespace) -> Line:
         _forget(folder)
         figures["start s"] = _start_s(Path(temporary), saved, n)
         runs = Runs(folder, saved, limit=1)
-        figures["B/row"] = sum(run.memory_bytes for run in runs._open.values()) / n
+        figures["B/row"] = sum(map(_memory_bytes, runs._open.values())) / n
         figures["first µs"] = _us(runs, uniform, 1)
         runs.versions(_TABLE, _known(np.arange(0, n, BLOCK_ROWS), n))  # one of each block
         figures |= {f"{name} µs": _us(runs, draw, options.repeats) for name, draw in (("uniform", uniform), ("zipf", zipf), ("new", new))}
@@ -132,6 +131,10 @@ def _zipf(rng: np.random.Generator, n: int, size: int) -> NDArray[np.int64]:
     ranks = (1 + rng.random(size) * ((n + 1.0) ** rest - 1)) ** (1 / rest)
     positions: NDArray[np.int64] = np.minimum(ranks.astype(np.int64) - 1, n - 1) * _SCATTER % n
     return positions
+
+
+def _memory_bytes(run: SortedRun) -> int:
+    return sum(one.nbytes for some in (run._blocks, run._fences, run._starts, run._checked) for one in some)
 
 
 def _start_s(folder: Path, saved: SavedState, n: int) -> float:

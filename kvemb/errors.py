@@ -91,6 +91,10 @@ class NodeLostError(StorageError):
     """A node that held rows has no marker any more: restarted empty, flushed or evicted. Its rows are gone; nothing was re-initialised."""
 
 
+class FolderUnavailableError(StorageError):
+    """A shard cannot read its own data folder, so it writes no rows: it cannot tell whether they are still its own. Retryable."""
+
+
 class WrongNodeError(StorageError):
     """A node carries the marker of another node, generation, topology or cluster: swapped addresses or a foreign server."""
 

@@ -110,7 +110,7 @@ FULL = (
     "tests/faults/test_faults_trainers.py::test_drop_goes_on",
     "tests/faults/test_faults_trainers.py::test_wait_holds_the_step",
     "tests/integration/test_drop_table.py::test_a_table_in_buckets_goes_bucket_by_bucket_and_not_row_by_row[compact",
-    "tests/integration/test_drop_table.py::test_local_snapshots_and_checkpoints",
+    "tests/integration/test_drop_table.py::test_row_logs_and_checkpoints",
     "tests/integration/test_lost_journal_end.py::test_a_journal_that_lost_its_end_is_refused_by_name_and_no_row_goes_backwards[redis-remove",
     "tests/integration/test_lost_journal_end.py::test_a_shard_that_cannot_tell",
     "tests/integration/test_lost_journal_end.py::test_an_entry_that_a_crash_cut_off",

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvemb.errors import ConfigError, InvalidInputError
 
-if int(np.__version__.partition(".")[0]) < 2:  # seen with momentum, in tests/unit/test_snapshot_reconstruct.py
+if int(np.__version__.partition(".")[0]) < 2:  # seen with momentum, in tests/unit/test_reconstruct.py
     raise ConfigError(
         f"NumPy {np.__version__} is installed, kvemb needs 2.0 or newer: with NumPy 1, rows that are rebuilt from a journal differ in "
         "their last bits from those in storage. Install numpy>=2, if need be in an environment of its own, for trainers and shards alike."

@@ -262,6 +262,20 @@ def _sorted(ids: NDArray[np.uint64]) -> tuple[NDArray[np.intp], NDArray[np.intp]
     return order, np.flatnonzero(first), inverse
 
 
+def are_among(ids: NDArray[np.uint64], some: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Return which ids are among some, which ascend as a rule: uint64 [n], uint64 [m] -> bool [n].
+
+    Example:
+        >>> are_among(np.array([7, 3], np.uint64), np.array([1, 7], np.uint64)).tolist()
+        [True, False]
+    """
+    if not len(some):
+        return np.zeros(len(ids), np.bool_)
+    some = some if (some[1:] > some[:-1]).all() else np.sort(some)
+    found: NDArray[np.bool_] = some[np.minimum(np.searchsorted(some, ids), len(some) - 1)] == ids
+    return found
+
+
 def as_items(rows: NDArray[Any]) -> NDArray[np.void]:
     """See each row as one opaque item, in the same memory: NumPy moves items whole, two to nine times as fast as byte by byte.
 

@@ -9,6 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from kvemb.checkpoint.format.checkpoint_manifest import CheckpointManifest
 from kvemb.checkpoint.verify import verify_chain
 from kvemb.client.all_shards import AllShards
 from kvemb.coordination.replicated_values import DamagedCopyError, intact_copies
-from kvemb.errors import CheckpointError, InvalidInputError, ParameterServerError, ProtocolError, StorageError
+from kvemb.errors import CheckpointError, InvalidInputError, KvembError, ParameterServerError, ProtocolError, StorageError
 from kvemb.net.deadline import Deadline, checked_timeout
 from kvemb.protocol.messages import CreateTableRequest, DescribeReply, Empty, LoadRequest, TableReply
 from kvemb.schema.table_def import TableDef
@@ -130,7 +131,7 @@ def _read(data: bytes, magic: str, kinds: Mapping[int, Sequence[type]]) -> list[
         ) from error
 
 
-_POLL_S, _LONGEST_POLL_S, _POLL_SHARE, _CALL_S = 0.02, 0.25, 0.05, 60.0
+_POLL_S, _LONGEST_POLL_S, _POLL_SHARE, _CALL_S, _GIVE_UP_S = 0.02, 0.25, 0.05, 60.0, 2.0
 
 LoadProgress = Callable[[str, int, int], None]
 """Called now and then with (name of the phase, amount done, amount in all): "verifying" in bytes, "loading" in rows."""
@@ -167,9 +168,15 @@ def load(
     chain = _verified(url, loading.tables, progress, names)
     url, save_id = chain.levels[0].storage.url, chain.newest.save_id
     load_id = secrets.token_hex(16)
-    loading.servers.call_each("Load", LoadRequest(load_id, url, save_id, False, list(names)), Empty, _deadline())
-    _create_tables(loading, chain)
-    _decide(loading.store, Decision(_next_serial(loading.store, loading.timeout_s), load_id, url, save_id, names), loading.timeout_s)
+    request = LoadRequest(load_id, url, save_id, False, list(names))
+    try:
+        loading.servers.call_each("Load", request, Empty, _deadline())  # of two loads at once one is refused by shard 0
+        _create_tables(loading, chain)
+        _decide(loading.store, Decision(_next_serial(loading.store, loading.timeout_s), load_id, url, save_id, names), loading.timeout_s)
+    except BaseException:
+        with suppress(KvembError):
+            loading.servers.try_each("Load", LoadRequest(load_id, "", save_id, False), Empty, Deadline.after(_GIVE_UP_S))
+        raise
     for reply in loading.servers.try_each("Load", LoadRequest(load_id, url, save_id, True), Empty, _deadline()).values():
         if isinstance(reply, Exception) and not isinstance(reply, ParameterServerError):
             raise reply  # a shard that does not answer now loads when it is started

@@ -415,7 +415,7 @@ class SaveReply(Message):
 class LoadRequest(Message):
     """A load: check that this shard could (`begin` false), or begin: it is decided, and stands on the storage nodes.
 
-    `tables` are the names of those to be loaded; none: all.
+    `tables` are the names of those to be loaded; none: all. Without a URL a load that was checked is given up: another one may come.
     """
 
     load_id: str

@@ -81,3 +81,13 @@ class MovePlan:
         if not all(type(number) is int and 0 <= number < n_owners[kind] for number in [*leaving, *joining]):
             raise ValueError("an owner comes or goes that there is not")
         return MovePlan(kind, phase, from_runs(runs, n_owners[kind]), tuple(leaving), tuple(joining), max_bytes_per_s, why, last_step)
+
+
+def refuses(plan: MovePlan | None) -> str:
+    """Say why what needs slots to stay with their shards cannot be done now; "" where they do."""
+    if plan is None or plan.kind != SHARDS:
+        return ""
+    return (
+        f"slots are moving between shards (phase {plan.phase}), and nothing was changed. `kvemb moves` shows how far that is; ask again "
+        "when it is done."
+    )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.arrays.ids import are_among
 from kvemb.protocol.shard_routing import MapSource
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.record import make_version
@@ -199,7 +200,7 @@ class Committer:
         unchanged: NDArray[np.bool_] = self._tables.state(rows.definition).versions_now(rows.ids) == rows.versions
         for one in others:
             if one.definition.key == rows.definition.key:
-                unchanged &= ~np.isin(rows.ids, one.ids)
+                unchanged &= ~are_among(rows.ids, one.ids)
         return unchanged
 
     def _unapplied(self) -> list[Batch]:
@@ -212,7 +213,7 @@ class Committer:
         # A batch without tables changes nothing: it is there for its watermarks.
         if isinstance(work, RefusedStep):
             return Batch(ERASE, ())
-        return merge_pushes(self._admissions.admit(work, self.k + 1, self._unapplied), sync=self._sync)
+        return merge_pushes(work, sync=self._sync, held_back=self._admissions.judge(work, self.k + 1, self._unapplied))
 
     def raise_step(self, state: TableState, step: int) -> None:
         """Let a table count at least so many applies, with batches on their way on top. Between two batches, apply thread only.

@@ -49,19 +49,18 @@ from ..row_log import Runs
 from ..row_log.log_flush import LogFlush, from_storage
 from ..row_log.reconstruct import batches_behind
 from ..row_log.run_merge import merged
-from ..row_log.run_writer import RunWriter
-from ..row_log.saved_state import SavedState
+from ..row_log.run_writer import NO_RECORDS, RunWriter
 from ..row_log.sorted_run import ERASED, ROWS, Part
-from ..row_log.state_file import LoggedTable
+from ..row_log.state_file import LoggedTable, SavedState
 from ..shard_process.data_dir import DataDir
-from .unconditional_writer import UnconditionalWriter, between, portions
+from .unconditional_writer import UnconditionalWriter, portions
 
 LOADED = "loaded"
 _REPORT_S = 1.0
 _MOST_STREAMS = 16
 _MOST_WAITING = 4 << 20  # keys from the journal, of which some may be there more than once
 Ids = NDArray[np.uint64]
-_NONE, _NO_RECORDS = np.empty(0, np.uint64), np.empty((0, 0), np.uint8)
+_NONE = np.empty(0, np.uint64)
 log = logging.getLogger("paramserver")
 
 
@@ -88,10 +87,9 @@ def check(url: str, save_id: str, registry: Registry, tables: Sequence[str] = ()
     return chain
 
 
-def note_carried_out(data: DataDir, decision: Decision | None, still_ours: Callable[[], None]) -> None:
-    """Note that a shard has nothing more to do for the newest decision, if there is one: it has no slots, or takes rows that are loaded."""
-    if decision is not None:
-        data.write(LOADED, [b"%d\n" % decision.serial], still_ours)
+def note_carried_out(data: DataDir, serial: int, still_ours: Callable[[], None]) -> None:
+    """Note that a shard has nothing more to do for a decision: it has done it, has no slots, or takes rows that are loaded."""
+    data.write(LOADED, [b"%d\n" % serial], still_ours)
 
 
 @dataclass(frozen=True)
@@ -168,7 +166,8 @@ class Loader:
         """Return the newest decision, if this shard is still to read it."""
         begun, decision = self._shard.saved.now.loading, newest_undone(self._store, self._data, self._timeout_s)
         if decision is not None and begun is None and self._shard.shard not in self._store.nodes.cluster_map.writing_shards:
-            note_carried_out(self._data, decision, self._shard.claim.require)  # none of its rows is this shard's, and it may be gone by now
+            # None of its rows is this shard's, and it may be gone by now.
+            note_carried_out(self._data, decision.serial, self._shard.claim.require)
             self._report(decision.load_id, "done")
             return None
         return decision if decision is not None and (begun is None or begun[1] != decision.load_id) else None
@@ -218,14 +217,14 @@ class Loader:
         unwritten = () if state.loading is None else state.loading[2]  # of a load that was broken off
         loading = decision.serial, decision.load_id, tuple(sorted(keys.union(unwritten)))
         since = ((0, make_version(state.epoch, state.k)),)  # rows count as pushed when they were loaded
-        new = replace(state, tables=tuple(tables), cut=version, loading=loading, journal=(end.segment, end.offset), since=since)
+        new = replace(state, tables=tuple(tables), cut=version, loading=loading, journal=end, since=since)
         shard.runs.publish(writers, new, alone=keys)
         shard.fenced_log.discard_before(end)
 
     def _rows_of(self, checkpoint: Chain, definition: TableDef, load_id: str, *, in_order: bool) -> list[RunWriter]:
         """Write a table's rows as runs: as one where the checkpoint has them in the order of a run."""
         keys = definition.order.keys
-        parts = self._counted(self._own_rows(checkpoint, definition), load_id)
+        parts = self._own_rows(checkpoint, definition, load_id)
         if not in_order:
             return self._shard.runs.in_order(definition, parts)
         writer = self._shard.runs.begin(definition)
@@ -239,20 +238,18 @@ class Loader:
         The journal behind the row log may name rows of slots that are another shard's by now: those are not this shard's to erase.
         """
         runs, shards_of = self._shard.runs, self._store.nodes.cluster_map.shards_of
-        gone, known = (
-            runs.begin(definition),
-            [_Known(partial(run.blocks, kind)) for run in runs.view.of(definition) for kind in (ROWS, ERASED)],
-        )
+        gone = runs.begin(definition)
+        known = [_Known(run.blocks(kind, records=False)) for run in runs.view.of(definition) for kind in (ROWS, ERASED)]
         if len(touched):
-            known.append(_Known(lambda **_: iter([(ROWS, touched, np.zeros(len(touched), np.uint64), _NO_RECORDS)])))
+            known.append(_Known(iter([(ROWS, touched, np.zeros(len(touched), np.uint64), NO_RECORDS)])))
         if known:  # where a row is loaded, too, that is the newest
             for _, keys, versions, _ in merged([*known, *runs.written(rows).of(definition)], forget_up_to=0, records=False):
                 others = keys[versions != np.uint64(version)]
                 others = others[shards_of(definition.placement.slots(definition.order.ids(others))) == self._shard.shard]
-                gone.add(ERASED, others, np.full(len(others), version, np.uint64), _NO_RECORDS)
+                gone.add(ERASED, others, np.full(len(others), version, np.uint64), NO_RECORDS)
         return gone
 
-    def _own_rows(self, checkpoint: Chain, definition: TableDef) -> Iterator[Part]:
+    def _own_rows(self, checkpoint: Chain, definition: TableDef, load_id: str) -> Iterator[Part]:
         mine, cluster_map, version = self._shard.shard, self._store.nodes.cluster_map, make_version(self._shard.saved.now.epoch, 0)
         sources: Sequence[int] = [mine] if self._same_shards(checkpoint.newest) else range(checkpoint.newest.n_shards)
 
@@ -262,13 +259,10 @@ class Loader:
             return ROWS, some.ids, np.full(len(some), version, np.uint64), some.records(definition, version)
 
         with closing(work_ahead(part, checkpoint.rows_of(definition, sources), n_threads=1, name="kvemb-load")) as parts:
-            yield from parts
-
-    def _counted(self, parts: Iterator[Part], load_id: str) -> Iterator[Part]:
-        for part in parts:
-            yield part
-            self._done += len(part[1])
-            self._report(load_id, "reading")
+            for one in parts:
+                yield one
+                self._done += len(one[1])
+                self._report(load_id, "reading")
 
     def _same_shards(self, manifest: CheckpointManifest) -> bool:
         """Whether the shard of our number wrote all of our rows, and no others."""
@@ -287,7 +281,7 @@ class Loader:
         self._report(load_id, "writing")
         for table in tables:
             runs = parts.runs.view.of(table.definition)
-            streams = [between(merged(runs, forget_up_to=0, low=low), low, high) for low, high in self._stretches()]
+            streams = [merged(runs, forget_up_to=0, low=low, high=high) for low, high in self._stretches()]
             blocks = portions(streams)  # read while those before are written
             store = partial(writer.store, table.definition)
             with closing(work_ahead(store, blocks, n_threads=1, name="kvemb-load")) as stored:
@@ -297,8 +291,8 @@ class Loader:
         self._shard.claim.require()
         parts.fenced_log.append(EventEntry(LOAD))
         parts.fenced_log.commit()
-        self._data.write(LOADED, [b"%d\n" % serial], self._shard.claim.require)
-        parts.runs.save(replace(state_of(parts, parts.fenced_log.journal.end), loading=None))
+        note_carried_out(self._data, serial, self._shard.claim.require)
+        parts.runs.publish([], replace(state_of(parts, parts.fenced_log.journal.end), loading=None))
         log.info("loaded %d rows in %.1f s", self._done, time.monotonic() - begun)
         self._reported = 0.0
         self._report(load_id, "done")
@@ -326,13 +320,13 @@ class Loader:
 
 @dataclass(frozen=True)
 class _Known:
-    """All keys of a run, of rows or of erased ids, as rows of a run."""
+    """Keys of rows, or of erased ids, read once as rows of a run."""
 
-    of: Callable[..., Iterator[Part]]
+    parts: Iterator[Part]
 
     def blocks(self, kind: int, low: int = 0, *, records: bool = True, above: int = 0) -> Iterator[Part]:
         """See `SortedRun.blocks`."""
-        for _, keys, versions, _ in self.of(records=False) if kind == ROWS else ():
+        for _, keys, versions, _ in self.parts if kind == ROWS else ():
             yield kind, keys, versions, np.empty((len(keys), 0), np.uint8)
 
 

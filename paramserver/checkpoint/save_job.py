@@ -8,7 +8,7 @@ newest. So the checkpoint is exact: it holds every batch up to the cut and none 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,13 +29,12 @@ from ..model.tables import TableState
 from ..repair.repairer import Reconstruct
 from ..row_log import RunView, WantedVersions, sorted_run
 from ..row_log.run_merge import Blocks, merged
-from ..row_log.sorted_run import ROWS, Part
+from ..row_log.sorted_run import ROWS, Bytes, Ids, Part
 from ..shard_process.data_dir import replace_privately
 from ..shard_process.owned_thread import OwnedThread
 
-Ids = NDArray[np.uint64]
-Bytes = NDArray[np.uint8]
 _NEVER = (1 << 64) - 1
+_FIGURES = "done", "failed", "last_done_s", "created_s"
 log = logging.getLogger("paramserver")
 
 
@@ -118,8 +117,7 @@ class SaveFigures:
         try:
             fields = decode(self._path.read_bytes(), str(self._path))
             fields.integer("format", 1, 1)
-            self.done, self.failed = (fields.integer(name, 0, 1 << 53) for name in ("done", "failed"))
-            self.last_done_s, self.created_s = (float(fields.integer(name, 0, 1 << 53)) for name in ("last_done_s", "created_s"))
+            self.done, self.failed, self.last_done_s, self.created_s = (fields.integer(name, 0, 1 << 53) for name in _FIGURES)
             self._begun, self._resumable = fields.text("begun"), fields.flag("resumable")
         except FileNotFoundError:
             return
@@ -127,10 +125,9 @@ class SaveFigures:
             log.warning("the counts of saves begin again: %s", error)
 
     def _note(self) -> None:
-        counts = {"done": self.done, "failed": self.failed, "begun": self._begun, "resumable": self._resumable}
-        times = {"last_done_s": int(self.last_done_s), "created_s": int(self.created_s)}
+        figures = dict(zip(_FIGURES, (self.done, self.failed, int(self.last_done_s), int(self.created_s)), strict=True))
         with suppress(OSError):
-            replace_privately(self._path, [encode({"format": 1, **counts, **times})])
+            replace_privately(self._path, [encode({"format": 1, "begun": self._begun, "resumable": self._resumable, **figures})])
 
 
 @dataclass(frozen=True)
@@ -164,7 +161,7 @@ class SaveJob:
         tables: as of the cut.
         view: the row log as of the cut.
         reconstruct: makes records by that view and the journal (`Reconstructor.records`).
-        is_ours: which ids of a table this shard owned at the cut: bool [n].
+        slots: bool [16384], those that this shard owned at the cut.
         figures: told when it fails.
     """
 
@@ -176,10 +173,10 @@ class SaveJob:
         view: RunView,
         reconstruct: Reconstruct,
         *,
-        is_ours: Callable[[TableDef, Ids], NDArray[np.bool_]],
+        slots: NDArray[np.bool_],
         figures: SaveFigures,
     ) -> None:
-        self._figures, self._is_ours = figures, is_ours
+        self._figures, self._slots = figures, slots
         self.order, self.cut, self.error = order, cut, ""
         self.fragment: Fragment | None = None
         self._tables, self._view, self._reconstruct = tables, view, reconstruct
@@ -208,33 +205,20 @@ class SaveJob:
         try:
             storage = CheckpointStorage(self.order.url)
             with ShardWriter(storage, self.order.save_id, self.cut, weights_only=self.order.weights_only) as writer:
-                late = self._late_runs()
-                for table, newest in zip(self._tables, late, strict=True):
-                    self._save_table(table, newest, writer)
+                late = self._reconstruct([WantedVersions(table.table, *table.late) for table in self._tables])
+                self.reads_journal = False
+                for table, records in zip(self._tables, late, strict=True):
+                    self._save_table(table, _LateRun(table, records), writer)
                 fragment = writer.finish([(table.definition, table.step) for table in self._tables])
                 self.bytes_done = writer.n_bytes
             self.fragment = fragment
             log.info("saved %d rows in %.1f s", self.rows_done, time.monotonic() - begun)
         except Exception as error:
             self._figures.end(self.order.save_id, done=False)
-            self._fail(f"{type(error).__name__}: {error}")
+            self.error = f"{type(error).__name__}: {error}"
+            log.error("save %s to %s failed: %s", self.order.save_id, self.order.url, self.error)
         finally:
-            self.reads_journal = False
-            self._tables, self._view, self._reconstruct = (
-                (),
-                RunView(0, {}),
-                lambda wanted: [],
-            )
-
-    def _fail(self, text: str) -> None:
-        if not self.error:
-            self.error = text
-            log.error("save %s to %s failed: %s", self.order.save_id, self.order.url, text)
-
-    def _late_runs(self) -> list[_LateRun]:
-        records = self._reconstruct([WantedVersions(table.table, *table.late) for table in self._tables])
-        self.reads_journal = False
-        return [_LateRun(table, some) for table, some in zip(self._tables, records, strict=True)]
+            self.reads_journal, self._tables, self._view, self._reconstruct = False, (), RunView(0, {}), lambda wanted: []
 
     def _save_table(self, table: TableCut, late: _LateRun, writer: ShardWriter) -> None:
         base = self.order.base_version
@@ -254,7 +238,7 @@ class SaveJob:
                     gone.append(rows.ids)
         parts.close()
         erased = np.concatenate(gone)
-        erased = erased[self._is_ours(table.definition, erased)]  # of slots that have gone since, their new shard tells
+        erased = erased[self._slots[table.definition.placement.slots(erased)]]  # of slots that have gone since, their new shard tells
         if len(erased):
             writer.add_ids(table.definition, ERASED, erased)
 
@@ -285,5 +269,5 @@ class SaveJob:
             writer.add_ids(table.definition, IDS, np.concatenate(waiting))
 
     def _require_wanted(self) -> None:
-        if self.error or self.thread.told_to_end:
-            raise CheckpointError(self.error or "the shard was stopped")
+        if self.thread.told_to_end:
+            raise CheckpointError("the shard was stopped")

@@ -7,7 +7,7 @@ Before the cut the shard flushes to its row log, so that little is left for the 
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,18 +19,18 @@ from kvemb.checkpoint.format.parquet_blocks import require_extra
 from kvemb.checkpoint.writer import Fragment, read_fragment
 from kvemb.errors import CheckpointError, DeadlineExceededError
 from kvemb.net.deadline import Deadline
-from kvemb.schema.move_plan import SHARDS
+from kvemb.schema.move_plan import refuses
 from kvemb.schema.record import split_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.store_nodes import StoreNodes
 
+from ..model.tables import all_of
 from ..recovery.shard_parts import ShardParts
 from ..row_log import Reconstructor
 from .save_job import SaveFigures, SaveJob, SaveOrder, TableCut
 
 Ids = NDArray[np.uint64]
 _POLL_S = 0.002
-_NONE = np.empty(0, np.uint64)
 
 
 class Saver:
@@ -86,29 +86,24 @@ class Saver:
         self._refuse_in_mid_move()
         self._job = None
         self._finished = _finished(storage, order, self._parts.shard)
-        if self._finished is not None:
-            self.figures.begin(order.save_id, resumable=not order.weights_only)
-            return
-        definitions = self._parts.registry.reloaded()
-        self._wait_applied(deadline)
-        self._flush().wait(deadline.remaining_s() / 2)  # where it takes longer, more is brought forward by the journal
-        with self._parts.engine.batch_boundary.between(deadline):
-            self._job = job = self._cut(order, definitions)  # from here on no slot leaves the shard, or comes
-            try:
-                self._refuse_in_mid_move()
-            except CheckpointError:
-                self._job = None
-                raise
+        if self._finished is None:
+            definitions = self._parts.registry.reloaded()
+            self._wait_applied(deadline)
+            self._flush().wait(deadline.remaining_s() / 2)  # where it takes longer, more is brought forward by the journal
+            with self._parts.engine.batch_boundary.between(deadline):
+                self._job = self._cut(order, definitions)  # from here on no slot leaves the shard, or comes
+                try:
+                    self._refuse_in_mid_move()
+                except CheckpointError:
+                    self._job = None
+                    raise
         self.figures.begin(order.save_id, resumable=not order.weights_only)
-        job.thread.start()
+        if self._job is not None:
+            self._job.thread.start()
 
     def _refuse_in_mid_move(self) -> None:
-        plan = self._nodes.cluster_map.plan
-        if plan is not None and plan.kind == SHARDS:
-            raise CheckpointError(
-                f"shard {self._parts.shard}: slots move between shards (phase {plan.phase}); nothing was saved. `kvemb moves` shows how "
-                "far that is; save again when it is done."
-            )
+        if why := refuses(self._nodes.cluster_map.plan):
+            raise CheckpointError(f"shard {self._parts.shard}: {why}")
 
     def progress(self, save_id: str) -> tuple[str, str, int, int, int]:
         """Return (state, error, rows done, rows in all, bytes written) of a save; state is "running", "done", "failed" or "unknown"."""
@@ -139,7 +134,7 @@ class Saver:
 
     def _cut(self, order: SaveOrder, definitions: list[TableDef]) -> SaveJob:
         """Between two batches: note which rows are newer than the row log, and take that as it is."""
-        parts, cluster_map = self._parts, self._nodes.cluster_map
+        parts, slots = self._parts, self._nodes.cluster_map.slot_shards == self._parts.shard
         cut, view = Cut(parts.shard, parts.engine.epoch, parts.engine.k), parts.runs.view
         if order.base_version > cut.version:
             raise CheckpointError(
@@ -149,20 +144,10 @@ class Saver:
         tables = []
         for definition in definitions:
             state, logged = parts.tables.state(definition), parts.saved.now.of(definition)
-            late = _joined(state.portions(above=view.cut))
-            tables.append(TableCut(state, state.step, state.n_rows, late, _joined(state.gone()), order.base_version >= logged.erased_since))
+            late = all_of(state.portions(above=view.cut))
+            tables.append(TableCut(state, state.step, state.n_rows, late, all_of(state.gone()), order.base_version >= logged.erased_since))
         reconstruct = Reconstructor(lambda: view, parts.fenced_log.journal, parts.registry.find_key).records
-
-        def is_ours(definition: TableDef, ids: Ids) -> NDArray[np.bool_]:
-            ours: NDArray[np.bool_] = cluster_map.shards_of(definition.placement.slots(ids)) == parts.shard
-            return ours
-
-        return SaveJob(order, cut, tables, view, reconstruct, is_ours=is_ours, figures=self.figures)
-
-
-def _joined(portions: Iterable[tuple[Ids, Ids]]) -> tuple[Ids, Ids]:
-    ids, versions = zip(*[(_NONE, _NONE), *portions], strict=True)
-    return np.concatenate(ids), np.concatenate(versions)
+        return SaveJob(order, cut, tables, view, reconstruct, slots=slots, figures=self.figures)
 
 
 def _finished(storage: CheckpointStorage, order: SaveOrder, shard: int) -> Fragment | None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, zip_longest
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvemb.errors import StorageError
 from kvemb.schema.table_def import TableDef
@@ -16,11 +15,10 @@ from kvemb.stores.store import Store
 
 from ..engine.row_access import RowAccess
 from ..engine.storage_pace import Pause, RepairPort, until_stored
-from ..row_log.sorted_run import ERASED, ROWS, Bytes, Part
+from ..row_log.sorted_run import ERASED, ROWS, Bytes, Ids, Part
 
 BLOCK_BYTES = 8 << 20
 log = logging.getLogger("paramserver")
-Ids = NDArray[np.uint64]
 Portion = tuple[int, Ids, Bytes]
 """Kind, keys, and of rows their records."""
 
@@ -39,22 +37,14 @@ class UnconditionalWriter:
         self._store, self._pause, self._repair = store, pause, repair
         self._access = RowAccess(store, timeout_s)
 
-    def write(self, definition: TableDef, ids: Ids, records: NDArray[np.uint8]) -> None:
-        """Write whole records (uint8 [n, record bytes]) of unique ids over any value that is there."""
-        self._in_pieces(lambda some: self._access.write_over(definition, ids[some], records[some]), definition, ids)
-
-    def erase(self, definition: TableDef, ids: Ids) -> None:
-        """Erase rows, also where they do not exist."""
-        self._in_pieces(lambda some: self._access.erase(definition, ids[some]), definition, ids)
-
     def store(self, definition: TableDef, portion: Portion) -> int:
-        """Write or erase the rows of a portion; return how many were written."""
+        """Write the rows of a portion over any value that is there, or erase them, if they are there; return how many were written."""
         kind, keys, records = portion
         ids = definition.order.ids(keys)
         if kind == ROWS:
-            self.write(definition, ids, records)
+            self._in_pieces(lambda some: self._access.write_over(definition, ids[some], records[some]), definition, ids)
             return len(ids)
-        self.erase(definition, ids)
+        self._in_pieces(lambda some: self._access.erase(definition, ids[some]), definition, ids)
         return 0
 
     def _in_pieces(self, call: Callable[[slice], None], definition: TableDef, ids: Ids) -> None:
@@ -65,9 +55,8 @@ class UnconditionalWriter:
             return slice(start, start + max(1, min(BLOCK_BYTES, self._access.pace.n_bytes) // definition.record.size_bytes))
 
         def one_piece() -> int:
-            stop: int = (some := piece()).stop
-            call(some)
-            return stop
+            call(some := piece())
+            return int(some.stop)
 
         def make_way(error: StorageError) -> None:
             if not self._store.repair.make_way(self._access.keys(definition, ids[piece()]), self._access.deadline()):
@@ -76,19 +65,6 @@ class UnconditionalWriter:
 
         while start < len(ids):
             start = until_stored(one_piece, self._pause, self._repair, make_way)
-
-
-def between(parts: Iterator[Part], low: int, high: int) -> Iterator[Part]:
-    """Yield what has keys from `low` on, and below `high`, of parts as `merged` yields them."""
-    last = 1 << 64  # of the first part that goes beyond: one of the other kind may lie beside it
-    for kind, keys, versions, rest in parts:
-        if int(keys[0]) > last:
-            return
-        first, end = (int(np.searchsorted(keys, np.uint64(key))) if key < 1 << 64 else len(keys) for key in (low, high))
-        if first < end:
-            yield kind, keys[first:end], versions[first:end], rest[first:end]
-        if end < len(keys):
-            last = min(last, int(keys[-1]))
 
 
 def portions(streams: Sequence[Iterator[Part]]) -> Iterator[Portion]:

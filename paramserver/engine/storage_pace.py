@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 
 from kvemb.errors import (
     DeadlineExceededError,
+    FolderUnavailableError,
     ForeignPageError,
     LostRowError,
     NodeFullError,
@@ -63,7 +64,7 @@ class RepairPort(Protocol):
         """Restore rows of a batch on nodes that are in order; return how many rows that were."""
 
 
-RETRYABLE = (NodeUnavailableError, DeadlineExceededError, NodeFullError, WrongNodeError)
+RETRYABLE = (NodeUnavailableError, DeadlineExceededError, NodeFullError, WrongNodeError, FolderUnavailableError)
 """A wrong node was not written to: every new connection reads the marker first. Its address may lead to the right one again."""
 PASSING = (NodeLostError, NodeSuspectError, *RETRYABLE)
 """Errors that may pass for a program that repairs nothing itself: the shards repair nodes."""

@@ -115,6 +115,7 @@ class _LastWalk:
     hot: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
 class EvictionPorts:
     """What an evictor uses of its shard.
 
@@ -128,19 +129,13 @@ class EvictionPorts:
         shard: number.
     """
 
-    def __init__(
-        self,
-        shard: int,
-        *,
-        policy: Callable[[TableDef], Eviction],
-        send: Callable[[EvictionWork], None],
-        read: ReadRecords,
-        read_stored: ReadRecords,
-        applied_k: Callable[[], int],
-        slot_shards: Callable[[], NDArray[np.uint16]],
-    ) -> None:
-        self.shard, self.policy, self.send, self.read, self.read_stored = shard, policy, send, read, read_stored
-        self.applied_k, self.slot_shards = applied_k, slot_shards
+    policy: Callable[[TableDef], Eviction]
+    send: Callable[[EvictionWork], None]
+    read: ReadRecords
+    read_stored: ReadRecords
+    applied_k: Callable[[], int]
+    slot_shards: Callable[[], NDArray[np.uint16]]
+    shard: int
 
     def share(self, definition: TableDef) -> float:
         """Return the part of a table's rows that is this shard's, evenly spread as they are."""

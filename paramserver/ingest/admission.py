@@ -1,4 +1,4 @@
-"""Admission: gradients of ids that get no row yet are taken out of pushes before these are merged and journaled.
+"""Admission: gradients of ids that get no row yet are taken out of a batch when its pushes are merged, before it is journaled.
 
 What is held back is not journaled, so a replay needs no policy and no count. An id that has a row is never held back. Whether it has one
 is asked as of the batches before: those that are numbered and not applied yet are looked through, too. Counts and draws are in memory
@@ -11,22 +11,24 @@ policies as values (`kvemb.admit`), how occurrences are counted (`paramserver.in
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.admit import Admission
 from kvemb.arrays.hashing import digest64, mix64
-from kvemb.arrays.segment_sum import group_by_id
+from kvemb.arrays.ids import are_among
+from kvemb.arrays.segment_sum import Groups
 from kvemb.schema.policies import Policies
 from kvemb.schema.table_def import TableDef
 
-from ..model.batch import ERASE, Batch, CheckedRows, Push, ReceivedPart
+from ..model.batch import ERASE, Batch, Push
 from ..model.tables import Tables
 from .occurrences import OccurrenceFilter, cells_for
 
 _TO_UNIT = 2.0**-53
+HeldBack = Callable[[TableDef, Groups], NDArray[np.bool_] | None]
+"""(table, the rows of a batch grouped by id) -> which of their n ids are held back, bool [n]; None: none."""
 _PolicyOf = Callable[[str, int], Policies]
 """(key of a table, serial of the registry of tables; 0: the newest) -> its policies."""
 
@@ -51,8 +53,8 @@ class Admissions:
         """Memory of a table's counts."""
         return found.size_bytes if (found := self._filters.get(key)) is not None else 0
 
-    def admit(self, pushes: Sequence[Push], k: int, unapplied: Callable[[], Sequence[Batch]]) -> Sequence[Push]:
-        """Return pushes without the rows that are held back, whose number the tickets of their parts are told.
+    def judge(self, pushes: Sequence[Push], k: int, unapplied: Callable[[], Sequence[Batch]]) -> HeldBack:
+        """Return a function that says which ids of a batch are held back, to be called once for each of its tables.
 
         Args:
             pushes: of one batch.
@@ -62,26 +64,20 @@ class Admissions:
         serial = max(part.tables_serial for push in pushes for part in push.parts) if self._sync else 0
         for key in [key for key in self._filters if self._policies(key, serial).admission.kind != "after"]:
             del self._filters[key]  # its policy is another, or the table was dropped
-        found = {rows.definition.key: rows.definition for push in pushes for part in push.parts for rows in part.tables}
-        for definition in found.values():
-            admission = self._policies(definition.key, serial).admission
-            if admission.kind != "any":
-                pushes = self._admit_to(definition, admission, pushes, k, unapplied)
-        return pushes
 
-    def _admit_to(
-        self, definition: TableDef, admission: Admission, pushes: Sequence[Push], k: int, unapplied: Callable[[], Sequence[Batch]]
-    ) -> Sequence[Push]:
-        key = definition.key
-        named = [rows for push in pushes for part in push.parts for rows in part.tables if rows.definition.key == key]
-        groups = group_by_id(named[0].ids if len(named) == 1 else np.concatenate([rows.ids for rows in named]))  # one part behind the other
-        held, counts = ~self._known(definition, groups.ids, unapplied()), np.diff(groups.starts, append=len(groups.inverse))
-        new = np.flatnonzero(held)
-        held[new] = ~self._let_in(definition, admission, groups.ids[new], counts[new], k)
-        if not held.any():
-            return pushes
-        self.held_back[definition.name] += int(np.count_nonzero(held[groups.inverse]))
-        return [replace(push, parts=tuple(_without(part, key, groups.ids, held) for part in push.parts)) for push in pushes]
+        def held_back(definition: TableDef, groups: Groups) -> NDArray[np.bool_] | None:
+            admission = self._policies(definition.key, serial).admission
+            if admission.kind == "any":
+                return None
+            held, counts = ~self._known(definition, groups.ids, unapplied()), np.diff(groups.starts, append=len(groups.inverse))
+            new = np.flatnonzero(held)
+            held[new] = ~self._let_in(definition, admission, groups.ids[new], counts[new], k)
+            if not held.any():
+                return None
+            self.held_back[definition.name] += int(counts[held].sum())
+            return held
+
+        return held_back
 
     def _let_in(
         self, definition: TableDef, admission: Admission, ids: NDArray[np.uint64], counts: NDArray[np.int64], k: int
@@ -105,25 +101,5 @@ class Admissions:
         for batch in unapplied:
             for rows in batch.tables:
                 if rows.definition.key == definition.key:
-                    known[_are_in(ids, rows.ids)] = batch.kind != ERASE
+                    known[are_among(ids, rows.ids)] = batch.kind != ERASE
         return known
-
-
-def _without(part: ReceivedPart, key: str, ids: NDArray[np.uint64], held: NDArray[np.bool_]) -> ReceivedPart:
-    """Return a part without the rows of a table that are held back; `held` says so of all its ids, which ascend in `ids`."""
-    tables = list[CheckedRows]()
-    for rows in part.tables:
-        if rows.definition.key == key and len(rows.ids):
-            admitted = ~(held if rows.ids is ids else held[np.searchsorted(ids, rows.ids)])
-            part.ticket.held_back += int(np.count_nonzero(~admitted))
-            rows = rows if admitted.all() else rows.take(admitted)
-        tables.append(rows)
-    return replace(part, tables=tuple(tables))
-
-
-def _are_in(ids: NDArray[np.uint64], some: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Return which ids are among some, which ascend as a rule: bool [n]."""
-    some = some if (some[1:] > some[:-1]).all() else np.sort(some)
-    at = np.minimum(np.searchsorted(some, ids), len(some) - 1)
-    found: NDArray[np.bool_] = some[at] == ids if len(some) else np.zeros(len(ids), np.bool_)
-    return found

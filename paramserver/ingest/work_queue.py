@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvemb.arrays.segment_sum import segment_sum
+from kvemb.arrays.segment_sum import group_by_id
 from kvemb.errors import PushRejectedError, to_wire
 
-from ..model.batch import APPLY, Batch, CheckedRows, Push, ReceivedPart, RefusedStep, RowsWork, Work
+from ..model.batch import APPLY, Batch, CheckedRows, PartTicket, Push, ReceivedPart, RefusedStep, RowsWork, Work
+from .admission import HeldBack
 from .ingest_state import IngestState
 from .sessions import Session
 from .step_waits import check_overdue, deadline_s, lacking
@@ -231,32 +232,40 @@ def n_mergeable(pushes: Sequence[Push]) -> int:
     return len(pushes)
 
 
-def merge_pushes(pushes: Sequence[Push], *, sync: bool) -> Batch:
+def merge_pushes(pushes: Sequence[Push], *, sync: bool, held_back: HeldBack = lambda definition, groups: None) -> Batch:
     """Make one batch of pushes: gradients of equal ids are summed in (incarnation, sequence) order.
 
     Args:
         pushes: at least one; in sync mode the step of every live member.
         sync: divide tables that reduce by "mean" by the number of pushes, which is the number of members of the step.
+        held_back: says which ids are left out; the tickets of their parts are told how many gradients that are.
 
     Returns:
         Rows of each table, in ascending order of ids. A table that was named without rows is in it with 0 rows.
     """
     parts = [part for push in sorted(pushes, key=lambda push: push.order) for part in push.parts]
-    by_table: dict[str, list[CheckedRows]] = {}
+    by_table: dict[str, list[tuple[CheckedRows, PartTicket]]] = {}
     for part in parts:
         for rows in part.tables:
-            by_table.setdefault(rows.definition.name, []).append(rows)
-    return Batch(APPLY, tuple(_sum(rows, len(pushes) if sync else 1) for _, rows in sorted(by_table.items())))
+            by_table.setdefault(rows.definition.name, []).append((rows, part.ticket))
+    return Batch(APPLY, tuple(_sum(named, len(pushes) if sync else 1, held_back) for _, named in sorted(by_table.items())))
 
 
-def _sum(rows: list[CheckedRows], n_members: int) -> CheckedRows:
+def _sum(named: list[tuple[CheckedRows, PartTicket]], n_members: int, held_back: HeldBack) -> CheckedRows:
+    rows = [some for some, _ in named]
     definition = rows[0].definition
     one = len(rows) == 1
     # [m] ids and float32 [m, d] gradients of all parts, one part behind the other; an id may stand in several.
     ids = rows[0].ids if one else np.concatenate([r.ids for r in rows])
     grads = rows[0].rows if one else np.concatenate([r.rows for r in rows])
+    groups = group_by_id(ids)
     with np.errstate(over="ignore"):  # a sum beyond float32 is infinity, which optimizers cut to the largest gradient that they take
-        ids, grads = segment_sum(ids, grads)  # uint64 [n], unique and ascending, and float32 [n, d], the sum of each id's gradients
+        ids, grads = groups.ids, groups.sum(grads)  # uint64 [n], unique and ascending, and float32 [n, d], the sum of each id's gradients
+    if (held := held_back(definition, groups)) is not None:
+        ids, grads, left_out = ids[~held], grads[~held], held[groups.inverse]  # left_out: bool [m]
+        for some, ticket in named:
+            ticket.hold_back(int(np.count_nonzero(left_out[: len(some.ids)])))
+            left_out = left_out[len(some.ids) :]
     if definition.reduce == "mean" and n_members > 1:
         grads = grads / np.float32(n_members)
     return CheckedRows(definition, ids, grads, np.empty(0, np.uint64), rows[0].hyper)

@@ -15,6 +15,7 @@
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
@@ -33,8 +34,7 @@ ReadAt = Callable[[int, int], bytes]
 """(offset, size) -> the file's bytes there; fewer at its end."""
 
 
-@dataclass(frozen=True, order=True)
-class Position:
+class Position(NamedTuple):
     """A place between two entries; positions order as the entries were written."""
 
     segment: int

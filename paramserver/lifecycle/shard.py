@@ -118,7 +118,7 @@ class Shard:
         )
         self._saver = Saver(parts, store.nodes, lambda: self._committer.k, self._background.flush_behind, data.path)
         undone = partial(newest_undone, store, data, parts.config.storage.timeout_s)
-        loads = LoadPorts(undone, partial(self._background.flush_behind, 0), on_load)
+        loads = LoadPorts(undone, partial(self._background.flush_behind, 0), on_load, parts.shard)
         checkpoints = CheckpointHandlers(self._saver, parts.registry, store.nodes, loads)
         still_ours = parts.claim.require
         keep = partial(keep_map, data, check=still_ours)
@@ -214,8 +214,7 @@ class Shard:
         parts, store, engine = self._parts, self._store, self._parts.engine
         timeout_s = parts.config.storage.timeout_s
         nodes = SlotMover(store, parts.tables, parts.repairer, self._moved, timeout_s=timeout_s)
-        applied = lambda: make_version(engine.epoch, engine.k)  # noqa: E731
-        giver = SlotGiver(parts.tables, parts.runs, rows, self._state_now, applied)
+        giver = SlotGiver(parts.tables, parts.runs, rows, self._state_now)
         taker = SlotTaker(
             parts.tables,
             parts.runs,
@@ -242,7 +241,8 @@ class Shard:
     def _joins(self) -> None:
         """Begin to take rows; note that the newest load is carried out, since rows that come are loaded already."""
         copies = self._store.values.get(LOAD_NAME, Deadline.after(self._parts.config.storage.timeout_s))
-        note_carried_out(self._data, newest_decision(copies, self._store.values.copies_on(LOAD_NAME)), self._parts.claim.require)
+        if (decision := newest_decision(copies, self._store.values.copies_on(LOAD_NAME))) is not None:
+            note_carried_out(self._data, decision.serial, self._parts.claim.require)
         self._parts.ingest.gate.joins()
 
     def _risen(self, epoch: int) -> None:
@@ -259,7 +259,7 @@ class Shard:
     def _make_evictor(self) -> Evictor:
         parts, timeout_s = self._parts, self._parts.config.storage.timeout_s
         ports = EvictionPorts(
-            parts.shard,
+            shard=parts.shard,
             policy=lambda definition: parts.registry.policies(definition.key).eviction,
             send=parts.ingest.evict,
             read=from_storage(self._store, timeout_s),
@@ -329,7 +329,7 @@ class Shard:
         # Not the journal's end: a step that was journaled while the threads were told to end is replayed at the next start.
         try:
             self._parts.fenced_log.commit()  # else a folder that was put in the place of ours would get our state
-            self._parts.runs.save(state_of(self._parts, self._mark.now[1]))
+            self._parts.runs.publish([], state_of(self._parts, self._mark.now[1]))
         except ClosedError:
             return ""  # it has stopped before
         except JournalFullError as error:

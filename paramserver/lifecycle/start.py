@@ -12,7 +12,7 @@ from pathlib import Path
 from kvemb.arrays.record_cache import CacheBudget
 from kvemb.config import Config
 from kvemb.coordination.registry_format import META_NAME
-from kvemb.errors import ConfigError, JournalBehindError, ParameterServerError, ShardUnavailableError, StorageError
+from kvemb.errors import ConfigError, JournalBehindError, ShardUnavailableError, StorageError
 from kvemb.net.deadline import Deadline, WhyWaiting
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.stores.storage_kinds import open_store
@@ -24,7 +24,7 @@ from ..ingest.ingest import Ingest
 from ..ingest.part_checks import MapGate
 from ..ingest.sessions import Sessions
 from ..ingest.sync_steps import Membership, SyncSteps
-from ..journal import Journal, Position
+from ..journal import Journal
 from ..journal.write_ahead_log import FencedLog
 from ..model.bucket_settings import settle_limits
 from ..model.row_ages import RowAges
@@ -42,9 +42,8 @@ from ..recovery.start_report import CLAIMING, JOINING, LOADING, READING, REPLAYI
 from ..recovery.upgrade import SNAPSHOT, image_of, remove_old_files
 from ..repair.repairer import Repairer
 from ..row_log import Reconstructor, Runs
-from ..row_log.saved_state import SavedState
-from ..row_log.state_file import ShardState
-from ..shard_process.data_dir import DataDir, folder_of, mend, named
+from ..row_log.state_file import SavedState, ShardState
+from ..shard_process.data_dir import DataDir, folder_of, for_writes, named
 from .front import Front
 from .join_cluster import StoppedError, StorageWait, join_cluster, keep_identity
 from .shard import Shard
@@ -216,7 +215,7 @@ class _Start:
             runs.upgrade()
             budget = CacheBudget(servers.cache_mb << 20)
             index_bytes = servers.index_mb << 20
-            recovery = Recovery(journal, Position(*state.journal), state.k, registry.find_key)
+            recovery = Recovery(journal, state.journal, state.k, registry.find_key)
             report.enter(READING, recovery.looked_through)
             recovery.scan()
             replaceable = Replaceable(shard, registry, runs, saved, fenced_log, claim)
@@ -260,7 +259,8 @@ class _Start:
                 saved,
                 ages,
             )
-            self._settle(parts, changed=image is not None)
+            if not recovery.is_done or image is not None:
+                self._settle(parts)
             report.enter(LOADING, loader.how_far)
             loader.finish(parts)
             return parts
@@ -301,7 +301,7 @@ class _Start:
             reconstruct=Reconstructor(lambda: runs.view, journal, registry.find_key).records,
             timeout_s=self._config.storage.timeout_s,
             metas=lambda: [(META_NAME, registry.encoded)],
-            still_ours=still_ours,
+            still_ours=for_writes(still_ours),
         )
 
     def _open_journal(self) -> Journal:
@@ -309,15 +309,10 @@ class _Start:
         segment_bytes = min(_LARGEST_SEGMENT, self._config.servers.journal_max_mb << 17)
         return Journal(self._data.path / JOURNAL, self._config.servers.durability, segment_bytes=segment_bytes)
 
-    def _settle(self, parts: ShardParts, *, changed: bool) -> None:
+    def _settle(self, parts: ShardParts) -> None:
         """Save the recovered state, so that the next start need not replay it again."""
-        if not parts.recovered.entries and not changed:
-            return
-        try:
-            parts.runs.save(state_of(parts, parts.fenced_log.journal.end))
-            remove_old_files(self._data)
-        except OSError as error:
-            raise ParameterServerError(f"the state cannot be saved in {self._data.path}: {error.strerror}; {mend(error)}") from error
+        parts.runs.publish([], state_of(parts, parts.fenced_log.journal.end))
+        remove_old_files(self._data)
 
     def _retry_until(self) -> Pause:
         """Wait between tries of a batch; give up when storage has not answered for as long as a start may wait."""

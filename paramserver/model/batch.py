@@ -73,6 +73,10 @@ class PartTicket:
     released: bool = False
     held_back: int = 0
 
+    def hold_back(self, n_ids: int) -> None:
+        """Count ids that were held back."""
+        self.held_back += n_ids
+
     def answer(self, sink: Sink) -> None:
         """Tell a sink the present state, and later ones as they come: "accepted" when the push is in the journal, then the outcome."""
         if self.accepted:

@@ -13,7 +13,7 @@ one and the same array: those of a push that was not merged with others.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -30,6 +30,7 @@ from ..optim import build_optimizer
 
 Ids = NDArray[np.uint64]
 PORTION_ROWS = 1 << 16
+_NONE = np.empty(0, np.uint64)
 _SAMPLED_ROWS = 1 << 16
 _MOST_RANGES = 256  # of which each costs as much as some thousand rows
 _LEFT = 0.75  # of the memory for indexes: the rest is for what changes until they are too large again
@@ -63,6 +64,12 @@ class RowsAtStart:
     gone: RowIndex
     in_memory: bool
     n_rows: int | None
+
+
+def all_of(portions: Iterable[tuple[Ids, Ids]]) -> tuple[Ids, Ids]:
+    """Return ids and versions of all portions of rows."""
+    ids, versions = zip((_NONE, _NONE), *portions, strict=True)
+    return np.concatenate(ids), np.concatenate(versions)
 
 
 class TableState:

@@ -4,7 +4,7 @@ Each phase is repeated after an error, and after a restart; parts of it that are
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +16,8 @@ from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, HOLDING, MOVING,
 from kvemb.stores.store import Store
 
 from ..ingest.sync_steps import AT_LAST, ENDED, UNKNOWN, HeldSteps
-from .other_shards import GiverQuestions
-from .phase_runner import PhaseCount, PhaseWork
+from .other_shards import GivenEntries, GiverQuestions
+from .phase_runner import PhaseProgress, PhaseWork
 from .slot_giver import SlotGiver, SlotOffers
 from .slot_taker import SlotTaker
 
@@ -50,11 +50,11 @@ class HandoverPorts:
     rise: Callable[[int], None]
     quiet: Callable[[], bool]
     saving: Callable[[], bool]
-    steps: Callable[[], HeldSteps] | None = None
-    expect: Callable[[Sequence[tuple[str, int]]], None] = lambda members: None
-    joins: Callable[[], None] = lambda: None
-    leaves: Callable[[], None] = lambda: None
-    flipped: Callable[[], None] = lambda: None
+    steps: Callable[[], HeldSteps] | None
+    expect: Callable[[Sequence[tuple[str, int]]], None]
+    joins: Callable[[], None]
+    leaves: Callable[[], None]
+    flipped: Callable[[], None]
 
 
 class HandoverWork(PhaseWork):
@@ -91,11 +91,9 @@ class HandoverWork(PhaseWork):
 
     @property
     def changes_runs(self) -> bool:
-        now = self._store.nodes.cluster_map
-        plan = now.plan
-        if plan is None or plan.kind != SHARDS or plan.phase not in (DRAINING, FLIPPED, ABORTING):
-            return False
-        return bool((now.gives(self._shard) | now.takes(self._shard)).any())
+        plan = (now := self._store.nodes.cluster_map).plan
+        moves = plan is not None and plan.kind == SHARDS and plan.phase in (DRAINING, FLIPPED, ABORTING)
+        return moves and bool((now.gives(self._shard) | now.takes(self._shard)).any())
 
     def held_up(self, error: Exception) -> str:
         if isinstance(error, LostRowError):
@@ -119,7 +117,7 @@ class HandoverWork(PhaseWork):
         if phase not in (MOVING, HOLDING, DRAINING):
             self._taker.give_up()
 
-    def phase(self, cluster_map: ClusterMap, count: PhaseCount) -> Iterator[float]:
+    def phase(self, cluster_map: ClusterMap, progress: PhaseProgress) -> Iterator[float]:
         assert cluster_map.plan is not None
         phases = {
             MOVING: self._read_ahead,
@@ -129,11 +127,9 @@ class HandoverWork(PhaseWork):
             ABORTING: self._give_back,
         }
         work = phases.get(cluster_map.plan.phase)
-        return iter(()) if work is None else work(cluster_map, count)
+        return iter(()) if work is None else work(cluster_map, progress)
 
-    # --- the phases: each yields how long to wait before it goes on ------------------------------------------------------------------
-
-    def _read_ahead(self, cluster_map: ClusterMap, count: PhaseCount) -> Iterator[float]:
+    def _read_ahead(self, cluster_map: ClusterMap, progress: PhaseProgress) -> Iterator[float]:
         while self._ports.saving():  # its cut would be of one shard, and its rows of another
             yield _RETRY_S
         while (steps := self._steps_of(cluster_map)) is not None and steps.phase == UNKNOWN:  # until this process has handed one out
@@ -146,27 +142,25 @@ class HandoverWork(PhaseWork):
         self._taker.give_up()
         n_before = 0
         for _ in range(_READS_AHEAD):
-            yield from self._ask(cluster_map)
-            given = self._questions.answer
-            assert given is not None
+            given = yield from self._given(cluster_map)
             self._ports.rise(given.epoch)
             behind = self._taker.behind(given.entries)
             n_behind = sum(len(one.ids) for one in behind)
             if not n_behind or (n_before and not _FEW_ROWS < n_behind < _LESS * n_before):
                 return  # trainers wait while the rest is read: it is small, or another round would not make it smaller
-            count.expect(n_behind)
+            progress.expect(n_behind)
             n_before = n_behind
             for n_rows in self._taker.read_ahead(behind):
-                count.gone_through(n_rows)
+                progress.gone_through(n_rows)
                 yield 0.0
 
-    def _hold(self, cluster_map: ClusterMap, count: PhaseCount) -> Iterator[float]:
+    def _hold(self, cluster_map: ClusterMap, progress: PhaseProgress) -> Iterator[float]:
         steps = self._steps_of(cluster_map)
         if steps is not None:
             while steps.phase == UNKNOWN:
                 self._never = _STARTED_ANEW
                 yield _RETRY_S
-            count.hold_at(steps.last)
+            progress.hold_at(steps.last)
 
     def _come_to_last_step(self, cluster_map: ClusterMap) -> Iterator[float]:
         while (steps := self._steps_of(cluster_map)) is not None and steps.phase != AT_LAST:
@@ -178,7 +172,7 @@ class HandoverWork(PhaseWork):
         writes = self._shard in cluster_map.writing_shards
         return self._ports.steps() if self._ports.steps is not None and writes else None
 
-    def _drain(self, cluster_map: ClusterMap, count: PhaseCount) -> Iterator[float]:
+    def _drain(self, cluster_map: ClusterMap, progress: PhaseProgress) -> Iterator[float]:
         assert cluster_map.plan is not None
         yield from self._come_to_last_step(cluster_map)
         if self._ports.steps is not None or cluster_map.gives(self._shard).any() or self._shard in cluster_map.plan.leaving:
@@ -186,9 +180,7 @@ class HandoverWork(PhaseWork):
                 yield _POLL_S
             self._offers.drained(cluster_map.version)
         if cluster_map.takes(self._shard).any():
-            yield from self._ask(cluster_map)
-            given = self._questions.answer
-            assert given is not None
+            given = yield from self._given(cluster_map)
             self._ports.rise(given.epoch)  # the giver may have been restarted
             if self._shard not in cluster_map.writing_shards:
                 self._ports.expect(given.members)  # durable with `take`, below
@@ -196,7 +188,7 @@ class HandoverWork(PhaseWork):
             if self._shard not in cluster_map.writing_shards:
                 self._ports.joins()
 
-    def _give(self, cluster_map: ClusterMap, count: PhaseCount) -> Iterator[float]:
+    def _give(self, cluster_map: ClusterMap, progress: PhaseProgress) -> Iterator[float]:
         self._ports.flipped()
         slots = cluster_map.gives(self._shard)
         if not slots.any():
@@ -209,20 +201,17 @@ class HandoverWork(PhaseWork):
         n_rows = self._giver.drop(slots)
         log.info("%d rows have gone to other shards", n_rows)
 
-    def _give_back(self, cluster_map: ClusterMap, count: PhaseCount) -> Iterator[float]:
-        slots = cluster_map.takes(self._shard)
-        if slots.any():
+    def _give_back(self, cluster_map: ClusterMap, progress: PhaseProgress) -> Iterator[float]:
+        if (slots := cluster_map.takes(self._shard)).any():
             self._giver.drop(slots)
         yield from ()
 
-    def _ask(self, cluster_map: ClusterMap) -> Iterator[float]:
-        givers = np.unique(self._givers(cluster_map)).tolist()
-        self._questions.ask(cluster_map.version, givers)
-        while self._questions.answer is None:
+    def _given(self, cluster_map: ClusterMap) -> Generator[float, None, GivenEntries]:
+        givers = cluster_map.slot_shards[cluster_map.takes(self._shard)]  # it is not flipped yet
+        self._questions.ask(cluster_map.version, np.unique(givers).tolist())
+        while (given := self._questions.answer) is None:
             yield _POLL_S
-
-    def _givers(self, cluster_map: ClusterMap) -> np.ndarray:
-        return cluster_map.slot_shards[cluster_map.takes(self._shard)]  # it is not flipped yet
+        return given
 
 
 def _gone(cluster_map: ClusterMap) -> set[int]:

@@ -23,16 +23,11 @@ def pack_sessions(sessions: Sequence[tuple[str, int, int]]) -> bytes:
     """Return (trainer, incarnation, last sequence in the journal) of each session as bytes.
 
     Example:
-        >>> sequence_in(pack_sessions([("a", 3, 17)]), "a", 3), sequence_in(pack_sessions([("a", 3, 17)]), "a", 2)
-        (17, 0)
+        >>> sessions_in(pack_sessions([("a", 3, 17)]))
+        [('a', 3, 17)]
     """
     packed: bytes = msgpack.packb([list(session) for session in sessions])
     return packed
-
-
-def sequence_in(packed: bytes, trainer: str, incarnation: int) -> int:
-    """Return the last sequence of one session, 0 where there is none."""
-    return next((sequence for name, number, sequence in sessions_in(packed) if (name, number) == (trainer, incarnation)), 0)
 
 
 def sessions_in(packed: bytes) -> list[tuple[str, int, int]]:
@@ -96,7 +91,7 @@ class LeftSessions:
         kept = self._kept()
         if shard not in kept:
             raise ParameterServerError(f"nothing is known of what shard {shard} had taken of trainers: it has not left")
-        return sequence_in(kept[shard][1], trainer, incarnation)
+        return next((last for *session, last in sessions_in(kept[shard][1]) if session == [trainer, incarnation]), 0)
 
     def all_of(self, shard: int) -> bytes:
         """Return the sessions of a shard that has left, for its number's next owner; of one that never had a slot there are none."""

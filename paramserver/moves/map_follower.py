@@ -17,7 +17,7 @@ from kvemb.stores.store import Store
 
 from ..shard_process.owned_thread import OwnedThread
 from .other_shards import MoveNews
-from .phase_runner import PhaseRunner
+from .phase_runner import PhaseProgress, PhaseRunner
 
 _LOOK_S = 0.25
 _TELL_S = 1.0  # between two reports that only tell of progress
@@ -98,11 +98,11 @@ class MapFollower:
 
     def _report(self, cluster_map: ClusterMap) -> None:
         """Tell the nodes how far this shard is, at once when the plan waits for that, else now and then."""
-        now = self._runner.progress
-        done = now.done and now.version == cluster_map.version
-        rows, n_rows = (now.rows, now.n_rows) if now.version == cluster_map.version else (0, 0)
-        step, trouble = now.step if done else 0, self._runner.trouble[:MAX_TROUBLE]
-        report, told = MoveReport(self._epoch(), cluster_map.version, done, rows, n_rows, trouble, step), self._told
+        now, trouble = self._runner.progress, self._runner.trouble[:MAX_TROUBLE]
+        if now.version != cluster_map.version:
+            now = PhaseProgress(cluster_map.version)
+        done = now.done  # first: what follows does not change after it
+        report, told = MoveReport(self._epoch(), now.version, done, now.rows, now.n_rows, trouble, now.step if done else 0), self._told
         news = told is None or (told.version, told.done, bool(told.trouble)) != (report.version, report.done, bool(report.trouble))
         if news or time.monotonic() - self._told_s >= _TELL_S:
             self._store.values.put_where_possible(

@@ -18,7 +18,7 @@ from kvemb.coordination.shard_owners import newest_owner, owner_name
 from kvemb.errors import MoveRefusedError
 from kvemb.net.deadline import Deadline, WhyWaiting
 from kvemb.schema.cluster_map import ClusterMap
-from kvemb.schema.move_plan import SHARDS, MovePlan
+from kvemb.schema.move_plan import MovePlan, refuses
 from kvemb.stores.store import Store
 
 from .left_sessions import LeftSessions
@@ -41,6 +41,9 @@ class MoveCarrier:
         sync: whether the job is in sync mode.
         changed: told when this process has changed the map.
         timeout_s: of one storage call.
+
+    Attributes:
+        taken_back: why the last move was taken back, as far as this process knows; "" where it was not.
     """
 
     def __init__(
@@ -59,9 +62,7 @@ class MoveCarrier:
         self._given: tuple[ClusterMap, float] | None = None  # the map that every node has, and since when
         self._heard: tuple[int, list[MoveReport | None]] = 0, []
         self._lock = threading.Lock()
-        self._waiting, self._taken_back = WhyWaiting(), ""
-
-    # --- requests of operators --------------------------------------------------------------------------------------------------
+        self._waiting, self.taken_back = WhyWaiting(), ""
 
     def begin(self, wanted: WantedMove, deadline: Deadline) -> ClusterMap:
         """Begin a plan; return the map with it.
@@ -74,7 +75,7 @@ class MoveCarrier:
         """
         with self._lock:
             planned = self._planner.plan(self._store.nodes.cluster_map, wanted, deadline)
-            self._taken_back = ""
+            self.taken_back = ""
             self._follow(planned)
             log.info("a move of slots begins (map version %d)", planned.version)
             return planned
@@ -87,12 +88,8 @@ class MoveCarrier:
             MoveRefusedError: they are on their way.
         """
         with self._lock:
-            plan = self._store.nodes.cluster_map.plan
-            if plan is not None and plan.kind == SHARDS:
-                raise MoveRefusedError(
-                    f"slots are moving between shards (phase {plan.phase}), and nothing was changed. `kvemb moves` shows how far that is; "
-                    "ask again when it is done."
-                )
+            if why := refuses(self._store.nodes.cluster_map.plan):
+                raise MoveRefusedError(why)
             yield
 
     def abort(self, why: str) -> ClusterMap:
@@ -122,17 +119,10 @@ class MoveCarrier:
             log.warning("node %d, which was at %s, is now at %s: its rows are brought back there", number, before, address)
             return self._store.nodes.cluster_map
 
-    @property
-    def taken_back(self) -> str:
-        """Why the last move was taken back, as far as this process knows; "" where it was not."""
-        return self._taken_back
-
     def heard(self, cluster_map: ClusterMap) -> list[MoveReport | None]:
         """Return each shard's report on this map, by the last look; None where its present process has sent none."""
         version, reports = self._heard
         return reports if version == cluster_map.version else [None] * cluster_map.n_shards
-
-    # --- from phase to phase ----------------------------------------------------------------------------------------------------
 
     def carry(self) -> None:
         """Take the next step of the plan under way, if it can be taken."""
@@ -160,7 +150,7 @@ class MoveCarrier:
     def _take(self, transition: Transition) -> None:
         if transition.taken_back:
             log.warning("the move is taken back: %s", transition.taken_back)
-            self._taken_back = transition.taken_back
+            self.taken_back = transition.taken_back
         flipped = (plan := self._store.nodes.cluster_map.plan) is not None and plan.flipped
         self._follow(transition.map)
         if transition.map.plan is None:
@@ -180,8 +170,6 @@ class MoveCarrier:
     def _say(self, text: str) -> None:
         if self._waiting.is_news(text):
             log.warning("%s", text)
-
-    # --- inside -----------------------------------------------------------------------------------------------------------------
 
     def _reports(self, now: ClusterMap) -> list[MoveReport | None]:
         """Each shard's report on this map; None where its present process has sent none."""

@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -77,11 +77,15 @@ class MoveNews:
         """Send them word."""
         for shard in shards:
             with suppress(KvembError):
-                channel = self._channels.get(shard)
-                if channel is None or channel.address != self._others.address_of(shard):
-                    self.close(shard)
-                    channel = self._channels[shard] = self._others.channel(shard)
-                channel.start("MoveNews", Empty(), Deadline.after(_NEWS_TIMEOUT_S))
+                self.channel(shard).start("MoveNews", Empty(), Deadline.after(_NEWS_TIMEOUT_S))
+
+    def channel(self, shard: int) -> ShardChannel:
+        """Return a channel to where a shard is now, kept until `close`."""
+        channel = self._channels.get(shard)
+        if channel is None or channel.address != self._others.address_of(shard):
+            self.close(shard)
+            channel = self._channels[shard] = self._others.channel(shard)
+        return channel
 
     def close(self, *shards: int) -> None:
         """Close the channels to these shards; to all where none is named."""
@@ -107,7 +111,7 @@ class GivenEntries:
 
     epoch: int
     entries: list[SlotEntries]
-    members: list[tuple[str, int]] = field(default_factory=list)
+    members: list[tuple[str, int]]
 
 
 class GiverQuestions:
@@ -134,35 +138,25 @@ class GiverQuestions:
         self.give_up()
         self._away.over()
         self.answer, self._given_up = None, threading.Event()
-        arguments = (version, givers, self._given_up)
-        threading.Thread(target=self._run, args=arguments, name="kvemb-handover", daemon=True).start()
+        threading.Thread(target=self._run, args=(version, givers, self._given_up), name="kvemb-handover", daemon=True).start()
 
     def give_up(self) -> None:
         """Ask no more."""
         self._given_up.set()
 
     def _run(self, version: int, givers: Sequence[int], given_up: threading.Event) -> None:
-        said: list[GivenEntries] = []
-        for giver in givers:
-            one = self._ask_one(version, giver, given_up)
-            if one is None:
-                return
-            said.append(one)
-        entries = put_together([one for given in said for one in given.entries])
-        answer = GivenEntries(max(given.epoch for given in said), entries, said[-1].members)
+        said = [one for giver in givers if (one := self._ask_one(version, giver, given_up)) is not None]
         if not given_up.is_set():
-            self.answer = answer
+            entries = put_together(one for given in said for one in given.entries)
+            self.answer = GivenEntries(max(given.epoch for given in said), entries, said[-1].members)
 
     def _ask_one(self, version: int, giver: int, given_up: threading.Event) -> GivenEntries | None:
-        channel: ShardChannel | None = None
+        """The answer of one giver; None once it is not wanted any more."""
+        kept = MoveNews(self._others)
         try:
             while not given_up.is_set():
                 try:
-                    if channel is None or channel.address != self._others.address_of(giver):
-                        if channel is not None:
-                            channel.close()
-                        channel = self._others.channel(giver)
-                    found = self._pages(channel, version)
+                    found = self._pages(kept.channel(giver), version)
                     self._away.over()
                     if found is not None:
                         return found
@@ -175,8 +169,7 @@ class GiverQuestions:
                     given_up.wait(_AWAY_S)
             return None
         finally:
-            if channel is not None:
-                channel.close()
+            kept.close()
 
     def _pages(self, channel: ShardChannel, version: int) -> GivenEntries | None:
         """All entries of one giver; None while it is not ready, and where its process was replaced between two pages."""

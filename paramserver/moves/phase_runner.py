@@ -22,17 +22,21 @@ log = logging.getLogger("paramserver")
 
 
 @dataclass
-class PhaseCount:
-    """How much of a phase is done.
+class PhaseProgress:
+    """How far the shard is in the phase of one version of the map. The apply thread changes it, any thread may read it.
 
     Args:
+        version: of the map.
         rows, n_rows: gone through, and in all.
         step: of a sync job, while all hold: the last one handed out.
+        done: set last.
     """
 
+    version: int
     rows: int = 0
     n_rows: int = 0
     step: int = 0
+    done: bool = False
 
     def expect(self, n_rows: int) -> None:
         """So many rows more are to be gone through."""
@@ -47,22 +51,11 @@ class PhaseCount:
         self.step = step
 
 
-@dataclass(frozen=True)
-class MoveProgress:
-    """How far the shard is in the phase of one version of the map; fields as of `PhaseCount`."""
-
-    version: int
-    done: bool
-    rows: int
-    n_rows: int
-    step: int = 0
-
-
 class PhaseWork(ABC):
     """A shard's work in the phases of one kind of plan."""
 
     @abstractmethod
-    def phase(self, cluster_map: ClusterMap, count: PhaseCount) -> Iterator[float]:
+    def phase(self, cluster_map: ClusterMap, progress: PhaseProgress) -> Iterator[float]:
         """Do this map's phase: a slice for every value asked for, which says for how many seconds there is nothing to do then."""
 
     def follow(self, cluster_map: ClusterMap) -> None:  # noqa: B027  # most work keeps nothing of an older map
@@ -90,24 +83,14 @@ class PhaseRunner:
         maps: says which map is in force.
         nodes, shards: the work of plans of either kind.
         done: told when the shard has done its part of a phase.
-        clock: monotonic seconds.
     """
 
-    def __init__(
-        self,
-        maps: MapSource,
-        nodes: PhaseWork,
-        shards: PhaseWork,
-        done: Callable[[], None],
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.maps, self._nodes, self._shards, self._done, self._clock = maps, nodes, shards, done, clock
+    def __init__(self, maps: MapSource, nodes: PhaseWork, shards: PhaseWork, done: Callable[[], None]) -> None:
+        self.maps, self._nodes, self._shards, self._done = maps, nodes, shards, done
         self._map: ClusterMap | None = None  # whose phase is worked at
         self._slices: Iterator[float] = iter(())
-        self._count = PhaseCount()
-        self._not_before_s, self._held_up = 0.0, WhyWaiting(clock)
-        self.progress = MoveProgress(0, True, 0, 0)
+        self._not_before_s, self._held_up = 0.0, WhyWaiting()
+        self.progress = PhaseProgress(0, done=True)
 
     @property
     def trouble(self) -> str:
@@ -123,7 +106,7 @@ class PhaseRunner:
         """When there is something to do; None while there is not."""
         if self.progress.done and self._map is self.maps.cluster_map:
             return None
-        return max(0.0, self._not_before_s - self._clock())
+        return max(0.0, self._not_before_s - time.monotonic())
 
     def step(self, *, loaded: bool = False) -> bool:
         """Do a slice of the work for the map in force; return whether more can be done at once.
@@ -137,39 +120,34 @@ class PhaseRunner:
         cluster_map = self.maps.cluster_map
         if cluster_map is not self._map:
             self._begin(cluster_map)
-        if self.progress.done or self._clock() < self._not_before_s:
+        if self.progress.done or time.monotonic() < self._not_before_s:
             return False
-        begun_s = self._clock()
+        begun_s = time.monotonic()
         try:
             wait_s = next(self._slices, None)
         except (StorageError, JournalFullError, OSError) as error:
             self._fail(cluster_map, self._work(cluster_map).held_up(error))
             return False
         self._held_up.over()
-        self._tell(done=wait_s is None)
         if wait_s is None:
+            self.progress.done = True
             self._done()
             return False
-        pause_s = min(_LEFT_TO_BATCHES * (self._clock() - begun_s), _LONGEST_PAUSE_S) if loaded else 0.0
-        self._not_before_s = self._clock() + max(wait_s, pause_s)
-        return self._clock() >= self._not_before_s
+        pause_s = min(_LEFT_TO_BATCHES * (time.monotonic() - begun_s), _LONGEST_PAUSE_S) if loaded else 0.0
+        self._not_before_s = time.monotonic() + max(wait_s, pause_s)
+        return time.monotonic() >= self._not_before_s
 
     def _begin(self, cluster_map: ClusterMap) -> None:
-        self._map, self._not_before_s, self._count = cluster_map, 0.0, PhaseCount()
+        self._map, self._not_before_s, self.progress = cluster_map, 0.0, PhaseProgress(cluster_map.version)
         self._shards.follow(cluster_map)
-        self._slices = iter(()) if cluster_map.plan is None else self._work(cluster_map).phase(cluster_map, self._count)
-        self._tell(done=False)
-
-    def _tell(self, *, done: bool) -> None:
-        assert self._map is not None
-        self.progress = MoveProgress(self._map.version, done, self._count.rows, self._count.n_rows, self._count.step)
+        self._slices = iter(()) if cluster_map.plan is None else self._work(cluster_map).phase(cluster_map, self.progress)
 
     def _fail(self, cluster_map: ClusterMap, why: str) -> None:
         if not self._held_up.why:
             log.warning("a move of slots is held up: %s", why)
         self._held_up.is_news(why)
         self._begin(cluster_map)  # from the first row: finished parts are found done
-        self._not_before_s = self._clock() + _RETRY_S
+        self._not_before_s = time.monotonic() + _RETRY_S
 
     def _work(self, cluster_map: ClusterMap) -> PhaseWork:
         plan = cluster_map.plan

@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 from kvemb.protocol.move_messages import SlotEntriesReply, SlotEntriesRequest
 from kvemb.protocol.shard_routing import MapSource
 from kvemb.schema.move_plan import DRAINING, MOVING, SHARDS
+from kvemb.schema.record import make_version
 
 from ..model.tables import Tables
 from ..row_log.run_set import Runs
+from ..row_log.run_writer import dropped_on_error
 from ..row_log.state_file import ShardState
 from .slot_entries import GivenRows, SlotEntries
 
@@ -29,11 +31,10 @@ class SlotGiver:
         runs: its row log.
         rows: finds the rows of the slots.
         state: returns the shard's, as of the last batch applied.
-        applied: returns the version of that batch.
     """
 
-    def __init__(self, tables: Tables, runs: Runs, rows: GivenRows, state: Callable[[], ShardState], applied: Callable[[], int]) -> None:
-        self._tables, self._runs, self._rows, self._state, self._applied = tables, runs, rows, state, applied
+    def __init__(self, tables: Tables, runs: Runs, rows: GivenRows, state: Callable[[], ShardState]) -> None:
+        self._tables, self._runs, self._rows, self._state = tables, runs, rows, state
 
     def forget(self) -> None:
         """Forget the rows found for slots that were to move."""
@@ -59,22 +60,17 @@ class SlotGiver:
         return sum(len(one.ids) for one in dropped)
 
     def _note(self, dropped: list[SlotEntries]) -> None:
-        now, as_of = self._state(), self._applied()
-        writers = [self._runs.begin(one.definition) for one in dropped]
-        try:
+        now = self._state()
+        as_of = make_version(now.epoch, now.k)
+        with dropped_on_error([self._runs.begin(one.definition) for one in dropped]) as writers:
             for writer, one in zip(writers, dropped, strict=True):
-                order, table = writer.definition.order, now.of(one.definition)
-                writer.add_erased(order.ids(np.sort(order.keys(one.ids))), np.full(len(one.ids), as_of, np.uint64))
+                writer.add_erased(one.ids, as_of)
+                table = now.of(one.definition)
                 now = now.with_table(replace(table, n_rows=table.n_rows - len(one.ids)))
             self._runs.publish(writers, now)
-        except BaseException:
-            for writer in writers:
-                writer.drop()
-            raise
 
 
 PAGE_ROWS = 1 << 19
-Members = tuple[tuple[str, int], ...]
 
 
 class SlotOffers:
@@ -89,7 +85,7 @@ class SlotOffers:
     """
 
     def __init__(
-        self, maps: MapSource, rows: GivenRows, shard: int, epoch: Callable[[], int], members: Callable[[], Members] = tuple
+        self, maps: MapSource, rows: GivenRows, shard: int, epoch: Callable[[], int], members: Callable[[], tuple[tuple[str, int], ...]]
     ) -> None:
         self._maps, self._rows, self._shard, self._epoch, self._members = maps, rows, shard, epoch, members
         self._lock = threading.Lock()

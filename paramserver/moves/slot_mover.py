@@ -6,7 +6,7 @@ a phase is done once all rows that the index knew at some moment after that have
 through again; finished ones are found done.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,9 +20,9 @@ from kvemb.stores.store import Store
 
 from ..engine.row_access import RowAccess
 from ..model.tables import Tables, TableState
-from ..repair.repairer import Repairer, kept_records
-from ..row_log import WantedVersions
-from .phase_runner import PhaseCount, PhaseWork
+from ..repair.repairer import Repairer
+from ..row_log.log_flush import from_storage
+from .phase_runner import PhaseProgress, PhaseWork
 
 Ids = NDArray[np.uint64]
 _SLICE_BYTES = 1 << 20  # of rows copied at once: so long a batch waits at most
@@ -52,7 +52,7 @@ class SlotMover(PhaseWork):
 
     def __init__(self, store: Store, tables: Tables, repairer: Repairer, figures: MoveFigures, *, timeout_s: float) -> None:
         self._store, self._tables, self._repairer, self._timeout_s = store, tables, repairer, timeout_s
-        self._access = RowAccess(store, timeout_s)
+        self._access, self._read = RowAccess(store, timeout_s), from_storage(store, timeout_s)
         self._figures = figures
 
     @property
@@ -65,7 +65,7 @@ class SlotMover(PhaseWork):
             raise error
         return f"{type(error).__name__}: {error}"
 
-    def phase(self, cluster_map: ClusterMap, count: PhaseCount) -> Iterator[float]:
+    def phase(self, cluster_map: ClusterMap, progress: PhaseProgress) -> Iterator[float]:
         plan = cluster_map.plan
         if plan is None or plan.phase not in (MOVING, CLEANING, ABORTING):
             return
@@ -73,17 +73,20 @@ class SlotMover(PhaseWork):
         assert other is not None
         copies = plan.phase == MOVING
         for _, ids in self._listed(other.slots):
-            count.expect(len(ids))
+            progress.expect(len(ids))
             yield 0.0
         bytes_per_s = plan.max_bytes_per_s / len(cluster_map.shard_numbers)
         there = self._access.by(other)
-        for state, some in _slices(self._listed(other.slots), copies=copies):
-            n_bytes = self._copy_rows(state, some, there) * state.definition.record.size_bytes if copies else 0
-            if not copies:
-                there.erase(state.definition, some)
-                self._figures.erased += len(some)
-            count.gone_through(len(some))
-            yield n_bytes / bytes_per_s if bytes_per_s else 0.0
+        for state, ids in self._listed(other.slots):
+            row_bytes = state.definition.record.size_bytes
+            n_slice = max(1, _SLICE_BYTES // row_bytes) if copies else _ERASE_ROWS
+            for some in (ids[start : start + n_slice] for start in range(0, len(ids), n_slice)):
+                n_bytes = self._copy_rows(state, some, there) * row_bytes if copies else 0
+                if not copies:
+                    there.erase(state.definition, some)
+                    self._figures.erased += len(some)
+                progress.gone_through(len(some))
+                yield n_bytes / bytes_per_s if bytes_per_s else 0.0
 
     def _listed(self, slots: NDArray[np.bool_]) -> Iterator[tuple[TableState, Ids]]:
         for state in self._tables.all():
@@ -107,27 +110,14 @@ class SlotMover(PhaseWork):
         stored = there.write([part])[0].stored
         if not stored.all():
             there.write_over(definition, ids[~stored], records[~stored])
-        self._count(state, len(ids))
+        self._figures.copied += len(ids)
+        self._figures.copied_bytes += records.nbytes
         return len(ids)
-
-    def _count(self, state: TableState, n_rows: int) -> None:
-        self._figures.copied += n_rows
-        self._figures.copied_bytes += n_rows * state.definition.record.size_bytes
 
     def _records(self, state: TableState, ids: Ids, wanted: Ids) -> NDArray[np.uint8]:
         """The records of rows at these versions: from the shard's cache, else from the node where they are now."""
-        records, kept = kept_records(WantedVersions(state, ids, wanted))
-        lacking, definition = ~kept, state.definition
-        if lacking.any():
-            read = self._access.read([(definition, ids[lacking])])[0]
-            if not (read.found & (definition.record.versions(read.records) == wanted[lacking])).all():
-                self._repairer.compare(state, ids[lacking], self._timeout_s)
-                read = self._access.read([(definition, ids[lacking])])[0]
-            records[lacking] = read.records
+        records, found = self._read(state, ids)
+        if not (found & (state.definition.record.versions(records) == wanted)).all():
+            self._repairer.compare(state, ids, self._timeout_s)
+            records, _ = self._read(state, ids)
         return records
-
-
-def _slices(todo: Iterable[tuple[TableState, Ids]], *, copies: bool) -> Iterator[tuple[TableState, Ids]]:
-    for state, ids in todo:
-        n_block = max(1, _SLICE_BYTES // state.definition.record.size_bytes) if copies else _ERASE_ROWS
-        yield from ((state, ids[start : start + n_block]) for start in range(0, len(ids), n_block))

@@ -10,19 +10,22 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvemb.errors import FencedError, LostRowError
-from kvemb.schema.record import make_version, split_version
+from kvemb.arrays.ids import are_among
+from kvemb.errors import FencedError
+from kvemb.schema.record import make_version
 
 from ..model.row_ages import RowAges
 from ..model.tables import Tables, TableState
 from ..row_log.log_flush import ReadRecords
+from ..row_log.reconstruct import require_versions
 from ..row_log.run_set import Runs
-from ..row_log.run_writer import RunWriter
+from ..row_log.run_writer import RunWriter, dropped_on_error
 from ..row_log.state_file import ShardState
-from .slot_entries import Ids, SlotEntries, versions_among
+from .slot_entries import Ids, SlotEntries, joined, versions_among, with_later
 
 _SLICE_BYTES, _SYNCED_BYTES = 4 << 20, 16 << 20
 _NONE = np.empty(0, np.uint64)
+_NOT_TAKEN = "Nothing was taken; it is tried again when the node has its rows back."
 
 
 class SlotTaker:
@@ -64,14 +67,10 @@ class SlotTaker:
         Rows that have changed since the giver's answer are `behind` its next one; `take` reads them at the latest.
 
         Raises:
-            StorageError, JournalFullError: reading ahead was given up; begin again.
+            StorageError, JournalFullError: `give_up`, and begin again.
         """
-        try:
-            for one in entries:
-                yield from self._bring(one)
-        except BaseException:
-            self.give_up()
-            raise
+        for one in entries:
+            yield from self._bring(one)
 
     def take(self, entries: Sequence[SlotEntries], giver_epoch: int) -> None:
         """Take over the rows of a giver that has drained: from here on this shard can bring them back.
@@ -88,11 +87,11 @@ class SlotTaker:
             )
         rest: list[RunWriter] = []
         n_new: list[int] = []  # of each table, rows that are not here
-        try:
+        with dropped_on_error(rest):
             now, ages = self._state(), self._ages
             as_of = make_version(now.epoch, now.k)
             for one in entries:
-                rest += self._bring_rest(one, as_of)
+                self._bring_rest(one, as_of, rest)
                 n_new.append(int(np.count_nonzero(self._tables.state(one.definition).versions(one.ids) == 0)))
             for one, n in zip(entries, n_new, strict=True):
                 table = now.of(one.definition)
@@ -100,10 +99,6 @@ class SlotTaker:
                 now = now.with_table(replace(table, step=max(table.step, one.step), n_rows=table.n_rows + n, erased_since=as_of))
                 ages = ages.restarted(one.definition, one.ids, as_of)  # the giver's versions do not count this shard's batches
             self._runs.publish([*self._writers, *rest], replace(now, since=ages.since))
-        except BaseException:
-            for writer in rest:
-                writer.drop()
-            raise
         self._writers, self._ahead = [], {}
         self._ages.become(ages)
         for one, n in zip(entries, n_new, strict=True):
@@ -121,48 +116,33 @@ class SlotTaker:
         state, writer = self._tables.state(one.definition), self._runs.begin(one.definition)
         self._writers.append(writer)
         state.make_room(one.ids)
-        ids, versions = [_NONE], [_NONE]
+        brought: list[tuple[Ids, Ids]] = []
         for some, _ in _slices(one):
             records, found = self._read(state, some)
             writer.add_rows(some[found], records[found])
-            ids.append(some[found])
-            versions.append(one.definition.record.versions(records[found]))
+            brought.append((some[found], one.definition.record.versions(records[found])))
             yield len(some)
         writer.sync()
-        before = self._ahead.get(one.definition.key, (_NONE, _NONE))
-        self._ahead[one.definition.key] = _newest(*before, np.concatenate(ids), np.concatenate(versions))
+        self._ahead[one.definition.key] = with_later(*self._ahead.get(one.definition.key, (_NONE, _NONE)), *joined(brought))
 
     def _not_on_disk(self, one: SlotEntries) -> SlotEntries:
         differ = versions_among(one.ids, *self._ahead.get(one.definition.key, (_NONE, _NONE))) != one.versions
         return SlotEntries(one.definition, one.step, one.ids[differ], one.versions[differ])
 
-    def _bring_rest(self, one: SlotEntries, as_of: int) -> list[RunWriter]:
-        """Write a run of the rows that are not on disk as the giver knows them, and of those on disk that it has erased since."""
+    def _bring_rest(self, one: SlotEntries, as_of: int, writers: list[RunWriter]) -> None:
+        """Add a run of the rows that are not on disk as the giver knows them, and of those on disk that it has erased since."""
         rest, (ahead, _) = self._not_on_disk(one), self._ahead.get(one.definition.key, (_NONE, _NONE))
-        erased = ahead[~np.isin(ahead, one.ids, assume_unique=True)]
+        erased = ahead[~are_among(ahead, one.ids)]
         if not len(rest.ids) and not len(erased):
-            return []
+            return
         state, writer = self._tables.state(one.definition), self._runs.begin(one.definition)
-        try:
-            for some, versions in _slices(rest):
-                records, found = self._read(state, some)
-                got = np.where(found, one.definition.record.versions(records), np.uint64(0))
-                _require(state, some, got, versions)
-                writer.add_rows(some, records)
-            order = one.definition.order
-            writer.add_erased(order.ids(np.sort(order.keys(erased))), np.full(len(erased), as_of, np.uint64))
-        except BaseException:
-            writer.drop()
-            raise
-        return [writer]
-
-
-def _newest(ids: Ids, versions: Ids, later_ids: Ids, later_versions: Ids) -> tuple[Ids, Ids]:
-    """Join the rows of two runs, ascending by id; the later one counts where both have a row."""
-    kept = ~np.isin(ids, later_ids)
-    ids, versions = np.concatenate([ids[kept], later_ids]), np.concatenate([versions[kept], later_versions])
-    order = np.argsort(ids)
-    return ids[order], versions[order]
+        writers.append(writer)
+        for some, versions in _slices(rest):
+            records, found = self._read(state, some)
+            got = np.where(found, one.definition.record.versions(records), np.uint64(0))
+            require_versions(one.definition, some, got, versions, "in storage", by="the shard that hands the row over", then=_NOT_TAKEN)
+            writer.add_rows(some, records)
+        writer.add_erased(erased, as_of)
 
 
 def _slices(one: SlotEntries) -> Iterator[tuple[Ids, Ids]]:
@@ -170,15 +150,3 @@ def _slices(one: SlotEntries) -> Iterator[tuple[Ids, Ids]]:
     n_slice, order = max(1, _SLICE_BYTES // one.definition.record.size_bytes), np.argsort(one.definition.order.keys(one.ids))
     some = (order[start : start + n_slice] for start in range(0, len(order), n_slice))
     return ((one.ids[at], one.versions[at]) for at in some)
-
-
-def _require(state: TableState, ids: Ids, got: Ids, expected: Ids) -> None:
-    wrong = got != expected
-    if wrong.any():
-        at, definition = int(np.argmax(wrong)), state.definition
-        found = f"version {split_version(int(got[at]))}" if got[at] else "no row"
-        raise LostRowError(
-            f"table {definition.name!r}, id {definition.shown_id(int(ids[at]))}: {found} in storage, expected version "
-            f"{split_version(int(expected[at]))} by the shard that hands the row over ({int(wrong.sum())} such rows). Nothing was taken; "
-            "it is tried again when the node has its rows back."
-        )

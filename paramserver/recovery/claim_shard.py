@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any
 
 from kvemb.coordination.replicated_values import DamagedCopyError
 from kvemb.coordination.shard_notes import ShardNote, newest_note, note_name, whose
@@ -23,26 +23,13 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.record import MAX_EPOCH, make_version
 from kvemb.stores.store import Store
 
-from ..row_log.saved_state import STATE
-from ..row_log.state_file import ShardState, encode_state
-from ..shard_process.data_dir import DataDir, sweep
+from ..row_log.state_file import STATE, ShardState, encode_state
+from ..shard_process.data_dir import DataDir, for_writes, sweep
 from .upgrade import read_state
 
 CLUSTER_NAME = "cluster-name"  # the file that keeps the name by which trainers know the cluster
 EPOCH = "epoch"
-T = TypeVar("T")
 log = logging.getLogger("paramserver")
-
-
-class Again(Protocol):
-    """Takes steps again."""
-
-    def __call__(self, step: Callable[[], T]) -> T:
-        """Return the result of the step, in the end."""
-
-
-def _once(step: Callable[[], T]) -> T:
-    return step()
 
 
 def claim_shard(
@@ -53,9 +40,8 @@ def claim_shard(
     timeout_s: float,
     *,
     check: Callable[[ShardState], None] = lambda state: None,
-    above: int = 0,
     left: Callable[[], Sequence[tuple[str, int, int]]] = tuple,
-    again: Again = _once,
+    again: Callable[[Callable[[], Any]], Any] = lambda step: step(),
 ) -> ShardState:
     """Become the shard's owner: return the last owner's state, under our own new epoch, which folder and nodes hold by then.
 
@@ -71,9 +57,8 @@ def claim_shard(
         cluster_id: of the nodes.
         timeout_s: of one storage call.
         check: called with that state, before anything is changed; may raise.
-        above: the new epoch is above this one, too: that of a shard which is to hand slots over to this one.
         left: returns the sessions of the shard that had this number and has left, for a folder that knows nothing of it.
-        again: takes each step that asks storage, and may take it again.
+        again: takes each step that asks storage, perhaps several times, and returns its result.
 
     Raises:
         LostRowError: the last owner left no state in the folder.
@@ -92,7 +77,7 @@ def claim_shard(
             state = replace(state, k=note.k, cut=make_version(note.epoch, note.k))
             log.info("an owner of this number before this one was %s", whose(cluster_id, shard, note, time.time()))
     again(partial(check, state))
-    epoch = max(stored, kept, above) + 1
+    epoch = max(stored, kept) + 1
     if epoch > MAX_EPOCH:
         raise ParameterServerError(f"shard {shard}: epoch {epoch} does not fit its 16 bits; this cluster has been restarted too often")
     if data.read(STATE) is None:  # the shard has had no owner yet
@@ -108,7 +93,7 @@ def _take(store: Store, shard: int, owner: Owner, still_ours: Callable[[], None]
     """Write the shard's new owner to the nodes; may be done again."""
     still_ours()  # otherwise a later owner's record could be overwritten
     store.values.put(owner_name(shard), owner.encode(), Deadline.after(timeout_s))
-    store.fence(shard, owner.epoch, Deadline.after(timeout_s), still_ours=still_ours)
+    store.fence(shard, owner.epoch, Deadline.after(timeout_s), still_ours=for_writes(still_ours))
     store.kill_other_writers(Deadline.after(timeout_s))
 
 
@@ -157,10 +142,10 @@ class Claim:
                 risen(self.epoch)
         if self._told != self.epoch:
             # First the epoch that is compared with the nodes' record, then that record: in between a lower record is no reason to stop.
-            self._store.fence(self._shard, self.epoch, deadline, still_ours=self.require)
+            self._store.fence(self._shard, self.epoch, deadline, still_ours=for_writes(self.require))
             self._said = self.epoch
             self._store.values.put(name, Owner(self.epoch, self._store.nodes.cluster_map.n_shards).encode(), deadline)
-            self._store.fence(self._shard, self.epoch, deadline, still_ours=self.require)
+            self._store.fence(self._shard, self.epoch, deadline, still_ours=for_writes(self.require))
             self._told = self.epoch
 
 

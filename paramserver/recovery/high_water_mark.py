@@ -18,7 +18,7 @@ from kvemb.errors import JournalBehindError
 from kvemb.net.deadline import Deadline
 from kvemb.stores.store import Store
 
-from ..journal import Position, last_batch
+from ..journal import last_batch
 from ..model.transition import ORDERS
 from ..row_log.state_file import ShardState
 
@@ -39,7 +39,7 @@ def require_reached(state: ShardState, store: Store, journal: Path, timeout_s: f
         JournalDamagedError: a file of it does not hold the bytes that were written to it.
     """
     told = newest_note(store.values.get(note_name(state.shard), Deadline.after(timeout_s)))
-    k = max(state.k, last_batch(journal, Position(*state.journal)))
+    k = max(state.k, last_batch(journal, state.journal))
     if told is not None and told.k > k:
         raise JournalBehindError(
             f"shard {state.shard}: the journal in {journal} ends with batch {k}, but the shard had told the storage nodes that it has "
@@ -57,14 +57,10 @@ class HighWaterMarkReporter:
         about: the other fields of the note.
         k: returns the last batch applied.
         timeout_s: of one call.
-        clock: Unix time.
     """
 
-    def __init__(
-        self, store: Store, shard: int, about: ShardNote, *, k: Callable[[], int], timeout_s: float, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, store: Store, shard: int, about: ShardNote, *, k: Callable[[], int], timeout_s: float) -> None:
         self._store, self._shard, self._about, self._k, self._timeout_s = store, shard, about, k, timeout_s
-        self._clock = clock
         self._told: ShardNote | None = None
 
     def tell(self) -> None:
@@ -73,7 +69,7 @@ class HighWaterMarkReporter:
         Raises:
             StorageError: not every node has it; call again.
         """
-        now, told = replace(self._about, k=self._k(), at_s=int(self._clock())), self._told
+        now, told = replace(self._about, k=self._k(), at_s=int(time.time())), self._told
         if told is None or told.k != now.k or abs(now.at_s - told.at_s) >= _AGAIN_S:
             self._store.values.put(note_name(self._shard), now.encode(), Deadline.after(self._timeout_s))
             self._told = now

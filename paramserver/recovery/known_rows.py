@@ -6,7 +6,7 @@ Tables are taken into memory whole, the small ones first, as long as the memory 
 newer than the log are there at first; the rest comes as it is used.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 
 import numpy as np
@@ -18,18 +18,17 @@ from kvemb.arrays.row_index import END, RowIndex
 from kvemb.errors import ParameterServerError, n_of
 from kvemb.schema.table_def import TableDef
 
-from ..journal import Journal, Position
+from ..journal import Journal
 from ..journal.entry import Find
 from ..model.batch import ERASE
-from ..model.tables import RowsAtStart, TableState
+from ..model.tables import RowsAtStart, TableState, all_of
 from ..row_log import Runs
 from ..row_log.reconstruct import batches_behind
-from ..row_log.state_file import LoggedTable, ShardState
+from ..row_log.state_file import ShardState
 from .replay import teller
 
 Ids = NDArray[np.uint64]
 _ROW_BYTES = 24  # of an index
-_NONE = np.empty(0, np.uint64)
 
 
 class _Late:
@@ -55,12 +54,14 @@ class _Late:
 
     def take(self, runs: Runs, definition: TableDef, say: Callable[[], None]) -> None:
         """Add all rows of the log that have not changed since: at once, since an index that grows by rows in the order of keys is slow."""
-        parts = [(_NONE, _NONE)]
-        for ids, versions in runs.between(definition):
-            same = (self.rows.get(ids) == 0) & (self.gone.get(ids) == 0)
-            parts.append((ids[same], versions[same]))
-            say()
-        self.rows.put(*map(np.concatenate, zip(*parts, strict=True)))
+
+        def unchanged() -> Iterator[tuple[Ids, Ids]]:
+            for ids, versions in runs.between(definition):
+                same = (self.rows.get(ids) == 0) & (self.gone.get(ids) == 0)
+                yield ids[same], versions[same]
+                say()
+
+        self.rows.put(*all_of(unchanged()))
 
 
 def known_tables(
@@ -92,36 +93,33 @@ def known_tables(
     n_late = 0
     say = teller(lambda: f"reads its row log, and {n_of(n_late, 'row')} of the journal behind it")
     for after, entry in batches_behind(state.cut, journal, find):
-        if after > Position(*state.journal):
+        if after > state.journal:
             break
         n_late += entry.batch.n_rows
         say()
         for rows in entry.batch.tables:
             late.setdefault(rows.definition.key, _Late(rows.definition.order)).change(entry.batch.kind, rows.ids, entry.version)
-    counted = image is None
-    room = _room(state, index_bytes if counted else None)
-    states = []
+    states, whole = [], _in_memory(state, index_bytes if image is None else None)
     for table in state.tables:
         definition = find(table.definition.key, table.definition.schema)
         state.of(definition)  # the same one
         known = late.pop(definition.key, None) or _Late(definition.order)
         known.compare(runs, definition, say)
-        if in_memory := room(table):
+        if definition.key in whole:
             known.take(runs, definition, say)
-        at_start = RowsAtStart(runs.cut, known.rows, known.gone, in_memory, table.n_rows if counted else None)
+        n_rows = table.n_rows if image is None else None
+        at_start = RowsAtStart(runs.cut, known.rows, known.gone, definition.key in whole, n_rows)
         states.append(TableState(definition, table.step, budget=budget, log=runs, known=at_start))
-    for one in states:
-        if image and one.definition.key in image:
-            _require_image(one, *image[one.definition.key])
+        if image and definition.key in image:
+            _require_image(states[-1], *image[definition.key])
     return states
 
 
-def _room(state: ShardState, index_bytes: int | None) -> Callable[[LoggedTable], bool]:
-    """Return whether a table is to be in memory whole."""
+def _in_memory(state: ShardState, index_bytes: int | None) -> set[str]:
+    """Return the keys of the tables that are to be in memory whole."""
     tables = sorted(state.tables, key=lambda one: one.n_rows)
     sums = accumulate(_ROW_BYTES * one.n_rows for one in tables)
-    fits = {one.definition.key for one, size in zip(tables, sums, strict=True) if index_bytes is None or size <= index_bytes}
-    return lambda one: one.definition.key in fits
+    return {one.definition.key for one, size in zip(tables, sums, strict=True) if index_bytes is None or size <= index_bytes}
 
 
 def _require_image(state: TableState, ids: Ids, versions: Ids) -> None:

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 from kvemb.errors import JournalDamagedError, n_of
 from kvemb.schema.record import split_version
-from kvemb.schema.table_def import TableDef
 
 from ..engine.engine import Engine
 from ..engine.storage_pace import Pause
 from ..ingest.sessions import Sessions
 from ..ingest.sync_steps import Membership
 from ..journal import BatchEntry, Entry, Journal, Position, SessionEntry, decode_entry
+from ..journal.entry import Find
 from ..journal.write_ahead_log import NO_INCARNATION
 from ..model.batch import APPLY, ASSIGN, ERASE
 from ..model.tables import Tables
@@ -27,9 +27,6 @@ from ..model.transition import Replay
 _SAY_EVERY_S = 5.0
 log = logging.getLogger("paramserver")
 
-Find = Callable[[str, int], TableDef]
-"""(name, schema) -> definition; raises UnknownTableError."""
-
 
 @dataclass(frozen=True)
 class Recovered:
@@ -37,14 +34,12 @@ class Recovered:
 
     Args:
         batches, rows: replayed; rows that were stored already count too.
-        entries: batches and hellos.
         seconds: of both passes.
         members: of a sync job, at the journal's end.
     """
 
     batches: int = 0
     rows: int = 0
-    entries: int = 0
     seconds: float = 0.0
     members: Membership = field(default_factory=lambda: Membership(0))
 
@@ -141,8 +136,8 @@ class Recovery:
                 refused = entry.batch.kind == ERASE and not entry.batch.tables
                 for mark in entry.watermarks:
                     sessions.restore(mark.trainer, mark.incarnation, mark.sequence, refused=refused)
-        done = Recovered(n_batches, engine.rows_applied - rows_before, self._n_entries, time.monotonic() - self._begun_s, members)
-        if done.entries:
+        done = Recovered(n_batches, self._n_applied(), time.monotonic() - self._begun_s, members)
+        if self._n_entries:
             rate = done.rows / max(done.seconds, 1e-9)
             log.info("recovered from the journal in %.2f s: %d batches, %d rows (%.0f rows/s)", done.seconds, done.batches, done.rows, rate)
         return done

@@ -15,8 +15,7 @@ from ..model.tables import Tables
 from ..model.transition import Timeline
 from ..repair.repairer import Repairer
 from ..row_log import Runs
-from ..row_log.saved_state import SavedState
-from ..row_log.state_file import ShardState
+from ..row_log.state_file import SavedState, ShardState
 from .claim_shard import Claim
 from .replay import Recovered
 
@@ -54,9 +53,8 @@ def state_of(parts: ShardParts, position: Position) -> ShardState:
     saved = parts.saved.now
     tables = [replace(saved.of(state.definition), step=state.step, n_rows=state.n_rows) for state in parts.tables.all()]
     sessions, members, complete = parts.ingest.attendance.to_save()
-    return ShardState(
-        cluster_id=parts.cluster_id,
-        shard=parts.shard,
+    return replace(
+        saved,
         n_shards=parts.maps.cluster_map.n_shards,
         epoch=parts.engine.epoch,
         k=parts.engine.k,
@@ -66,9 +64,7 @@ def state_of(parts: ShardParts, position: Position) -> ShardState:
         sessions=tuple(sessions),
         members=members,
         complete=complete,
-        journal=(position.segment, position.offset),
-        cut=saved.cut,
-        loading=saved.loading,
+        journal=position,
         points=parts.ages.points,
         since=parts.ages.since,
     )

@@ -16,10 +16,6 @@ HowFar = Callable[[], tuple[int, int]]
 """(rows done, rows in all, or 0 where that is not known yet)."""
 
 
-def _nothing_to_count() -> tuple[int, int]:
-    return 0, 0
-
-
 class StartReport:
     """How far one start is. Thread-safe.
 
@@ -40,10 +36,10 @@ class StartReport:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._begun_s = clock, clock()
         self.phase = JOINING
-        self._how_far: HowFar = _nothing_to_count
+        self._how_far: HowFar = lambda: (0, 0)
         self._waits: tuple[str, tuple[int, int]] = ("", (0, 0))
 
-    def enter(self, phase: str, how_far: HowFar = _nothing_to_count) -> None:
+    def enter(self, phase: str, how_far: HowFar = lambda: (0, 0)) -> None:
         """Record the phase that begins now."""
         self.phase, self._how_far, self._waits = phase, how_far, ("", (0, 0))
 

@@ -20,13 +20,22 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvemb.errors import JournalDamagedError, ParameterServerError, other_format
+from kvemb.errors import JournalDamagedError, ParameterServerError
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 
 from ..row_log import state_file
-from ..row_log.saved_state import STATE
-from ..row_log.state_file import HEAD, LoggedTable, RunEntry, ShardState, damaged_state, decode_state, format_of
+from ..row_log.state_file import (
+    HEAD,
+    STATE,
+    LoggedTable,
+    RunEntry,
+    ShardState,
+    damaged_state,
+    decode_state,
+    fields_of_all_formats,
+    format_of,
+)
 from ..shard_process.data_dir import DataDir
 
 Ids = NDArray[np.uint64]
@@ -35,7 +44,6 @@ SNAPSHOT = "snapshot"
 _NOTES, _MANIFEST, _MANIFEST_MAGIC = "state-after-", "manifest", b"kvembsnp"
 _SUM = struct.Struct("<Q")
 _ANY = (1 << 64) - 1
-_FIELDS = ("cluster_id", "shard", "n_shards", "epoch", "k", "rows_applied", "next_incarnation", "complete")
 
 
 def read_state(data: DataDir) -> ShardState | None:
@@ -47,25 +55,15 @@ def read_state(data: DataDir) -> ShardState | None:
     raw = data.read(STATE)
     if raw is None:
         return None
-    if not is_of_0_1(raw, where := str(data.path / STATE)):
+    if format_of(raw, where := str(data.path / STATE)) not in state_file.OF_0_1:
         return decode_state(raw, where)
     if data.read("load") is not None:
         raise ParameterServerError(
             f"{data.path}: release 0.1 has begun to load a checkpoint here. Nothing was changed. Start the shard with that release until "
             "`kvemb status` shows it, stop it with SIGTERM, and start this one again."
         )
-    state, _ = _read_image(raw, where)
-    for name in _notes(data, raw):
-        state, _ = _read_image(_note(data, name), str(data.path / name))
+    state, _ = _read_image([raw, *_notes(data, raw)][-1], where)
     return _with_runs(state, data.path / SNAPSHOT / _MANIFEST)
-
-
-def is_of_0_1(raw: bytes, where: str) -> bool:
-    """Whether a state file was written by release 0.1; raises as `read_state`."""
-    version, reads = format_of(raw, where), (*state_file.OF_0_1, state_file.FORMAT_VERSION)
-    if version not in reads:
-        raise ParameterServerError(other_format(f"{where}: the shard's saved state", version, reads))
-    return version in state_file.OF_0_1
 
 
 def image_of(data: DataDir) -> Mapping[str, tuple[Ids, Ids]] | None:
@@ -74,7 +72,7 @@ def image_of(data: DataDir) -> Mapping[str, tuple[Ids, Ids]] | None:
     Where notes followed the image it says nothing of the rows of now, and is empty.
     """
     raw = data.read(STATE)
-    if raw is None or not is_of_0_1(raw, where := str(data.path / STATE)):
+    if raw is None or format_of(raw, where := str(data.path / STATE)) not in state_file.OF_0_1:
         return None
     return {} if _notes(data, raw) else _read_image(raw, where)[1]
 
@@ -86,26 +84,20 @@ def remove_old_files(data: DataDir) -> None:
             path.unlink(missing_ok=True)
 
 
-def _notes(data: DataDir, raw: bytes) -> list[str]:
-    """Return the names of the notes that follow a state, the oldest first."""
-    names: list[str] = []
-    while data.read(name := f"{_NOTES}{_SUM.unpack(raw[-_SUM.size :])[0]:016x}") is not None:
-        names.append(name)
-        raw = _note(data, name)
+def _notes(data: DataDir, raw: bytes) -> list[bytes]:
+    """Return the notes that follow a state, the oldest first."""
+    notes: dict[str, bytes] = {}
+    while (newer := data.read(name := f"{_NOTES}{_SUM.unpack(raw[-_SUM.size :])[0]:016x}")) is not None:
+        notes[name] = raw = newer
+        _read_image(raw, str(data.path / name))
     k = _read_image(raw, STATE)[0].k
     for path in data.path.glob(f"{_NOTES}*"):
-        if path.name not in names and not path.suffix and _read_image(path.read_bytes(), str(path))[0].k > k:
+        if path.name not in notes and not path.suffix and _read_image(path.read_bytes(), str(path))[0].k > k:
             raise ParameterServerError(
                 f"{path}: the file that this one follows is missing, or another one: the shard cannot tell which rows are its own. Put the "
                 "data folder of the shard's last owner back, whole."
             )
-    return names
-
-
-def _note(data: DataDir, name: str) -> bytes:
-    raw = data.read(name)
-    assert raw is not None
-    return raw
+    return list(notes.values())
 
 
 def _read_image(raw: bytes, where: str) -> tuple[ShardState, dict[str, tuple[Ids, Ids]]]:
@@ -123,13 +115,7 @@ def _read_image(raw: bytes, where: str) -> tuple[ShardState, dict[str, tuple[Ids
             tables.append(table)
             rows[table.definition.key] = ids, versions
             start += 16 * n
-        state = ShardState(
-            **{name: fields[name] for name in _FIELDS},
-            tables=tuple(tables),
-            sessions=tuple((str(t), int(i), int(s)) for t, i, s in fields["sessions"]),
-            members=tuple((str(t), int(i)) for t, i in fields["members"]),
-            journal=tuple(fields["journal"] or (0, 0)),
-        )
+        state = ShardState(**fields_of_all_formats(fields), tables=tuple(tables))
     except Exception as error:  # whatever bad bytes do to msgpack and to the lines above
         raise damaged_state(where, f"{type(error).__name__}: {error}") from error
     if start != len(raw) - _SUM.size:

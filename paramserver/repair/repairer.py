@@ -17,12 +17,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.errors import (
-    LostRowError,
-    NodeLostError,
-    RecordError,
-    StorageError,
-)
+from kvemb.errors import LostRowError, NodeLostError, RecordError, StorageError
 from kvemb.net.deadline import Deadline, pauses
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
@@ -105,7 +100,7 @@ class Repairer:
         reconstruct: makes records that the cache does not have.
         timeout_s: deadline of one storage call.
         metas: (name, value) of small values that every node holds a copy of, as they are now.
-        still_ours: raises FencedError once another process owns the shard.
+        still_ours: raises FencedError once another process owns the shard (`for_writes`).
     """
 
     def __init__(
@@ -306,7 +301,9 @@ class Repairer:
         return differs
 
     def _rewrite(self, wanted: Sequence[WantedVersions], access: RowAccess) -> None:
-        wanted = _by_table(wanted)
+        wanted = [one for one in _by_table(wanted) if len(one.ids)]
+        if wanted:
+            self._still_ours()  # before row log and journal are read
         for one, records in zip(wanted, self._records(wanted), strict=True):
             cache = one.table.cache
             for block in self._blocks(one.table.definition, len(one.ids)):

@@ -12,27 +12,23 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.ids import as_items, as_rows
-from kvemb.errors import LostRowError
-from kvemb.schema.record import split_version
 from kvemb.stores.store import Store
 
 from ..engine.row_access import RowAccess
 from ..journal import START, Position
 from ..journal.write_ahead_log import FencedLog
-from ..model.tables import Tables, TableState
+from ..model.tables import Tables, TableState, all_of
+from .reconstruct import require_versions
 from .run_set import Runs
-from .run_writer import RunWriter
-from .sorted_run import BLOCK_ROWS, rows_of_a_block
+from .run_writer import RunWriter, dropped_on_error
+from .sorted_run import BLOCK_ROWS, Bytes, Ids, rows_of_a_block
 from .state_file import ShardState
-
-Ids = NDArray[np.uint64]
-Bytes = NDArray[np.uint8]
 
 ReadRecords = Callable[[TableState, Ids], tuple[Bytes, NDArray[np.bool_]]]
 """(table, ids) -> records uint8 [n, record bytes], and which were found, bool [n]; checked to be these rows' records."""
@@ -43,15 +39,6 @@ _LOOK_BYTES = 1 << 20  # of the journal, from one look at the size of the index 
 log = logging.getLogger("paramserver")
 
 
-@dataclass
-class FlushProgress:
-    """How far a flush is: rows, erased rows, and bytes of records written so far, merging of runs not included."""
-
-    n_rows: int = 0
-    n_erased: int = 0
-    size_bytes: int = 0
-
-
 class LogFlush:
     """Flushes the tables of one shard to its row log, one flush at a time.
 
@@ -60,12 +47,16 @@ class LogFlush:
         tables: of the shard.
         read: the records of rows, from the cache or storage (`from_storage`).
         applied: the version of the last batch applied.
+
+    Attributes:
+        n_rows, size_bytes: of records that the flush under way, or the last one, has written.
     """
 
     def __init__(self, runs: Runs, tables: Tables, read: ReadRecords, applied: Callable[[], int]) -> None:
         self._runs, self._tables, self._read, self._applied = runs, tables, read, applied
+        self.n_rows = self.size_bytes = 0
 
-    def steps(self, state: Callable[[], ShardState]) -> Generator[FlushProgress, None, None]:
+    def steps(self, state: Callable[[], ShardState]) -> Generator[None, None, None]:
         """Flush, a slice of rows for every value that is asked for; it counts when the iterator has ended.
 
         Its cut is the version applied when the first value is asked for. Once it has ended, the journal's entries up to the cut may be
@@ -80,21 +71,15 @@ class LogFlush:
             JournalFullError: the run cannot be written.
         """
         cut, last, tables = self._applied(), self._runs.cut, self._tables.all()
-        newer = [np.concatenate([ids for ids, _ in table.portions(above=last)]) for table in tables]
-        progress = FlushProgress()
-        writers = [self._runs.begin(table.definition) for table in tables]
-        try:
+        newer = [all_of(table.portions(above=last))[0] for table in tables]
+        self.n_rows = self.size_bytes = 0
+        with dropped_on_error([self._runs.begin(table.definition) for table in tables]) as writers:
             for writer, table, ids in zip(writers, tables, newer, strict=True):
-                yield from self._rows(writer, table, ids, progress)
+                yield from self._rows(writer, table, ids)
             for writer, table in zip(writers, tables, strict=True):  # at last, in one step: nothing is erased behind this
                 for ids, versions in table.gone():
                     writer.add_erased(ids, versions)
-                    progress.n_erased += len(ids)
             self._runs.publish(writers, replace(state(), cut=cut))
-        except BaseException:
-            for writer in writers:
-                writer.drop()
-            raise
         self._tables.published(cut)
 
     def merges(self) -> Iterator[None]:
@@ -102,7 +87,7 @@ class LogFlush:
         for table in self._tables.all():
             yield from self._runs.merge(table.definition)
 
-    def _rows(self, writer: RunWriter, table: TableState, ids: Ids, progress: FlushProgress) -> Iterator[FlushProgress]:
+    def _rows(self, writer: RunWriter, table: TableState, ids: Ids) -> Iterator[None]:
         """Write rows as they are now; one that has been erased since is among the `gone` of its table."""
         n_slice = max(1, _SLICE_BYTES // table.definition.record.size_bytes)
         n_slice -= n_slice % rows_of_a_block(table.definition.record.size_bytes) if n_slice > BLOCK_ROWS else 0
@@ -111,11 +96,12 @@ class LogFlush:
             expected = table.versions(these)
             these, expected = these[expected != 0], expected[expected != 0]
             records, found = self._read(table, these)
-            _check(table, these, expected, np.where(found, table.definition.record.versions(records), np.uint64(0)))
+            got = np.where(found, table.definition.record.versions(records), np.uint64(0))  # newer: by a batch that the journal lacks
+            require_versions(table.definition, these, got, expected, "in storage")
             writer.add_rows(these, records)
-            progress.size_bytes += records.nbytes
-            progress.n_rows += len(these)
-            yield progress
+            self.size_bytes += records.nbytes
+            self.n_rows += len(these)
+            yield
 
 
 def from_storage(store: Store, timeout_s: float) -> ReadRecords:
@@ -167,7 +153,6 @@ class FlushSchedule:
 
     Attributes:
         due_bytes: `step` has nothing to do while the journal is not larger; -1 while a flush or a merge is under way, or a flush asked for.
-        taken: flushes so far.
     """
 
     def __init__(
@@ -184,15 +169,13 @@ class FlushSchedule:
         self._state, self._max_bytes, self._held = state, max_bytes, held
         self._limit_bytes, self._past_bytes = max_bytes, 0
         self.due_bytes = 0  # the index is looked at, too
-        self._steps: Generator[FlushProgress, None, None] | None = None
+        self._steps: Generator[None, None, None] | None = None
         self._merges: Iterator[None] | None = None
         self._applied = self._cut = START
         self._begun_s = 0.0
-        self._progress = FlushProgress()
         self._lock = threading.Lock()
         self._asked: list[threading.Event] = []
         self._answers: list[threading.Event] = []
-        self.taken = 0
 
     def ask(self) -> threading.Event:
         """Have everything flushed that is applied by now; the event is set once that is done."""
@@ -226,10 +209,9 @@ class FlushSchedule:
             # Twice as many slices a batch for each time that the journal has outgrown its bound: batches wait, and it stops growing.
             outgrown = self.journal.size_bytes // self._max_bytes - 1
             for _ in range(1 << max(0, min(outgrown, _MOST_DOUBLINGS))):
-                self._progress = next(self._steps)
-            return True
-        except StopIteration:
-            self._end()
+                if next(self._steps, self) is self:
+                    self._end()
+                    break
             return True
         except BaseException:
             self.give_up()
@@ -268,7 +250,6 @@ class FlushSchedule:
         self._steps, before = None, self.journal.size_bytes
         if not self._held():
             self._fenced_log.discard_before(self._cut)
-        self.taken += 1
         # Entries behind the cut stay: the next flush is due only when half the limit has come on top of them.
         self._past_bytes = self.journal.size_bytes
         self._limit_bytes = max(self._max_bytes, self._past_bytes + self._max_bytes // 2)
@@ -276,23 +257,6 @@ class FlushSchedule:
         self._merges = self._merges or self._flush.merges()
         for done in answers:
             done.set()
-        took_s = time.monotonic() - self._begun_s
-        log.info(
-            "flushed to the row log: %d rows, %.1f MB in %.1f s; the journal went from %.1f MB to %.1f MB",
-            self._progress.n_rows,
-            self._progress.size_bytes / 1e6,
-            took_s,
-            before / 1e6,
-            self._past_bytes / 1e6,
-        )
-
-
-def _check(table: TableState, ids: Ids, expected: Ids, got: Ids) -> None:
-    wrong = got != expected  # newer: by a batch that the journal does not have
-    if wrong.any():
-        at = int(np.argmax(wrong))
-        state = f"version {split_version(int(got[at]))}" if got[at] else "no row"
-        raise LostRowError(
-            f"table {table.definition.name!r}, id {table.definition.shown_id(int(ids[at]))}: {state} in storage, expected version "
-            f"{split_version(int(expected[at]))} by the shard's index ({int(wrong.sum())} such rows in a slice of a flush)"
-        )
+        mb = [n_bytes / 1e6 for n_bytes in (self._flush.size_bytes, before, self._past_bytes)]
+        took = self._flush.n_rows, mb[0], time.monotonic() - self._begun_s, *mb[1:]
+        log.info("flushed to the row log: %d rows, %.1f MB in %.1f s; the journal went from %.1f MB to %.1f MB", *took)

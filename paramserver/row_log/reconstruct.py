@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from kvemb.arrays.ids import as_items
 from kvemb.errors import LostRowError
 from kvemb.schema.record import MAX_K, split_version
+from kvemb.schema.table_def import TableDef
 
 from ..journal import BatchEntry, Journal, Position, decode_entry
 from ..journal.entry import Find
@@ -24,10 +25,9 @@ from ..model.batch import APPLY, ERASE, CheckedRows
 from ..model.tables import TableState
 from ..model.transition import new_records
 from .reconstruct_rounds import Rounds
-from .run_set import FoundRows, RunView
+from .run_set import RunView
+from .sorted_run import Bytes, Ids
 
-Ids = NDArray[np.uint64]
-Bytes = NDArray[np.uint8]
 _MAX_ROWS = 2 << 20  # of one pass
 _MAX_WAITING_BYTES = 4 << 20  # of gathered updates: picked in another order, they should lie in the processor's cache
 
@@ -77,12 +77,11 @@ class Reconstructor:
         made = [np.empty((len(one.ids), one.table.definition.record.size_bytes), np.uint8) for one in wanted]
         view = self._view()
         for portion in self._portions(wanted):
-            tables = [_rows_of(wanted[which], at, view) for which, at in portion]
+            tables = [_RowsToReconstruct(wanted[which], at, view) for which, at in portion]
             self._pass(tables, view.cut)
             for (which, at), rows in zip(portion, tables, strict=True):
-                wrong = ~rows.base.exists | (rows.base.versions != rows.wanted)  # bool [m], of the m rows of this portion
-                if wrong.any():
-                    raise self._lost(rows, int(np.argmax(wrong)), int(wrong.sum()))
+                got = np.where(rows.base.exists, rows.base.versions, np.uint64(0))  # uint64 [m], of the m rows of this portion
+                require_versions(rows.table.definition, rows.ids, got, rows.wanted, "by row log and journal", then="Load a checkpoint.")
                 if len(rows.ids):
                     as_items(made[which])[at] = as_items(rows.base.records)
         return made
@@ -115,19 +114,28 @@ class Reconstructor:
                 rows = by_key.get(changed.definition.key)
                 if rows is not None and len(changed.ids):
                     rows.replay(entry, changed, step)
-            if sum(rows.rounds.size_bytes for rows in tables) > _MAX_WAITING_BYTES:
+            if sum(rows.size_bytes for rows in tables) > _MAX_WAITING_BYTES:
                 for rows in tables:
-                    rows.rounds.run()
+                    rows.run()
         for rows in tables:
-            rows.rounds.run()
+            rows.run()
 
-    def _lost(self, rows: "_RowsToReconstruct", at: int, n_wrong: int) -> LostRowError:
-        definition = rows.table.definition
-        got, expected = int(rows.base.versions[at]), int(rows.wanted[at])
-        state = f"version {split_version(got)}" if rows.base.exists[at] else "no row"
-        return LostRowError(
-            f"table {definition.name!r}, id {definition.shown_id(int(rows.ids[at]))}: row log and journal give {state}, expected version "
-            f"{split_version(expected)} by the shard's index ({n_wrong} such rows; versions are (epoch, k)). Load a checkpoint."
+
+def require_versions(
+    definition: TableDef, ids: Ids, got: Ids, expected: Ids, where: str, *, by: str = "the shard's index", then: str = ""
+) -> None:
+    """Refuse n rows of which not all are found at the version expected; 0: no row.
+
+    Raises:
+        LostRowError: names the first such row; `then` says what to do.
+    """
+    wrong = got != expected
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        state = f"version {split_version(int(got[at]))}" if got[at] else "no row"
+        raise LostRowError(
+            f"table {definition.name!r}, id {definition.shown_id(int(ids[at]))}: {state} {where}, expected version "
+            f"{split_version(int(expected[at]))} by {by} ({int(wrong.sum())} such rows; versions are (epoch, k)). {then}".rstrip()
         )
 
 
@@ -156,23 +164,12 @@ def batches_behind(cut: int, journal: Journal, find: Find) -> Iterator[tuple[Pos
         yield after, entry
 
 
-@dataclass(frozen=True, eq=False)
-class _RowsToReconstruct:
-    """Rows on their way to the versions wanted.
+class _RowsToReconstruct(Rounds):
+    """Some of the rows wanted (those at the places `at`, ascending by id), from the row log's state of them on."""
 
-    Args:
-        table: the table.
-        ids: uint64 [n], ascending.
-        wanted: uint64 [n].
-        base: their state so far; replay changes its arrays.
-        rounds: their updates that are not applied yet.
-    """
-
-    table: TableState
-    ids: Ids
-    wanted: Ids
-    base: FoundRows
-    rounds: Rounds
+    def __init__(self, wanted: WantedVersions, at: NDArray[np.intp], view: RunView) -> None:
+        super().__init__(wanted.table, wanted.ids[at], view.find(wanted.table.definition, wanted.ids[at]))
+        self.wanted = wanted.versions[at]
 
     @property
     def done(self) -> bool:
@@ -195,9 +192,9 @@ class _RowsToReconstruct:
         if not due.any():
             return
         if entry.batch.kind == APPLY:
-            self.rounds.add(at[due], changed.rows[due], entry.version, self.table.optimizer.factors(changed.hyper, step + 1))
+            self.add(at[due], changed.rows[due], entry.version, self.table.optimizer.factors(changed.hyper, step + 1))
             return
-        self.rounds.run()
+        self.run()
         self._set(entry, changed.take(due), at[due])
 
     def _set(self, entry: BatchEntry, rows: CheckedRows, at: NDArray[np.intp]) -> None:
@@ -209,9 +206,3 @@ class _RowsToReconstruct:
             out = np.empty((len(at), self.table.definition.record.size_bytes), np.uint8)
             new_records(self.table, kind, rows, out, base.exists[at], version=entry.version, out=out)
             as_items(base.records)[at] = as_items(out)
-
-
-def _rows_of(wanted: WantedVersions, at: NDArray[np.intp], view: RunView) -> _RowsToReconstruct:
-    """Begin with the row log's state of some of the rows."""
-    ids, base = wanted.ids[at], view.find(wanted.table.definition, wanted.ids[at])
-    return _RowsToReconstruct(wanted.table, ids, wanted.versions[at], base, Rounds(wanted.table, ids, base))

@@ -26,14 +26,7 @@ _BLOCK_WEIGHTS = 1 << 17  # as the engine's: the arrays of one round are still i
 
 @dataclass(frozen=True, eq=False)
 class _BatchEffect:
-    """The update of some of the rows by one batch.
-
-    Args:
-        at: intp [n], unique places among the rows.
-        grads: float32 [n, dim].
-        version: that these rows get.
-        factors: of the optimizer at this batch.
-    """
+    """The update of some of the rows by one batch; fields as of `Rounds.add`."""
 
     at: NDArray[np.intp]
     grads: Array
@@ -51,7 +44,7 @@ class Rounds:
     """
 
     def __init__(self, table: TableState, ids: Ids, base: FoundRows) -> None:
-        self._table, self._ids, self._base = table, ids, base
+        self.table, self.ids, self.base = table, ids, base
         self._waiting: list[_BatchEffect] = []
         self.size_bytes = 0
 
@@ -73,17 +66,17 @@ class Rounds:
             return
         batches, self._waiting, self.size_bytes = self._waiting, [], 0
         updates = _Updates.of(batches)
-        n_block = max(1, _BLOCK_WEIGHTS // self._table.definition.dim)
+        n_block = max(1, _BLOCK_WEIGHTS // self.table.definition.dim)
         for start in range(0, len(updates.rows), n_block):
             self._block(updates, slice(start, start + n_block))
 
     def _block(self, updates: "_Updates", block: slice) -> None:
         """All rounds of some rows."""
-        base, definition, optimizer = self._base, self._table.definition, self._table.optimizer
+        base, definition, optimizer = self.base, self.table.definition, self.table.optimizer
         rows = updates.rows[block]  # intp [u], places of the block's u rows; those with the most updates first
         # ids: uint64 [u]; old: uint8 [u, record bytes], which the new records overwrite; weights: float32 [u, dim]; row_state: [u, s].
-        ids, old = self._ids[rows], as_rows(as_items(base.records)[rows])
-        weights, row_state = first_values(self._table, ids, old, base.exists[rows])
+        ids, old = self.ids[rows], as_rows(as_items(base.records)[rows])
+        weights, row_state = first_values(self.table, ids, old, base.exists[rows])
         for n, grads, factors, versions in updates.rounds(block):  # the first n rows have one more update: grads [n, dim], versions [n]
             optimizer.update_in_place(weights[:n], row_state[:n], grads, factors)
             if definition.dtype != "float32":

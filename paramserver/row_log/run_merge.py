@@ -18,19 +18,23 @@ class Blocks(Protocol):
         """See `SortedRun.blocks`."""
 
 
-def merged(runs: Sequence[Blocks], *, forget_up_to: int, low: int = 0, records: bool = True, above: int = 0) -> Iterator[Part]:
-    """Yield the newest state of each key, as `RunWriter.add` takes it.
+def merged(
+    runs: Sequence[Blocks], *, forget_up_to: int, low: int = 0, high: int = 1 << 64, records: bool = True, above: int = 0
+) -> Iterator[Part]:
+    """Yield the newest state of each key of a range, as `RunWriter.add` takes it.
 
     Args:
         runs: of one table, oldest first: the newest run that has a key decides. (Versions cannot decide across runs: a row that another
             shard handed over may be older than the note that this shard had it no more.)
         forget_up_to: notes of erased rows up to this version are omitted; 0 where an older run, which is not among these, may have them.
-        low: keys below it may be omitted.
+        low, high: the first key, and the one behind the last (`TableDef.key_ranges`).
         records: whether the records are wanted.
         above: records without meaning may stand beside versions up to this one.
     """
     cursors = [
-        _Cursor(run.blocks(kind, low, records=records, above=above), kind, age) for age, run in enumerate(runs) for kind in (ROWS, ERASED)
+        _Cursor(run.blocks(kind, low, records=records, above=above), kind, age, (low, high))
+        for age, run in enumerate(runs)
+        for kind in (ROWS, ERASED)
     ]
     while cursors := [cursor for cursor in cursors if cursor.load()]:
         bound = min(cursor.keys[-1] for cursor in cursors)  # up to this key, every run's rows are at hand
@@ -64,11 +68,11 @@ def merge_from(sizes: Sequence[int], limit: int) -> int | None:
 
 
 class _Cursor:
-    """The reading position in the blocks of one kind of one run."""
+    """The reading position in the blocks of one kind of one run, in a range of keys."""
 
-    def __init__(self, blocks: Iterator[Part], kind: int, age: int) -> None:
+    def __init__(self, blocks: Iterator[Part], kind: int, age: int, range_: tuple[int, int]) -> None:
         self.kind, self.age = kind, age
-        self._blocks = blocks
+        self._blocks, self._range = blocks, range_
         self.keys: Ids = np.empty(0, np.uint64)
         self._versions, self._rest = self.keys, np.empty((0, 0), np.uint8)
 
@@ -78,7 +82,11 @@ class _Cursor:
             block = next(self._blocks, None)
             if block is None:
                 return False
-            _, self.keys, self._versions, self._rest = block
+            _, keys, versions, rest = block
+            first, end = (int(np.searchsorted(keys, np.uint64(key))) if key < 1 << 64 else len(keys) for key in self._range)
+            self.keys, self._versions, self._rest = keys[first:end], versions[first:end], rest[first:end]
+            if end < len(keys):
+                self._blocks = iter(())
         return True
 
     def take(self, bound: np.uint64) -> Part:

@@ -22,17 +22,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.ids import as_items
-from kvemb.errors import JournalDamagedError, ParameterServerError
+from kvemb.errors import JournalDamagedError
 from kvemb.process import sync_folder
 from kvemb.schema.table_def import TableDef
 
 from ..journal import segment_files
+from ..journal.segment import ReadAt
 from ..shard_process.data_dir import make_folder
 from .run_merge import merge_from, merged
-from .run_writer import RunWriter, full
-from .saved_state import SavedState
-from .sorted_run import BLOCK_ROWS, ERASED, ROWS, Bytes, Each, Ids, Part, ReadAt, SortedRun
-from .state_file import LoggedTable, RunEntry, ShardState
+from .run_writer import RunWriter, dropped_on_error, full
+from .sorted_run import BLOCK_ROWS, ERASED, ROWS, Bytes, Each, Ids, Part, SortedRun
+from .state_file import LoggedTable, RunEntry, SavedState, ShardState
 
 _SUFFIX = ".run"
 _N_READERS = 8
@@ -72,21 +72,9 @@ class RunView:
         """Return a table's runs, oldest first."""
         return self.runs.get(definition.key, ())
 
-    def find(self, definition: TableDef, ids: Ids) -> FoundRows:
-        """Return the state of ids, with records: the newest among all runs.
-
-        Args:
-            definition: the table.
-            ids: uint64 [n], unique, in any order.
-
-        Raises:
-            JournalDamagedError: a block that was needed does not hold the bytes that were written.
-        """
-        return self._find(definition, ids, records=True)
-
     def versions(self, definition: TableDef, ids: Ids) -> tuple[Ids, NDArray[np.bool_]]:
         """Return the versions of ids (uint64 [n]; 0: no run has heard of it), and which of them exist (bool [n]); see `find`."""
-        rows = self._find(definition, ids, records=False)
+        rows = self.find(definition, ids, records=False)
         return rows.versions, rows.exists
 
     def between(self, definition: TableDef, low: int = 0, high: int = 1 << 64) -> Iterator[tuple[Ids, Ids]]:
@@ -96,15 +84,20 @@ class RunView:
             definition: the table.
             low, high: the first key, and the one behind the last (`TableDef.key_ranges`).
         """
-        for kind, keys, versions, _ in merged(self.of(definition), forget_up_to=_NEVER, low=low, records=False):
-            assert kind == ROWS
-            first, end = (int(np.searchsorted(keys, np.uint64(key))) if key < 1 << 64 else len(keys) for key in (low, high))
-            if first < end:
-                yield definition.order.ids(keys[first:end]), versions[first:end]
-            if end < len(keys):
-                return
+        for _, keys, versions, _ in merged(self.of(definition), forget_up_to=_NEVER, low=low, high=high, records=False):
+            yield definition.order.ids(keys), versions
 
-    def _find(self, definition: TableDef, ids: Ids, *, records: bool) -> FoundRows:
+    def find(self, definition: TableDef, ids: Ids, *, records: bool = True) -> FoundRows:
+        """Return the state of ids: the newest among all runs.
+
+        Args:
+            definition: the table.
+            ids: uint64 [n], unique, in any order.
+            records: whether they are wanted, too.
+
+        Raises:
+            JournalDamagedError: a block that was needed does not hold the bytes that were written.
+        """
         n, record = len(ids), definition.record
         base = FoundRows(np.zeros((n, record.size_bytes if records else 0), np.uint8), np.zeros(n, bool), np.zeros(n, np.uint64))
         keys = definition.order.keys(ids)
@@ -140,6 +133,7 @@ class Runs:
 
     Raises:
         JournalDamagedError: a run that the state names is missing, or does not hold the bytes that were written to it.
+        OSError: the folder cannot be made.
     """
 
     def __init__(self, folder: Path, saved: SavedState, *, limit: int = 6, epoch: int = 0) -> None:
@@ -147,10 +141,7 @@ class Runs:
         self._open: dict[int, SortedRun] = {}
         self._readers = ThreadPoolExecutor(_N_READERS, "kvemb-runs")  # while a block is read, another can be
         self._writing: set[int] = set()
-        try:
-            make_folder(folder)
-        except OSError as error:
-            raise ParameterServerError(f"{folder}: the row log cannot be read: {error.strerror}") from error
+        make_folder(folder)
         self._next_number = max([epoch << _EPOCH_SHIFT, *self._named()]) + 1
         self.view = self._viewed()
         self._sweep()
@@ -159,10 +150,6 @@ class Runs:
     def cut(self) -> int:
         """The version up to which the runs hold every change of every table; they may hold later ones. 0: there are none."""
         return self._saved.now.cut
-
-    def find(self, definition: TableDef, ids: Ids) -> FoundRows:
-        """See `RunView.find`."""
-        return self.view.find(definition, ids)
 
     def versions(self, definition: TableDef, ids: Ids) -> tuple[Ids, NDArray[np.bool_]]:
         """See `RunView.versions`."""
@@ -176,7 +163,7 @@ class Runs:
         """Begin a new run, which counts once it is published."""
         number, self._next_number = self._next_number, self._next_number + 1
         self._writing.add(number)
-        return RunWriter(_path(self._folder, number), number, definition, definition.record.size_bytes, self._readers.submit)
+        return RunWriter(_path(self._folder, number), number, definition, self._readers.submit)
 
     def in_order(self, definition: TableDef, parts: Iterable[Part]) -> list[RunWriter]:
         """Write rows, or erased ids, that come in any order: into as many runs as it takes to sort them in bounded memory.
@@ -190,7 +177,7 @@ class Runs:
         """
         writers: list[RunWriter] = []
         waiting: list[Part] = []
-        try:
+        with dropped_on_error(writers):
             for part in chain(parts, [None]):
                 if part is not None:
                     waiting.append(part)
@@ -198,10 +185,6 @@ class Runs:
                     writers.append(self.begin(definition))
                     _write_sorted(writers[-1], waiting)
                     waiting = []
-        except BaseException:
-            for writer in writers:
-                writer.drop()
-            raise
         return writers
 
     def written(self, writers: Sequence[RunWriter]) -> RunView:
@@ -220,7 +203,7 @@ class Runs:
         """Make new runs part of the log, durably, together with a state of the shard. Either all of it happens or nothing.
 
         Args:
-            writers: begun here; those without rows are dropped.
+            writers: begun here; those without rows are dropped. None: the state alone is replaced.
             state: of the shard; its tables are all there are. It need not name runs.
             alone: keys of tables of which the new runs are all there are.
 
@@ -239,16 +222,6 @@ class Runs:
                 tables[key] = replace(tables[key], runs=(*tables[key].runs, entry))
         self._replace(replace(state, tables=tuple(tables.values())))
 
-    def save(self, state: ShardState) -> None:
-        """Replace the shard's state alone; the log stays as it is.
-
-        Raises:
-            FencedError, OSError: as `SavedState.replace`.
-        """
-        tables = (replace(one, runs=self._runs_of(one.definition)) for one in state.tables)
-        self._saved.replace(replace(state, tables=tuple(tables), cut=self.cut))
-        self._sweep()
-
     def merge(self, definition: TableDef) -> Iterator[None]:
         """Merge a table's runs if there are too many; a step at a time, each of one block.
 
@@ -260,14 +233,11 @@ class Runs:
         if first is None:
             return
         writer, forget = self.begin(definition), 0 if first else self.cut  # the journal has nothing of rows that were gone by then
-        try:
+        with dropped_on_error([writer]):
             for part in merged(self.view.of(definition)[first:], forget_up_to=forget):
                 writer.add(*part)
                 yield
             entry = writer.finish()
-        except BaseException:
-            writer.drop()
-            raise
         table, behind = self._saved.now.of(definition), self._runs_of(definition)[len(entries) :]
         runs = (*entries[:first], *([entry] if entry else []), *behind)
         self._replace(self._saved.now.with_table(replace(table, runs=runs, erased_since=max(table.erased_since, forget))))
@@ -280,18 +250,12 @@ class Runs:
         """
         for table in self._saved.now.tables:
             new: list[RunEntry] = []
-            writers: list[RunWriter] = []
-            try:
-                for entry, run in zip(table.runs, self.view.of(table.definition), strict=True):
-                    if run.format > 1:
-                        new.append(entry)
-                    else:
-                        writers = self.in_order(table.definition, merged([run], forget_up_to=0))
-                        new += [one for writer in writers if (one := writer.finish()) is not None]
-            except BaseException:
-                for writer in writers:
-                    writer.drop()
-                raise
+            for entry, run in zip(table.runs, self.view.of(table.definition), strict=True):
+                if run.format > 1:
+                    new.append(entry)
+                    continue
+                with dropped_on_error(self.in_order(table.definition, merged([run], forget_up_to=0))) as writers:
+                    new += [one for writer in writers if (one := writer.finish()) is not None]
             self._saved.assume(self._saved.now.with_table(replace(table, runs=tuple(new))))
         self.view = self._viewed()
 
@@ -349,13 +313,14 @@ def _path(folder: Path, number: int) -> Path:
 def _open_run(path: Path, entry: RunEntry, definition: TableDef, each: Each) -> SortedRun:
     try:
         descriptor = segment_files.open_to_read(path)
-    except FileNotFoundError as error:
-        raise JournalDamagedError(f"{path}: this run of the row log is missing. Put it back, or load a checkpoint.") from error
     except OSError as error:
-        raise JournalDamagedError(f"{path}: {error.strerror}: this run of the row log cannot be read") from error
+        raise _unreadable(path, 0, error) from error
     try:
-        size = os.fstat(descriptor).st_size
-        words = np.frombuffer(_mapped(descriptor), "<u8", size // 8) if size else np.empty(0, "<u8")
+        size, words = os.fstat(descriptor).st_size, np.empty(0, "<u8")
+        if size:
+            mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+            mapped.madvise(mmap.MADV_RANDOM)
+            words = np.frombuffer(mapped, "<u8", size // 8)
         run = SortedRun(_checked_reader(path, descriptor), words, size, str(path), each, entry.newest)
         if size != entry.size_bytes or run.record_bytes != definition.record.size_bytes:
             raise JournalDamagedError(f"{path}: offset 0: {size} bytes with records of {run.record_bytes}, the state names another run")
@@ -366,12 +331,6 @@ def _open_run(path: Path, entry: RunEntry, definition: TableDef, each: Each) -> 
     return run
 
 
-def _mapped(descriptor: int) -> mmap.mmap:
-    mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-    mapped.madvise(mmap.MADV_RANDOM)
-    return mapped
-
-
 def _checked_reader(path: Path, descriptor: int) -> ReadAt:
     read = segment_files.reader(descriptor)
 
@@ -379,9 +338,14 @@ def _checked_reader(path: Path, descriptor: int) -> ReadAt:
         try:
             return read(offset, size)
         except OSError as error:
-            raise JournalDamagedError(f"{path}: offset {offset}: {error.strerror}: this run of the row log cannot be read") from error
+            raise _unreadable(path, offset, error) from error
 
     return read_at
+
+
+def _unreadable(path: Path, offset: int, error: OSError) -> JournalDamagedError:
+    why = "it is missing" if isinstance(error, FileNotFoundError) else error.strerror
+    return JournalDamagedError(f"{path}: offset {offset}: {why}: the run cannot be read. Put it back, or load a checkpoint.")
 
 
 def _write_sorted(writer: RunWriter, parts: Sequence[Part]) -> None:

@@ -2,9 +2,9 @@
 
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from .state_file import RunEntry
 
 Later = Callable[[Callable[[int], None], int], "Future[None]"]
 _SYNC_BYTES = 8 << 20
-_NO_RECORDS = np.empty((0, 0), np.uint8)
+NO_RECORDS = np.empty((0, 0), np.uint8)  # of erased ids
 
 
 class RunWriter:
@@ -32,14 +32,13 @@ class RunWriter:
         path: of the file, which is not there yet.
         number: of the run.
         definition: the table.
-        record_bytes: of one record.
         later: has a function called on another thread: syncs what was written while more is written, so that `finish` waits for little.
     """
 
-    def __init__(self, path: Path, number: int, definition: TableDef, record_bytes: int, later: Later | None = None) -> None:
-        self.definition = definition
+    def __init__(self, path: Path, number: int, definition: TableDef, later: Later | None = None) -> None:
+        self.definition, record_bytes = definition, definition.record.size_bytes
         self._later, self._syncing, self._synced_bytes = later, _done(), 0
-        self._path, self._number, self._record_bytes = path, number, record_bytes
+        self._path, self._number = path, number
         self._block_rows, self._fence_rows = rows_of_a_block(record_bytes), sorted_run.FENCE_ROWS
         self._descriptor: int | None = None
         self._finished: RunEntry | None = None
@@ -56,9 +55,11 @@ class RunWriter:
         """Add rows behind those before: ids uint64 [n] in the order of their keys, records uint8 [n, record bytes]. Raises like `add`."""
         self.add(ROWS, self.definition.order.keys(ids), self.definition.record.versions(records), records)
 
-    def add_erased(self, ids: Ids, versions: Ids) -> None:
-        """Add erased ids, uint64 [n] in the order of their keys, with the versions as of which they are gone. Raises like `add`."""
-        self.add(ERASED, self.definition.order.keys(ids), versions, _NO_RECORDS)
+    def add_erased(self, ids: Ids, versions: Ids | int) -> None:
+        """Add erased ids, uint64 [n] in any order, with the versions as of which they are gone, or the one of all. Raises like `add`."""
+        keys = self.definition.order.keys(ids)
+        order = np.argsort(keys)
+        self.add(ERASED, keys[order], np.broadcast_to(np.asarray(versions, np.uint64), len(keys))[order], NO_RECORDS)
 
     def add(self, kind: int, keys: Ids, versions: Ids, records: Bytes) -> None:
         """Add rows, or erased ids, behind those of the same kind that were added before.
@@ -74,10 +75,10 @@ class RunWriter:
             self._create()
         self._last[kind], self._newest = int(keys[-1]), max(self._newest, int(versions.max()))
         self.n_rows += len(keys) if kind == ROWS else 0
-        pairs, rest = np.stack([keys, versions], axis=1), records if kind == ROWS else self._waiting[kind][1]
+        pairs, rest = np.stack([keys, versions], axis=1), records if kind == ROWS else np.empty((len(keys), 0), np.uint8)
         if len(self._waiting[kind][0]):
             before, behind = self._waiting[kind]
-            pairs, rest = np.concatenate([before, pairs]), np.concatenate([behind, records]) if kind == ROWS else behind
+            pairs, rest = np.concatenate([before, pairs]), np.concatenate([behind, rest])
         n_whole = len(pairs) // self._block_rows * self._block_rows
         for start in range(0, n_whole, self._block_rows):
             self._block(kind, pairs[start : start + self._block_rows], rest[start : start + self._block_rows])
@@ -155,6 +156,17 @@ class RunWriter:
         except OSError as error:
             raise full(self._path, error) from error
         self.size_bytes += sum(len(piece) for piece in pieces)
+
+
+@contextmanager
+def dropped_on_error(writers: Sequence[RunWriter]) -> Iterator[Sequence[RunWriter]]:
+    """Drop runs, also those that come to the list meanwhile, when a block does not come to its end."""
+    try:
+        yield writers
+    except BaseException:
+        for writer in writers:
+            writer.drop()
+        raise
 
 
 def _done() -> "Future[None]":

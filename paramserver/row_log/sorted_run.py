@@ -36,11 +36,11 @@ from kvemb.arrays.ids import as_items, as_rows
 from kvemb.errors import JournalDamagedError, other_format
 from kvemb.schema.record import stored_versions
 
+from ..journal.segment import ReadAt
+
 Ids = NDArray[np.uint64]
 Bytes = NDArray[np.uint8]
 Rows = NDArray[np.int64]
-ReadAt = Callable[[int, int], bytes]
-"""(offset, size) -> the file's bytes there; fewer at its end."""
 Each = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 """`map`, or that of some threads."""
 Part = tuple[int, Ids, Ids, Bytes]
@@ -96,7 +96,7 @@ class SortedRun:
         self.newest = newest
         head = self._read_head()
         footer, fences = self._read_footer(head)
-        self._check_footer(footer, len(head))
+        self._check_footer(footer, len(head), fences.nbytes)
         self._blocks = [footer[footer[:, _KIND] == kind] for kind in (ROWS, ERASED)]
         self.n_rows = tuple(int(blocks[:, _N].sum()) for blocks in self._blocks)
         self._fences = self._split_fences(fences)
@@ -104,11 +104,6 @@ class SortedRun:
         self._checked = [np.zeros((2, len(blocks)), bool) for blocks in self._blocks]  # pairs; filters
         # Of each kind the share of the keys asked for lately that were not here. Threads may lose each other's: it decides on speed alone.
         self._absent = [1.0, 1.0]
-
-    @property
-    def memory_bytes(self) -> int:
-        """Memory that the run takes while it is open, the system's cache of its pages apart."""
-        return sum(one.nbytes for some in (self._blocks, self._fences, self._starts, self._checked) for one in some)
 
     def blocks(self, kind: int, low: int = 0, *, records: bool = True, above: int = 0) -> Iterator[Part]:
         """Yield the rows, or the erased ids, block by block.
@@ -233,7 +228,7 @@ class SortedRun:
         n = self._columns * n_blocks
         return numbers[:n].reshape(n_blocks, self._columns), numbers[n:]
 
-    def _check_footer(self, footer: NDArray[Any], start: int) -> None:
+    def _check_footer(self, footer: NDArray[Any], start: int, fences_bytes: int) -> None:
         """Check that blocks follow each other without gaps, and in order: allocation and search in a reader rely on it."""
         kinds, offsets, counts = footer[:, _KIND], footer[:, _OFFSET], footer[:, _N]
         if (kinds > ERASED).any() or (offsets > self.size_bytes).any():
@@ -242,9 +237,8 @@ class SortedRun:
         row_bytes = np.array([pair + self.record_bytes, 16], np.uint64)[kinds]
         if (counts == 0).any() or (counts > np.uint64(self.size_bytes) // row_bytes).any():
             raise self._damaged(0, "its footer claims a block that does not fit")
-        filters = (counts + np.uint64(self._fence_rows - 1)) // np.uint64(self._fence_rows) * np.uint64(8 * self._filter_words)
-        ends = offsets + (counts * row_bytes + filters + np.uint64(align - 1)) // np.uint64(align) * np.uint64(align)
-        end = self.size_bytes - TAIL.size - footer.nbytes - 8 * self._n_fences(footer)
+        ends = offsets + (counts * row_bytes + self._filter_bytes(counts) + np.uint64(align - 1)) // np.uint64(align) * np.uint64(align)
+        end = self.size_bytes - TAIL.size - footer.nbytes - fences_bytes
         if [start, *ends.tolist()] != [*offsets.tolist(), end]:
             raise self._damaged(0, "blocks and footer do not meet")
         for blocks in (footer[kinds == kind] for kind in (ROWS, ERASED)):
@@ -253,16 +247,13 @@ class SortedRun:
             if self.format > 1 and ((blocks[:-1, _N] != self._block_rows).any() or (blocks[-1:, _N] > self._block_rows).any()):
                 raise self._damaged(0, "its blocks are not full")
 
-    def _n_fences(self, footer: NDArray[Any]) -> int:
-        if self.format == 1:
-            return 0
-        return sum(-(-int(footer[footer[:, _KIND] == kind, _N].sum()) // self._fence_rows) for kind in (ROWS, ERASED))
-
     def _split_fences(self, fences: Ids) -> list[Ids]:
+        n, n_erased = (0 if self.format == 1 else -(-n // self._fence_rows) for n in self.n_rows)
+        both = [fences[:n], fences[n:]]
+        if len(fences) != n + n_erased:
+            raise self._damaged(0, "its footer claims fences that there cannot be")
         if self.format == 1:
             return []
-        n = -(-self.n_rows[ROWS] // self._fence_rows)
-        both = [fences[:n], fences[n:]]
         for some, blocks in zip(both, self._blocks, strict=True):
             firsts = some[:: self._block_rows // self._fence_rows]
             if not np.array_equal(firsts, blocks[:, _FIRST]) or (some[1:] <= some[:-1]).any() or (some[-1:] > blocks[-1:, _LAST]).any():
@@ -292,9 +283,8 @@ class SortedRun:
         offset, n = int(block[_OFFSET]), int(block[_N])
         return self._read(offset + 16 * n, self._filter_bytes(n), block[_FILTER_SUM], "filters")
 
-    def _filter_bytes(self, n: int) -> int:
-        size: int = -(-n // self._fence_rows) * 8 * self._filter_words
-        return size
+    def _filter_bytes(self, n: Any) -> Any:
+        return (n + self._fence_rows - 1) // self._fence_rows * (8 * self._filter_words)
 
     def _rest(self, block: NDArray[Any]) -> Bytes:
         """The records of a block of rows: uint8 [n, record bytes]."""

@@ -1,4 +1,4 @@
-"""The saved state of a shard, as bytes: the manifest of its row log, and all else that it needs to go on. Small, replaced whole. Pure.
+"""The saved state of a shard: the manifest of its row log, and all else that it needs to go on. A small file, replaced whole.
 
     magic 8 | format version u32 | size u32 | msgpack | xxh3-64 of all before
 
@@ -7,6 +7,7 @@ up to that position; so the state has none. A file that no state names does not 
 """
 
 import struct
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,10 @@ import xxhash
 from kvemb.errors import ParameterServerError, other_format
 from kvemb.schema.table_def import TableDef
 
+from ..journal import START, Position
+from ..shard_process.data_dir import DataDir
+
+STATE = "state"  # the file
 MAGIC = b"kvembsst"
 FORMAT_VERSION = 4
 OF_0_1 = (2, 3)
@@ -23,7 +28,7 @@ OF_0_1 = (2, 3)
 HEAD = struct.Struct("<8sII")
 _SUM = struct.Struct("<Q")
 _MAX_BYTES = 256 << 20
-_KEYS = ("cluster_id", "shard", "n_shards", "epoch", "k", "rows_applied", "next_incarnation", "complete", "cut")
+_KEYS = ("cluster_id", "shard", "n_shards", "epoch", "k", "rows_applied", "next_incarnation", "complete")
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class ShardState:
         sessions: (trainer, incarnation, last sequence).
         members: (trainer, incarnation) of a sync job, see `paramserver.ingest.sync_steps.Membership`.
         complete: whether all trainers of that job have been here at once.
-        journal: (segment, offset) from which the journal is replayed.
+        journal: from where the journal is replayed.
         cut: version up to which the runs hold every change of every table; they may hold later ones. 0: there are none.
         loading: (serial, load id, keys of its tables) of a load whose rows are in the row log and not all in storage yet.
         points, since: of `paramserver.model.row_ages.RowAges`.
@@ -93,7 +98,7 @@ class ShardState:
     sessions: tuple[tuple[str, int, int], ...] = ()
     members: tuple[tuple[str, int], ...] = ()
     complete: bool = False
-    journal: tuple[int, int] = (0, 0)
+    journal: Position = START
     cut: int = 0
     loading: tuple[int, str, tuple[str, ...]] | None = None
     points: tuple[tuple[int, int], ...] = ()
@@ -118,6 +123,33 @@ class ShardState:
         return replace(self, tables=(*(one for one in self.tables if one.definition.key != table.definition.key), table))
 
 
+class SavedState:
+    """A shard's state as its folder holds it, and the process that may replace it. Apply thread only, once there is one.
+
+    Args:
+        data: the shard's folder.
+        now: what the folder holds, in this process's epoch.
+        still_ours: raises FencedError once another process owns the folder; asked right before the file is replaced.
+    """
+
+    def __init__(self, data: DataDir, now: ShardState, still_ours: Callable[[], None] = lambda: None) -> None:
+        self._data, self.now, self._still_ours = data, now, still_ours
+
+    def assume(self, state: ShardState) -> None:
+        """Go on from a state that says the same in another form, which the next `replace` writes."""
+        self.now = state
+
+    def replace(self, state: ShardState) -> None:
+        """Put another state in its place, durably.
+
+        Raises:
+            FencedError: another process owns the shard; nothing changed.
+            OSError: the old state is in force, or after a failed sync either.
+        """
+        self._data.write(STATE, [encode_state(state)], self._still_ours)
+        self.now = state
+
+
 def encode_state(state: ShardState) -> bytes:
     """Return the file's bytes.
 
@@ -126,7 +158,7 @@ def encode_state(state: ShardState) -> bytes:
         >>> decode_state(encode_state(state), "f") == state
         True
     """
-    fields = {key: getattr(state, key) for key in _KEYS}
+    fields = {key: getattr(state, key) for key in (*_KEYS, "cut")}
     fields["tables"] = [
         [one.definition.to_dict(), one.step, one.n_rows, [[run.number, run.size_bytes, run.newest] for run in one.runs], one.erased_since]
         for one in state.tables
@@ -151,7 +183,7 @@ def decode_state(data: bytes, where: str) -> ShardState:
     """
     version = format_of(data, where)
     if version != FORMAT_VERSION:
-        raise ParameterServerError(other_format(f"{where}: the shard's saved state", version, (FORMAT_VERSION,)))
+        raise ParameterServerError(other_format(f"{where}: the shard's saved state", version, (*OF_0_1, FORMAT_VERSION)))
     _, _, size = HEAD.unpack_from(data)
     if size > _MAX_BYTES or len(data) != HEAD.size + size + _SUM.size:
         raise damaged_state(where, f"{len(data)} bytes, expected {HEAD.size + size + _SUM.size}")
@@ -159,19 +191,28 @@ def decode_state(data: bytes, where: str) -> ShardState:
         raise damaged_state(where, "its checksum does not match")
     try:
         fields = msgpack.unpackb(data[HEAD.size : -_SUM.size])
-        (segment, offset), loading = fields["journal"], fields["loading"]
+        loading = fields["loading"]
         return ShardState(
-            **{key: fields[key] for key in _KEYS},
+            **fields_of_all_formats(fields),
             tables=tuple(_table(*entry) for entry in fields["tables"]),
-            sessions=tuple((str(t), _count(i), _count(s)) for t, i, s in fields["sessions"]),
-            members=tuple((str(t), _count(i)) for t, i in fields["members"]),
-            journal=(_count(segment), _count(offset)),
+            cut=_count(fields["cut"]),
             loading=None if loading is None else (_count(loading[0]), str(loading[1]), tuple(map(str, loading[2]))),
             points=_pairs(fields.get("points", ())),  # states have been written without
             since=_pairs(fields.get("since", ())),
         )
     except Exception as error:  # whatever bad bytes do to msgpack and to the lines above
         raise damaged_state(where, f"{type(error).__name__}: {error}") from error
+
+
+def fields_of_all_formats(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `ShardState` that states of release 0.1 have, too."""
+    segment, offset = fields["journal"] or START
+    return {
+        **{key: fields[key] for key in _KEYS},
+        "sessions": tuple((str(t), _count(i), _count(s)) for t, i, s in fields["sessions"]),
+        "members": tuple((str(t), _count(i)) for t, i in fields["members"]),
+        "journal": Position(_count(segment), _count(offset)),
+    }
 
 
 def format_of(data: bytes, where: str) -> int:

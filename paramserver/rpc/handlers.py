@@ -39,7 +39,7 @@ from kvemb.protocol.messages import (
     TableReply,
     TableRequest,
 )
-from kvemb.schema.move_plan import SHARDS
+from kvemb.schema.move_plan import refuses
 from kvemb.schema.policies import NO_POLICIES
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.store_nodes import StoreNodes
@@ -62,6 +62,7 @@ from .push_streams import BytesInHand, PushReceiver
 
 MAX_IDS = 4 << 20
 MAX_COMPARED = 1 << 12
+_DECIDED_WITHIN_S = 120.0  # of its check: two calls of a client; after that it is gone
 log = logging.getLogger("paramserver")
 
 
@@ -272,11 +273,13 @@ class LoadPorts:
         undone: returns the load that was decided and is still to be carried out here, if there is one.
         flush: has the shard flush to its row log; the event is set when it is done.
         on_load: called once when the shard is to start again, to load; None where no caller would start it.
+        shard: number.
     """
 
     undone: Callable[[], Decision | None]
     flush: Callable[[], threading.Event]
     on_load: Callable[[], None] | None
+    shard: int
 
 
 class CheckpointHandlers:
@@ -291,6 +294,7 @@ class CheckpointHandlers:
 
     def __init__(self, saver: Saver, registry: Registry, nodes: StoreNodes, loads: LoadPorts) -> None:
         self._saver, self._registry, self._nodes, self._loads = saver, registry, nodes, loads
+        self._lock, self._deciding = threading.Lock(), ("", 0.0)  # the load that was checked last, and until when its decision is awaited
 
     def save(self, request: SaveRequest, deadline: Deadline) -> SaveReply:
         """Cut the shard and begin to save it; answered once it is cut."""
@@ -310,15 +314,11 @@ class CheckpointHandlers:
             raise ParameterServerError("this shard is not run by `kvemb shard`: stop and start it to load")
         if self._nodes.cluster_map.plan is not None:
             self._nodes.refresh_map(deadline)  # a move that has just ended is not said to go on
-        plan = self._nodes.cluster_map.plan
-        if plan is not None and plan.kind == SHARDS:
-            raise CheckpointError(
-                f"slots are moving between shards (phase {plan.phase}), and nothing was changed. `kvemb moves` shows how far that is; load "
-                "when it is done."
-            )
+        if why := refuses(self._nodes.cluster_map.plan):
+            raise CheckpointError(why)
         if request.begin:
             self._loads.on_load()
-        else:
+        elif self._awaits_decision(request):
             check(request.url, request.save_id, self._registry, request.tables)
             if self._registry.altering:
                 raise CheckpointError(f"{self._registry.unfinished}; nothing was changed. Load when that is over")
@@ -326,6 +326,22 @@ class CheckpointHandlers:
             if request.tables:  # of the other tables the log is all that the load leaves; what comes behind this is flushed at the start
                 self._loads.flush().wait(deadline.remaining_s() / 2)
         return Empty()
+
+    def _awaits_decision(self, request: LoadRequest) -> bool:
+        """Let one load at a time be between check and decision, where another one would displace it; False where it gives up.
+
+        Shard 0 does: where several did, each of two loads might be refused by one of them.
+        """
+        with self._lock:
+            load_id, until_s = self._deciding
+            ours = load_id == request.load_id
+            if not request.url:
+                self._deciding = ("", 0.0) if ours else self._deciding
+                return False
+            if self._loads.shard == 0 and not ours and time.monotonic() < until_s:
+                raise CheckpointError("another load is about to be decided; nothing was changed. Load again when that one is done")
+            self._deciding = request.load_id, time.monotonic() + _DECIDED_WITHIN_S
+            return True
 
     def _require_covered(self, tables: Sequence[str]) -> None:
         """Refuse a load of some tables that would take the place of one of others, which not all shards have carried out."""

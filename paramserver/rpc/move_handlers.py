@@ -23,6 +23,7 @@ from kvemb.protocol.move_messages import (
     WatermarksReply,
     WatermarksRequest,
 )
+from kvemb.schema.move_plan import NODES, SHARDS
 from kvemb.schema.slots import N_SLOTS, from_runs
 from kvemb.stores.store import Store
 
@@ -49,17 +50,14 @@ class MoveHandlers:
 
     def begin(self, request: MoveRequest, deadline: Deadline) -> MoveStatusReply:
         carrier, now = self._on_shard_0(), self._store.nodes.cluster_map
-        wanted = WantedMove(
-            request.version,
-            _owners("slot_nodes", request.slot_nodes, now.n_nodes + len(request.join)),
-            tuple(request.join),
-            tuple(self._number_of(address) for address in request.leave),
-            max(0, request.max_bytes_per_s),
-            _owners("slot_shards", request.slot_shards, now.n_shards + len(request.join_shards)),
-            tuple(request.join_shards),
-            tuple(request.leave_shards),
-        )
-        if (wanted.slot_nodes is None) == (wanted.slot_shards is None):
+        nodes = _owners("slot_nodes", request.slot_nodes, now.n_nodes + len(request.join))
+        shards = _owners("slot_shards", request.slot_shards, now.n_shards + len(request.join_shards))
+        if nodes is not None and shards is None:
+            leave = tuple(self._number_of(address) for address in request.leave)
+            wanted = WantedMove(request.version, NODES, nodes, tuple(request.join), leave, max(0, request.max_bytes_per_s))
+        elif shards is not None and nodes is None:
+            wanted = WantedMove(request.version, SHARDS, shards, tuple(request.join_shards), tuple(request.leave_shards), 0)
+        else:
             raise InvalidInputError("slots move between nodes or between shards, one at a time: give slot_nodes or slot_shards")
         carrier.begin(wanted, deadline)
         return self.status(Empty(), deadline)

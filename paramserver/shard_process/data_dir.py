@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from kvemb.errors import KvembError, ParameterServerError
+from kvemb.errors import FolderUnavailableError, KvembError, ParameterServerError
 from kvemb.process import replace_atomically, sync_folder
 
 _MENDS = {
@@ -63,6 +63,24 @@ def named(what: str, folder: Path) -> Iterator[None]:
         raise ParameterServerError(
             f"{what}: {at}: {error.strerror or error}; {mend(error)}. Pushes acknowledged before are as safe as they were."
         ) from error
+
+
+def for_writes(still_ours: Callable[[], None]) -> Callable[[], None]:
+    """Return a check of a shard's owner for what writes rows: while the folder cannot be read, that waits, as for a node that is away.
+
+    Args:
+        still_ours: raises OSError where it cannot read the folder.
+    """
+
+    def require() -> None:
+        try:
+            still_ours()
+        except OSError as error:
+            raise FolderUnavailableError(
+                f"the shard's own folder: {error.filename}: {error.strerror}. No row is written before it is back: {mend(error)}."
+            ) from error
+
+    return require
 
 
 _SUFFIX = ".tmp"

@@ -13,11 +13,12 @@ from typing import Any
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
 from kvemb.checkpoint.writer import ShardWriter
 from kvemb.net.link import Link
+from kvemb.schema.table_def import TableDef
 from paramserver.__main__ import main
 from paramserver.checkpoint.loader import Loader
 from paramserver.checkpoint.save_job import SaveJob
 from paramserver.checkpoint.saver import Saver
-from paramserver.checkpoint.unconditional_writer import UnconditionalWriter
+from paramserver.checkpoint.unconditional_writer import Portion, UnconditionalWriter
 from paramserver.engine.piece_writer import PieceWriter
 from paramserver.ingest.sync_steps import SyncSteps
 from paramserver.journal import segment_files
@@ -30,7 +31,8 @@ from paramserver.moves.slot_giver import SlotGiver
 from paramserver.moves.slot_taker import SlotTaker
 from paramserver.row_log import Runs
 from paramserver.row_log.run_writer import RunWriter
-from paramserver.row_log.saved_state import SavedState
+from paramserver.row_log.sorted_run import ERASED, ROWS
+from paramserver.row_log.state_file import SavedState
 
 POINTS = (
     "before fetch",
@@ -169,6 +171,26 @@ def install(shard: str) -> None:
 
         return replace
 
+    def of_runs(wrap: Callable[[Callable[..., None]], Callable[..., None]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+        """Pass over the calls that replace the state alone."""
+
+        def patched(original: Callable[..., None]) -> Callable[..., None]:
+            wrapped = wrap(original)
+            return lambda runs, writers, *args, **kwargs: (wrapped if writers else original)(runs, writers, *args, **kwargs)
+
+        return patched
+
+    def of_portion(kind: int, point: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+        def patched(original: Callable[..., int]) -> Callable[..., int]:
+            def store(self: UnconditionalWriter, definition: TableDef, portion: Portion) -> int:
+                if portion[0] == kind and _told(point, shard):
+                    _die()
+                return original(self, definition, portion)
+
+            return store
+
+        return patched
+
     _patch(PieceWriter, "_fetch", before("before fetch"))
     _patch(PieceWriter, "_prepare", after("after optimize"))
     _patch(PieceWriter, "_settle", before("after a write"))
@@ -185,15 +207,15 @@ def install(shard: str) -> None:
 
     _patch(RunWriter, "add", before("before writing rows of a load to disk"))
     _patch(Loader, "_gone", before("before a load notes what is gone"))
-    _patch(Runs, "publish", before("before the switch of a load"))
+    _patch(Runs, "publish", of_runs(before("before the switch of a load")))
     _patch(SavedState, "replace", before("in the middle of the switch of a load"))
-    _patch(Runs, "publish", after("after the switch of a load"))
-    _patch(UnconditionalWriter, "write", before("before writing rows of a load to storage"))
-    _patch(UnconditionalWriter, "erase", before("before the erases of a load"))
+    _patch(Runs, "publish", of_runs(after("after the switch of a load")))
+    _patch(UnconditionalWriter, "store", of_portion(ROWS, "before writing rows of a load to storage"))
+    _patch(UnconditionalWriter, "store", of_portion(ERASED, "before the erases of a load"))
 
     _patch(RunWriter, "add", before("in a flush"))
-    _patch(Runs, "publish", before("before a flush counts"))
-    _patch(Runs, "publish", after("after a flush counts"))
+    _patch(Runs, "publish", of_runs(before("before a flush counts")))
+    _patch(Runs, "publish", of_runs(after("after a flush counts")))
 
     _patch(Runs, "merge", in_merge)
     _patch(SavedState, "replace", in_replace)

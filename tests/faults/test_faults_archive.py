@@ -27,8 +27,7 @@ from kvemb.errors import CheckpointError, KvembError
 from kvemb.local_cluster.processes import LocalProcess, LocalProcessError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import make_version
-from paramserver.row_log.saved_state import STATE
-from paramserver.row_log.state_file import decode_state
+from paramserver.row_log.state_file import STATE, decode_state
 
 N, DIM = 3000, 5
 OLD = np.arange(2000)
@@ -149,7 +148,7 @@ def test_a_load_whose_shard_is_killed_at_any_step_ends_exactly_at_the_checkpoint
 def test_shards_killed_at_the_steps_of_flushes_go_on_where_they_were(points: Path, require_server: Callable[[str], str]) -> None:
     require_server("redis-server")
     program = [sys.executable, LAUNCHER, str(points)]
-    options = {"journal_max_mb": 1}  # so that snapshots come one after the other
+    options = {"journal_max_mb": 1}  # so that flushes come one after the other
     with (
         FaultyCluster("redis", 2, shards=2, storage={"timeout_s": 2}, servers=options, shard_program=program) as local,
         LedgerRun(local, n_trainers=2, seed=3) as run,

@@ -287,7 +287,7 @@ def test_the_command_drops_only_when_told_so_and_not_what_the_file_declares(
 
 
 @pytest.mark.parametrize("kind", ["valkey"])
-def test_local_snapshots_and_checkpoints_tell_a_dropped_table_from_the_next_of_its_name(
+def test_row_logs_and_checkpoints_tell_a_dropped_table_from_the_next_of_its_name(
     kind: str, require_server: Callable[[str], str], tmp_path: Path
 ) -> None:
     with start(kind, require_server, journal_max_mb=1) as local, kvemb.connect(local.url) as cluster:
@@ -298,7 +298,7 @@ def test_local_snapshots_and_checkpoints_tell_a_dropped_table_from_the_next_of_i
             for _ in range(12):
                 other.push(np.arange(5000), np.ones((5000, 16))).wait_applied()
 
-        fill_the_journals()  # so that there are local snapshots of the old table
+        fill_the_journals()  # so that the row logs have the old table
         assert all(list(local.config_path.parent.rglob(f"*{shard}/snapshot/*.run")) for shard in (0, 1))
         cluster.save(str(tmp_path / "full"))
         cluster.drop_table("t")

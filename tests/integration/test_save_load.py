@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -385,6 +386,28 @@ def test_a_load_asks_before_rows_go_and_takes_one_table_alone(small: LocalCluste
         client.drop_table("other")
     table = run("verify", str(tmp_path / "a"), "--against-storage", *config, code=1).splitlines()
     assert [line.split()[:3] for line in table[-2:]] == [["other", "100", "0"], ["user", "60000", "60000"]]
+
+
+def test_of_two_loads_of_tables_at_once_one_is_done_and_the_other_is_done_or_refused(small: LocalCluster, tmp_path: Path) -> None:
+    url, both = str(tmp_path / "a"), threading.Barrier(2)
+    with kvemb.connect(small.url) as client:
+        other = client.create_table("other", dim=4, optimizer=kvemb.optim.sgd(1.0), initializer=kvemb.init.zeros(), exist_ok=True)
+        other.push(IDS[:100], np.ones((100, 4), np.float32)).wait_applied(30)
+        client.save(url)
+
+        def load(table: str) -> str:
+            both.wait(30)
+            try:
+                client.load(url, tables=[table], stall_timeout_s=60)
+            except CheckpointError as error:
+                return str(error)
+            return ""
+
+        with ThreadPoolExecutor(2) as threads:
+            said = list(threads.map(load, ("user", "other")))
+        assert "" in said
+        assert all("another load is about to be decided" in one or "is decided and not carried out here" in one for one in said if one)
+        client.drop_table("other")
 
 
 def test_a_load_can_be_decided_while_shards_are_down(small: LocalCluster, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_while_slots_move_between_shards_no_table_is_dropped_and_nothing_is_load
                 cluster.drop_table("t", timeout_s=PATIENCE_S)
             with pytest.raises(CheckpointError, match=r"between shards \(phase moving\), and nothing was changed"):
                 moves.ask_shard_0("Load", LoadRequest("load", saved.url, saved.manifest.save_id, True))
-            with pytest.raises(CheckpointError, match=r"between shards \(phase moving\); nothing was saved"):
+            with pytest.raises(CheckpointError, match=r"between shards \(phase moving\), and nothing was changed"):
                 moves.ask_shard_0("Save", SaveRequest("save", saved.url, 0, False, PATIENCE_S))
         moves.wait()
         table.push(IDS, ONES).wait_applied(PATIENCE_S)

@@ -1,11 +1,15 @@
 """Makes checkpoints of made-up rows for tests, without a cluster; also those of earlier formats."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 
+import fsspec
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
+from kvemb.checkpoint.chain import Chain, open_chain
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
 from kvemb.checkpoint.format.checkpoint_manifest import ERASED, IDS, MANIFEST, BaseCheckpoint, CheckpointManifest, Cut
 from kvemb.checkpoint.format.manifest_json import decode_manifest, encode_manifest
@@ -123,3 +127,43 @@ def _shard(
         if all_ids is not None:
             writer.add_ids(definition, IDS, own(all_ids))
         return writer.finish([(definition, 10 * k + shard)])
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    """A folder of fsspec's in-memory file system."""
+    yield "memory://checkpoints"
+    fsspec.filesystem("memory").store.clear()
+
+
+def base_of(manifest: CheckpointManifest, name: str) -> BaseCheckpoint:
+    return BaseCheckpoint(name, manifest.save_id)
+
+
+def contents(url: str, definition: TableDef = USER) -> dict[int, float]:
+    """What a load of this checkpoint would see: the state of every id, whether shards are read one by one or together."""
+    chain, found = open_chain(url), {}
+    for shard in range(chain.newest.n_shards):
+        rows = taken(chain, definition, chain.rows(definition, shard))
+        assert not rows.keys() & found.keys(), "two shards have a row"
+        found |= rows
+    assert taken(chain, definition, chain.rows_of(definition, range(chain.newest.n_shards))) == found
+    return found
+
+
+def taken(chain: Chain, definition: TableDef, blocks: Iterator[RowBlock]) -> dict[int, float]:
+    """The state of every id in these blocks, which must be in order, and whole rows."""
+    found: dict[int, float] = {}
+    last = -1
+    for block in blocks:
+        keys = definition.order.keys(block.ids) if chain.newest.by_key else block.ids
+        assert int(keys[0]) > last, "blocks are not in order"
+        assert (keys[1:] > keys[:-1]).all()
+        last = int(keys[-1])
+        assert block.state is not None
+        values = block.state[:, 0]
+        assert (block.weights == (block.ids % np.uint64(97)).astype(np.float32)[:, None] + values[:, None]).all()
+        assert (block.state == values[:, None]).all()
+        assert block.versions.tolist() == [make_version(1, int(value)) for value in values]
+        found |= dict(zip(block.ids.tolist(), values.tolist(), strict=True))
+    return found

@@ -5,7 +5,7 @@ from paramserver.journal import Position
 
 
 class IdleBackground:
-    """Of a shard without repairs, snapshots and scrubbing."""
+    """Of a shard without repairs, flushes and scrubbing."""
 
     def step(self, applied: Position, pause: Pause) -> bool:
         return False

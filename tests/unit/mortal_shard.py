@@ -29,7 +29,7 @@ from paramserver.model.tables import Tables, TableState
 from paramserver.model.transition import Timeline
 from paramserver.recovery.replay import Recovered, Recovery
 from tests.unit.lonely_engine import ALONE
-from tests.unit.snapshot_states import all_rows
+from tests.unit.run_states import all_rows
 
 NUMBERS = count()
 EPOCH = 3

@@ -1,7 +1,6 @@
-"""Checkpoints on top of each other are read as one; verify finds what is wrong; prune never breaks a chain."""
+"""Checkpoints on top of each other are read as one; prune never breaks a chain."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,75 +10,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvemb.checkpoint.chain import Chain, open_chain
-from kvemb.checkpoint.checkpoint_storage import CheckpointStorage, absolute_url, shown
+from kvemb.checkpoint.chain import open_chain
+from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
 from kvemb.checkpoint.format.checkpoint_manifest import (
     ERASED,
     IDS,
     MANIFEST,
     BaseCheckpoint,
-    CheckpointManifest,
-    Cut,
-    fragment_path,
-    part_path,
 )
-from kvemb.checkpoint.format.manifest_json import encode_manifest
-from kvemb.checkpoint.format.parquet_blocks import RowBlock
-from kvemb.checkpoint.format.strict_json import encode
 from kvemb.checkpoint.listing import list_checkpoints, prune
 from kvemb.checkpoint.verify import verify
-from kvemb.checkpoint.writer import SaveInfo, ShardWriter, assemble, read_fragment
-from kvemb.errors import CheckpointError, ConfigError, InvalidInputError
+from kvemb.errors import CheckpointError, InvalidInputError
 from kvemb.init import uniform
 from kvemb.optim import adam, sgd
-from kvemb.schema.cluster_map import ClusterMap
-from kvemb.schema.record import make_version
 from kvemb.schema.slots import N_SLOTS
 from kvemb.schema.table_def import TableDef
-from tests.unit.checkpoint_files import USER, block_of, ids_of, in_order, save
+from tests.unit.checkpoint_files import USER, base_of, contents, ids_of, memory, save
 
+__all__ = ["memory"]  # the fixture
 DENSE = TableDef("user", 4, adam(), uniform(), num_ids=1 << 40)  # neighbouring ids share a slot: its keys are no mixed ids
 UNSIGNED = replace(USER, id_dtype="uint64")
-
-
-@pytest.fixture
-def memory() -> Iterator[str]:
-    """A folder of fsspec's in-memory file system."""
-    yield "memory://checkpoints"
-    fsspec.filesystem("memory").store.clear()
-
-
-def base_of(manifest: CheckpointManifest, name: str) -> BaseCheckpoint:
-    return BaseCheckpoint(name, manifest.save_id)
-
-
-def contents(url: str, definition: TableDef = USER) -> dict[int, float]:
-    """What a load of this checkpoint would see: the state of every id, whether shards are read one by one or together."""
-    chain, found = open_chain(url), {}
-    for shard in range(chain.newest.n_shards):
-        rows = taken(chain, definition, chain.rows(definition, shard))
-        assert not rows.keys() & found.keys(), "two shards have a row"
-        found |= rows
-    assert taken(chain, definition, chain.rows_of(definition, range(chain.newest.n_shards))) == found
-    return found
-
-
-def taken(chain: Chain, definition: TableDef, blocks: Iterator[RowBlock]) -> dict[int, float]:
-    """The state of every id in these blocks, which must be in order, and whole rows."""
-    found: dict[int, float] = {}
-    last = -1
-    for block in blocks:
-        keys = definition.order.keys(block.ids) if chain.newest.by_key else block.ids
-        assert int(keys[0]) > last, "blocks are not in order"
-        assert (keys[1:] > keys[:-1]).all()
-        last = int(keys[-1])
-        assert block.state is not None
-        values = block.state[:, 0]
-        assert (block.weights == (block.ids % np.uint64(97)).astype(np.float32)[:, None] + values[:, None]).all()
-        assert (block.state == values[:, None]).all()
-        assert block.versions.tolist() == [make_version(1, int(value)) for value in values]
-        found |= dict(zip(block.ids.tolist(), values.tolist(), strict=True))
-    return found
 
 
 @pytest.mark.parametrize("n_shards", [1, 3])
@@ -227,154 +177,6 @@ def test_a_missing_base_is_named(memory: str) -> None:
         open_chain(memory + "/b")
 
 
-# --- verify -----------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    save(str(tmp_path / "a"), range(500), k=1, part_bytes=4000, step_rows=50)
-    return str(tmp_path / "a")
-
-
-@pytest.mark.parametrize("name", [part_path("user", 0, 0), part_path("user", 1, 1)])
-def test_every_damaged_file_is_named_and_the_others_are_looked_at_too(url: str, name: str) -> None:
-    path, other = Path(url, name), Path(url, part_path("user", 0, 1))
-    for victim in (path, other):
-        data = bytearray(victim.read_bytes())
-        data[len(data) // 2] ^= 1
-        victim.write_bytes(data)
-    report = verify(url)
-    assert len(report.faults) == 2
-    assert name in "".join(report.faults)
-    with pytest.raises(CheckpointError, match="checksum"):
-        report.require_good()
-
-
-def test_missing_and_truncated_files_are_named(url: str) -> None:
-    Path(url, part_path("user", 0, 0)).unlink()
-    victim = Path(url, part_path("user", 1, 0))
-    victim.write_bytes(victim.read_bytes()[:-1])
-    assert sorted(fault.rpartition("/")[2] for fault in verify(url).faults) == [
-        "shard-0-part-0.parquet: not there",
-        f"shard-1-part-0.parquet: {victim.stat().st_size} bytes, expected {victim.stat().st_size + 1}: truncated or replaced",
-    ]
-
-
-@pytest.mark.parametrize("format_version", [3, 2])
-def test_files_that_changed_places_are_found(tmp_path: Path, format_version: int) -> None:
-    url = str(tmp_path / "a")
-    save(url, range(500), k=1, part_bytes=4000, step_rows=50, format_version=format_version)
-    manifest = list_checkpoints(url)[0].manifest
-    assert manifest is not None
-    first, second = manifest.files_of("user", 0)[:2]
-    one, two = Path(url, first.path), Path(url, second.path)
-    a, b = one.read_bytes(), two.read_bytes()
-    one.write_bytes(b)
-    two.write_bytes(a)
-    swapped = {first: replace(second, part=first.part), second: replace(first, part=second.part)}
-    Path(url, MANIFEST).write_bytes(encode_manifest(replace(manifest, files=tuple(swapped.get(f, f) for f in manifest.files))))
-    assert any("not behind those of the part before" in fault for fault in verify(url).faults)
-    with pytest.raises(CheckpointError, match="not behind"):
-        list(open_chain(url).rows(USER, 0))
-
-
-@pytest.mark.parametrize("role", [ERASED, IDS])
-def test_files_of_ids_that_changed_places_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
-    monkeypatch.setattr("kvemb.checkpoint.writer.MAX_IDS", 50)
-    first, url = save(str(tmp_path / "a"), range(500), k=1, n_shards=1), str(tmp_path / "b")
-    tell = {"erased": range(200)} if role == ERASED else {"all_ids": range(200)}
-    manifest = save(url, [600], k=2, n_shards=1, base=base_of(first, "a"), **tell)  # type: ignore[arg-type]
-    assert len(manifest.files_of("user", 0, role)) == 4
-    verify(url).require_good()
-    one, two = manifest.files_of("user", 0, role)[1:3]
-    a, b = Path(url, one.path).read_bytes(), Path(url, two.path).read_bytes()
-    Path(url, one.path).write_bytes(b)
-    Path(url, two.path).write_bytes(a)
-    swapped = {one: replace(two, part=one.part), two: replace(one, part=two.part)}
-    Path(url, MANIFEST).write_bytes(encode_manifest(replace(manifest, files=tuple(swapped.get(f, f) for f in manifest.files))))
-    report = verify(url)
-    assert report.faults
-    assert all("its ids are not behind those of the part before" in fault and f"/{one.table}/" in fault for fault in report.faults)
-    with pytest.raises(CheckpointError, match="not behind"):
-        list(open_chain(url).rows(USER, 0))
-
-
-@pytest.mark.parametrize(("written", "said"), [(2, 3), (3, 2)])
-def test_rows_in_another_order_than_the_manifest_says_are_found_in_every_file(tmp_path: Path, written: int, said: int) -> None:
-    options = {"format_version": written, "part_bytes": 6000, "step_rows": 50}
-    first = save(str(tmp_path / "a"), range(500), k=1, **options)
-    erased = save(str(tmp_path / "b"), range(100), k=2, base=base_of(first, "a"), erased=range(100, 200), **options)
-    listed = save(str(tmp_path / "c"), range(100), k=3, base=base_of(erased, "b"), all_ids=range(90), **options)
-    verify(str(tmp_path / "c")).require_good()
-    n_files = 0
-    for name, manifest in (("a", first), ("b", erased), ("c", listed)):
-        Path(tmp_path, name, MANIFEST).write_bytes(encode_manifest(replace(manifest, by_key=said == 3)))
-        n_files += len(manifest.files)
-    faults = verify(str(tmp_path / "c")).faults
-    assert len(faults) == n_files
-    assert all(fault.endswith(".parquet: ids are not in order, or one stands twice") for fault in faults)
-    with pytest.raises(CheckpointError, match="ids are not in order"):
-        contents(str(tmp_path / "c"))
-
-
-@pytest.mark.parametrize("change", [[1, 0], [0, 0, 1], [0, 1, 1]], ids=["two changed places", "the first one twice", "the last one twice"])
-def test_one_row_that_is_out_of_order_is_found(tmp_path: Path, change: list[int]) -> None:
-    storage, ids = CheckpointStorage(str(tmp_path)), in_order(range(100))
-    for at in (0, 49, 98):
-        for ordered in (True, False):
-            rows = np.concatenate([ids[:at], ids[at : at + 2] if ordered else ids[at : at + 2][change], ids[at + 2 :]])
-            with ShardWriter(storage, "1" * 32, Cut(0, 1, 5), weights_only=False) as writer:
-                writer.add_rows(USER, [block_of(USER, rows, make_version(1, 5))])
-                share = writer.finish([(USER, 1)])
-            storage.write(MANIFEST, encode_manifest(assemble(SaveInfo("1" * 32, "demo", "c" * 32, 1, False), [share])))
-            found = [fault.rpartition(": ")[2] for fault in verify(str(tmp_path)).faults]
-            assert found == ([] if ordered else ["ids are not in order, or one stands twice"])
-
-
-@pytest.mark.parametrize("by_key", [True, False], ids=["by key", "by id"])
-def test_parts_that_overlap_are_found(tmp_path: Path, by_key: bool) -> None:
-    storage, ids = CheckpointStorage(str(tmp_path)), (in_order if by_key else ids_of)(range(100))
-    for begin, good in ((60, True), (59, False), (30, False)):
-        with ShardWriter(storage, "1" * 32, Cut(0, 1, 5), weights_only=False) as writer:
-            for rows in (ids[:60], ids[begin:]):
-                writer.add_rows(USER, [block_of(USER, rows, make_version(1, 5), 5.0)])
-            share = writer.finish([(USER, 1)])
-        manifest = replace(assemble(SaveInfo("1" * 32, "demo", "c" * 32, 1, False), [share]), by_key=by_key)
-        storage.write(MANIFEST, encode_manifest(manifest))
-        says = "part-1.parquet: its ids are not behind those of the part before"
-        assert [says in fault for fault in verify(str(tmp_path)).faults] == [True] * (not good)
-        if good:
-            assert contents(str(tmp_path)) == dict.fromkeys(range(100), 5.0)
-        else:
-            with pytest.raises(CheckpointError, match=says):
-                contents(str(tmp_path))
-
-
-def test_rows_of_another_shard_and_versions_beyond_the_cut_are_found(tmp_path: Path) -> None:
-    storage = CheckpointStorage(str(tmp_path))
-    with ShardWriter(storage, "1" * 32, Cut(0, 1, 5), weights_only=False) as writer:
-        writer.add_rows(USER, [block_of(USER, in_order(range(100)), (1 << 48) + 6)])
-        share = writer.finish([(USER, 1)])
-    for shares, says in (([share], "versions outside"), ([replace(share, cut=Cut(0, 1, 6))], "")):
-        storage.write(MANIFEST, encode_manifest(assemble(SaveInfo("1" * 32, "demo", "c" * 32, 1, False), shares)))
-        assert [says in fault for fault in verify(str(tmp_path)).faults] == [True] * bool(says)
-    other = replace(share, cut=Cut(1, 1, 6), files=())
-    info = SaveInfo("1" * 32, "demo", "c" * 32, 1, False, slots=ClusterMap.first(0, 2).shard_runs)
-    manifest = assemble(info, [replace(share, cut=Cut(0, 1, 6)), other])
-    storage.write(MANIFEST, encode_manifest(manifest))
-    assert "ids of other shards" in verify(str(tmp_path)).faults[0]
-
-
-def test_progress_ends_with_all_bytes(url: str) -> None:
-    seen: list[tuple[int, int]] = []
-    report = verify(url, lambda done, total: seen.append((done, total)))
-    assert seen[-1] == (report.n_bytes, report.n_bytes)
-    assert len(seen) == report.n_files
-
-
-# --- list and prune ---------------------------------------------------------------------------------------------------------------
-
-
 def test_list_names_whole_unfinished_and_damaged_checkpoints(tmp_path: Path) -> None:
     save(str(tmp_path / "b"), range(10), k=1)
     save(str(tmp_path / "a"), range(10), k=2)
@@ -434,162 +236,9 @@ def test_a_checkpoint_whose_base_is_gone_is_no_backup_for_which_another_one_goes
     assert contents(root + "/1")
 
 
-def test_prune_needs_a_number_and_a_folder_of_checkpoints(url: str) -> None:
+def test_prune_needs_a_number_and_a_folder_of_checkpoints(tmp_path: Path) -> None:
+    save(url := str(tmp_path / "a"), range(5), k=1)
     with pytest.raises(InvalidInputError, match="keep"):
         prune(url, keep=0)
     with pytest.raises(InvalidInputError, match="give the folder"):
         prune(url, keep=1)
-
-
-# --- writing ----------------------------------------------------------------------------------------------------------------------
-
-
-def write(storage: CheckpointStorage, save_id: str, value: float) -> ShardWriter:
-    ids = in_order(range(90))
-    with ShardWriter(storage, save_id, Cut(0, 1, 5), weights_only=False) as writer:
-        writer.add_rows(USER, [block_of(USER, ids[:50], 1)])
-        writer.add_rows(USER, [block_of(USER, ids[50:], 1, value)])
-        writer.finish([(USER, 1)])
-    return writer
-
-
-def test_files_that_are_there_already_are_not_written_again_by_the_same_save(tmp_path: Path) -> None:
-    storage = CheckpointStorage(str(tmp_path))
-    assert write(storage, "1" * 32, 1.0).n_skipped == 0
-    assert write(storage, "1" * 32, 1.0).n_skipped == 2
-    assert write(storage, "1" * 32, 2.0).n_skipped == 1  # the rows of one file have changed
-    assert write(storage, "2" * 32, 2.0).n_skipped == 0
-    (tmp_path / part_path("user", 0, 0)).unlink()
-    assert write(storage, "2" * 32, 2.0).n_skipped == 1
-    fragment = read_fragment(storage, 0)
-    assert fragment is not None
-    assert (fragment.done, len(fragment.files)) == (True, 2)
-
-
-def test_a_broken_fragment_is_as_good_as_none(tmp_path: Path) -> None:
-    storage = CheckpointStorage(str(tmp_path))
-    write(storage, "1" * 32, 1.0)
-    storage.write(fragment_path(0), b"{half")
-    assert read_fragment(storage, 0) is None
-    assert write(storage, "1" * 32, 1.0).n_skipped == 0
-
-
-def test_files_of_a_save_that_an_earlier_release_began_are_written_again_since_their_rows_have_another_order(tmp_path: Path) -> None:
-    storage = CheckpointStorage(str(tmp_path))
-    write(storage, "1" * 32, 1.0)
-    tree = json.loads((tmp_path / fragment_path(0)).read_bytes())
-    del tree["checksum"]
-    storage.write(fragment_path(0), encode(tree))
-    assert read_fragment(storage, 0) is not None
-    storage.write(fragment_path(0), encode(tree | {"format": "kvemb-checkpoint-shard"}))
-    assert read_fragment(storage, 0) is None
-    assert write(storage, "1" * 32, 1.0).n_skipped == 0
-    assert write(storage, "1" * 32, 1.0).n_skipped == 2
-
-
-def test_what_is_written_now_has_its_rows_in_the_order_of_their_keys(tmp_path: Path) -> None:
-    storage = CheckpointStorage(str(tmp_path))
-    write(storage, "1" * 32, 1.0)
-    share = read_fragment(storage, 0)
-    assert share is not None
-    manifest = assemble(SaveInfo("1" * 32, "demo", "c" * 32, 1, False), [share])
-    assert manifest.by_key
-    assert json.loads(encode_manifest(manifest))["format_version"] == 3
-
-
-def test_a_save_with_a_missing_shard_has_no_manifest(tmp_path: Path) -> None:
-    storage = CheckpointStorage(str(tmp_path))
-    write(storage, "1" * 32, 1.0)
-    share = read_fragment(storage, 0)
-    assert share is not None
-    info = SaveInfo("1" * 32, "demo", "c" * 32, 1, False)
-    for shares in ([replace(share, done=False)], [replace(share, cut=Cut(1, 1, 1))], [replace(share, save_id="2" * 32)]):
-        with pytest.raises(CheckpointError, match="is not done"):
-            assemble(info, shares)
-    with pytest.raises(CheckpointError, match="did not know table"):
-        assemble(info, [share, replace(share, cut=Cut(1, 1, 1), tables=())])
-
-
-# --- storage ----------------------------------------------------------------------------------------------------------------------
-
-
-class Flaky:
-    """Fails so many times before it lets a call through."""
-
-    def __init__(self, storage: CheckpointStorage, failures: int, error: Exception) -> None:
-        self._inner, self.left, self._error = storage._fs, failures, error
-        storage._fs = self
-
-    def __getattr__(self, name: str) -> object:
-        real = getattr(self._inner, name)
-        if name not in {"pipe_file", "cat_file"}:
-            return real
-
-        def call(*args: object) -> object:
-            if self.left:
-                self.left -= 1
-                raise self._error
-            return real(*args)
-
-        return call
-
-
-def test_a_write_is_tried_again_with_longer_and_longer_pauses(memory: str) -> None:
-    pauses: list[float] = []
-    storage = CheckpointStorage(memory, pause=pauses.append)
-    Flaky(storage, 3, OSError("reset"))
-    storage.write("x", b"data")
-    assert storage.read("x", 10) == b"data"
-    assert pauses == [0.2, 0.4, 0.8]
-
-
-@pytest.mark.parametrize(("error", "n_pauses"), [(OSError(28, "No space left on device"), 4), (PermissionError("no"), 0)])
-def test_a_write_that_goes_on_failing_is_an_error_with_its_url(memory: str, error: Exception, n_pauses: int) -> None:
-    pauses: list[float] = []
-    storage = CheckpointStorage(memory, pause=pauses.append)
-    Flaky(storage, 100, error)
-    with pytest.raises(CheckpointError, match="memory://checkpoints/x: cannot write it"):
-        storage.write("x", b"data")
-    assert len(pauses) == n_pauses
-
-
-def test_a_local_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = CheckpointStorage(str(tmp_path), pause=lambda _: None)
-    storage.write("a/x", b"old")
-
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(CheckpointError, match="No space left"):
-        storage.write("a/x", b"new")
-    assert storage.names() == ["a/x"]
-    assert storage.read("a/x", 3) == b"old"
-
-
-def test_an_object_larger_than_expected_is_not_read(tmp_path: Path) -> None:
-    storage = CheckpointStorage(str(tmp_path))
-    storage.write("x", b"12345")
-    with pytest.raises(CheckpointError, match="5 bytes, expected at most 4"):
-        storage.read("x", 4)
-
-
-@pytest.mark.parametrize(("url", "error"), [("", CheckpointError), ("nosuch://x/y", CheckpointError), ("gs://bucket/x", ConfigError)])
-def test_an_unusable_url_is_named(url: str, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        CheckpointStorage(url)
-
-
-def test_urls_are_absolute_and_shown_without_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert absolute_url("run/a") == f"file://{tmp_path}/run/a"
-    assert shown("hdfs://user:secret@host:1/x@y") == "hdfs://***@host:1/x@y"
-    assert "secret" not in repr(CheckpointStorage("memory://u:secret@x/y"))
-
-
-def test_a_block_of_records_is_a_copy() -> None:
-    ids = ids_of([1, 2])
-    records = np.zeros((2, USER.record.size_bytes), np.uint8)
-    block = RowBlock.of_records(USER, ids, records, False)
-    records[:] = 255
-    assert not block.weights.any()

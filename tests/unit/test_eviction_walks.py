@@ -45,7 +45,7 @@ from paramserver.recovery.replay import Recovery
 from paramserver.row_log.log_flush import from_storage, without_cache
 from tests.unit.lonely_engine import ALONE
 from tests.unit.mortal_shard import KilledError, MemoryJournal, MortalStore
-from tests.unit.snapshot_states import all_rows
+from tests.unit.run_states import all_rows
 
 TABLE = TableDef("t", 2, kvemb.optim.sgd(1.0), kvemb.init.zeros())
 _NUMBERS = count()
@@ -124,7 +124,7 @@ class HandDriven:
             failed=_fail,
         )
         ports = EvictionPorts(
-            0,
+            shard=0,
             policy=lambda definition: self.policy,
             send=self.ingest.evict,
             read=from_storage(self.store, 5),

@@ -16,7 +16,7 @@ from kvemb.schema.table_def import TableDef
 from paramserver.model.tables import Tables, TableState
 from paramserver.row_log.log_flush import LogFlush
 from paramserver.row_log.run_set import Runs
-from tests.unit.snapshot_states import present, saved_in
+from tests.unit.run_states import present, saved_in
 
 PLAIN = TableDef("t", 2, optim.sgd(), init.zeros())
 DENSE = TableDef("t", 2, optim.sgd(), init.zeros(), num_ids=1 << 40)

@@ -27,6 +27,8 @@ from paramserver.checkpoint import unconditional_writer
 from paramserver.lifecycle.shard import Shard
 from paramserver.lifecycle.start import start
 from paramserver.model.batch import CheckedRows, RowsWork
+from paramserver.row_log.run_merge import merged
+from paramserver.row_log.sorted_run import Part
 from paramserver.rpc.handlers import CheckpointHandlers, LoadPorts
 from tests.unit.checkpoint_files import USER, block_of, ids_of, save
 
@@ -153,10 +155,10 @@ STEPS = [
     "paramserver.row_log.run_set.Runs.publish",
     "paramserver.checkpoint.loader.Loader._read",
     "paramserver.checkpoint.loader.Loader._gone",
-    "paramserver.row_log.saved_state.SavedState.replace",
+    "paramserver.row_log.state_file.SavedState.replace",
     "paramserver.checkpoint.loader.Loader._write",
     "paramserver.engine.row_access.RowAccess.write_over",
-    "paramserver.checkpoint.unconditional_writer.UnconditionalWriter.erase",
+    "paramserver.engine.row_access.RowAccess.erase",
 ]
 
 
@@ -245,7 +247,7 @@ def test_a_load_of_a_table_is_refused_while_one_of_another_is_not_carried_out(cl
 
         def ask(*tables: str, decided: tuple[str, ...] | None) -> None:
             undone = None if decided is None else Decision(1, "1", "u", "s", decided)
-            loads = LoadPorts(lambda: undone, lambda: flushed, lambda: None)
+            loads = LoadPorts(lambda: undone, lambda: flushed, lambda: None, 0)
             handlers = CheckpointHandlers(shard._saver, shard._parts.registry, store.nodes, loads)
             handlers.load(LoadRequest("2", str(tmp_path / "a"), manifest.save_id, False, list(tables)), Deadline.after(5))
 
@@ -256,12 +258,44 @@ def test_a_load_of_a_table_is_refused_while_one_of_another_is_not_carried_out(cl
                 ask("user", decided=decided)
 
 
+def test_a_second_load_is_refused_between_the_first_ones_check_and_its_decision(cluster: Cluster, tmp_path: Path) -> None:
+    manifest = save(str(tmp_path / "a"), range(100), k=2)
+    shard = cluster.start()
+    (flushed := threading.Event()).set()
+    with cluster.store() as store:
+        loads = LoadPorts(lambda: None, lambda: flushed, lambda: None, 0)
+        handlers = CheckpointHandlers(shard._saver, shard._parts.registry, store.nodes, loads)
+
+        def ask(load_id: str, url: str) -> None:
+            handlers.load(LoadRequest(load_id, url, manifest.save_id, False, ["user"]), Deadline.after(5))
+
+        for again in ("1", "1"):
+            ask(again, str(tmp_path / "a"))
+        with pytest.raises(CheckpointError, match="another load is about to be decided; nothing was changed"):
+            ask("2", str(tmp_path / "a"))
+        ask("2", "")  # gives up, which the first load does not mind
+        with pytest.raises(CheckpointError, match="another load"):
+            ask("2", str(tmp_path / "a"))
+        ask("1", "")
+        ask("2", str(tmp_path / "a"))
+
+
+class Listed:
+    """Parts that are read as a run."""
+
+    def __init__(self, parts: list[Part]) -> None:
+        self.parts = parts
+
+    def blocks(self, kind: int, low: int = 0, *, records: bool = True, above: int = 0) -> Iterator[Part]:
+        yield from (part for part in self.parts if part[0] == kind)
+
+
 def test_what_is_written_at_once_is_of_all_stretches_and_all_of_it_is_written() -> None:
     keys = np.arange(0, 1000, 3, dtype=np.uint64)
     stretches = [keys[at : at + 40] for at in range(0, 320, 40)]
     parts = [(kind, some[kind::2], some[kind::2], np.zeros((20, 8), np.uint8)) for some in stretches for kind in (0, 1)]
     edges = [0, 250, 251, 700, 1 << 64]
-    streams = [unconditional_writer.between(iter(parts), low, high) for low, high in pairwise(edges)]
+    streams = [merged([Listed(parts)], forget_up_to=0, low=low, high=high) for low, high in pairwise(edges)]
     written = list(unconditional_writer.portions(streams))
     assert [kind for kind, _, _ in written] == [0, 1]
     for kind, got, records in written:
@@ -343,7 +377,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     [
         "paramserver.checkpoint.loader.Loader._gone",
         "paramserver.row_log.run_set.Runs.publish",
-        "paramserver.checkpoint.unconditional_writer.UnconditionalWriter.erase",
+        "paramserver.engine.row_access.RowAccess.erase",
     ],
 )
 def test_a_load_that_was_shut_out_while_it_was_at_work_touches_no_file_of_its_successor(
@@ -379,9 +413,9 @@ def test_another_load_may_take_the_place_of_one_that_cannot_be_carried_out(clust
 @pytest.mark.parametrize(
     "step",
     [
-        "paramserver.row_log.saved_state.SavedState.replace",
+        "paramserver.row_log.state_file.SavedState.replace",
         "paramserver.engine.row_access.RowAccess.write_over",
-        "paramserver.checkpoint.unconditional_writer.UnconditionalWriter.erase",
+        "paramserver.engine.row_access.RowAccess.erase",
     ],
 )
 def test_a_load_that_was_broken_off_is_superseded_without_a_trace(

@@ -20,7 +20,7 @@ from paramserver.ingest.occurrences import LEAST_CELLS, MOST_CELLS, OccurrenceFi
 from paramserver.ingest.work_queue import merge_pushes
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows, PartTicket, Push, ReceivedPart
 from paramserver.model.tables import Tables
-from tests.unit.snapshot_states import all_rows
+from tests.unit.run_states import all_rows
 
 TABLE = TableDef("t", 1, kvemb.optim.sgd(1.0), kvemb.init.zeros())
 OTHER = TableDef("free", 1, kvemb.optim.sgd(1.0), kvemb.init.zeros())
@@ -87,7 +87,8 @@ class Shard:
         tickets = [PartTicket(next(self._sequences), 0, 0) for _ in parts]
         received = [ReceivedPart((rows_of(ids), rows_of(ids, OTHER)), ticket) for ids, ticket in zip(parts, tickets, strict=True)]
         pushes = [Push(f"t{number}", number, 1, (part,)) for number, part in enumerate(received, start=1)]
-        self._number(merge_pushes(self.admissions.admit(pushes, len(self.journal) + 1, self.unapplied), sync=False))
+        held_back = self.admissions.judge(pushes, len(self.journal) + 1, self.unapplied)
+        self._number(merge_pushes(pushes, sync=False, held_back=held_back))
         return [ticket.held_back for ticket in tickets]
 
     def change(self, kind: str, ids: list[int]) -> None:
@@ -231,7 +232,7 @@ def test_a_sync_step_is_decided_by_the_newest_policies_that_one_of_its_trainers_
     pushes = [Push(f"t{number}", number, 1, (part,)) for number, part in enumerate(parts, start=1)]
     for sync, expected in ((True, 7), (False, 0)):
         asked.clear()
-        Admissions(policies, Tables([]), sync=sync).admit(pushes, 1, list)
+        merge_pushes(pushes, sync=sync, held_back=Admissions(policies, Tables([]), sync=sync).judge(pushes, 1, list))
         assert set(asked) == {expected}
 
 

@@ -19,6 +19,7 @@ from paramserver.engine.storage_pace import LEAST_BYTES, AheadOfIndex, Pace, Pau
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch
 from paramserver.model.tables import Tables
 from paramserver.model.transition import Replay, Timeline
+from paramserver.row_log.sorted_run import ERASED, ROWS
 from tests.unit.engine_storage import ADAM, SGD, Storage, make_store, never, read, rows
 from tests.unit.lonely_engine import ALONE, NoRepair
 from tests.unit.memory_nodes import unused_nodes
@@ -231,9 +232,9 @@ def test_rows_of_a_load_are_written_and_erased_in_smaller_pieces_too(monkeypatch
     records = ADAM.record.encode(ids, make_version(2, 0), np.ones((len(ids), 2), np.float32), np.zeros((len(ids), 4), np.float32))
     store.most_rows = storage_pace.LEAST_BYTES // size
     rows_out = UnconditionalWriter(store, 5.0, lambda error, pause_s: waited.append(pause_s), ALONE)
-    rows_out.write(ADAM, ids, records)
+    rows_out.store(ADAM, (ROWS, ADAM.order.keys(ids), records))
     assert waited
-    rows_out.erase(ADAM, ids[:900])
+    rows_out.store(ADAM, (ERASED, ADAM.order.keys(ids[:900]), records[:0]))
     store.most_rows = 1 << 60
     found, versions, _ = read(store, ADAM, IDS)
     assert found.tolist() == [False] * 900 + [True] * 100
@@ -257,6 +258,6 @@ def test_a_load_waits_for_a_node_that_goes_away_while_another_programs_value_is_
 
     store.spoil = spoil
     monkeypatch.setattr(store.repair, "make_way", make_way)
-    UnconditionalWriter(store, 5.0, lambda error, pause_s: waited.append(error), ALONE).write(ADAM, ids, records)
+    UnconditionalWriter(store, 5.0, lambda error, pause_s: waited.append(error), ALONE).store(ADAM, (ROWS, ADAM.order.keys(ids), records))
     assert (len(waited), answers) == (1, [])
     assert versions_of(store, IDS) == [make_version(2, 0)]

@@ -21,8 +21,7 @@ from paramserver.lifecycle.join_cluster import StorageWait, join_cluster, keep_i
 from paramserver.recovery import claim_shard as claims
 from paramserver.recovery.claim_shard import EPOCH, Claim, claim_shard, read_epoch, require_owner
 from paramserver.recovery.start_report import StartReport
-from paramserver.row_log.saved_state import STATE, SavedState
-from paramserver.row_log.state_file import LoggedTable, RunEntry, ShardState, decode_state, encode_state
+from paramserver.row_log.state_file import STATE, LoggedTable, RunEntry, SavedState, ShardState, decode_state, encode_state
 from paramserver.shard_process.data_dir import DataDir
 
 _NUMBERS = count()
@@ -115,14 +114,6 @@ def test_a_start_that_cannot_reach_the_nodes_leaves_them_behind_the_folder_and_t
         claim_shard(store, data, 0, first.cluster_id, 5)
     assert (read_epoch(data), stored_epoch(nodes)) == (2, 1)
     assert start(nodes, data).epoch == 3
-
-
-def test_a_shard_that_is_to_take_slots_starts_above_the_epoch_of_their_giver(folder: Folder, tmp_path: Path) -> None:
-    nodes, data = addresses(), folder(tmp_path, 0)
-    first = start(nodes, data)
-    assert claim_shard(opened_store(nodes), data, 0, first.cluster_id, 5, above=6).epoch == 7
-    assert (read_epoch(data), stored_epoch(nodes)) == (7, 7)
-    assert start(nodes, data).epoch == 8
 
 
 def test_a_process_does_not_rise_above_another_one_that_has_claimed_its_number_from_another_folder(folder: Folder, tmp_path: Path) -> None:

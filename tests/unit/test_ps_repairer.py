@@ -1,18 +1,20 @@
 """Repair of lost nodes and rows against storage in memory: every row comes back with the very bytes it had."""
 
+import errno
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 from memory_store import memory_node
 
-from kvemb.errors import DeadlineExceededError, FencedError, LostRowError, NodeLostError, StorageError
+from kvemb.errors import DeadlineExceededError, FencedError, FolderUnavailableError, LostRowError, NodeLostError, StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import make_version
 from kvemb.stores.row_io import ReadPart, WritePart
 from paramserver.engine.storage_pace import NO_BATCH, AheadOfIndex
 from paramserver.model.batch import APPLY, ERASE, Batch, CheckedRows
 from paramserver.row_log import WantedVersions
+from paramserver.shard_process.data_dir import for_writes
 from tests.unit.repairing_shard import ADAM, IDS, SGD, Shard, addresses, fail, provision
 
 
@@ -177,6 +179,31 @@ def test_a_process_that_was_taken_over_restores_nothing_over_its_successor(shard
     with pytest.raises(FencedError):
         shard.repairer.nodes(NO_BATCH, fail)
     assert not any(len(key) == 14 for key in memory_node(shard.store.nodes.addresses[0]).values)
+
+
+def test_a_repair_waits_while_the_shards_own_folder_is_away_and_writes_nothing(shard: Shard) -> None:
+    before, node = shard.read(ADAM, IDS)[1], memory_node(shard.store.nodes.addresses[0])
+    rows = CheckedRows(ADAM, IDS[:50], np.ones((50, 2), np.float32), np.empty(0, np.uint64), ADAM.optimizer.check_hyper({}))
+    away, waited = [True], list[str]()
+
+    def still_ours() -> None:
+        if away[0]:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", "/data/shard-0/epoch")
+
+    def pause(error: StorageError, pause_s: float) -> None:
+        assert not any(len(key) == 14 for key in node.values)
+        waited.append(str(error))
+        away[0] = len(waited) < 3
+
+    shard.repairer._still_ours = for_writes(still_ours)
+    shard.store.rows.erase([WritePart(ADAM.keys(IDS[:20], pages=False), np.empty((0, 0), np.uint8))], Deadline.after(5))
+    with pytest.raises(FolderUnavailableError, match="/data/shard-0/epoch: No such file or directory"):
+        shard.repairer.rows(Batch(APPLY, (rows,)), NO_BATCH)
+    node.flush()
+    shard.repairer.nodes(NO_BATCH, pause)
+    assert len(waited) == 3
+    shard.repairer.rows(Batch(APPLY, (rows,)), NO_BATCH)
+    assert shard.read(ADAM, IDS)[1].tobytes() == before.tobytes()
 
 
 def test_a_row_that_cannot_be_reconstructed_keeps_its_node_out_of_use(shard: Shard) -> None:

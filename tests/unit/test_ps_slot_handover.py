@@ -35,7 +35,7 @@ from paramserver.row_log import Reconstructor, Runs, WantedVersions
 from paramserver.row_log.log_flush import LogFlush, from_storage
 from paramserver.row_log.state_file import ShardState
 from tests.unit.lonely_engine import ALONE
-from tests.unit.snapshot_states import all_rows, present, saved_in
+from tests.unit.run_states import all_rows, present, saved_in
 
 _NUMBERS = count()
 ADAM = TableDef("adam", 2, kvemb.optim.adam(lr=0.1), kvemb.init.uniform(), tag_attempt=1)
@@ -46,7 +46,7 @@ EVERY = np.ones(N_SLOTS, bool)
 
 
 class Shard:
-    """One of two shards on the same storage: engine, journal, local snapshot, saved state, without threads."""
+    """One of two shards on the same storage: engine, journal, row log, saved state, without threads."""
 
     def __init__(self, folder: Path, nodes: tuple[str, ...], number: int, *, on_disk: bool = False) -> None:
         self.folder, self.nodes, self.number, self.on_disk = folder, nodes, number, on_disk
@@ -72,7 +72,7 @@ class Shard:
         self.reconstructor = Reconstructor(lambda: self.runs.view, self.journal, find_table)
         self.read = from_storage(self.store, 5)
         self.given = GivenRows(self.tables, lambda: self.applied)
-        self.giver = SlotGiver(self.tables, self.runs, self.given, self.state, lambda: self.applied)
+        self.giver = SlotGiver(self.tables, self.runs, self.given, self.state)
         self.taker = SlotTaker(self.tables, self.runs, self.read, self.state, epoch=lambda: self.epoch, ages=RowAges())
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class Shard:
         return make_version(self.epoch, self.engine.k)
 
     def save(self) -> None:
-        self.runs.save(self.state())
+        self.runs.publish([], self.state())
 
     def state(self) -> ShardState:
         assert self.journal is not None
@@ -103,7 +103,7 @@ class Shard:
         self.journal.commit()
         self.engine.run(batch, version, never)
 
-    def snapshot(self) -> None:
+    def flush(self) -> None:
         flush = LogFlush(self.runs, self.tables, self.read, lambda: self.applied)
         for _ in chain(flush.steps(self.state), flush.merges()):
             pass
@@ -112,7 +112,7 @@ class Shard:
         return set(all_rows(self.tables.state(table))[0].tolist())
 
     def check(self) -> None:
-        """Every row that the index knows lies in storage at its version, and comes out of journal and snapshot as it lies there."""
+        """Every row that the index knows lies in storage at its version, and comes out of journal and row log as it lies there."""
         for table in TABLES.values():
             state = self.tables.state(table)
             ids, versions = all_rows(state)
@@ -196,7 +196,7 @@ def test_rows_taken_before_the_first_flush_are_known_after_a_restart_that_leaves
     assert taker.known(ADAM) == set(IDS.tolist())
     assert taker.tables.state(ADAM).n_rows == len(IDS)
     taker.check()
-    taker.snapshot()
+    taker.flush()
     taker.check()
     for shard in (giver, taker):
         shard.close()
@@ -334,7 +334,7 @@ def test_a_row_that_was_erased_elsewhere_and_created_here_anew_is_not_made_from_
     hand_over(second, first, EVERY)
     first.run(APPLY, ADAM, [1, 2], 0.25)
     first.check()
-    first.snapshot()
+    first.flush()
     first.check()
 
 
@@ -342,7 +342,7 @@ def test_a_giver_whose_disk_is_full_when_it_drops_rows_still_knows_all(pair: tup
     giver, _ = pair
     giver.run(APPLY, ADAM, IDS.tolist())
     giver.run(ERASE, ADAM, [3])
-    giver.snapshot()
+    giver.flush()
     giver.run(APPLY, ADAM, [3, 4])
     giver.save()
 
@@ -371,7 +371,7 @@ def test_what_a_hand_over_writes_is_of_the_rows_that_move_whatever_the_number_of
         for start in range(0, 40_000, 10_000):
             mine = np.arange(start, start + 10_000) + 100_000 * shard.number
             shard.run(APPLY, ADAM, mine.tolist())
-        shard.snapshot()
+        shard.flush()
         shard.save()
     moving = np.zeros(N_SLOTS, bool)
     moving[:100] = True
@@ -392,7 +392,7 @@ STEPS = st.lists(
     st.one_of(
         st.tuples(st.sampled_from([APPLY, APPLY, ASSIGN, ERASE]), st.sampled_from(sorted(TABLES)), st.sets(st.sampled_from(IDS.tolist()))),
         st.tuples(st.just("hand over"), st.sampled_from([0, 1]), st.sampled_from([0, 1])),
-        st.tuples(st.sampled_from(["snapshot", "start", "save"]), st.sampled_from([0, 1]), st.none()),
+        st.tuples(st.sampled_from(["flush", "start", "save"]), st.sampled_from([0, 1]), st.none()),
     ),
     min_size=4,
     max_size=25,
@@ -415,8 +415,8 @@ def test_slots_that_go_back_and_forth_lose_and_mistake_no_row(
                 slots = some_slots(one) & (owner == other)
                 hand_over(shards[other], shards[1 - other], slots)
                 owner[slots] = 1 - other
-            elif what == "snapshot":
-                shards[one].snapshot()
+            elif what == "flush":
+                shards[one].flush()
             elif what == "start":
                 shards[one].save()
                 shards[one].start()

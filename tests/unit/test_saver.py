@@ -43,7 +43,7 @@ from paramserver.row_log import Runs, sorted_run
 from paramserver.row_log.log_flush import LogFlush, from_storage
 from paramserver.row_log.state_file import ShardState
 from tests.unit.lonely_engine import ALONE
-from tests.unit.snapshot_states import all_rows, present, saved_in
+from tests.unit.run_states import all_rows, present, saved_in
 
 USER = TableDef("user", 3, optim.adam(lr=0.1), uniform())
 ITEM = TableDef("item", 2, optim.sgd(lr=1.0), uniform(), dtype="bfloat16")
@@ -66,7 +66,7 @@ class Shard:
     def begin_epoch(self, epoch: int, k: int) -> None:
         """Be a new process."""
         if k:
-            self.runs.save(self.present())
+            self.runs.publish([], self.present())
             self.journal.close()
             self.runs.close()
         self.journal = Journal(self.folder / "journal", "os")

@@ -7,7 +7,7 @@ import pytest
 from kvemb.errors import FencedError, JournalFullError
 from paramserver.row_log import Runs
 from paramserver.row_log.run_writer import RunWriter
-from tests.unit.snapshot_states import TABLE, State, check, count, in_order, log_in, publish, records, small_blocks, u64
+from tests.unit.run_states import TABLE, State, check, count, in_order, log_in, publish, records, small_blocks, u64
 
 __all__ = ["small_blocks"]  # the fixture
 

@@ -1,4 +1,4 @@
-"""Rows reconstructed from snapshot and journal have, bit for bit, the values that the engine wrote."""
+"""Rows reconstructed from row log and journal have, bit for bit, the values that the engine wrote."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,10 +27,10 @@ from paramserver.model.tables import Tables, TableState
 from paramserver.model.transition import Timeline
 from paramserver.optim import Optimizer
 from paramserver.row_log import Reconstructor, Runs, WantedVersions, log_flush, reconstruct, reconstruct_rounds, sorted_run
-from paramserver.row_log.log_flush import FlushProgress, LogFlush, from_storage
+from paramserver.row_log.log_flush import LogFlush, from_storage
 from paramserver.row_log.reconstruct_rounds import Rounds
 from tests.unit.lonely_engine import ALONE
-from tests.unit.snapshot_states import all_rows, present, saved_in
+from tests.unit.run_states import all_rows, present, saved_in
 
 _NUMBERS = count()
 MOMENTUM = TableDef("momentum", 3, kvemb.optim.sgd(0.5, momentum=0.9, nesterov=True), kvemb.init.normal(std=1.0), seed=4)
@@ -48,7 +48,7 @@ def find(name: str, schema: int) -> TableDef:
 
 
 class Shard:
-    """Engine, storage in memory, journal and snapshots, without threads."""
+    """Engine, storage in memory, journal and row log, without threads."""
 
     def __init__(self, folder: Path, cache_bytes: int = 0) -> None:
         number = next(_NUMBERS)
@@ -93,14 +93,15 @@ class Shard:
     def applied(self) -> int:
         return make_version(self.epoch, self.engine.k)
 
-    def flush(self) -> Iterator[FlushProgress]:
+    def flushing(self) -> Iterator[None]:
         flush = LogFlush(self.runs, self.tables, from_storage(self.store, 5), lambda: self.applied)
         yield from flush.steps(lambda: present(self.saved, self.tables, self.applied, self.position))
+        self.flushed = flush.n_rows, flush.size_bytes
         self.merging = chain(self.merging, flush.merges())
 
-    def snapshot(self, between: Callable[[], None] = lambda: None) -> None:
+    def flush(self, between: Callable[[], None] = lambda: None) -> None:
         position = self.position
-        for _ in self.flush():
+        for _ in self.flushing():
             between()
             next(self.merging, None)  # of the flush before: it goes on while this one is taken
         self.journal.discard_before(Position(position.segment + 1, 0))  # the position's own segment stays otherwise
@@ -177,53 +178,55 @@ def test_a_row_stops_at_the_version_asked_for(shard: Shard, table: TableDef) -> 
         assert shard.made(shard.tables.state(table), ids, versions).tobytes() == records
 
 
-def test_a_row_erased_before_the_snapshot_and_created_again_behind_it_begins_anew(shard: Shard) -> None:
+def test_a_row_erased_before_a_flush_and_created_again_behind_it_begins_anew(shard: Shard) -> None:
     shard.run(APPLY, rows(ADAM, [1, 2]))
-    shard.snapshot()
+    shard.flush()
     shard.run(ERASE, gone(ADAM, [1]))
     shard.run(APPLY, rows(ADAM, [2, 3], 0.5))
-    shard.snapshot()
+    shard.flush()
     assert len(list(shard.journal.read())) == 1  # the erase is not among them
     shard.run(APPLY, rows(ADAM, [1, 2], 0.5))
     shard.check()
 
 
-def test_a_row_created_again_while_the_snapshot_is_taken_begins_anew(shard: Shard) -> None:
+def test_a_row_created_again_while_the_log_is_flushed_begins_anew(shard: Shard) -> None:
     shard.run(APPLY, rows(ADAM, [1, 2]), rows(HALF, [1, 2]))
-    shard.snapshot()
+    shard.flush()
     shard.run(ERASE, gone(ADAM, [1]))
     shard.run(ERASE, gone(HALF, [1]))
     # With the first step the rows of adam in older runs have been looked at, those of half have not.
     again = iter([lambda: shard.run(APPLY, rows(ADAM, [1], 0.5), rows(HALF, [1], 0.5))])
-    shard.snapshot(lambda: next(again, lambda: None)())
+    shard.flush(lambda: next(again, lambda: None)())
     shard.check()
     shard.run(APPLY, rows(ADAM, [1], 0.25), rows(HALF, [1], 0.25))
     shard.check()
 
 
-def test_after_a_snapshot_the_journal_is_not_needed(shard: Shard) -> None:
+def test_after_a_flush_the_journal_is_not_needed(shard: Shard) -> None:
     shard.run(APPLY, rows(ADAM, [1, 2]), rows(HALF, [7]))
-    shard.snapshot()
+    shard.flush()
     shard.journal.read = None  # type: ignore[method-assign]
     shard.check()
 
 
-def test_only_rows_newer_than_the_last_snapshot_are_written(shard: Shard) -> None:
+def test_only_rows_newer_than_the_last_flush_are_written(shard: Shard) -> None:
     shard.run(APPLY, rows(ADAM, list(range(20))))
-    first = list(shard.flush())[-1]
+    shard.flush()
+    n_first, first_bytes = shard.flushed
     shard.run(APPLY, rows(ADAM, [3, 4, 99]))
-    second = list(shard.flush())[-1]
-    assert (first.n_rows, second.n_rows) == (20, 3)
-    assert 0 < second.size_bytes < first.size_bytes
+    shard.flush()
+    n_second, second_bytes = shard.flushed
+    assert (n_first, n_second) == (20, 3)
+    assert 0 < second_bytes < first_bytes
     shard.check()
 
 
-def test_a_snapshot_that_is_given_up_leaves_the_one_before_it(shard: Shard) -> None:
+def test_a_flush_that_is_given_up_leaves_the_log_as_it_was(shard: Shard) -> None:
     shard.run(APPLY, rows(ADAM, [1, 2]))
-    shard.snapshot()
+    shard.flush()
     cut, files = shard.runs.cut, sorted((shard.folder / "snapshot").glob("*.run"))
     shard.run(APPLY, rows(ADAM, [2, 3]))
-    steps = shard.flush()
+    steps = shard.flushing()
     next(steps)
     steps.close()
     shard.check()
@@ -232,14 +235,14 @@ def test_a_snapshot_that_is_given_up_leaves_the_one_before_it(shard: Shard) -> N
     shard.check()
 
 
-def test_a_row_that_storage_lost_stops_the_snapshot(shard: Shard) -> None:
+def test_a_row_that_storage_lost_stops_the_flush(shard: Shard) -> None:
     shard.run(APPLY, rows(ADAM, [1, 2]))
     for address in shard.store.nodes.addresses:
         node = memory_node(address)
         for key in [key for key in node.values if key.startswith(ADAM.tag)]:
             del node.values[key]
     with pytest.raises(LostRowError, match=r"'adam', id 1: no row in storage, expected version \(1, 1\)"):
-        shard.snapshot()
+        shard.flush()
     assert shard.runs.cut == 0
     assert list((shard.folder / "snapshot").glob("*.run")) == []
 
@@ -248,7 +251,7 @@ def test_rows_are_taken_from_the_cache(tmp_path: Path) -> None:
     shard = Shard(tmp_path, cache_bytes=1 << 20)
     shard.run(APPLY, rows(ADAM, [1, 2]))
     shard.store.rows.read, read = None, shard.store.rows.read  # type: ignore[method-assign, assignment]
-    shard.snapshot()
+    shard.flush()
     shard.store.rows.read = read  # type: ignore[method-assign]
     shard.check()
     shard.journal.close()
@@ -260,33 +263,33 @@ def test_a_version_that_cannot_be_reached_is_a_lost_row(shard: Shard) -> None:
     state = shard.tables.state(ADAM)
     for row_id, version, got in ((1, 7, r"version \(1, 1\)"), (3, 1, "no row"), (2**64 - 2, 9, r"version \(1, 1\)")):
         shown = row_id if row_id < 100 else -2
-        with pytest.raises(LostRowError, match=rf"'adam', id {shown}: .* give {got}, expected version \(1, {version}\)"):
+        with pytest.raises(LostRowError, match=rf"'adam', id {shown}: {got} by row log and journal, expected version \(1, {version}\)"):
             shard.made(state, np.array([row_id], np.uint64), np.array([make_version(1, version)], np.uint64))
 
 
-def test_an_older_version_than_the_snapshot_has_is_lost(shard: Shard) -> None:
+def test_an_older_version_than_the_log_has_is_lost(shard: Shard) -> None:
     shard.run(APPLY, rows(ADAM, [1]))
     ids, old = shard.existing(ADAM)
     shard.run(APPLY, rows(ADAM, [1]))
-    shard.snapshot()
+    shard.flush()
     state = shard.tables.state(ADAM)
-    with pytest.raises(LostRowError, match=r"give version \(1, 2\), expected version \(1, 1\)"):
+    with pytest.raises(LostRowError, match=r"version \(1, 2\) by row log and journal, expected version \(1, 1\)"):
         shard.made(state, ids, old)
 
 
 def test_a_row_that_is_gone_is_lost(shard: Shard) -> None:
     shard.run(APPLY, rows(ADAM, [1]))
     ids, old = shard.existing(ADAM)
-    shard.snapshot()
+    shard.flush()
     shard.run(ERASE, gone(ADAM, [1]))
-    shard.snapshot()
-    with pytest.raises(LostRowError, match="give no row"):
+    shard.flush()
+    with pytest.raises(LostRowError, match="no row by row log"):
         shard.made(shard.tables.state(ADAM), ids, old)
 
 
-def test_a_row_erased_while_the_snapshot_is_taken_is_not_made_from_its_first_value(shard: Shard) -> None:
+def test_a_row_erased_while_the_log_is_flushed_is_not_made_from_its_first_value(shard: Shard) -> None:
     shard.run(APPLY, rows(ADAM, [1]), rows(HALF, [1]))
-    shard.snapshot()
+    shard.flush()
     shard.run(APPLY, rows(ADAM, [1]))
     seen: list[tuple[np.ndarray, np.ndarray]] = []
 
@@ -296,13 +299,13 @@ def test_a_row_erased_while_the_snapshot_is_taken_is_not_made_from_its_first_val
             seen.append(shard.existing(HALF))
             shard.run(ERASE, gone(HALF, [1]))
 
-    shard.snapshot(change_and_erase)
-    with pytest.raises(LostRowError, match="give no row"):  # not: a new row with one apply, which has that version too
+    shard.flush(change_and_erase)
+    with pytest.raises(LostRowError, match="no row by row log"):  # not: a new row with one apply, which has that version too
         shard.made(shard.tables.state(HALF), *seen[0])
     shard.check()
 
 
-def test_a_journal_that_does_not_reach_back_to_the_snapshot_is_refused(shard: Shard) -> None:
+def test_a_journal_that_does_not_reach_back_to_the_log_is_refused(shard: Shard) -> None:
     shard.engine.k = 5  # five batches that the journal lacks
     shard.run(APPLY, rows(ADAM, [1]))
     ids, versions = shard.existing(ADAM)
@@ -330,7 +333,7 @@ def test_after_a_load_nothing_of_the_journal_before_it_is_replayed(shard: Shard)
 
 def test_a_row_erased_before_its_slice_is_not_made_from_what_the_journal_still_has(shard: Shard) -> None:
     shard.run(APPLY, rows(ADAM, [1]), rows(HALF, [1]))
-    shard.snapshot()
+    shard.flush()
     shard.run(APPLY, rows(ADAM, [1]), rows(HALF, [2]))
     seen: list[tuple[np.ndarray, np.ndarray]] = []
 
@@ -341,8 +344,8 @@ def test_a_row_erased_before_its_slice_is_not_made_from_what_the_journal_still_h
             seen.append((ids[ids == 2], versions[ids == 2]))
             shard.run(ERASE, gone(HALF, [2]))
 
-    shard.snapshot(change_and_erase)
-    with pytest.raises(LostRowError, match="give no row"):
+    shard.flush(change_and_erase)
+    with pytest.raises(LostRowError, match="no row by row log"):
         shard.made(shard.tables.state(HALF), *seen[0])
     shard.check()
 
@@ -387,9 +390,9 @@ def test_updates_that_wait_are_bounded_in_memory(shard: Shard, monkeypatch: pyte
     assert 300 < max(waiting) < 800
 
 
-def test_a_full_disk_leaves_the_snapshot_before_it(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_log_before_it(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
     shard.run(APPLY, rows(ADAM, [1, 2]))
-    shard.snapshot()
+    shard.flush()
     shard.run(APPLY, rows(ADAM, [2, 3]))
 
     def full(*_: object) -> None:
@@ -399,11 +402,11 @@ def test_a_full_disk_leaves_the_snapshot_before_it(shard: Shard, monkeypatch: py
         with monkeypatch.context() as patch:
             patch.setattr(f"paramserver.{name}", full)
             with pytest.raises(JournalFullError, match="No space left"):
-                shard.snapshot()
+                shard.flush()
         shard.check()
         shard.reopen()
         shard.check()
-    shard.snapshot()
+    shard.flush()
     shard.check()
     assert len(list((shard.folder / "snapshot").glob("*.run"))) <= 3
 
@@ -413,7 +416,7 @@ def test_a_full_disk_leaves_the_snapshot_before_it(shard: Shard, monkeypatch: py
 _TABLE = st.sampled_from(["adam", "half"])
 _ID_LIST = st.lists(st.sampled_from(IDS), min_size=1, max_size=4, unique=True)
 _CHANGE = st.tuples(st.sampled_from([APPLY] * 5 + [ASSIGN, ERASE, ERASE]), _TABLE, _ID_LIST, st.floats(-2, 2, width=32))
-_STEP = st.one_of(_CHANGE, st.sampled_from(["snapshot"] * 4 + ["reopen", "give up"]))
+_STEP = st.one_of(_CHANGE, st.sampled_from(["flush"] * 4 + ["reopen", "give up"]))
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -435,12 +438,12 @@ def test_whatever_happened_every_row_is_made_anew(tmp_path_factory: pytest.TempP
                 change(*one)
 
         for step in steps:
-            if step == "snapshot":
-                shard.snapshot(maybe_change)
+            if step == "flush":
+                shard.flush(maybe_change)
             elif step == "reopen":
                 shard.reopen()
             elif step == "give up":
-                unfinished = shard.flush()
+                unfinished = shard.flushing()
                 next(unfinished, None)
                 maybe_change()
                 next(unfinished, None)

@@ -20,9 +20,8 @@ from paramserver.journal import START, Position
 from paramserver.model.tables import Tables, TableState
 from paramserver.row_log import Runs, sorted_run
 from paramserver.row_log.run_writer import RunWriter
-from paramserver.row_log.saved_state import STATE, SavedState
 from paramserver.row_log.sorted_run import ERASED, ROWS, SortedRun
-from paramserver.row_log.state_file import LoggedTable, ShardState, decode_state
+from paramserver.row_log.state_file import STATE, LoggedTable, SavedState, ShardState, decode_state
 from paramserver.shard_process.data_dir import replace_privately, sweep
 
 TABLE = TableDef("t", 2, kvemb.optim.sgd(0.5), kvemb.init.zeros())
@@ -57,7 +56,7 @@ def add(writer: RunWriter, state: State) -> None:
 
 def encoded(state: State) -> bytes:
     with TemporaryDirectory() as folder:
-        writer = RunWriter(path := Path(folder) / "run", 1, TABLE, RECORD.size_bytes)
+        writer = RunWriter(path := Path(folder) / "run", 1, TABLE)
         add(writer, state)
         if writer.finish() is None:
             writer.drop()
@@ -149,7 +148,7 @@ def present(saved: SavedState, tables: Tables, version: int, journal: Position =
     """Return the state of a shard that has applied its batches up to a version."""
     epoch, k = split_version(version)
     logged = tuple(replace(saved.now.of(one.definition), step=one.step, n_rows=one.n_rows) for one in tables.all())
-    return replace(saved.now, epoch=epoch, k=k, tables=logged, journal=(journal.segment, journal.offset))
+    return replace(saved.now, epoch=epoch, k=k, tables=logged, journal=journal)
 
 
 def all_rows(state: TableState) -> tuple[np.ndarray, np.ndarray]:
@@ -170,7 +169,7 @@ def publish(runs: Runs, state: State, cut: int) -> None:
 
 def check(runs: Runs, wanted: State) -> None:
     ids = list(range(15))
-    base = runs.find(TABLE, u64(ids))
+    base = runs.view.find(TABLE, u64(ids))
     assert base.exists.tolist() == [wanted.get(i, (0, False))[1] for i in ids]
     live = [i for i in ids if base.exists[i]]
     assert base.versions[live].tolist() == [wanted[i][0] for i in live]

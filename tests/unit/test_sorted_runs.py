@@ -24,10 +24,9 @@ from kvemb.schema.table_def import TableDef
 from paramserver.row_log import run_set
 from paramserver.row_log.run_merge import merge_from, merged
 from paramserver.row_log.run_writer import RunWriter
-from paramserver.row_log.saved_state import STATE
 from paramserver.row_log.sorted_run import ERASED, FORMAT_VERSION, ROWS, SortedRun
-from paramserver.row_log.state_file import LoggedTable, RunEntry, ShardState, encode_state
-from tests.unit.snapshot_states import (
+from paramserver.row_log.state_file import STATE, LoggedTable, RunEntry, ShardState, encode_state
+from tests.unit.run_states import (
     FEW_STATES,
     RECORD,
     STATES,
@@ -154,7 +153,7 @@ def test_a_page_that_was_torn_is_noticed_by_the_first_look_at_it(tmp_path: Path)
 def test_a_disk_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = log_in(tmp_path)
     publish(runs, {1: (5, True)}, 9)
-    runs.find(TABLE, u64([]))  # opens the run
+    runs.view.find(TABLE, u64([]))  # opens the run
 
     def fail(*_: int) -> bytes:
         raise OSError(5, "Input/output error")
@@ -246,7 +245,7 @@ def test_a_row_and_its_erase_in_one_run_are_told_apart_by_their_versions(tmp_pat
     writer.add_rows(u64(both), records(both, [{1: 10, 2: 30}[i] for i in both]))
     writer.add_erased(u64(both), u64([20, 20]))
     count(runs, [writer], 5)
-    base = runs.find(TABLE, u64([1, 2]))
+    base = runs.view.find(TABLE, u64([1, 2]))
     assert (base.exists.tolist(), base.versions.tolist()) == ([False, True], [20, 30])
     runs.close()
 
@@ -306,7 +305,7 @@ def test_a_state_that_may_not_be_durable_keeps_both_logs_files(tmp_path: Path, m
 
     old = (tmp_path / STATE).read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr("tests.unit.snapshot_states.sync_folder", fail)
+        patch.setattr("tests.unit.run_states.sync_folder", fail)
         with pytest.raises(Exception, match="Input/output error"):
             list(runs.merge(TABLE))
     check(runs, {1: (7, True)})
@@ -357,7 +356,7 @@ def test_records_of_other_ids_are_refused(tmp_path: Path) -> None:
     writer.add_rows(u64(in_order([1, 2])), records([{1: 1, 2: 3}[i] for i in in_order([1, 2])], [5, 5]))
     count(runs, [writer], 5)
     with pytest.raises(RecordError, match="id 2"):
-        runs.find(TABLE, u64([1, 2]))
+        runs.view.find(TABLE, u64([1, 2]))
     runs.close()
 
 
@@ -402,7 +401,7 @@ def test_runs_of_the_release_before_are_brought_into_order_once(
             check(runs, newest(history))
             assert runs.cut == 7
             if saves:
-                runs.save(runs._saved.now)
+                runs.publish([], runs._saved.now)
             runs.close()
     assert {path.read_bytes()[8] for path in folder.glob("*.run")} <= {FORMAT_VERSION}
 
@@ -452,7 +451,7 @@ def test_a_disk_that_fails_while_more_is_written_fails_the_run(tmp_path: Path) -
         return future
 
     definition = TableDef("t", 64, kvemb.optim.adam(), kvemb.init.zeros())
-    writer = RunWriter(tmp_path / "1.run", 1, definition, definition.record.size_bytes, later)
+    writer = RunWriter(tmp_path / "1.run", 1, definition, later)
     keys = np.arange(30_000, dtype=np.uint64)
 
     def write() -> None:
