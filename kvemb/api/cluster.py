@@ -515,9 +515,11 @@ class Cluster:
         from kvemb.api.cluster_feed import open_feed
 
         servers = self._shared.require_shards("feed").servers
+        if isinstance(tables, str):
+            raise InvalidInputError(f"feed: tables is the text {tables!r}; give a list of names: [{tables!r}], or None for all tables")
         names = None if tables is None else tuple(map(check_table_name, tables))
         feed = open_feed(
-            servers, self.table, names, from_, weights=weights, max_mb=max_mb, away_timeout_s=self._config.servers.away_timeout_s
+            servers, self._tables.look_up, names, from_, weights=weights, max_mb=max_mb, away_timeout_s=self._config.servers.away_timeout_s
         )
         self._feeds.add(feed)
         return feed
