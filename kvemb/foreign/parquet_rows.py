@@ -45,9 +45,8 @@ class ParquetRows:
                 if chosen.ids is None:
                     _refuse_unnamed_ids(parquet.schema_arrow, {chosen.weights, *(name for name, _ in self._state)}, self.where)
                 if self.n_rows and chosen != self._names:
-                    raise ForeignRowsError(
-                        f"{self.where}: has its rows or ids in other columns than the file before it: {chosen}, {self._names}"
-                    )
+                    got, before = ((of.ids or "none", of.weights) for of in (chosen, self._names))
+                    raise ForeignRowsError(f"{self.where}: has other columns (ids, weights) than the file before it: {got}, {before}")
                 self._names = chosen
                 self.n_rows += parquet.metadata.num_rows
 
