@@ -112,7 +112,7 @@ def test_sixteen_policies_are_combined_and_no_more() -> None:
 
 @pytest.mark.parametrize("combine", [lambda a, b: a and b, lambda a, b: a or b, lambda a, b: not a])
 def test_policies_are_not_combined_by_words_that_would_take_one_of_them(combine: Callable[[Eviction, Eviction], object]) -> None:
-    with pytest.raises(InvalidInputError, match="combine policies by & and |"):
+    with pytest.raises(InvalidInputError, match=r"combine policies by & and \|, not by"):
         combine(evict.keep(10), evict.older_than(days=1))
 
 
