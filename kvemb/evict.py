@@ -70,6 +70,10 @@ class Eviction:
     def __and__(self, other: object) -> "Eviction":
         return self._with("all_of", other) if isinstance(other, Eviction) else NotImplemented
 
+    def __bool__(self) -> bool:
+        """Refuse `and`, `or` and `not`: of two policies they would silently take one."""
+        raise InvalidInputError(f"eviction {self} is neither true nor false: combine policies by & and |, not by `and` and `or`")
+
     def _with(self, kind: str, other: "Eviction") -> "Eviction":
         sides = [one.of if one.kind == kind else (one,) for one in (self, other)]
         return Eviction(kind, of=(*sides[0], *sides[1]))

@@ -481,9 +481,9 @@ class Cluster:
         table: str,
         source: str | os.PathLike[str] | RowArrays | Iterable[RowArrays],
         *,
-        ids: str | None = None,
-        weights: str | None = None,
-        state: str | Mapping[str, str] | None = None,
+        ids: str | os.PathLike[str] | None = None,
+        weights: str | os.PathLike[str] | None = None,
+        state: str | os.PathLike[str] | Mapping[str, str] | None = None,
         format: str = "",
         resume: bool = False,
         timeout_s: float | None = None,
@@ -497,7 +497,8 @@ class Cluster:
         Args:
             table: its name; it exists.
             source: a path or any fsspec URL. Or (ids, weights) or (ids, weights, state) as arrays, or any iterable of such blocks: of
-                an id that comes again the later row holds, and no block is looked at before its turn.
+                an id that comes again the later row holds, and no block is looked at before its turn; a list of blocks is verified first,
+                as a file is.
             ids: which array of the file holds the ids, integers or text, which is hashed as by `kvemb.hash_ids`. Unless given, it is
                 that named "id"; where there is none, row i is id i, unless a Parquet file has other columns that could be ids. Of npy all
                 names are those of further files.
@@ -518,7 +519,11 @@ class Cluster:
         from kvemb.api.row_import import import_rows
         from kvemb.foreign.foreign_rows import ArrayNames
 
-        names = ArrayNames(ids, weights, state)
+        names = ArrayNames(
+            None if ids is None else os.fspath(ids),
+            None if weights is None else os.fspath(weights),
+            state if state is None or isinstance(state, Mapping) else os.fspath(state),
+        )
         return import_rows(self.table(table), source, names, file_format=format, resume=resume, timeout_s=timeout_s, progress=progress)
 
     def export_rows(
@@ -527,7 +532,7 @@ class Cluster:
         url: str | os.PathLike[str],
         *,
         format: str = "",
-        ids: str | None = None,
+        ids: str | os.PathLike[str] | None = None,
         dtype: str = "",
         progress: ExportProgress | None = None,
     ) -> ExportResult:
@@ -556,7 +561,8 @@ class Cluster:
         from kvemb.api.row_export import export_rows
 
         self._shared.require_shards("export_rows")
-        return export_rows(self.table(table), os.fspath(url), file_format=format, ids=ids, dtype=dtype, progress=progress)
+        to_ids = None if ids is None else os.fspath(ids)
+        return export_rows(self.table(table), os.fspath(url), file_format=format, ids=to_ids, dtype=dtype, progress=progress)
 
     def feed(
         self,
@@ -596,9 +602,11 @@ class Cluster:
         from kvemb.api.cluster_feed import open_feed
 
         servers = self._shared.require_shards("feed").servers
+        if isinstance(tables, str):
+            raise InvalidInputError(f"feed: tables is the text {tables!r}; give a list of names: [{tables!r}], or None for all tables")
         names = None if tables is None else tuple(map(check_table_name, tables))
         feed = open_feed(
-            servers, self.table, names, from_, weights=weights, max_mb=max_mb, away_timeout_s=self._config.servers.away_timeout_s
+            servers, self._tables.look_up, names, from_, weights=weights, max_mb=max_mb, away_timeout_s=self._config.servers.away_timeout_s
         )
         self._feeds.add(feed)
         return feed

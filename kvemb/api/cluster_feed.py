@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvemb.arrays.ids import to_caller
 from kvemb.errors import InvalidInputError, UnknownTableError
+from kvemb.process import ForkLock
 from kvemb.protocol.feed_messages import BEGIN, NOW, START, FeedPosition, FeedReply
 from kvemb.protocol.message_format import TableRows
 from kvemb.schema.record import make_version
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # gRPC is imported when a feed is opened
     from kvemb.client.change_feed import ChangeFeed
 
 _ASYNC_SLICE_S = 0.5  # a thread that waits for an event cannot be cancelled: it looks up this often
+_DROP = "drop"
 _NO_SLOTS: Mapping[int, NDArray[np.uint16]] = {}
 
 
@@ -62,16 +64,18 @@ class ClusterFeed:
 
     Args:
         changes: of the shards.
-        table: opens a table by name.
+        table: opens a table by name, as it is now.
         weights: whether events carry them.
     """
 
     def __init__(self, changes: ChangeFeed, table: Callable[[str], Table], *, weights: bool) -> None:
-        self._changes, self._table, self._weights = changes, table, weights
+        self._changes, self._open, self._weights = changes, table, weights
+        self._tables: dict[str, Table] = {}  # as this feed has opened them: one that another process makes anew is another table
         self._position = dict(changes.begun)
         self._epochs: dict[int, int] = {shard: at.epoch for shard, at in changes.begun.items() if at.epoch}
+        self._reply: tuple[int, FeedReply] | None = None  # whose events wait; its position holds when the last of them is handed out
         self._waiting: deque[FeedEvent] = deque()
-        self._behind: tuple[int, FeedReply] | None = None  # the position of which holds when nothing waits
+        self._lock = ForkLock()
 
     @property
     def position(self) -> dict[int, FeedPosition]:
@@ -90,18 +94,8 @@ class ClusterFeed:
             FeedBehindError: what changed is not known any more; the message says how to begin again.
             ShardUnavailableError: a shard was away for longer than it may.
         """
-        while not self._waiting:
-            found = self._changes.take(timeout_s)
-            if found is None:
-                return None
-            self._waiting.extend(self._events(*found))
-            self._behind = found
-            if not self._waiting:
-                self._advance()
-        event = self._waiting.popleft()
-        if not self._waiting:
-            self._advance()
-        return self._with_weights(event) if self._weights and len(event.ids) and event.kind != "erase" else event
+        with self._lock:
+            return self._hand_out() if self._has_next(timeout_s) else None
 
     def close(self) -> None:
         """End the feed: who iterates comes to the end. Idempotent."""
@@ -113,9 +107,8 @@ class ClusterFeed:
 
     async def __aiter__(self) -> AsyncIterator[FeedEvent]:
         while not self._changes.closed:
-            event = await asyncio.to_thread(self.take, _ASYNC_SLICE_S)
-            if event is not None:
-                yield event
+            if await asyncio.to_thread(self._has_next, _ASYNC_SLICE_S):  # it goes on if this is cancelled: so it hands nothing out
+                yield self._hand_out()
 
     def __enter__(self) -> ClusterFeed:
         return self
@@ -123,22 +116,48 @@ class ClusterFeed:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _events(self, shard: int, reply: FeedReply) -> Iterator[FeedEvent]:
+    def _has_next(self, timeout_s: float | None) -> bool:
+        """Whether there is an event, within the timeout; with its weights. Raises as `take`, and nothing is lost then."""
+        with self._lock:
+            while not self._waiting:
+                if self._reply is None:
+                    self._reply = self._changes.take(timeout_s)
+                if self._reply is None:
+                    return False
+                self._waiting.extend(self._events(*self._reply))
+                if not self._waiting:
+                    self._advance()
+            event = self._waiting[0]
+            if self._weights and event.weights is None and len(event.ids) and event.kind != "erase":
+                self._waiting[0] = self._with_weights(event)
+            return True
+
+    def _hand_out(self) -> FeedEvent:
+        with self._lock:
+            event = self._waiting.popleft()
+            if not self._waiting:
+                self._advance()
+            return event
+
+    def _events(self, shard: int, reply: FeedReply) -> list[FeedEvent]:
         """The events of a reply, one per table."""
-        if reply.epoch > self._epochs.setdefault(shard, reply.epoch):
-            self._epochs[shard] = reply.epoch
-            yield FeedEvent("epoch", shard, reply.epoch, reply.k)
-        about = FeedEvent(reply.kind, shard, reply.epoch, reply.k)
+        about, events = FeedEvent(reply.kind, shard, reply.epoch, reply.k), list[FeedEvent]()
+        if reply.epoch > self._epochs.get(shard, reply.epoch):
+            events.append(replace(about, kind="epoch"))
         for rows in reply.tables:
-            yield replace(about, table=rows.table, ids=self._ids(rows), versions=_versions(rows, reply))
+            events.append(replace(about, table=rows.table, ids=self._ids(rows), versions=_versions(rows, reply)))
         if not reply.tables and reply.kind not in (BEGIN, "apply", "assign", "erase"):
             gone, came = ({int(to): np.frombuffer(raw, "<u2") for to, raw in reply.details.get(name, ())} for name in ("gone", "came"))
-            yield replace(about, table=str(reply.details.get("table", "")), gone=gone, came=came)
+            events.append(replace(about, table=str(reply.details.get("table", "")), gone=gone, came=came))
+        if reply.kind == _DROP:
+            self._tables.pop(events[-1].table, None)
+        self._epochs[shard] = max(reply.epoch, self._epochs.get(shard, 0))
+        return events
 
     def _advance(self) -> None:
         """Note the position of the reply whose last event is handed out."""
-        assert self._behind is not None
-        shard, reply = self._behind
+        assert self._reply is not None
+        (shard, reply), self._reply = self._reply, None
         if not reply.whole or reply.kind == BEGIN:
             return
         self._position[shard] = reply.position
@@ -146,6 +165,11 @@ class ClusterFeed:
             self._position.setdefault(int(taker), FeedPosition(0, 0, reply.serial))
         if reply.details.get("left"):
             del self._position[shard]
+
+    def _table(self, name: str) -> Table:
+        if name not in self._tables:
+            self._tables[name] = self._open(name)
+        return self._tables[name]
 
     def _ids(self, rows: TableRows) -> NDArray[Any]:
         try:
@@ -176,17 +200,19 @@ def open_feed(
 
     if not 0 < max_mb < 1 << 20:
         raise InvalidInputError(f"max_mb is {max_mb}; give a number of megabytes above 0")
-    start = from_ if isinstance(from_, str) else {int(shard): _position(shard, at) for shard, at in from_.items()}
-    if start not in (NOW, START) and (isinstance(start, str) or not start):
+    if from_ not in (NOW, START) and not (isinstance(from_, Mapping) and from_):
         raise InvalidInputError(f'from_ is {from_!r}; give "now", "start", or the position of an earlier feed, by shard')
+    start = from_ if isinstance(from_, str) else dict(_position(shard, at) for shard, at in from_.items())
     changes = ChangeFeed(servers, start, names or (), max_bytes=int(max_mb * (1 << 20)), away_timeout_s=away_timeout_s)
     return ClusterFeed(changes, table, weights=weights)
 
 
-def _position(shard: int, at: Sequence[int]) -> FeedPosition:
-    if not 2 <= len(at) <= 5 or not all(type(one) is int and 0 <= one < 1 << 63 for one in at):
-        raise InvalidInputError(f"from_[{shard!r}] is {at!r}; give (epoch, k), or what ClusterFeed.position has")
-    return FeedPosition(*at)
+def _position(shard: int | str, at: Sequence[int]) -> tuple[int, FeedPosition]:
+    """A shard and its position; JSON has made text of the number."""
+    numbers = [*at] if isinstance(at, list | tuple) else []
+    if not str(shard).isdecimal() or not 2 <= len(numbers) <= 5 or not all(type(one) is int and 0 <= one < 1 << 63 for one in numbers):
+        raise InvalidInputError(f"from_[{shard!r}] is {at!r}; give (epoch, k) of each shard, or what ClusterFeed.position has")
+    return int(shard), FeedPosition(*numbers)
 
 
 def _versions(rows: TableRows, reply: FeedReply) -> NDArray[np.uint64]:

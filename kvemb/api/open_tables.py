@@ -39,8 +39,10 @@ class OpenTables:
     def get(self, name: str) -> Table:
         """Return a table that exists; raises as `Cluster.table`."""
         known = self._tables.get(name)
-        if known is not None:
-            return known
+        return self.look_up(name) if known is None else known
+
+    def look_up(self, name: str) -> Table:
+        """As `get`, and ask for it, also if it was opened before: another process may have made it anew since."""
         if self._shared.shards is not None:
             return self._remember(self._shared.shards.questions.get_table(name))
         definitions = self.definitions()

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvemb.api.table import Table
-from kvemb.arrays.ids import to_caller
+from kvemb.arrays.ids import refuse_masked, to_caller
 from kvemb.arrays.rounding import round_nearest, to_float32
 from kvemb.errors import ForeignRowsError, InvalidInputError, KvembError, n_of
 from kvemb.foreign.foreign_rows import ArrayNames, ForeignRows, RowSource, block_rows, ids_of, values_of, weights_of
@@ -31,6 +31,8 @@ ImportProgress = Callable[[str, int, int], None]
 """Called with (name of the phase, rows done, rows in all), 0 where that is not known."""
 RowArrays = tuple[ArrayLike, ArrayLike] | tuple[ArrayLike, ArrayLike, ArrayLike]
 """(ids [n], weights [n, dim]), or the state [n, state values] behind them."""
+
+_WHAT = ("ids", "weights", "state")
 
 
 @dataclass(frozen=True)
@@ -108,13 +110,22 @@ class _ArrayBlocks:
             raise InvalidInputError(
                 f"{self.where}: got {type(arrays).__name__}, expected (ids, weights) or (ids, weights, state) of each block"
             )
-        given: list[NDArray[Any]] = [np.asarray(array) for array in arrays]
+        given: list[NDArray[Any]] = [_array(array, f"{self.where}: {what}") for array, what in zip(arrays, _WHAT, strict=False)]
         definition, lengths = self.definition, {len(array) if array.ndim else -1 for array in given}
         if len(lengths) > 1:
             raise ForeignRowsError(f"{self.where}: ids, weights and state of a block have {sorted(lengths)} rows, expected as many of each")
         weights = weights_of(given[1], definition, f"{self.where}: weights")
         state = values_of(given[2], definition.record.state_size, f"{self.where}: state") if len(given) == 3 else None
         return ForeignRows(ids_of(given[0], definition, self.where), weights, state)
+
+
+def _array(given: ArrayLike, what: str) -> NDArray[Any]:
+    """Return an array; raises InvalidInputError where there is none."""
+    refuse_masked(given, what)
+    try:
+        return np.asarray(given)
+    except (ValueError, TypeError, RuntimeError) as error:  # ragged lists; tensors that refuse
+        raise InvalidInputError(f"{what} cannot be read as an array: {error}") from error
 
 
 def _opened(definition: TableDef, source: Any, names: ArrayNames, file_format: str) -> _OpenSource:
@@ -125,7 +136,10 @@ def _opened(definition: TableDef, source: Any, names: ArrayNames, file_format: s
             "ids, weights, state and format name what is in a file; arrays are given as (ids, weights) or (ids, weights, state)"
         )
     if isinstance(source, tuple):
-        return _OpenSource(_ArrayBlocks(definition, [source], len(np.asarray(source[0]))), True)
+        ids = [_array(one, "the given rows: ids") for one in source[:1]]
+        return _OpenSource(_ArrayBlocks(definition, [source], len(ids[0]) if ids and ids[0].ndim else 0), True)
+    if not isinstance(source, Iterable):
+        raise InvalidInputError(f"got {type(source).__name__}, expected a path or URL, (ids, weights), or blocks of such arrays")
     return _OpenSource(_ArrayBlocks(definition, source), isinstance(source, list))
 
 

@@ -64,9 +64,12 @@ class ChangeFeed:
 
         Raises:
             FeedBehindError, ShardUnavailableError: the feed cannot go on.
+            ClosedError: this process is a fork of the one that opened it.
         """
         deadline = None if timeout_s is None else Deadline.after(timeout_s)
         while not self.closed:
+            if self._servers.forked:  # its threads are those of the parent
+                self._servers.check_usable()
             with self.changed:
                 found = self._next()
                 if found is None:
@@ -87,7 +90,9 @@ class ChangeFeed:
         return min(broken, default=None)
 
     def close(self) -> None:
-        """End every stream. Idempotent."""
+        """End every stream; in a forked child do nothing. Idempotent."""
+        if self._servers.forked:
+            return
         with self.changed:
             self.closed = True
             streams = list(self._streams.values())

@@ -285,7 +285,7 @@ class ShardScaling(SlotMoves):
             theirs = channel.call("Describe", Empty(), DescribeReply, deadline)
         except ShardUnavailableError as error:
             raise ShardUnavailableError(
-                f"{error}. Nothing was changed. Start the shard there, and ask again: kvemb shard --config kvemb.yaml --shard {number} "
+                f"{error} Nothing was changed. Start the shard there, and ask again: kvemb shard --config kvemb.yaml --shard {number} "
                 f"--listen {address}"
             ) from error
         finally:

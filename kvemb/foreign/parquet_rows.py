@@ -4,7 +4,7 @@ pyarrow reads them, one row group after the other, and is imported on first use.
 of their names, as Spark and others write them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.checkpoint.format.parquet_blocks import binary_rows, require_extra
-from kvemb.errors import ForeignRowsError
+from kvemb.errors import ForeignRowsError, n_of
 from kvemb.foreign.foreign_file import ForeignFile, translated
 from kvemb.foreign.foreign_rows import ArrayNames, ForeignRows, block_rows, gathered, ids_of, values_of, weights_of
 from kvemb.schema.table_def import TableDef
@@ -36,14 +36,18 @@ class ParquetRows:
 
     def __init__(self, definition: TableDef, urls: Sequence[str], names: ArrayNames) -> None:
         self._definition, self._urls = definition, urls
-        self._state = names.state_parts(definition)
+        self._state, self._names = names.state_parts(definition), names
         self.n_rows = 0
         for url in urls:
             with ForeignFile(url) as file, translated(file.where), closing(_parquet(file)) as parquet:
                 self.where = file.where
-                self._names = names.choose(_shapes(parquet.schema_arrow), self.where)
-                if self._names.ids is None:
-                    _refuse_unnamed_ids(parquet.schema_arrow, self.where)
+                chosen = names.choose(_shapes(parquet.schema_arrow), self.where)
+                if chosen.ids is None:
+                    _refuse_unnamed_ids(parquet.schema_arrow, {chosen.weights, *(name for name, _ in self._state)}, self.where)
+                if self.n_rows and chosen != self._names:
+                    got, before = ((of.ids or "none", of.weights) for of in (chosen, self._names))
+                    raise ForeignRowsError(f"{self.where}: has other columns (ids, weights) than the file before it: {got}, {before}")
+                self._names = chosen
                 self.n_rows += parquet.metadata.num_rows
 
     def blocks(self) -> Iterator[ForeignRows]:
@@ -72,7 +76,7 @@ class ParquetRows:
         ids = np.arange(first, first + batch.num_rows, dtype=np.uint64)
         if names.ids is not None:
             with translated(_at(where, names.ids)):
-                given = _id_array(batch.column(names.ids))
+                given = _id_array(batch.column(names.ids), _at(where, names.ids))
             ids = ids_of(given, definition, _at(where, names.ids))
         weights = weights_of(_array(batch, names.weights, definition.dim, where), definition, _at(where, names.weights), first=first)
         state = [values_of(_array(batch, name, width, where), width, _at(where, name), first=first) for name, width in self._state]
@@ -92,29 +96,31 @@ def _shapes(schema: Any) -> dict[str, list[int]]:
     return shapes | {field.name: [-1, field.type.byte_width] for field in schema if types.is_fixed_size_binary(field.type)}
 
 
-def _refuse_unnamed_ids(schema: Any, where: str) -> None:
-    """Refuse to number the rows of a file that has ids under another name: they would be other rows."""
+def _refuse_unnamed_ids(schema: Any, used: Collection[str | None], where: str) -> None:
+    """Refuse to number the rows of a file that may have ids under another name, of any type: they would be other rows."""
     types = require_extra("pyarrow").types
-    kinds = (types.is_integer, types.is_string, types.is_large_string, types.is_dictionary)
-    found = [repr(field.name) for field in schema if _is(field, kinds)]
+    arrays = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_nested)
+    found = [repr(field.name) for field in schema if field.name not in used and not _is(field, arrays)]
     if found:
-        raise ForeignRowsError(f"{where}: say which column holds the ids (ids=): {' or '.join(found)}? Without such a column row i is id i")
+        raise ForeignRowsError(
+            f"{where}: say which column holds the ids (ids=): {' or '.join(found)}? Row i is id i in a file without such columns"
+        )
 
 
 def _is(field: Any, kinds: Sequence[Any]) -> bool:
     return any(is_(field.type) for is_ in kinds)
 
 
-def _id_array(column: Any) -> NDArray[Any]:
+def _id_array(column: Any, where: str) -> NDArray[Any]:
     types = require_extra("pyarrow").types
     if column.null_count:
-        raise ForeignRowsError(f"{column.null_count} ids are missing")
+        raise ForeignRowsError(f"{where}: {n_of(column.null_count, 'id')} missing")
     if types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if types.is_string(column.type) or types.is_large_string(column.type):
         return np.array(column.to_pylist(), object)
     if not types.is_integer(column.type):
-        raise ForeignRowsError(f"holds {column.type}, expected integers or text")
+        raise ForeignRowsError(f"{where}: holds {column.type}, expected integers or text")
     return np.asarray(column.to_numpy(zero_copy_only=False))
 
 

@@ -382,7 +382,7 @@ def frozen_or_trained(name: object, dim: Any, dtype: object, optimizer: Any, ini
     """
     at, n_bytes = f"table {name!r}", opaque_bytes(dtype)
     if str(dtype).startswith("bytes") and n_bytes is None:
-        raise InvalidInputError(f"{at}: dtype is {dtype!r}; give bytes:N for rows of N bytes, N from 1 on")
+        raise InvalidInputError(f"{at}: dtype is {dtype!r}; give bytes:N for rows of N bytes, N from 1 to {MAX_DIM}")
     if not isinstance(frozen, bool):
         raise InvalidInputError(f"{at}: frozen is {frozen!r}; give true or false")
     if n_bytes is not None and initializer is not None:

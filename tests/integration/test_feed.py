@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +21,7 @@ from shard_moves import HastyTrainer, ShardMoves
 import kvemb
 import kvemb.init
 import kvemb.optim
-from kvemb.errors import AccessDeniedError, FeedBehindError, InvalidInputError
+from kvemb.errors import AccessDeniedError, ClosedError, FeedBehindError, InvalidInputError, StorageError
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import free_ports
 from kvemb.net.deadline import Deadline
@@ -288,6 +290,73 @@ def test_a_feed_is_iterated_in_asyncio(local: LocalCluster) -> None:
         assert asyncio.run(first(feed, 2)) == [[3], [3]]
 
 
+def test_an_event_whose_weights_cannot_be_read_is_handed_out_once_they_can(local: LocalCluster) -> None:
+    with kvemb.connect(local.url) as cluster, cluster.feed(weights=True) as feed:
+        table, node = ledger(cluster), local.servers[0].process.pid
+        for row in range(4):
+            push(table, np.array([row]))
+        os.kill(node, signal.SIGSTOP)
+        try:
+            with pytest.raises(StorageError):
+                feed.take(PATIENCE_S)
+        finally:
+            os.kill(node, signal.SIGCONT)
+        position = feed.position
+        told = [event for event in (feed.take(PATIENCE_S) for _ in range(4)) if event is not None]
+    assert sorted(event.ids[0] for event in told) == [0, 1, 2, 3]
+    assert all(event.weights is not None and (event.weights == -1).all() for event in told)
+    assert {at.k for at in position.values()} == {0}
+
+
+def test_a_reader_that_is_cancelled_in_asyncio_leaves_the_next_event_to_the_one_behind_it(local: LocalCluster) -> None:
+    async def later(feed: kvemb.api.cluster_feed.ClusterFeed, table: kvemb.Table) -> list[int]:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(anext(aiter(feed)), 0.2)  # its thread goes on waiting for a moment
+        push(table, np.array([1]))
+        await asyncio.sleep(1)
+        push(table, np.array([2]))
+        async for event in feed:
+            if len(got := [*event.ids.tolist()]) and (told.extend(got) or len(told) == 2):
+                feed.close()
+        return told
+
+    told: list[int] = []
+    with kvemb.connect(local.url) as cluster:
+        table = ledger(cluster)
+        assert sorted(asyncio.run(asyncio.wait_for(later(cluster.feed(), table), PATIENCE_S))) == [1, 2]
+
+
+def test_weights_are_those_of_the_table_that_another_process_has_made_anew(local: LocalCluster) -> None:
+    with kvemb.connect(local.url) as cluster, cluster.feed(weights=True) as feed:
+        push(ledger(cluster), np.array([1, 2]))
+        with kvemb.connect(local.url) as other:
+            again = other.create_table("ledger", dim=2, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros(), start_over=True)
+            again.push(np.arange(6), np.full((6, 2), -1.0, np.float32)).wait_applied(PATIENCE_S)
+        rows: dict[int, list[float]] = {}
+        while len(rows) < 6 or any(len(row) != 2 for row in rows.values()):
+            event = feed.take(PATIENCE_S)
+            assert event is not None
+            if event.kind == "apply":
+                assert event.weights is not None or not rows.keys() - {1, 2}  # None: the table was dropped since
+                rows |= dict(zip(event.ids.tolist(), [] if event.weights is None else event.weights.tolist(), strict=False))
+    assert rows == {row: [1.0, 1.0] for row in range(6)}
+
+
+def test_a_forked_process_that_goes_on_with_a_feed_is_told_so(local: LocalCluster) -> None:
+    with kvemb.connect(local.url) as cluster, cluster.feed() as feed:
+        push(ledger(cluster), np.array([1]))
+        pid = os.fork()
+        if not pid:
+            try:
+                feed.take(PATIENCE_S)
+            except ClosedError:
+                feed.close()
+                os._exit(0)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert feed.take(PATIENCE_S) is not None
+
+
 def test_a_shard_has_places_for_so_many_subscribers_and_those_of_the_ended_are_free(local: LocalCluster) -> None:
     with kvemb.connect(local.url) as cluster:
         table = ledger(cluster)
@@ -305,10 +374,15 @@ def test_the_end_of_the_cluster_ends_its_feeds(local: LocalCluster) -> None:
     assert (log.is_alive(), log.error) == (False, None)
 
 
-@pytest.mark.parametrize("from_", ["later", {}, {0: (1,)}, {0: (1, -1)}])
+@pytest.mark.parametrize("from_", ["later", {}, {0: (1,)}, {0: (1, -1)}, None, {"user": (1, 2)}, {0: 7}])
 def test_a_start_that_is_none_is_refused(local: LocalCluster, from_: object) -> None:
     with kvemb.connect(local.url) as cluster, pytest.raises(InvalidInputError, match="from_"):
         cluster.feed(from_=from_)  # type: ignore[arg-type]
+
+
+def test_the_name_of_a_table_is_no_list_of_names(local: LocalCluster) -> None:
+    with kvemb.connect(local.url) as cluster, pytest.raises(InvalidInputError, match=r"\['ledger'\]"):
+        cluster.feed("ledger")
 
 
 def test_a_reader_may_subscribe_and_a_certificate_without_a_role_may_not(require_server: Callable[[str], str], tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -286,10 +288,14 @@ def test_a_damaged_file_is_refused_before_anything_is_written(
         ({"weights": [[1.0] * DIM, None]}, "missing"),
         ({"weights": [[1.0] * DIM, [1.0, 2.0, None, 4.0]]}, "missing"),
         ({"weights": [["a"] * DIM] * 2}, "lists of numbers"),
-        ({"id": [1, None], "weights": [[1.0] * DIM] * 2}, "ids are missing"),
+        ({"id": [1, None], "weights": [[1.0] * DIM] * 2}, "column 'id': 1 id missing"),
         ({"id": [1.5, 2.0], "weights": [[1.0] * DIM] * 2}, "expected integers or text"),
         ({"id": [7, 7], "weights": [[1.0] * DIM] * 2}, "id 7 stands twice"),
         ({"user_id": ["a", "b"], "w": [[1.0] * DIM] * 2}, "say which column holds the ids .*'user_id'"),
+        ({"user": [b"a", b"b"], "w": [[1.0] * DIM] * 2}, "say which column holds the ids .*'user'"),
+        ({"user": [1.0, 2.0], "w": [[1.0] * DIM] * 2}, "say which column holds the ids .*'user'"),
+        ({"user": [Decimal(1), Decimal(2)], "w": [[1.0] * DIM] * 2}, "say which column holds the ids .*'user'"),
+        ({"user": pa.array(["a", "b"]).cast(pa.string_view()), "w": [[1.0] * DIM] * 2}, "say which column holds the ids .*'user'"),
         ({"id": [7, 8], "w": [[1.0] * DIM] * 2, "x": [[1.0] * DIM] * 2}, "which array holds the weights"),
     ],
 )
@@ -301,6 +307,49 @@ def test_wrong_columns_are_refused_before_anything_is_written(
     with pytest.raises(ForeignRowsError, match=message):
         redis.import_rows(table.name, tmp_path / "a.parquet")
     assert len(table) == 0
+
+
+def test_files_of_a_folder_have_the_same_columns(redis: Cluster, tmp_path: Path) -> None:
+    table, rows = new_table(redis, DIM), [[1.0] * DIM] * 2
+    parquet.write_table(pa.table({"id": [7, 8], "weights": rows}), tmp_path / "a.parquet")
+    parquet.write_table(pa.table({"weights": rows}), tmp_path / "b.parquet")
+    with pytest.raises(ForeignRowsError, match=r"b.parquet: .*other columns"):
+        redis.import_rows(table.name, tmp_path)
+    assert len(table) == 0
+
+
+class Refusing:
+    """A tensor that needs a gradient, or has a dtype that NumPy has not."""
+
+    def __array__(self, *_: object, **__: object) -> np.ndarray:
+        raise RuntimeError("call detach() first")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (([7, 8], np.ma.masked_greater(np.ones((2, DIM)), 0)), "weights: 8 elements of a numpy.ma array are masked"),
+        ((np.ma.masked_greater(np.arange(2), 0), np.ones((2, DIM))), "ids: 1 elements of a numpy.ma array are masked"),
+        (([7, 8], Refusing()), "weights cannot be read as an array: call detach"),
+        (([7, 8], [[1.0] * DIM, [1.0]]), "weights cannot be read as an array"),
+        ((7, [1.0] * DIM), "ids"),
+        ((), r"expected \(ids, weights\)"),
+        (None, "got NoneType, expected a path"),
+    ],
+)
+def test_arrays_that_are_none_are_refused(redis: Cluster, source: Any, message: str) -> None:
+    table = new_table(redis, DIM)
+    with pytest.raises((InvalidInputError, ForeignRowsError), match=message):
+        redis.import_rows(table.name, source)
+    assert len(table) == 0
+
+
+def test_names_of_files_may_be_paths(redis: Cluster, tmp_path: Path) -> None:
+    table, other = new_table(redis, DIM), new_table(redis, DIM)
+    table.assign(ids_of(N), rows_of())
+    redis.export_rows(table.name, tmp_path / "rows.npy", ids=tmp_path / "ids.npy")
+    assert redis.import_rows(other.name, tmp_path / "rows.npy", ids=tmp_path / "ids.npy").n_rows == N
+    assert other.pull(ids_of(N)).tobytes() == table.pull(ids_of(N)).tobytes()
 
 
 def test_what_is_not_there_is_said(redis: Cluster, tmp_path: Path) -> None:

@@ -129,7 +129,6 @@ def test_the_journal_stays_bounded_where_batches_are_larger_than_a_slice_of_the_
     for number in range(80):
         shard.push(IDS + np.uint64(number * len(IDS)))  # ten slices
         largest = max(largest, shard.journal.size_bytes)
-    assert shard.flushes.taken >= 2
     assert largest < 7 * MAX_BYTES
 
 

@@ -1,5 +1,7 @@
 """Policies of a table as values: what they take, their plain form, and which of them holds for a push."""
 
+from collections.abc import Callable
+
 import msgpack
 import pytest
 from hypothesis import given
@@ -106,6 +108,12 @@ def test_sixteen_policies_are_combined_and_no_more() -> None:
         policy = policy | evict.keep(n)
     with pytest.raises(InvalidInputError, match="at most 16"):
         policy & evict.l2_below(1)
+
+
+@pytest.mark.parametrize("combine", [lambda a, b: a and b, lambda a, b: a or b, lambda a, b: not a])
+def test_policies_are_not_combined_by_words_that_would_take_one_of_them(combine: Callable[[Eviction, Eviction], object]) -> None:
+    with pytest.raises(InvalidInputError, match=r"combine policies by & and \|, not by"):
+        combine(evict.keep(10), evict.older_than(days=1))
 
 
 def test_a_push_is_decided_by_the_policies_that_its_trainer_can_have_known() -> None:
