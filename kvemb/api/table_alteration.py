@@ -50,7 +50,7 @@ def alter(
         n_rows, n_done = sum(reply.n_rows for reply in before.values()), 0
 
         def copy(ids: NDArray[np.uint64]) -> int:
-            shards.assign(_altered(store, change, ids, Deadline.after(pull_timeout_s)), timeout_s)
+            shards.copy_rows(_altered(store, change, ids, Deadline.after(pull_timeout_s)), timeout_s)
             return len(ids)
 
         with closing(work_ahead(copy, _blocks(shards, old, timeout_s), n_threads=_AT_ONCE, name="kvemb-alter")) as copied:
@@ -58,7 +58,7 @@ def alter(
                 n_done += n
                 show("copying", n_done, n_rows)
         _require_all(old.name, before, shards.hold_for_alter(old, staged, timeout_s, begin=False))
-    except (KvembError, KeyboardInterrupt) as error:
+    except BaseException as error:  # also where the program is told to end
         error.add_note(f"Table {old.name!r} is as it was. If its pushes still wait, as `kvemb status` says: kvemb alter {old.name} --abort")
         with suppress(KvembError):
             shards.end_alter(old.name, "abort", staged.key, _ABORT_S)
