@@ -28,6 +28,7 @@ from kvemb.stores.store import Store
 
 AlterProgress = Callable[[str, int, int], None]
 """Called with (name of the phase, rows done, rows in all)."""
+_AT_ONCE = 3  # blocks of 8 MiB: one is read while one is on its way and one is applied
 _ABORT_S = 10.0  # what is not erased by then is said by `kvemb status`
 
 
@@ -48,16 +49,16 @@ def alter(
         before = shards.hold_for_alter(old, staged, timeout_s, begin=True, steps=change.keeps_steps)
         n_rows, n_done = sum(reply.n_rows for reply in before.values()), 0
 
-        def read(ids: NDArray[np.uint64]) -> TableRows:
-            return _altered(store, change, ids, Deadline.after(pull_timeout_s))
+        def copy(ids: NDArray[np.uint64]) -> int:
+            shards.copy_rows(_altered(store, change, ids, Deadline.after(pull_timeout_s)), timeout_s)
+            return len(ids)
 
-        with closing(work_ahead(read, _blocks(shards, old, timeout_s), n_threads=1, name="kvemb-alter")) as blocks:
-            for rows in blocks:
-                shards.assign(rows, timeout_s)
-                n_done += len(rows.ids)
+        with closing(work_ahead(copy, _blocks(shards, old, timeout_s), n_threads=_AT_ONCE, name="kvemb-alter")) as copied:
+            for n in copied:
+                n_done += n
                 show("copying", n_done, n_rows)
         _require_all(old.name, before, shards.hold_for_alter(old, staged, timeout_s, begin=False))
-    except (KvembError, KeyboardInterrupt) as error:
+    except BaseException as error:  # also where the program is told to end
         error.add_note(f"Table {old.name!r} is as it was. If its pushes still wait, as `kvemb status` says: kvemb alter {old.name} --abort")
         with suppress(KvembError):
             shards.end_alter(old.name, "abort", staged.key, _ABORT_S)
@@ -66,7 +67,7 @@ def alter(
 
 
 def _blocks(shards: ShardClient, old: TableDef, timeout_s: float | None) -> Iterator[NDArray[np.uint64]]:
-    step = max(1, block_rows(old) // 2)
+    step = max(1, block_rows(old) // 8)
     return (page[at : at + step] for page in shards.questions.ids(old.name, timeout_s) for at in range(0, len(page), step))
 
 

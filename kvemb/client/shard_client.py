@@ -155,26 +155,31 @@ class ShardClient:
         request = AlterTableRequest(old.name, "begin", old.key, wanted.to_dict())
         return TableDef.from_dict(self._servers.call(0, "AlterTable", request, AlterTableReply, deadline).staged)
 
+    def copy_rows(self, rows: TableRows, timeout_s: float | None) -> None:
+        """Set rows of a table that is filled. Not behind this process's own pushes, as `assign`: these may wait for the end of the copy."""
+        self._change_rows("Assign", rows, Empty, timeout_s, behind_pushes=False)
+
     def hold_for_alter(
         self, old: TableDef, staged: TableDef, timeout_s: float | None, *, begin: bool, steps: bool = False
     ) -> dict[int, FollowAlterReply]:
         """Have every shard hold the pushes to a table that is being altered; return each one's answer.
 
-        The shards of a sync job go on to the step that the first of them has reached.
+        The shards of a sync job go on to the step that the first of them has reached. With `begin` each begins once all stand at it.
         """
-        deadline, last = self._deadline(timeout_s), 0
+        deadline, last, level = self._deadline(timeout_s), 0, False
         while True:
-            request = FollowAlterRequest(old.key, staged.key, begin, steps, last, _wait_s(deadline))
+            request = FollowAlterRequest(old.key, staged.key, begin and level, steps, last, _wait_s(deadline))
             replies = self._servers.call_each("FollowAlter", request, FollowAlterReply, deadline)
-            furthest = max(reply.last_step for reply in replies.values())
-            if furthest == last and not any(reply.coming for reply in replies.values()):
+            before, furthest = level, max(reply.last_step for reply in replies.values())
+            level = furthest == last and not any(reply.coming for reply in replies.values())
+            if level and (before or not begin):
                 return replies
             if deadline.expired:
                 raise DeadlineExceededError(
                     f"table {old.name!r}: not all shards have come to step {furthest} of the sync job within {deadline.timeout_s:g} s"
                 )
             last = furthest
-            time.sleep(_MOVED_PAUSE_S)
+            time.sleep(0.0 if level else _MOVED_PAUSE_S)
 
     def end_alter(self, name: str, step: str, key: str, timeout_s: float | None) -> int:
         """Switch to the table that was filled, or abort; erase the rows that are left, and return how many these were.
@@ -243,10 +248,13 @@ class ShardClient:
             self._servers.close()
             self.missing.close()
 
-    def _change_rows(self, method: str, rows: TableRows, reply_type: type[M], timeout_s: float | None) -> list[M]:
+    def _change_rows(
+        self, method: str, rows: TableRows, reply_type: type[M], timeout_s: float | None, *, behind_pushes: bool = True
+    ) -> list[M]:
         """Send each shard its rows, a few messages ahead; unless the caller gave a timeout, each message has the whole default time."""
         deadline = self._deadline(timeout_s)
-        self._session.wait_accepted(deadline)
+        if behind_pushes:
+            self._session.wait_accepted(deadline)
 
         def send(heads: dict[int, TableRows]) -> list[tuple[TableRows, M | Exception]]:
             until = deadline if timeout_s is not None else self._deadline(None)

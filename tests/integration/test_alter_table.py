@@ -32,6 +32,7 @@ from kvemb.errors import (
 )
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
+from kvemb.protocol.messages import StepReply, TableRequest
 from kvemb.schema.altered_table import AlteredTable, TableChanges
 from kvemb.stores.row_io import ReadPart, WritePart
 from kvemb.testing.real_servers import redis_client
@@ -182,14 +183,14 @@ def test_every_acknowledged_push_counts_once_and_pulls_go_on_meanwhile(
     table.push(IDS, np.ones((N, 4))).wait_applied()
     trainers = [PushingTrainer(local.url, name, number) for number in range(2)]
     pulled: list[np.ndarray] = []
-    assign = ShardClient.assign
+    assign = ShardClient.copy_rows
 
     def slowly(self: ShardClient, rows: Any, timeout_s: float | None = None) -> None:
         with kvemb.connect(local.url, read_only=True) as reader:
             pulled.append(reader.table(name).pull(IDS))
         assign(self, rows, timeout_s)
 
-    monkeypatch.setattr(ShardClient, "assign", slowly)
+    monkeypatch.setattr(ShardClient, "copy_rows", slowly)
     for trainer in trainers:
         trainer.start()
     try:
@@ -227,7 +228,7 @@ def test_a_shard_that_is_killed_in_mid_copy_leaves_the_old_table_and_the_next_ca
 ) -> None:
     name = next(names)
     trained(cluster, name, kvemb.optim.adam(lr=0.1))
-    before, calls, assign = stored(cluster, name), count(), ShardClient.assign
+    before, calls, assign = stored(cluster, name), count(), ShardClient.copy_rows
 
     def killing(self: ShardClient, rows: Any, timeout_s: float | None = None) -> None:
         if next(calls) == 2:
@@ -235,7 +236,7 @@ def test_a_shard_that_is_killed_in_mid_copy_leaves_the_old_table_and_the_next_ca
         assign(self, rows, 3.0)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ShardClient, "assign", killing)
+        patch.setattr(ShardClient, "copy_rows", killing)
         with pytest.raises(ShardUnavailableError) as raised:
             cluster.alter_table(name, dim=6, timeout_s=5)
     assert any("is as it was" in note for note in raised.value.__notes__)
@@ -254,7 +255,7 @@ def test_a_shard_that_is_killed_in_mid_copy_leaves_the_old_table_and_the_next_ca
 DEATHS = [
     ("begin_alter", 0, False),
     ("hold_for_alter", 0, False),
-    ("assign", 1, True),
+    ("copy_rows", 1, True),
     ("hold_for_alter", 1, False),
     ("end_alter", 0, True),
     ("_end_drop", 0, True),
@@ -365,7 +366,7 @@ def test_shards_that_are_killed_around_the_switch_know_the_table_that_the_regist
 def test_two_commands_at_once_leave_one_whole_table(local: LocalCluster, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     name = next(names)
     rows = trained(cluster, name).pull(IDS)
-    assign, second = ShardClient.assign, []
+    assign, second = ShardClient.copy_rows, []
 
     def in_between(self: ShardClient, block: Any, timeout_s: float | None = None) -> None:
         if not second:
@@ -374,7 +375,7 @@ def test_two_commands_at_once_leave_one_whole_table(local: LocalCluster, cluster
                 other.alter_table(name, dim=8, new_columns="zeros")
         assign(self, block, timeout_s)
 
-    monkeypatch.setattr(ShardClient, "assign", in_between)
+    monkeypatch.setattr(ShardClient, "copy_rows", in_between)
     with pytest.raises(TableAlteredError):
         cluster.alter_table(name, dim=6)
     with kvemb.connect(local.url) as other:
@@ -383,6 +384,26 @@ def test_two_commands_at_once_leave_one_whole_table(local: LocalCluster, cluster
         assert (new.pull(IDS)[:, :4] == rows).all()
         new.push(IDS, np.ones((N, 8))).wait_applied()
     assert failures(cluster) == ""
+
+
+def test_a_push_of_the_process_that_alters_waits_for_no_copy_and_the_copy_for_no_push(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = next(names)
+    table = trained(cluster, name)
+    rows, copy, acks = table.pull(IDS), ShardClient.copy_rows, []
+
+    def pushing(self: ShardClient, block: Any, timeout_s: float | None = None) -> None:
+        acks.append(table.push(IDS, np.ones((N, 4))))
+        copy(self, block, timeout_s)
+
+    monkeypatch.setattr(ShardClient, "copy_rows", pushing)
+    new = cluster.alter_table(name, dim=6, timeout_s=60)
+    assert (new.pull(IDS)[:, :4] == rows).all()
+    for ack in acks:
+        with pytest.raises(TableAlteredError):
+            ack.wait(60)
+    new.push(IDS, np.ones((N, 6))).wait_applied()
 
 
 def begun(cluster: Cluster, name: str, **changes: Any) -> tuple[ShardClient, AlteredTable]:
@@ -499,7 +520,7 @@ def test_a_table_that_kvemb_yaml_declares_is_altered_once_it_is_taken_out_there(
 
 
 class StepTrainer(threading.Thread):
-    """A trainer of a sync job: pushes ones to two tables, step by step, so many times, or until the first is altered."""
+    """A trainer of a sync job: pushes ones to three tables, step by step, so many times, or until the first is altered."""
 
     def __init__(self, url: str, name: str, number: int, n_steps: int) -> None:
         super().__init__()
@@ -509,7 +530,7 @@ class StepTrainer(threading.Thread):
     def run(self) -> None:
         try:
             with kvemb.connect(self._url, trainer=f"{self._number}") as cluster:
-                tables = {name: (IDS, np.ones((N, cluster.table(name).dim))) for name in (self._name, "beside")}
+                tables = {name: (IDS, np.ones((N, cluster.table(name).dim))) for name in (self._name, "beside", "moments")}
                 while self.acked < self._n_steps:
                     cluster.push(tables).wait_applied(90)
                     self.acked += 1
@@ -522,6 +543,11 @@ def test_a_sync_job_waits_and_either_goes_on_or_connects_again(require_server: C
     with start("valkey", require_server, mode="sync", trainers=2) as local, kvemb.connect(local.url) as cluster:
         for name in ("user", "beside"):
             cluster.create_table(name, dim=4, optimizer=SGD, initializer=ZEROS)
+        cluster.create_table("moments", dim=4, optimizer=kvemb.optim.adam(), initializer=ZEROS)
+
+        def steps() -> set[int]:
+            servers = cluster._shared.require_shards("steps").servers
+            return {reply.step for reply in servers.call_each("Step", TableRequest("moments"), StepReply, Deadline.after(60)).values()}
 
         def run(n_steps: int) -> list[StepTrainer]:
             trainers = [StepTrainer(local.url, "user", number, n_steps) for number in range(2)]
@@ -558,6 +584,15 @@ def test_a_sync_job_waits_and_either_goes_on_or_connects_again(require_server: C
             trainer.join(120)
         assert [trainer.outcome for trainer in trainers] == ["done"] * 2
         assert (new.pull(IDS)[:, :4] == rows[:, :4] - 20).all()
+
+        trainers = run(100_000)
+        cluster.alter_table("moments", expected_rows=100_000_000)
+        for trainer in trainers:
+            trainer.join(120)
+        at = steps()
+        assert at == {int(-cluster.table("beside").pull(IDS[:1])[0, 0]) // 2}
+        restart(local)
+        assert steps() == at
 
 
 def test_the_command_says_what_would_become_of_the_rows_and_alters_the_table(

@@ -118,7 +118,7 @@ def test_everything_comes_back(kind: str, ids: dict, version: int, marks: list, 
 
 
 def test_sessions_and_events_come_back() -> None:
-    for entry in (SESSION, EVENT, EventEntry("drop", "user\n2"), EventEntry("load")):
+    for entry in (SESSION, EVENT, EventEntry("drop", "user\n2"), EventEntry("load"), EventEntry("alter", "user\n1")):
         assert decode_entry(packed(entry), find) == entry
 
 
