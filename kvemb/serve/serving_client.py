@@ -68,7 +68,7 @@ def connect(
         filter_mb: memory for filters of ids that exist, 2 to 2.5 bytes an id, of all tables; a table whose filter would have less than a
             byte for each has none. 0: none is built.
         max_age_ms: how old a cached row may be where no feed is followed.
-        timeout_ms: of each look-up, and of connecting; storage.timeout_s unless given.
+        timeout_ms: of each look-up; storage.timeout_s unless given, which is also that of connecting and of opening a table.
         degraded: the answer where storage does not give one in time. "cached": rows of the cache, however old; where an id has none, the
             storage's error is raised. "default": these ids get the table's rule for unknown ids.
         unknown: by table, what an id without a row gets; "initializer" unless given.
@@ -93,7 +93,7 @@ def connect(
     for name, value in (("cache_mb", cache_mb), ("filter_mb", filter_mb), ("max_age_ms", max_age_ms)):
         if not 0 <= value <= _LONGEST_MS:
             raise InvalidInputError(f"{name} is {value!r}; give a number from 0 to {_LONGEST_MS:g}")
-    cluster = connect_cluster(source, read_only=True, timeout_s=None if timeout_ms is None else timeout_ms / 1e3)
+    cluster = connect_cluster(source, read_only=True)
     tables = ServedTables(cache_mb, filter_mb, max_age_ms / 1e3)
     timeout_s = cluster.config.storage.timeout_s if timeout_ms is None else timeout_ms / 1e3
     return ServingClient(cluster, tables, timeout_s=timeout_s, defaults=degraded == "default", unknown=dict(unknown or {}))
