@@ -21,7 +21,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvemb.api.cluster import Cluster
 from kvemb.api.connector import connect as connect_cluster
-from kvemb.arrays.hashing import mix64
 from kvemb.arrays.ids import normalize, unique
 from kvemb.errors import InvalidInputError, StorageError
 from kvemb.net.deadline import Deadline, WhyWaiting
@@ -65,11 +64,11 @@ def connect(
 
     Args:
         source: as of `kvemb.connect`. With TLS between clients and shards its certificate needs the role `reader`, for the feed.
-        cache_mb: memory for rows, of each table that is looked up; 0: none is kept.
+        cache_mb: memory for rows, of all tables; 0: none is kept.
         filter_mb: memory for filters of ids that exist, 2 to 2.5 bytes an id, of all tables; a table whose filter would have less than a
             byte for each has none. 0: none is built.
         max_age_ms: how old a cached row may be where no feed is followed.
-        timeout_ms: of each look-up, and of connecting; storage.timeout_s unless given.
+        timeout_ms: of each look-up; storage.timeout_s unless given, which is also that of connecting and of opening a table.
         degraded: the answer where storage does not give one in time. "cached": rows of the cache, however old; where an id has none, the
             storage's error is raised. "default": these ids get the table's rule for unknown ids.
         unknown: by table, what an id without a row gets; "initializer" unless given.
@@ -94,7 +93,7 @@ def connect(
     for name, value in (("cache_mb", cache_mb), ("filter_mb", filter_mb), ("max_age_ms", max_age_ms)):
         if not 0 <= value <= _LONGEST_MS:
             raise InvalidInputError(f"{name} is {value!r}; give a number from 0 to {_LONGEST_MS:g}")
-    cluster = connect_cluster(source, read_only=True, timeout_s=None if timeout_ms is None else timeout_ms / 1e3)
+    cluster = connect_cluster(source, read_only=True)
     tables = ServedTables(cache_mb, filter_mb, max_age_ms / 1e3)
     timeout_s = cluster.config.storage.timeout_s if timeout_ms is None else timeout_ms / 1e3
     return ServingClient(cluster, tables, timeout_s=timeout_s, defaults=degraded == "default", unknown=dict(unknown or {}))
@@ -221,7 +220,7 @@ class ServingClient:
     def _found(self, served: ServedTable, ids: NDArray[np.uint64], now_s: float) -> RowsFound:
         definition, m = served.table.definition, len(ids)
         rows = np.empty((m, definition.dim), definition.row_dtype)
-        found = RowsFound(served, ids, mix64(ids), rows, np.zeros(m, np.uint64), np.zeros(m, np.uint8))
+        found = RowsFound(served, ids, rows, np.zeros(m, np.uint64), np.zeros(m, np.uint8))
         self._tables.find(found, now_s)
         return found
 

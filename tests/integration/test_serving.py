@@ -192,7 +192,9 @@ def right(client: ServingClient, expected: np.ndarray) -> bool:
 
 
 def test_no_row_goes_back_while_slots_move_between_nodes_and_between_shards(local: LocalCluster) -> None:
-    with kvemb.serve.connect(local.url, max_age_ms=200) as client, further_node(local) as third:
+    tree = yaml.safe_load(local.config_path.read_text(encoding="utf-8"))
+    tree["storage"]["timeout_s"] = PATIENCE_S
+    with kvemb.serve.connect(tree, max_age_ms=200) as client, further_node(local) as third:
         hasty, moves = HastyTrainer(local.url, "h", 1), ShardMoves(local.url)
         watchers = [Watcher(client, "h", N_HASTY, seed) for seed in (1, 2)]
         try:
