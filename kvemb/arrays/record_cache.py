@@ -57,8 +57,7 @@ class RecordCache:
         self._used = np.zeros(capacity, bool)  # whether the row was used since the hand's last visit
         self._live = np.zeros(capacity, bool)  # whether the place holds a row: `forget` gives it up
         self._places = RowIndex(_INDEX_GROWTH)  # id -> place + 1
-        self.found: IndexLookup | None = None
-        """Of the last `find`, until the next `put`."""
+        self._kept: IndexLookup | None = None  # of the last `find`
         self._n_taken = 0
         self._hand = 0
 
@@ -69,8 +68,8 @@ class RecordCache:
 
     def find(self, ids: Ids) -> NDArray[np.int64]:
         """Return where each row lies in `records` and `tokens`, -1 where it is not kept: int64 [n]."""
-        self.found = self._places.find(ids)
-        at = self.at(self.found)  # int64 [n]: the place of each id, -1 for none
+        self._kept = self._places.find(ids)
+        at = self._at(self._kept)  # int64 [n]: the place of each id, -1 for none
         kept = at >= 0  # bool [n]
         n_hits = int(np.count_nonzero(kept))
         self._used[at if n_hits == len(at) else at[kept]] = True
@@ -84,7 +83,6 @@ class RecordCache:
         records: NDArray[np.uint8],
         tokens: Ids | None,
         at: NDArray[np.int64] | None = None,
-        found: IndexLookup | None = None,
     ) -> None:
         """Keep n unique rows.
 
@@ -93,16 +91,13 @@ class RecordCache:
             records: uint8 [n, record bytes]; copied.
             tokens: uint64 [n] kept beside them, or None.
             at: the result of `find` for these ids, if nothing was put or forgotten since; saves looking them up again.
-            found: where an earlier `find` saw these ids; saves the same, mostly also where other rows were put or forgotten since.
         """
-        last, self.found = self.found, None
+        found, self._kept = self._kept, None
         if not len(self.records):
             return
-        if at is not None:
-            found = last
-        else:
-            found = found or self._places.find(ids)  # the ids in the array of the last one may be others now
-            at = self.at(found)
+        if at is None:  # the ids in this array may not be those that were looked up any more
+            found = self._places.find(ids)
+            at = self._at(found)
         new = np.flatnonzero(at < 0)  # intp [q]: which of the n ids have no place yet
         if not len(new):
             self._set(at, records, tokens)
@@ -137,16 +132,15 @@ class RecordCache:
         self.tokens[:n][of(self._ids[:n])] = 0
 
     def release(self) -> None:
-        """Give the budget back, since the table is served no more; the cache is not to be used again."""
+        """Give the budget back, since the table is gone; the cache is not to be used again."""
         n_bytes = self._n_taken * self._row_bytes  # first: threads of several tables change the sum
         self._budget.used_bytes -= n_bytes
 
     def peek(self, ids: Ids) -> NDArray[np.int64]:
         """Return places as `find` does, -1 for none; it does not count as use."""
-        return self.at(self._places.find(ids))
+        return self._at(self._places.find(ids))
 
-    def at(self, found: IndexLookup) -> NDArray[np.int64]:
-        """Return the places that ids which were looked up have now, -1 for none."""
+    def _at(self, found: IndexLookup) -> NDArray[np.int64]:
         at = self._places.at(found).view(np.int64)  # [n]: place + 1, 0 for an id that is not kept
         at -= 1
         return at

@@ -1,9 +1,12 @@
 """Rows of one table as a serving client keeps them, each with its version and the moment at which storage answered.
 
-Kept in a `RecordCache`. A row never gives way to an older one: of two with a version the higher stays. A row that exists and one that does
-not have no order, unless the one was asked for after the other had come: else neither is believed, and the next look-up asks again. The
-feed makes rows old; a row that is old is still there, for when storage does not answer. A row that is on its way while the feed tells its
-change may be older than that: it comes in as an old one. NumPy only; not thread-safe.
+A row never gives way to an older one: of two with a version the higher stays. A row that exists and one that does not have no order, unless
+the one was asked for after the other had come: else neither is believed, and the next look-up asks again. The feed makes rows old; a row
+that is old is still there, for when storage does not answer. A row that is on its way while the feed tells its change may be older than
+that: it comes in as an old one.
+
+A key (a mixed id) has eight places, of which the row used longest ago is given up. So a small look-up takes few operations on arrays, and
+touches little memory: the keys of a set, and each row's record (docs/adr/0104). NumPy only; not thread-safe.
 """
 
 from typing import Any
@@ -11,147 +14,152 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.hashing import GOLDEN
-from kvemb.arrays.ids import as_items
-from kvemb.arrays.record_cache import CacheBudget, RecordCache
-from kvemb.arrays.row_index import IndexLookup
+from kvemb.arrays.ids import as_items, as_rows
 
 Ids = NDArray[np.uint64]
-_HEAD = 16  # bytes before a row: its version '<u8', when storage answered '<f8'
-_CELL_BITS = 16
-_CELL_SHIFT = np.uint64(64 - _CELL_BITS)
-_OLD, _GOOD = np.uint64(0), np.uint64(1)  # tokens
+Places = NDArray[np.int64]
+Records = NDArray[np.uint8]
+_WAYS = 8
+_HEAD = 24  # bytes before a row's weights: version '<u8', when storage answered '<f8', and that again, or 0 where the row is old, '<f8'
+_ENTRY_BYTES = _HEAD + 16
+_CELLS = np.uint64((1 << 16) - 1)
+_HALF = np.uint64(32)
+_NEVER, _LEAST_S = 0.0, 1e-9  # no moment of the monotonic clock, and before every one
 
 
 class CachedRows:
-    """Rows of one table, within a budget that tables share.
+    """Rows of one table.
 
     Args:
         dim, dtype: of a row.
-        budget: of all tables.
+        size_bytes: of all, about; claimed from the system as rows come.
 
     Example:
-        >>> rows, ids = CachedRows(1, np.dtype(np.float32), CacheBudget(1 << 20)), np.array([7], np.uint64)
-        >>> rows.put(ids, np.ones((1, 1), np.float32), np.array([5], np.uint64), began_s=1.0, answered_s=2.0, seen=rows.n_changes)
-        >>> at, good = rows.find(ids, not_before_s=0.0)
-        >>> rows.rows(at), good
+        >>> rows, keys = CachedRows(1, np.dtype(np.float32), 1 << 20), np.array([7 << 32], np.uint64)
+        >>> rows.put(keys, np.ones((1, 1), np.float32), np.array([5], np.uint64), began_s=1.0, answered_s=2.0, seen=rows.n_changes)
+        >>> records, good = rows.find(keys, not_before_s=0.0)
+        >>> rows.rows(records), good
         (array([[1.]], dtype=float32), array([ True]))
-        >>> rows.tell(ids, np.array([6], np.uint64))
-        >>> rows.find(ids, not_before_s=0.0)[1]
+        >>> rows.tell(keys, np.array([6], np.uint64))
+        >>> rows.find(keys, not_before_s=0.0)[1]
         array([False])
     """
 
-    def __init__(self, dim: int, dtype: "np.dtype[Any]", budget: CacheBudget) -> None:
-        self._dim, self._dtype, n_bytes = dim, dtype, dim * dtype.itemsize
-        self._record_bytes = _HEAD + n_bytes + -n_bytes % 8  # versions are aligned
-        self._cache = RecordCache(self._record_bytes, budget)
-        self._versions, self._answered, self._items = self._fields(self._cache.records)
-        self._changed = np.zeros(1 << _CELL_BITS, np.int64)  # by an id's hash: the number of the last change that was told of such ids
+    def __init__(self, dim: int, dtype: "np.dtype[Any]", size_bytes: int) -> None:
+        n_bytes = dim * dtype.itemsize
+        n_sets = max(_WAYS, size_bytes // (_WAYS * (n_bytes + _ENTRY_BYTES)))
+        self._dtype, self._row, self._n_sets = dtype, slice(_HEAD, _HEAD + n_bytes), np.uint64(n_sets)
+        self._at_once = n_sets  # rows that are put together; few of them meet in one set
+        self._sets = np.zeros((n_sets, 2 * _WAYS), np.uint64)  # of each set its keys, and when each was used last
+        self._records = np.zeros((n_sets * _WAYS, _HEAD + n_bytes + -n_bytes % 8), np.uint8)  # by place, 8 * set + which of the set
+        self._changed = np.zeros(int(_CELLS) + 1, np.int64)  # by a key's cell: the number of the last change that was told of such keys
+        self._clock = 0
         self.n_changes = 0
         """How many changes were told; a pull notes it when it begins."""
 
-    def find(self, ids: Ids, not_before_s: float) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return where each row is, -1 for none, and whether it is good: not told old, and no older than that. [n] each."""
-        at = self._cache.find(ids)
-        good = at >= 0
-        good &= self._cache.tokens[at] == _GOOD
-        good &= self._answered[at] >= not_before_s
-        return at, good
+    def find(self, keys: Ids, not_before_s: float) -> tuple[Records, NDArray[np.bool_]]:
+        """Return a record for each row, and whether it is the row's and good: not told old, and no older than that. [n] each."""
+        at, same, records = self._look(keys)
+        same &= _field(records, 2, "<f8") >= max(not_before_s, _LEAST_S)
+        self._clock += 1
+        self._sets.reshape(-1)[_clock_places(at[same])] = self._clock
+        return records, same
 
-    @property
-    def found(self) -> IndexLookup | None:
-        """Where the last `find` saw its ids, for `put`."""
-        return self._cache.found
+    def peek(self, keys: Ids) -> tuple[Records, NDArray[np.bool_]]:
+        """Return a record for each row, and whether it is the row's, good or old. [n] each."""
+        _, same, records = self._look(keys)
+        return records, same
 
-    def peek(self, ids: Ids) -> NDArray[np.int64]:
-        """Return where each row is, -1 for none: int64 [n]."""
-        return self._cache.peek(ids)
+    def rows(self, records: Records) -> NDArray[Any]:
+        """Return the rows in records: [n, dim]."""
+        return np.ascontiguousarray(records[:, self._row]).view(self._dtype)
 
-    def rows(self, at: NDArray[np.int64]) -> NDArray[Any]:
-        """Return the rows that are there: [n, dim]."""
-        return self._items[at].view(self._dtype).reshape(len(at), self._dim)
-
-    def versions(self, at: NDArray[np.int64]) -> Ids:
+    def versions(self, records: Records) -> Ids:
         """Return their versions, 0 for one that does not exist: uint64 [n]."""
-        return self._versions[at]
+        return _field(records, 0, "<u8")
 
-    def answered_s(self, at: NDArray[np.int64]) -> NDArray[np.float64]:
+    def answered_s(self, records: Records) -> NDArray[np.float64]:
         """Return when storage answered: float64 [n], on the monotonic clock."""
-        return self._answered[at]
+        return _field(records, 1, "<f8")
 
-    def put(
-        self,
-        ids: Ids,
-        rows: NDArray[Any],
-        versions: Ids,
-        *,
-        began_s: float,
-        answered_s: float,
-        seen: int,
-        found: IndexLookup | None = None,
-    ) -> None:
+    def put(self, keys: Ids, rows: NDArray[Any], versions: Ids, *, began_s: float, answered_s: float, seen: int) -> None:
         """Keep rows that a pull brought, and put newer ones that were kept already in their place in `rows` and `versions`.
 
         Args:
-            ids: uint64 [n], each once.
+            keys: uint64 [n], each once.
             rows: [n, dim]; changed.
             versions: uint64 [n]; changed.
             began_s, answered_s: when the pull began and ended.
             seen: `n_changes` when it began; -1 where changes were not told then: the rows are old at once.
-            found: where an earlier `find` saw the ids.
         """
-        if found is None:
-            self._cache.find(ids)
-            found = self._cache.found
-            assert found is not None
-        tokens = np.where(self._changed[self._cells(ids)] > seen, _OLD, _GOOD)
-        at = self._cache.at(found)
-        kept = np.flatnonzero(at >= 0)  # intp [k]
-        if not len(kept):
-            self._put(found, rows, versions, tokens, answered_s)
-            return
-        here = at[kept]
-        old, new = self._versions[here], versions[kept]
-        alike = (old == 0) == (new == 0)
-        later = self._answered[here] < began_s
-        self._cache.tokens[here[~alike & ~later]] = _OLD
-        newer = kept[alike & (old > new)]
-        rows[newer], versions[newer] = self.rows(at[newer]), self._versions[at[newer]]
-        taken = np.ones(len(ids), np.bool_)
-        taken[kept] = alike | later
-        some = np.flatnonzero(taken)
-        self._put(found.take(some), rows[some], versions[some], tokens[some], answered_s)
+        for start in range(0, len(keys), self._at_once):
+            some = slice(start, start + self._at_once)
+            self._put(keys[some], rows[some], versions[some], began_s, answered_s, seen)
 
-    def tell(self, ids: Ids, versions: Ids) -> None:
-        """Make rows old whose version is below the one told: uint64 [n] each, each id once."""
+    def tell(self, keys: Ids, versions: Ids) -> None:
+        """Make rows old whose version is below the one told: uint64 [n] each, each key once."""
         self.n_changes += 1
-        self._changed[self._cells(ids)] = self.n_changes
-        at = self._cache.peek(ids)
-        kept = np.flatnonzero(at >= 0)
-        at = at[kept]
-        self._cache.tokens[at[self._versions[at] < versions[kept]]] = _OLD
+        self._changed[keys & _CELLS] = self.n_changes
+        at, same, records = self._look(keys)
+        same &= self.versions(records) < versions
+        _field(self._records, 2, "<f8")[at[same]] = _NEVER
 
     def tell_all(self) -> None:
         """Make all rows old, and those that are on their way."""
         self.n_changes += 1
         self._changed[:] = self.n_changes
-        self._cache.forget_tokens(lambda ids: np.ones(len(ids), np.bool_))
+        _field(self._records, 2, "<f8")[:] = _NEVER
 
-    def release(self) -> None:
-        """Give the budget back; the rows are not to be used again."""
-        self._cache.release()
+    def _put(self, keys: Ids, rows: NDArray[Any], versions: Ids, began_s: float, answered_s: float, seen: int) -> None:
+        at, same, records = self._look(keys)
+        good_s = np.where(self._changed[keys & _CELLS] > seen, _NEVER, answered_s)
+        kept = np.flatnonzero(same)
+        taken = np.ones(len(keys), np.bool_)
+        if len(kept):
+            here = records[kept]
+            old = self.versions(here)
+            alike = (old == 0) == (versions[kept] == 0)
+            later = self.answered_s(here) < began_s
+            _field(self._records, 2, "<f8")[at[kept[~alike & ~later]]] = _NEVER
+            newer = alike & (old > versions[kept])
+            rows[kept[newer]], versions[kept[newer]] = self.rows(here[newer]), old[newer]
+            taken[kept] = alike | later
+        _field(records, 0, "<u8")[:], _field(records, 1, "<f8")[:], _field(records, 2, "<f8")[:] = versions, answered_s, good_s
+        as_items(records[:, self._row])[:] = as_items(np.ascontiguousarray(rows))
+        self._write(keys[taken], at[taken], same[taken], records[taken])
 
-    def _put(self, found: IndexLookup, rows: NDArray[Any], versions: Ids, tokens: Ids, answered_s: float) -> None:
-        records = np.empty((len(rows), self._record_bytes), np.uint8)
-        of_versions, of_answered, of_rows = self._fields(records)
-        of_versions[:], of_answered[:], of_rows[:] = versions, answered_s, as_items(np.ascontiguousarray(rows))
-        self._cache.put(found.ids, records, tokens, found=found)
+    def _write(self, keys: Ids, at: Places, same: NDArray[np.bool_], records: Records) -> None:
+        """Write records, over those of the same key, or else over the one of the key's set that was used longest ago, or never."""
+        sets = self._sets.reshape(-1)
+        while len(keys):
+            new = np.flatnonzero(~same)
+            at[new] += self._sets[at[new] // _WAYS, _WAYS:].argmin(axis=1) - at[new] % _WAYS
+            self._clock += 1
+            places = _clock_places(at)
+            sets[places - _WAYS], sets[places] = keys, self._clock
+            as_items(self._records)[at] = as_items(records)
+            lost = np.flatnonzero(sets[places - _WAYS] != keys)  # they met another of these rows in one place
+            keys, records = keys[lost], records[lost]
+            if len(lost):
+                at, same, _ = self._look(keys)
 
-    def _fields(self, records: NDArray[np.uint8]) -> tuple[NDArray[np.uint64], NDArray[np.float64], NDArray[np.void]]:
-        """Views of records: versions, moments, rows as items; [n] each."""
-        n_bytes = self._dim * self._dtype.itemsize
-        head = records[:, :_HEAD]
-        return head[:, :8].view("<u8")[:, 0], head[:, 8:].view("<f8")[:, 0], as_items(records[:, _HEAD : _HEAD + n_bytes])
+    def _look(self, keys: Ids) -> tuple[Places, NDArray[np.bool_], Records]:
+        """Return a place for each key, one of its set, whether the key's row is there, and what is there, a copy."""
+        sets = ((keys >> _HALF) * self._n_sets >> _HALF).view(np.int64)
+        alike = self._sets[sets, :_WAYS] == keys[:, None]  # bool [n, 8]
+        which = alike.argmax(axis=1)
+        at = sets * _WAYS + which
+        records = as_rows(as_items(self._records)[at])
+        same: NDArray[np.bool_] = alike.reshape(-1)[np.arange(0, _WAYS * len(keys), _WAYS) + which]
+        same &= self.answered_s(records) > 0  # a place that was never used looks like that of the key 0
+        return at, same, records
 
-    def _cells(self, ids: Ids) -> NDArray[np.intp]:
-        return (ids * GOLDEN >> _CELL_SHIFT).view(np.intp)
+
+def _clock_places(at: Places) -> Places:
+    """Where, among all numbers of the sets, it stands when places were used last; the key is _WAYS before."""
+    return 2 * at - at % _WAYS + _WAYS
+
+
+def _field(records: Records, number: int, dtype: str) -> NDArray[Any]:
+    """A field of the head of records, [n]: a view."""
+    return records[:, 8 * number : 8 * number + 8].view(dtype)[:, 0]

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from kvemb.api.table import Table
 from kvemb.arrays.hashing import mix64
 from kvemb.arrays.id_filter import IdFilter
-from kvemb.arrays.record_cache import CacheBudget
-from kvemb.arrays.row_index import IndexLookup
 from kvemb.process import ForkLock
 from kvemb.serve.cached_rows import CachedRows
 
@@ -71,7 +69,7 @@ class RowsFound:
 
     Args:
         served: the table.
-        ids: uint64 [m].
+        ids, keys: uint64 [m], and mixed.
         rows: [m, dim], filled as rows are found.
         versions: uint64 [m], 0 where a row does not exist.
         sources: uint8 [m], see `ServedFrom`.
@@ -79,6 +77,7 @@ class RowsFound:
 
     served: ServedTable
     ids: Ids
+    keys: Ids
     rows: NDArray[Any]
     versions: Ids
     sources: NDArray[np.uint8]
@@ -90,8 +89,6 @@ class RowsFound:
     """That was asked, or would have been if there had been one."""
     seen: int = 0
     n_asked: int = 0
-    places: IndexLookup | None = None
-    """Where the cache saw the ids."""
     age_s: float = 0.0
     """How long ago the oldest of the rows was known to be storage's."""
 
@@ -100,37 +97,33 @@ class ServedTables:
     """The tables of one serving client, by name.
 
     Args:
-        cache_mb: of the rows of all tables.
+        cache_mb: of the rows of each table.
         filter_mb: of the filters of all tables.
         max_age_s: how old a row may be where the feed is not followed.
     """
 
     def __init__(self, cache_mb: float, filter_mb: float, max_age_s: float) -> None:
-        self.max_age_s, self._filter_bytes = max_age_s, int(filter_mb * (1 << 20))
-        self._budget = CacheBudget(int(cache_mb * (1 << 20)))
+        self.max_age_s, self._cache_bytes, self._filter_bytes = max_age_s, int(cache_mb * (1 << 20)), int(filter_mb * (1 << 20))
         self.lock = ForkLock()
         self.by_name: dict[str, ServedTable] = {}
         self._since_s, self._broken_s = math.inf, -math.inf  # since when the feed is followed, and when that ended; inf: not ended
 
     def reset(self) -> None:
         """Forget everything: in a forked child another thread may have been in the middle of a change."""
-        self.by_name, self._budget = {}, CacheBudget(self._budget.limit_bytes)
+        self.by_name = {}
         self._since_s, self._broken_s = math.inf, -math.inf
 
     def add(self, table: Table) -> ServedTable:
         """Serve a table; return it."""
         definition = table.definition
-        cache = CachedRows(definition.dim, definition.row_dtype, self._budget) if self._budget.limit_bytes else None
+        cache = CachedRows(definition.dim, definition.row_dtype, self._cache_bytes) if self._cache_bytes else None
         with self.lock:
             return self.by_name.setdefault(table.name, ServedTable(table, cache, unfilterable=not self._filter_bytes))
 
     def drop(self, name: str) -> None:
         """Forget a table."""
         with self.lock:
-            served = self.by_name.pop(name, None)
-            if served is not None and served.cache is not None:
-                served.cache.release()
-                served.cache = None
+            self.by_name.pop(name, None)
 
     # --- look-ups --------------------------------------------------------------------------------------------------------------------
 
@@ -141,14 +134,15 @@ class ServedTables:
             if cache is None:
                 found.left = np.arange(len(found.ids))
             else:
-                at, good = cache.find(found.ids, self._not_before_s(now_s))
-                found.seen, found.places = cache.n_changes, cache.found
+                records, good = cache.find(found.keys, self._not_before_s(now_s))
+                found.seen = cache.n_changes
                 hits, found.left = np.flatnonzero(good), np.flatnonzero(~good)
                 if len(hits):
-                    self._take(found, hits if len(found.left) else slice(None), at[hits], ServedFrom.CACHE, now_s)
+                    which = hits if len(found.left) else slice(None)
+                    self._take(found, which, records[which], ServedFrom.CACHE, now_s)
             found.filter = found.served.filter
             if found.filter is not None and len(found.left) and self._broken_s >= now_s - self.max_age_s:
-                may = found.filter.may_have(mix64(found.ids[found.left]))
+                may = found.filter.may_have(found.keys[found.left])
                 found.absent, found.left = found.left[~may], found.left[may]
 
     def find_old(self, found: RowsFound, now_s: float) -> None:
@@ -156,32 +150,34 @@ class ServedTables:
         with self.lock:
             if found.served.cache is None:
                 return
-            at = found.served.cache.peek(found.ids[found.left])
-            kept = at >= 0
+            records, kept = found.served.cache.peek(found.keys[found.left])
             if not kept.any():
                 return
-            self._take(found, found.left[kept], at[kept], ServedFrom.OLD, now_s)
+            self._take(found, found.left[kept], records[kept], ServedFrom.OLD, now_s)
             found.left = found.left[~kept]
 
     def keep(self, found: RowsFound, ids: Ids, rows: NDArray[Any], versions: Ids, began_s: float) -> None:
         """Keep what a pull of n unique ids brought; rows that are newer here take their place in `rows` and `versions`."""
         served = found.served
+        if served.cache is None and served.building is None and served.filter is found.filter:
+            return
+        keys = mix64(ids)
         with self.lock:
             for one in (served.filter, served.building):  # an id that was seen must not be stopped by a filter that has come since
                 if one is not None and one is not found.filter:
-                    one.add(mix64(ids[versions != 0]))
+                    one.add(keys[versions != 0])
             if served.cache is not None:
                 told = began_s >= self._since_s or self._since_s == math.inf
                 seen = found.seen if told else -1  # the feed was followed from the middle of the pull on
-                places = found.places.take(found.left) if found.places is not None and len(ids) == len(found.left) else None
-                now_s = time.monotonic()
-                served.cache.put(ids, rows, versions, began_s=began_s, answered_s=now_s, seen=seen, found=places)
+                served.cache.put(keys, rows, versions, began_s=began_s, answered_s=time.monotonic(), seen=seen)
 
-    def _take(self, found: RowsFound, which: slice | NDArray[np.intp], at: NDArray[np.int64], source: ServedFrom, now_s: float) -> None:
+    def _take(
+        self, found: RowsFound, which: slice | NDArray[np.intp], records: NDArray[np.uint8], source: ServedFrom, now_s: float
+    ) -> None:
         cache = found.served.cache
         assert cache is not None
-        found.rows[which], found.versions[which], found.sources[which] = cache.rows(at), cache.versions(at), source
-        known_s = float(cache.answered_s(at).min())
+        found.rows[which], found.versions[which], found.sources[which] = cache.rows(records), cache.versions(records), source
+        known_s = float(cache.answered_s(records).min())
         if source is ServedFrom.CACHE and known_s >= self._since_s:
             known_s = max(known_s, min(self._broken_s, now_s))
         found.age_s = max(found.age_s, now_s - known_s)
@@ -214,14 +210,14 @@ class ServedTables:
     def tell(self, name: str, ids: Ids, versions: Ids, *, erased: bool) -> None:
         """Take over a change of rows: uint64 [n] each."""
         for start in range(0, len(ids), _AT_ONCE):
-            some, theirs = ids[start : start + _AT_ONCE], versions[start : start + _AT_ONCE]
+            some, theirs = mix64(ids[start : start + _AT_ONCE]), versions[start : start + _AT_ONCE]
             with self.lock:
                 served = self.by_name.get(name)
                 if served is None:
                     return
                 for one in (served.filter, served.building):
                     if one is not None and not erased:
-                        one.add(mix64(some))
+                        one.add(some)
                 if served.cache is not None:
                     served.cache.tell(some, theirs)
 

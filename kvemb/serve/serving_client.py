@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvemb.api.cluster import Cluster
 from kvemb.api.connector import connect as connect_cluster
+from kvemb.arrays.hashing import mix64
 from kvemb.arrays.ids import normalize, unique
 from kvemb.errors import InvalidInputError, StorageError
 from kvemb.net.deadline import Deadline, WhyWaiting
@@ -64,7 +65,7 @@ def connect(
 
     Args:
         source: as of `kvemb.connect`. With TLS between clients and shards its certificate needs the role `reader`, for the feed.
-        cache_mb: memory for rows, of all tables; 0: none is kept.
+        cache_mb: memory for rows, of each table that is looked up; 0: none is kept.
         filter_mb: memory for filters of ids that exist, 2 to 2.5 bytes an id, of all tables; a table whose filter would have less than a
             byte for each has none. 0: none is built.
         max_age_ms: how old a cached row may be where no feed is followed.
@@ -220,7 +221,7 @@ class ServingClient:
     def _found(self, served: ServedTable, ids: NDArray[np.uint64], now_s: float) -> RowsFound:
         definition, m = served.table.definition, len(ids)
         rows = np.empty((m, definition.dim), definition.row_dtype)
-        found = RowsFound(served, ids, rows, np.zeros(m, np.uint64), np.zeros(m, np.uint8))
+        found = RowsFound(served, ids, mix64(ids), rows, np.zeros(m, np.uint64), np.zeros(m, np.uint8))
         self._tables.find(found, now_s)
         return found
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvemb.arrays.record_cache import CacheBudget
+from kvemb.arrays.hashing import mix64
 from kvemb.serve.cached_rows import CachedRows
 
 F4 = np.dtype(np.float32)
@@ -14,23 +14,27 @@ def u64(*values: int) -> np.ndarray:
     return np.array(values, np.uint64)
 
 
+def key(row_id: int) -> np.ndarray:
+    return mix64(u64(row_id))
+
+
 def cache() -> CachedRows:
-    return CachedRows(1, F4, CacheBudget(1 << 20))
+    return CachedRows(1, F4, 1 << 20)
 
 
 def put(rows: CachedRows, version: int, *, began_s: float, answered_s: float, seen: int | None = None, row_id: int = 7) -> int:
     """Put a row whose weight is its version; return the version that the look-up answers with."""
     weights, versions = np.full((1, 1), version, np.float32), u64(version)
     seen = rows.n_changes if seen is None else seen
-    rows.put(u64(row_id), weights, versions, began_s=began_s, answered_s=answered_s, seen=seen)
+    rows.put(key(row_id), weights, versions, began_s=began_s, answered_s=answered_s, seen=seen)
     assert weights[0, 0] == versions[0]
     return int(versions[0])
 
 
 def kept(rows: CachedRows, not_before_s: float = 0.0, row_id: int = 7) -> tuple[int, bool]:
     """The version that is kept, -1 for none, and whether it is good."""
-    at = rows.peek(u64(row_id))
-    return (int(rows.versions(at)[0]) if at[0] >= 0 else -1), bool(rows.find(u64(row_id), not_before_s)[1][0])
+    records, there = rows.peek(key(row_id))
+    return (int(rows.versions(records)[0]) if there[0] else -1), bool(rows.find(key(row_id), not_before_s)[1][0])
 
 
 def test_a_pull_that_was_overtaken_does_not_bring_an_older_row_back() -> None:
@@ -43,7 +47,7 @@ def test_a_pull_that_was_overtaken_does_not_bring_an_older_row_back() -> None:
 def test_a_change_that_is_told_while_a_row_is_on_its_way_makes_it_old() -> None:
     rows = cache()
     seen = rows.n_changes
-    rows.tell(u64(7), u64(6))
+    rows.tell(key(7), u64(6))
     put(rows, 5, began_s=1, answered_s=2, seen=seen)
     assert kept(rows) == (5, False)
     put(rows, 6, began_s=3, answered_s=4)
@@ -53,11 +57,11 @@ def test_a_change_that_is_told_while_a_row_is_on_its_way_makes_it_old() -> None:
 def test_a_change_that_the_row_has_already_leaves_it_good_and_a_later_one_makes_it_old() -> None:
     rows = cache()
     put(rows, 6, began_s=1, answered_s=2)
-    rows.tell(u64(7), u64(6))
+    rows.tell(key(7), u64(6))
     assert kept(rows) == (6, True)
-    rows.tell(u64(8), u64(9))
+    rows.tell(key(8), u64(9))
     assert kept(rows) == (6, True)
-    rows.tell(u64(7), u64(7))
+    rows.tell(key(7), u64(7))
     assert kept(rows) == (6, False)
 
 
@@ -92,7 +96,7 @@ STEPS = st.lists(
 @given(STEPS)
 def test_no_interleaving_of_pulls_and_changes_shows_a_row_going_back_or_good_when_it_is_not(steps: list[tuple[str, int]]) -> None:
     """Ten rows change in storage; two pulls of all of them may be on their way; changes are told in order, each some time after."""
-    rows, ids, now_s = cache(), np.arange(10, dtype=np.uint64), 0.0
+    rows, ids, now_s = cache(), mix64(np.arange(10, dtype=np.uint64)), 0.0
     stored, told, told_of = np.ones(10, np.uint64), list[tuple[int, int]](), np.ones(10, np.uint64)
     pulls: list[tuple[float, np.ndarray, int]] = []
     shown = np.zeros(10, np.uint64)
@@ -111,12 +115,24 @@ def test_no_interleaving_of_pulls_and_changes_shows_a_row_going_back_or_good_whe
             changed, version = told.pop(0)
             told_of[changed] = version
             rows.tell(ids[changed : changed + 1], u64(version))
-        at = rows.peek(ids)
+        records, there = rows.peek(ids)
         _, good = rows.find(ids, 0.0)
-        assert at[0] >= 0 or not good.any()
-        if at[0] >= 0:
-            versions = rows.versions(at)
+        assert there[0] or not good.any()
+        if there[0]:
+            versions = rows.versions(records)
             assert (versions >= shown).all()
-            assert (rows.rows(at)[:, 0] == versions).all()
+            assert (rows.rows(records)[:, 0] == versions).all()
             assert (versions >= told_of)[good].all(), "a change that was told is missed by a row that is good"
             shown = versions
+
+
+def test_of_eight_places_the_one_used_longest_ago_is_given_up_and_the_key_0_is_kept_like_any_other() -> None:
+    rows = CachedRows(1, F4, 0)
+    assert not rows.peek(u64(0))[1].any()  # though a place that was never used looks like it
+    for at in range(8):  # all in one set
+        rows.put(u64(at), np.full((1, 1), at, np.float32), u64(at + 1), began_s=1, answered_s=2, seen=0)
+    assert rows.find(np.array([0, 1, 2, 4, 5, 6, 7], np.uint64), 0.0)[1].all()
+    rows.put(u64(8), np.full((1, 1), 8, np.float32), u64(9), began_s=1, answered_s=2, seen=0)
+    records, there = rows.peek(np.arange(9, dtype=np.uint64))
+    assert there.tolist() == [True] * 3 + [False] + [True] * 5
+    assert rows.rows(records[there])[:, 0].tolist() == [0, 1, 2, 4, 5, 6, 7, 8]
