@@ -50,7 +50,7 @@ def export_rows(table: Table, url: str, *, file_format: str, ids: str | None, dt
 
 
 def _existing(table: Table) -> NDArray[np.uint64]:
-    pages = [np.empty(0, np.uint64), *table.cluster.questions.ids(table.name)]
+    pages = [np.empty(0, np.uint64), *table.known_ids()]
     return np.sort(np.concatenate(pages))
 
 

@@ -6,7 +6,7 @@ pulling; verbs that go through the parameter servers raise ClosedError there.
 
 from __future__ import annotations  # help() shows types as they are written here
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -288,18 +288,20 @@ class Table:
         Returns:
             (ids [n] in the table's id_dtype, rows [n, dim] as `pull` gives them).
         """
-        shards = self._shared.require_shards("export")
-        self._shared.wait_stored()
         kept_ids, kept_rows = [np.empty(0, np.uint64)], [np.empty((0, self.dim), self._definition.row_dtype)]
-        pages = (
-            page[at : at + _EXPORTED_AT_ONCE] for page in shards.questions.ids(self.name) for at in range(0, len(page), _EXPORTED_AT_ONCE)
-        )
+        pages = (page[at : at + _EXPORTED_AT_ONCE] for page in self.known_ids() for at in range(0, len(page), _EXPORTED_AT_ONCE))
         for ids in pages:
             rows, versions = self.pull_known(ids)
             exists = versions != 0
             kept_ids.append(ids[exists])
             kept_rows.append(rows[exists])
         return to_caller(np.concatenate(kept_ids), self._definition.id_dtype), np.concatenate(kept_rows)
+
+    def known_ids(self) -> Iterator[NDArray[np.uint64]]:
+        """Yield the 64 bits of the ids of rows that exist, page by page from the shards: of all that was pushed here before."""
+        shards = self._shared.require_shards("export")
+        self._shared.wait_stored()
+        yield from shards.questions.ids(self.name)
 
     def pull_known(self, ids: NDArray[np.uint64]) -> tuple[NDArray[Any], NDArray[np.uint64]]:
         """Read rows of ids that come from the cluster itself, or a checked file: no padding is among them, and -1 is an id like any other.

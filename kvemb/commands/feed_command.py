@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,9 @@ def feed_command(args: argparse.Namespace) -> int:
     """Print events until the reader of the output has gone."""
     tables = [name for name in args.tables.split(",") if name] or None
     with connect(args.config) as cluster, cluster.feed(tables, from_=_start(args.start), weights=args.weights) as feed:
+        there = cluster.tables()
+        for name in sorted(set(tables or ()) - set(there)):
+            print(f"there is no table {name!r} now; tables: {', '.join(there)}", file=sys.stderr)
         for event in feed:
             print(json.dumps({**_fields(event), "position": feed.position}) if args.json else _text(event), flush=True)
     return 0

@@ -404,8 +404,11 @@ def test_the_command_prints_a_line_of_json_for_every_event(local: LocalCluster) 
     with kvemb.connect(local.url) as cluster:
         push(ledger(cluster), np.arange(4))
         command = [sys.executable, "-m", "kvemb.cli", "feed", str(local.config_path), "--json", "--from", "start", "--weights"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        command += ["--tables", "ledger,ledgr"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stderr.readline().startswith("there is no table 'ledgr' now; tables: ")
             events = [json.loads(process.stdout.readline()) for _ in range(4)]
             process.terminate()
     assert sorted(event["kind"] for event in events) == ["apply", "apply", "caught-up", "caught-up"]
