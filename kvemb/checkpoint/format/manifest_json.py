@@ -55,7 +55,7 @@ def encode_manifest(manifest: CheckpointManifest) -> bytes:
             "files": [file_fields(file) for file in manifest.files],
             "totals": {"files": len(manifest.files), "rows": manifest.n_rows, "bytes": manifest.size_bytes},
             "extra": manifest.extra,
-            **({} if manifest.cut_s is None else {"cut_s": manifest.cut_s}),
+            **({"cut_s": manifest.cut_s} if manifest.by_key and manifest.cut_s is not None else {}),
         }
     )
 
