@@ -4,6 +4,7 @@ import argparse
 import math
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -39,13 +40,14 @@ _TFRA_OPERATIONS = 6.0
 
 @dataclass(frozen=True)
 class Way:
-    """How ours runs: durability, how gradients travel, whether the connections have TLS, whether a process subscribes to the feed."""
+    """How ours runs: durability, how gradients travel, whether with TLS, with a subscriber of the feed, with a save every so often."""
 
     name: str
     durability: str
     wire_dtype: str = "float32"
     tls: bool = False
     subscriber: bool = False
+    save_every_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wire-dtype", choices=WIRE_DTYPES, default="bfloat16", help="of the last way's gradients (bfloat16)")
     parser.add_argument("--tls", action="store_true", help="also the first way with TLS between trainer, shards and storage (redis)")
     parser.add_argument("--subscriber", action="store_true", help="also the first way with a process that subscribes to the feed")
+    parser.add_argument("--save-every", type=positive, metavar="S", help="also the first way while a log of checkpoints is written")
     parser.add_argument("--seconds", type=positive, default=2.0, metavar="S", help="length of one turn (2)")
     parser.add_argument("--repeats", type=whole(1), default=3, metavar="N", help="rounds, after one to warm up (3)")
 
@@ -130,7 +133,7 @@ def lines_of(
             "/ plain": "–",
             "target": f"/ TFRA >= {targets[dim]}" if not lines and dim in targets else "–",
         }
-        if name in (f"{first}, over TLS", f"{first}, with a subscriber"):
+        if name.startswith(tuple(f"{first}, {beside}" for beside in ("over TLS", "with a subscriber", "saved every"))):
             plain = ours[first]
             figures["/ plain"] = Spread.of([mine.rows_per_s / one.rows_per_s for mine, one in zip(rounds, plain, strict=True)])
         if others:
@@ -164,6 +167,8 @@ def ways_of(options: argparse.Namespace) -> list[Way]:
         ways.append(Way(f"{ways[0].name}, over TLS", options.durability[0], tls=True))
     if options.subscriber:
         ways.append(Way(f"{ways[0].name}, with a subscriber", options.durability[0], subscriber=True))
+    if options.save_every:
+        ways.append(Way(f"{ways[0].name}, saved every {options.save_every:g} s", options.durability[0], save_every_s=options.save_every))
     return ways
 
 
@@ -221,7 +226,11 @@ def _runner(
     table.set_wire_dtype(way.wire_dtype)
     counter = stack.enter_context(CommandCounter.on(cluster.servers[0].port))
     if way.subscriber:
-        stack.enter_context(_subscribed(cluster.url))
+        stack.enter_context(_beside([sys.executable, "-c", _SUBSCRIBER, cluster.url]))
+    if way.save_every_s:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        words = ["save", folder, "--every", str(way.save_every_s), "--config", cluster.url]
+        stack.enter_context(_beside([sys.executable, "-m", "kvemb.cli", *words]))
     return Runner(way.name, cluster, opened, Ours(table, batches), counter)
 
 
@@ -243,9 +252,9 @@ with kvemb.connect(sys.argv[1]) as cluster, cluster.feed() as feed:
 
 
 @contextmanager
-def _subscribed(url: str) -> Iterator[None]:
-    """Have a process take every event of a cluster's feed."""
-    with subprocess.Popen([sys.executable, "-c", _SUBSCRIBER, url], stdout=subprocess.PIPE) as process:
+def _beside(command: Sequence[str]) -> Iterator[None]:
+    """Have a process run beside the training, once it has said a line."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             process.stdout.readline()

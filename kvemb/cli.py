@@ -18,6 +18,7 @@ from kvemb.commands.verb_options import (
     add_publish,
     example_text,
     large,
+    moment,
     positive,
     takes_config,
     takes_words,
@@ -233,9 +234,18 @@ def _add_checkpoint_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentPa
     save.add_argument("--extra", default="", metavar="JSON", help="an object to keep in the manifest")
     save.add_argument("--resume", action="store_true", help="go on with a save to this URL that was broken off")
     save.add_argument("--keep", type=_count, metavar="N", help="afterwards delete those beside it but the newest N; exports count apart")
+    save.add_argument(
+        "--every",
+        type=positive,
+        metavar="S",
+        help="again every S seconds what has changed, until it is ended; the URL is that of their folder",
+    )
     load = _checkpoint_verb(verbs, "load", "make the cluster what a checkpoint says", "path or URL of the checkpoint")
     load.add_argument(
         "--table", dest="tables", action="append", metavar="NAME", help="load this one (again for more); all others stay as they are"
+    )
+    load.add_argument(
+        "--until", type=moment, metavar="TIME", help="the URL is that of a folder: load the newest that holds nothing of behind this moment"
     )
     load.add_argument("--offline", action="store_true", help="shards are down: let them load it when they are started")
     load.add_argument("--yes", action="store_true", help="do not ask whether rows may go")

@@ -208,6 +208,13 @@ class CheckpointError(KvembError):
     """A checkpoint is missing, unfinished, damaged, or does not fit here; the message names the file. The cluster was left as it was."""
 
 
+class BaseOutdatedError(CheckpointError):
+    """A checkpoint cannot be the base of an increment: rows have other owners since, a table was dropped, or the cluster is another one.
+
+    Save without a base. Nothing of the increment counts.
+    """
+
+
 class ForeignRowsError(KvembError, ValueError):
     """Rows of another program are missing, damaged, or do not fit the table; the message names the file. No row of it was set."""
 

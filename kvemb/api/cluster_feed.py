@@ -42,6 +42,8 @@ class FeedEvent:
         ids: [n] in the table's id_dtype.
         versions: uint64 [n], epoch << 48 | k of each row: as of the event; with weights, as they were read with them (0: no such row now).
         weights: float32 [n, dim] if they were asked for, read from storage when the event came: as of it, or newer.
+        reason: of "erase": "evicted" by the table's policy, "dropped" with its table; "" where a program erased these ids, or the row log
+            tells them, which knows no reasons.
         gone, came: of "moved": the slots that went to other shards, or came from them, by shard; uint16 [n] each.
     """
 
@@ -53,6 +55,7 @@ class FeedEvent:
     ids: NDArray[Any] = field(default_factory=lambda: np.empty(0, np.int64))
     versions: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     weights: NDArray[np.float32] | None = None
+    reason: str = ""
     gone: Mapping[int, NDArray[np.uint16]] = field(default_factory=lambda: _NO_SLOTS)
     came: Mapping[int, NDArray[np.uint16]] = field(default_factory=lambda: _NO_SLOTS)
 
@@ -141,9 +144,10 @@ class ClusterFeed:
 
     def _events(self, shard: int, reply: FeedReply) -> list[FeedEvent]:
         """The events of a reply, one per table."""
-        about, events = FeedEvent(reply.kind, shard, reply.epoch, reply.k), list[FeedEvent]()
+        about = FeedEvent(reply.kind, shard, reply.epoch, reply.k, reason=str(reply.details.get("reason", "")))
+        events = list[FeedEvent]()
         if reply.epoch > self._epochs.get(shard, reply.epoch):
-            events.append(replace(about, kind="epoch"))
+            events.append(FeedEvent("epoch", shard, reply.epoch, reply.k))
         for rows in reply.tables:
             events.append(replace(about, table=rows.table, ids=self._ids(rows), versions=_versions(rows, reply)))
         if not reply.tables and reply.kind not in (BEGIN, "apply", "assign", "erase"):

@@ -1,9 +1,10 @@
-"""Lists the checkpoints under a URL, and deletes those that are no longer needed."""
+"""Lists the checkpoints under a URL, finds the one of a moment, and deletes those that are no longer needed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 
-from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
+from kvemb.checkpoint.checkpoint_storage import CheckpointStorage, shown
 from kvemb.checkpoint.format.checkpoint_manifest import MANIFEST, CheckpointManifest, fragment_path
 from kvemb.checkpoint.format.manifest_json import decode_manifest
 from kvemb.checkpoint.format.strict_json import MAX_DOCUMENT_BYTES
@@ -20,20 +21,66 @@ class Listed:
     problem: str = ""
 
 
-def list_checkpoints(url: str) -> list[Listed]:
+_UNFINISHED = ("not finished", "no checkpoint")
+Known = dict[str, CheckpointManifest]
+"""Manifests that were read before, by name: a manifest does not change."""
+
+
+def list_checkpoints(url: str, known: Known | None = None) -> list[Listed]:
     """List the checkpoints right below a URL, oldest first, broken ones last; or the one at the URL itself.
+
+    Args:
+        url: of the folder that holds them, or of one.
+        known: of that folder: what it holds is not read again; what is found whole is added.
 
     Raises:
         CheckpointError: the URL cannot be read.
     """
-    storage = CheckpointStorage(url)
+    storage, known = CheckpointStorage(url), {} if known is None else known
     if storage.size(MANIFEST) is not None:
         return [_look_at(storage)]
-    found = [_look_at(CheckpointStorage(f"{storage.url}/{name}")) for name in storage.folders()]
+    found = [
+        Listed(name, one_url, known[name]) if name in known else _look_at(CheckpointStorage(one_url))
+        for name in storage.folders()
+        for one_url in [f"{storage.url}/{name}"]
+    ]
+    known.clear()
+    known.update({one.name: one.manifest for one in found if one.manifest is not None})
     return sorted(found, key=lambda one: (one.manifest is None, one.manifest.created_s if one.manifest else 0, one.name))
 
 
-def prune(url: str, *, keep: int, like: CheckpointManifest | None = None, dry_run: bool = False) -> list[str]:
+def checkpoint_at(url: str, moment: datetime) -> str:
+    """Return the URL of the newest checkpoint in a folder that holds nothing which was pushed behind a moment.
+
+    Exports without the optimizer's state count only where there is nothing else. The time is that of the machine which saved.
+
+    Args:
+        url: of the folder that holds the checkpoints.
+        moment: without a time zone it is this machine's local time.
+
+    Raises:
+        CheckpointError: there is none so old, or one of the folder is damaged, so that it may be the one.
+        InvalidInputError: several clusters have saved into the folder.
+    """
+    there = list_checkpoints(url)
+    if broken := [one for one in there if one.manifest is None and one.problem not in _UNFINISHED]:
+        raise CheckpointError(
+            f"{shown(broken[0].url)}: {broken[0].problem}. It may be that of {moment}: name the one to load by its own URL"
+        )
+    whole = [(one.manifest.cut_s, one.url, one.manifest) for one in there if one.manifest is not None and one.manifest.cut_s is not None]
+    whole = [one for one in whole if not one[2].weights_only] or whole
+    if len(clusters := sorted({manifest.cluster for _, _, manifest in whole})) > 1:
+        raise InvalidInputError(f"{shown(url)}: clusters {', '.join(clusters)} have saved here; name the checkpoint by its own URL")
+    found = [one for one in whole if one[0] <= moment.timestamp()]
+    if not found:
+        first = (
+            f"the first one is of {datetime.fromtimestamp(min(whole)[0]).astimezone()}" if whole else "there is none that says its moment"
+        )
+        raise CheckpointError(f"{shown(url)}: no checkpoint of {moment} or before: {first}")
+    return max(found, key=lambda one: one[:2])[1]
+
+
+def prune(url: str, *, keep: int, like: CheckpointManifest | None = None, dry_run: bool = False, known: Known | None = None) -> list[str]:
     """Delete old checkpoints below a URL: of every cluster and kind all but the newest `keep` and those that they are built on.
 
     There are two kinds, which count apart: with the optimizer's state, from which training goes on, and weights-only exports. Checkpoints
@@ -44,6 +91,7 @@ def prune(url: str, *, keep: int, like: CheckpointManifest | None = None, dry_ru
         keep: at least 1.
         like: only checkpoints of this one's cluster and kind; all kinds unless given.
         dry_run: delete nothing.
+        known: see `list_checkpoints`.
 
     Returns:
         The names of those that were deleted, or would be.
@@ -56,10 +104,11 @@ def prune(url: str, *, keep: int, like: CheckpointManifest | None = None, dry_ru
         raise InvalidInputError(f"keep is {keep!r}: at least 1 checkpoint is kept")
     if CheckpointStorage(url).size(MANIFEST) is not None:
         raise InvalidInputError("prune: give the folder that holds the checkpoints, not one of them")
-    there = {one.name: one.manifest for one in list_checkpoints(url) if one.manifest is not None}
+    there = {one.name: one.manifest for one in list_checkpoints(url, known) if one.manifest is not None}
     gone = _superseded(there, keep, like)
     for name in [] if dry_run else gone:
         _delete(CheckpointStorage(f"{url.rstrip('/')}/{name}"), there[name])
+        (known or {}).pop(name, None)
     return gone
 
 
@@ -93,7 +142,7 @@ def _look_at(storage: CheckpointStorage) -> Listed:
     name = storage.url.rpartition("/")[2]
     try:
         if storage.size(MANIFEST) is None:
-            return Listed(name, storage.url, None, "not finished" if storage.names() else "no checkpoint")
+            return Listed(name, storage.url, None, _UNFINISHED[0 if storage.names() else 1])
         return Listed(name, storage.url, decode_manifest(storage.read(MANIFEST, MAX_DOCUMENT_BYTES), storage.where(MANIFEST)))
     except CheckpointError as error:
         return Listed(name, storage.url, None, str(error))

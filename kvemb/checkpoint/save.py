@@ -5,12 +5,13 @@ others are cut again. Without `resume` a new save takes its place.
 """
 
 import logging
+import math
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvemb.checkpoint.chain import Checkpoint, open_checkpoint
@@ -20,7 +21,7 @@ from kvemb.checkpoint.format.manifest_json import check_extra, decode_manifest, 
 from kvemb.checkpoint.format.strict_json import MAX_DOCUMENT_BYTES, Fields, decode, encode
 from kvemb.checkpoint.writer import SaveInfo, assemble, read_fragment
 from kvemb.client.all_shards import AllShards
-from kvemb.errors import CheckpointError, InvalidInputError, ShardUnavailableError, n_of
+from kvemb.errors import BaseOutdatedError, CheckpointError, InvalidInputError, ShardUnavailableError, n_of
 from kvemb.net.deadline import Deadline, checked_timeout
 from kvemb.protocol.messages import SaveReply, SaveRequest, SaveStatusRequest
 from kvemb.schema.slots import N_SLOTS
@@ -74,6 +75,7 @@ def save(
     requests = {shard: SaveRequest(info.save_id, storage.url, cuts.get(shard, 0), weights_only, timeout_s) for shard in shards}
     with _said_when_slow(f"{storage!r}: shards have not begun to save; their logs and `kvemb status` say what they wait for"):
         saving.servers.call_each("Save", requests, SaveReply, Deadline.after(timeout_s))
+    info = replace(info, cut_s=math.ceil(time.time()))
     _require_same_shares(saving.servers, info, timeout_s)
     _wait(saving.servers, info.save_id, shards, progress)
     manifest = _finish(storage, info, shards, below)
@@ -113,12 +115,12 @@ def _open_base(saving: Saving, storage: CheckpointStorage, base: str, weights_on
     manifest = below.manifest
     shares = manifest.slots, manifest.n_shards
     if manifest.cluster_id != saving.cluster_id or shares != (saving.servers.cluster_map.shard_runs, 1 + max(saving.servers.numbers)):
-        raise CheckpointError(
+        raise BaseOutdatedError(
             f"{below.storage!r}: of cluster {manifest.cluster_id} with {n_of(manifest.n_shards, 'shard')}, which may have owned "
             "other rows; not a base for this one. Save without a base."
         )
     if not manifest.by_key:
-        raise CheckpointError(f"{below.storage!r}: saved by an earlier release, with rows in another order; save without a base, once")
+        raise BaseOutdatedError(f"{below.storage!r}: saved by an earlier release, with rows in another order; save without a base, once")
     if manifest.weights_only != weights_only:
         raise InvalidInputError("weights_only must be as in the base")
     return below
@@ -216,7 +218,7 @@ def _require_same_tables(storage: CheckpointStorage, manifest: CheckpointManifes
     for saved in below.manifest.tables:
         now = manifest.table(saved.definition.name)
         if now is None or now.definition.key != saved.definition.key:
-            raise CheckpointError(
+            raise BaseOutdatedError(
                 f"{storage!r}: table {saved.definition.name!r} of the base {below.storage!r} was dropped since; save a full checkpoint"
             )
 

@@ -59,6 +59,7 @@ class SaveInfo:
     base: BaseCheckpoint | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     slots: tuple[int, ...] = ()
+    cut_s: int | None = None
 
 
 def encode_fragment(fragment: Fragment) -> bytes:
@@ -125,7 +126,7 @@ def assemble(info: SaveInfo, fragments: Iterable[Fragment]) -> CheckpointManifes
         cuts=tuple(share.cut for share in shares),
         tables=tuple(SavedTable(by_name[0][name][0], tuple(tables[name][1] for tables in by_name)) for name in names),
         files=tuple(sorted((file for share in shares for file in share.files), key=_file_order)),
-        base=info.base, extra=dict(info.extra), slots=info.slots,
+        base=info.base, extra=dict(info.extra), slots=info.slots, cut_s=info.cut_s,
     )  # fmt: skip
 
 

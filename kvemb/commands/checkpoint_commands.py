@@ -5,24 +5,30 @@ import dataclasses
 import json
 import sys
 import time
+from typing import TYPE_CHECKING, NoReturn
 
 from kvemb.checkpoint.chain import open_chain
 from kvemb.checkpoint.checkpoint_storage import absolute_url
 from kvemb.checkpoint.format.checkpoint_manifest import CheckpointManifest
-from kvemb.checkpoint.listing import Listed, list_checkpoints, prune
+from kvemb.checkpoint.listing import Listed, checkpoint_at, list_checkpoints, prune
 from kvemb.checkpoint.verify import verify_chain
 from kvemb.commands.terminal_output import ProgressMeter, agreed, text_table
-from kvemb.errors import InvalidInputError, n_of
+from kvemb.errors import CheckpointError, InvalidInputError, ParameterServerError, StorageError, n_of
+
+if TYPE_CHECKING:
+    from kvemb.checkpoint.save import SaveResult
 
 
 def save_command(args: argparse.Namespace) -> int:
-    """Save a cluster; with --keep, delete older checkpoints beside it afterwards."""
+    """Save a cluster; with --keep, delete older checkpoints beside it afterwards. With --every go on until the command is ended."""
     from kvemb.api import connect
 
     try:
         extra = json.loads(args.extra) if args.extra else {}
     except ValueError as error:
         raise InvalidInputError(f"--extra: no JSON: {error}") from error
+    if args.every:
+        _save_every(args, extra)
     with connect(args.config) as cluster, ProgressMeter(sys.stderr, "rows") as meter:
         done = cluster.save(
             args.url,
@@ -32,20 +38,45 @@ def save_command(args: argparse.Namespace) -> int:
             resume=args.resume,
             progress=lambda rows, total, _: meter("saving", rows, total),
         )
+    _print_saved(done)
+    if args.keep:
+        _print_gone(prune(done.url.rpartition("/")[0], keep=args.keep, like=done.manifest))
+    return 0
+
+
+def _save_every(args: argparse.Namespace, extra: dict[str, object]) -> NoReturn:
+    """Write a log of checkpoints. When a save fails, that is said, and the next one is tried in its time."""
+    from kvemb.api import connect
+    from kvemb.checkpoint.checkpoint_log import CheckpointLog
+
+    if args.base or args.resume:
+        raise InvalidInputError("--every takes no --base and no --resume: it finds the base itself, and begins anew what was broken off")
+    with connect(args.config) as cluster:
+        saves = CheckpointLog(cluster.save, args.url, weights_only=args.weights_only, keep=args.keep)
+        while True:
+            begun = time.monotonic()
+            try:
+                with ProgressMeter(sys.stderr, "rows") as meter:
+                    done = saves.save(extra=extra, progress=lambda rows, total, _: meter("saving", rows, total))
+                _print_saved(done)
+            except (CheckpointError, ParameterServerError, StorageError) as error:
+                print(f"kvemb save: {type(error).__name__}: {error}; the next try is in {args.every:g} s", file=sys.stderr, flush=True)
+            time.sleep(max(0.0, begun + args.every - time.monotonic()))
+
+
+def _print_saved(done: "SaveResult") -> None:
     manifest = done.manifest
     rate = manifest.size_bytes / 1e6 / max(done.seconds, 1e-9)
-    print(
-        f"saved {n_of(manifest.n_rows, 'row')}, {manifest.size_bytes / 1e6:.1f} MB in {done.seconds:.1f} s ({rate:.0f} MB/s) to {done.url}"
-    )
-    if args.keep:
-        _print_gone(prune(done.url.rpartition("/")[0], keep=args.keep, like=manifest))
-    return 0
+    size = f"{manifest.size_bytes / 1e6:.1f} MB in {done.seconds:.1f} s ({rate:.0f} MB/s)"
+    print(f"saved {n_of(manifest.n_rows, 'row')}, {size} to {done.url}", flush=True)
 
 
 def load_command(args: argparse.Namespace) -> int:
     """Load a checkpoint, or some of its tables, into a cluster; with --offline only decide it. Rows that go are asked about."""
     from kvemb.api import connect
 
+    if args.until:
+        args.url = checkpoint_at(args.url, args.until)
     if args.offline and args.tables:
         raise InvalidInputError("--offline takes no --table: what other tables need is known to running shards alone")
     if args.offline:
@@ -141,7 +172,7 @@ def _line(one: Listed) -> tuple[object, ...]:
     if manifest is None:
         return one.name, "-", one.problem, "-", "-", "-", "-"
     kind = ("incremental" if manifest.base else "full") + (", weights only" if manifest.weights_only else "")
-    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created_s))
+    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created_s if manifest.cut_s is None else manifest.cut_s))
     base = manifest.base.name if manifest.base else "-"
     return one.name, saved, kind, f"{manifest.n_rows:,}", f"{manifest.size_bytes / 1e6:.1f}", manifest.n_writers, base
 

@@ -43,6 +43,8 @@ def _fields(event: "FeedEvent") -> dict[str, Any]:
         fields["table"] = event.table
     if len(event.ids):
         fields |= {"ids": event.ids.tolist(), "versions": event.versions.tolist()}
+    if event.reason:
+        fields["reason"] = event.reason
     if event.weights is not None:
         fields["weights"] = event.weights.tolist()
     if event.kind == "moved":
@@ -51,7 +53,7 @@ def _fields(event: "FeedEvent") -> dict[str, Any]:
 
 
 def _text(event: "FeedEvent") -> str:
-    words = [f"shard {event.shard}", f"epoch {event.epoch} batch {event.k}", event.kind]
+    words = [f"shard {event.shard}", f"epoch {event.epoch} batch {event.k}", *(word for word in (event.kind, event.reason) if word)]
     if event.table:
         words.append(f"table {event.table!r}")
     if len(event.ids):

@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 
 from kvemb.errors import ConfigError
 
@@ -178,6 +179,19 @@ def positive(text: str) -> float:
     return number
 
 
+def moment(text: str) -> datetime:
+    """Read a time, of this machine's time zone where it names none.
+
+    Example:
+        >>> moment("2026-11-26 18:30"), moment("2026-11-26T18:30:05Z").tzname()
+        (datetime.datetime(2026, 11, 26, 18, 30), 'UTC')
+    """
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time such as 2026-11-26T18:30:00 or 2026-11-26T18:30:00Z") from None
+
+
 def large(text: str) -> int:
     """Read a whole number, which may be written as 1e9."""
     number = positive(text)
@@ -223,8 +237,16 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "kvemb alter user --abort",
     ),
     "drop": ("kvemb drop user", "kvemb drop user --yes"),
-    "save": ("kvemb save s3://bucket/run/step-1000", "kvemb save s3://bucket/run/step-2000 --base s3://bucket/run/step-1000 --keep 5"),
-    "load": ("kvemb load s3://bucket/run/step-1000", "kvemb load s3://bucket/run/step-1000 --table user"),
+    "save": (
+        "kvemb save s3://bucket/run/step-1000",
+        "kvemb save s3://bucket/run/step-2000 --base s3://bucket/run/step-1000 --keep 5",
+        "kvemb save s3://bucket/run/log --every 60 --keep 1440",
+    ),
+    "load": (
+        "kvemb load s3://bucket/run/step-1000",
+        "kvemb load s3://bucket/run/step-1000 --table user",
+        "kvemb load s3://bucket/run/log --until 2026-11-26T18:30:00Z",
+    ),
     "verify": ("kvemb verify s3://bucket/run/step-1000", "kvemb verify /backups/monday --against-storage"),
     "ls": ("kvemb ls s3://bucket/run",),
     "prune": ("kvemb prune s3://bucket/run --keep 5 --dry-run", "kvemb prune s3://bucket/run --keep 5"),

@@ -55,7 +55,8 @@ class FeedReply(Message):
         whole: whether the position holds once this reply is taken; else more of the same change follow.
         epoch, k, serial, segment, offset: as `FeedPosition`.
         tables: ids of each table. Versions are theirs where they differ; else that of all is (epoch, k).
-        details: of moves "gone" and "came", lists of [shard, slots as raw '<u2'], and "left"; of drops "table".
+        details: of moves "gone" and "came", lists of [shard, slots as raw '<u2'], and "left"; of drops "table"; of erases "reason",
+            where there is one.
     """
 
     kind: str

@@ -209,7 +209,7 @@ class Committer:
 
     def _batch(self, work: Work) -> Batch:
         if isinstance(work, RowsWork):
-            return Batch(work.kind, (work.rows_left if isinstance(work, EvictionWork) else work.rows,))
+            return Batch(work.kind, (work.rows_left if isinstance(work, EvictionWork) else work.rows,), work.reason)
         # A batch without tables changes nothing: it is there for its watermarks.
         if isinstance(work, RefusedStep):
             return Batch(ERASE, ())

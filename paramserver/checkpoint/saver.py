@@ -17,7 +17,7 @@ from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
 from kvemb.checkpoint.format.checkpoint_manifest import Cut
 from kvemb.checkpoint.format.parquet_blocks import require_extra
 from kvemb.checkpoint.writer import Fragment, read_fragment
-from kvemb.errors import CheckpointError, DeadlineExceededError
+from kvemb.errors import BaseOutdatedError, CheckpointError, DeadlineExceededError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.move_plan import refuses
 from kvemb.schema.record import split_version
@@ -66,8 +66,10 @@ class Saver:
     def begin(self, order: SaveOrder, deadline: Deadline) -> None:
         """Cut the shard and start to save it; called again with the same order, it goes on with the save begun or finished.
 
+        A save under way to the same URL is given up for it.
+
         Raises:
-            CheckpointError: another save is under way, or the URL cannot be used.
+            CheckpointError: a save to another URL is under way, or this one cannot be used.
             DeadlineExceededError: acknowledged pushes are not applied in time; nothing was begun.
         """
         with self._beginning:
@@ -77,7 +79,8 @@ class Saver:
         before = self._job
         if before is not None and before.order == order and not before.error:
             return
-        if before is not None and before.running:
+        # One to the same place was begun anew, since its command has ended: nothing comes of the former any more.
+        if before is not None and before.running and not (before.order.url == order.url and before.thread.stop(deadline.remaining_s() / 2)):
             raise CheckpointError(f"shard {self._parts.shard}: a save to {before.order.url} is under way; wait for its end")
         require_extra("pyarrow.parquet")
         storage = CheckpointStorage(order.url)
@@ -136,10 +139,11 @@ class Saver:
         """Between two batches: note which rows are newer than the row log, and take that as it is."""
         parts, slots = self._parts, self._nodes.cluster_map.slot_shards == self._parts.shard
         cut, view = Cut(parts.shard, parts.engine.epoch, parts.engine.k), parts.runs.view
-        if order.base_version > cut.version:
-            raise CheckpointError(
-                f"shard {parts.shard}: the base was cut at {split_version(order.base_version)}, this shard is only at "
-                f"{split_version(cut.version)}; it is not of this cluster's past. Save a full checkpoint."
+        based = split_version(order.base_version)
+        if order.base_version > cut.version or (based[0] < cut.epoch and based[1] > parts.timeline.k):
+            raise BaseOutdatedError(
+                f"shard {parts.shard}: the base was cut at {based}, this shard is at {split_version(cut.version)}, and its epoch began "
+                f"behind batch {parts.timeline.k}; it is not of this cluster's past. Save a full checkpoint."
             )
         tables = []
         for definition in definitions:

@@ -24,7 +24,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.slots import N_SLOTS
 from kvemb.schema.table_def import TableDef
 
-from ..model.batch import ERASE, CheckedRows, EvictionWork
+from ..model.batch import ERASE, EVICTED, CheckedRows, EvictionWork
 from ..model.row_ages import RowAges
 from ..model.tables import Tables, TableState
 from ..row_log.log_flush import ReadRecords
@@ -300,7 +300,7 @@ class Evictor:
         definition = walk.table.definition
         walk.n_sent += 1
         rows = CheckedRows(definition, ids, np.empty((len(ids), 0), np.float32), versions, definition.optimizer.check_hyper({}))
-        work = EvictionWork(ERASE, rows)
+        work = EvictionWork(ERASE, rows, EVICTED)
         self.sent, self._of_sent = work, (walk, why, pushed)
         self._ports.send(work)
 

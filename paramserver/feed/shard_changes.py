@@ -207,10 +207,11 @@ class ShardChanges:
             if self._wants(table.definition)
         ]
         pieces = list(_pieces([rows for rows in tables if len(rows.ids)]))
+        details = {"reason": entry.batch.reason} if entry.batch.reason else {}
         for piece in pieces[:-1]:
-            yield replace(self._reply(entry.batch.kind, whole=False), epoch=epoch, k=k, tables=piece)
+            yield replace(self._reply(entry.batch.kind, whole=False), epoch=epoch, k=k, tables=piece, details=details)
         self._epoch, self._k, self._at = epoch, k, after
-        yield replace(self._reply(entry.batch.kind), tables=pieces[-1] if pieces else [])
+        yield replace(self._reply(entry.batch.kind), tables=pieces[-1] if pieces else [], details=details)
 
     def _ours(self, definition: TableDef, ids: Ids) -> Ids:
         """Those ids that the row log would tell, too: others have gone to another shard, which tells them."""

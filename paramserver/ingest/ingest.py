@@ -12,7 +12,7 @@ from kvemb.errors import KvembError, ShardUnavailableError, TableDroppedError, t
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import PushPart
 
-from ..model.batch import CheckedRows, EvictionWork, PartTicket, Push, ReceivedPart, RowsWork, Sink, Work
+from ..model.batch import DROPPED, CheckedRows, EvictionWork, PartTicket, Push, ReceivedPart, RowsWork, Sink, Work
 from ..model.table_registry import AFTER_A_DROP, Registry
 from .attendance import Attendance, Record, StepsByMap
 from .ingest_state import POLL_S, IngestState
@@ -125,14 +125,13 @@ class Ingest:
                 if session.incomplete and session.incomplete_step == part.step and part.sequence == session.last_sequence + 1:
                     session.give_up_incomplete(to_wire(error))
 
-    def submit_rows(self, work: RowsWork, deadline: Deadline, map_serial: int, *, of_drop: bool = False) -> int:
+    def submit_rows(self, work: RowsWork, deadline: Deadline, map_serial: int) -> int:
         """Queue an assign or erase and wait until it is applied; return how many of its rows existed before.
 
         Args:
             work: its rows belong to this shard by a cluster map.
             deadline: of the wait.
             map_serial: serial of that map's shards.
-            of_drop: whether it erases rows of a table that is being dropped.
 
         Raises:
             SlotsMovedError: a map of other shards is in force; nothing was taken.
@@ -145,7 +144,7 @@ class Ingest:
                 self.state.wait(deadline, "room in the shard's queue, or the end of a move of slots")
             self.state.refuse_if_closed()
             self.gate.require(map_serial)
-            if not of_drop:
+            if work.reason != DROPPED:
                 self._require_open(work.rows.definition.key, waits=True)
                 self._refuse_dropped([work.rows])
             number = self._enqueue(work)

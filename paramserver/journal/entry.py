@@ -3,11 +3,11 @@
     header size u32 | msgpack header | zeros up to a multiple of 8 | arrays of each table
     arrays: ids '<u8' [n] | rows '<f4' (of opaque bytes '|u1') [n, dim], of an assign with state [n, dim + s] | zeros up to a multiple of 8
 
-The header of a batch is [format, "batch", version, kind, steps, watermarks, tables]. A watermark is [trainer, incarnation, sequence], a
-table [key, schema, n, dim, hyper]. The header of a session is [format, "session", trainer, incarnation], that of an event [format, "event",
-name, table, serial, gone, came, left], where slots are [[shard, [slot, …]], …]. Arrays lie at multiples of 8, so that they can be used
-where they were read. The framing of `segment` has a checksum. Even so decoding trusts no byte: every container has a small limit, and every
-type and length is checked before memory is allocated for it.
+The header of a batch is [format, "batch", version, kind, steps, watermarks, tables], and behind them the reason where a policy or a drop
+erased the rows. A watermark is [trainer, incarnation, sequence], a table [key, schema, n, dim, hyper]. The header of a session is [format,
+"session", trainer, incarnation], that of an event [format, "event", name, table, serial, gone, came, left], where slots are [[shard, [slot,
+…]], …]. Arrays lie at multiples of 8, so that they can be used where they were read. The framing of `segment` has a checksum. Even so
+decoding trusts no byte: every container has a small limit, and every type and length is checked before memory is allocated for it.
 """
 
 import struct
@@ -24,7 +24,7 @@ from kvemb.errors import InvalidInputError, JournalDamagedError, ParameterServer
 from kvemb.protocol.message_format import ItemBudget
 from kvemb.schema.table_def import MAX_DIM, TableDef
 
-from ..model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows, dims_of
+from ..model.batch import APPLY, ASSIGN, DROPPED, ERASE, EVICTED, Batch, CheckedRows, dims_of
 
 FORMAT_VERSION = 1
 MAX_HEADER_BYTES = 16 << 20
@@ -32,6 +32,7 @@ _MAX_ITEMS = 1 << 16
 _MAX_ITEMS_IN_ALL = 1 << 19
 _MAX_TEXT = 1 << 16
 _MAX_COUNT = 1 << 63
+_BATCH_FIELDS = (7, 8)  # without a reason, and with one
 _SIZE = struct.Struct("<I")
 
 Find = Callable[[str, int], TableDef]
@@ -154,7 +155,7 @@ def decode_entry(payload: bytes | memoryview, find_table: Find) -> Entry:
         _expect(type(items[7]) is bool, "whether the shard has left")
         table, serial = _text(items[3], "table"), _count(items[4], "serial")
         return EventEntry(items[2], table, serial, _slots(items[5]), _slots(items[6]), items[7])
-    _expect(items[1] == "batch" and len(items) == 7, "fields of a batch")
+    _expect(items[1] == "batch" and len(items) in _BATCH_FIELDS, "fields of a batch")
     return _batch(items, view, start, find_table)
 
 
@@ -171,7 +172,7 @@ def batch_head(payload: bytes | memoryview) -> tuple[int, list[str]]:
         items = _unpack(view[_SIZE.size : _SIZE.size + min(size, MAX_HEADER_BYTES)])
     except JournalDamagedError:
         return 0, []
-    if not (type(items) is list and len(items) == 7 and items[1] == "batch" and type(items[2]) is int):
+    if not (type(items) is list and len(items) in _BATCH_FIELDS and items[1] == "batch" and type(items[2]) is int):
         return 0, []
     marks = items[5] if type(items[5]) is list else []
     return items[2], [mark[0] for mark in marks if type(mark) is list and mark and type(mark[0]) is str]
@@ -185,11 +186,14 @@ def _header(entry: Entry) -> list[Any]:
     batch = entry.batch
     marks = [[mark.trainer, mark.incarnation, mark.sequence] for mark in entry.watermarks]
     tables = [[t.definition.key, t.definition.schema, len(t.ids), t.rows.shape[1], dict(t.hyper)] for t in batch.tables]
-    return [FORMAT_VERSION, "batch", entry.version, batch.kind, list(entry.steps), marks, tables]
+    reason = [batch.reason] if batch.reason else []
+    return [FORMAT_VERSION, "batch", entry.version, batch.kind, list(entry.steps), marks, tables, *reason]
 
 
 def _batch(items: list[Any], view: memoryview, start: int, find: Find) -> BatchEntry:
-    _, _, version, kind, steps, marks, tables = items
+    version, kind, steps, marks, tables = items[2:7]
+    reason = items[7] if len(items) == 8 else ""
+    _expect(len(items) == 7 or (kind == ERASE and reason in (EVICTED, DROPPED)), "reason")
     _expect(type(version) is int and 0 < version < (1 << 64) - 1, "version")
     _expect(type(kind) is str and kind in (APPLY, ASSIGN, ERASE), "kind")
     _expect(type(steps) is list and type(tables) is list and len(steps) == len(tables), "steps and tables")
@@ -200,7 +204,7 @@ def _batch(items: list[Any], view: memoryview, start: int, find: Find) -> BatchE
     rows = tuple(_rows(kind, *each) for each in _arrays(tables, definitions, view, start))
     names = [one.definition.key for one in rows]
     _expect(len(set(names)) == len(names), f"a table stands twice in {names}")
-    return BatchEntry(version, Batch(kind, rows), tuple(_count(step, "step") for step in steps), watermarks)
+    return BatchEntry(version, Batch(kind, rows, reason), tuple(_count(step, "step") for step in steps), watermarks)
 
 
 def _definition(fields: Any, find: Find) -> TableDef:

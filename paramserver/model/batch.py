@@ -14,6 +14,8 @@ Sink = Callable[[PushReply], None]
 """Takes the replies about one part; must not block."""
 
 APPLY, ASSIGN, ERASE = "apply", "assign", "erase"
+EVICTED, DROPPED = "evicted", "dropped"
+"""Reasons of an erase that nobody asked for by the rows' ids."""
 
 
 def dims_of(kind: str, definition: TableDef) -> tuple[int, ...]:
@@ -159,10 +161,11 @@ class RefusedStep:
 
 @dataclass(eq=False)
 class RowsWork:
-    """An assign or erase, applied in order with pushes."""
+    """An assign or erase, applied in order with pushes; `reason` is that of an erase, "" where the rows were named by their ids."""
 
     kind: str
     rows: CheckedRows
+    reason: str = ""
     arrived_s: float = field(default_factory=time.monotonic)
     applied: bool = False
     n_existed: int = 0
@@ -210,10 +213,11 @@ def items_of(work: Work) -> Sequence[Push | RowsWork]:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The changes that the engine applies as one batch k: one entry per table."""
+    """The changes that the engine applies as one batch k: one entry per table; `reason` as of its `RowsWork`, for the feed."""
 
     kind: str
     tables: tuple[CheckedRows, ...]
+    reason: str = ""
 
     @property
     def n_rows(self) -> int:

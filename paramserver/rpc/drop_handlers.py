@@ -21,7 +21,7 @@ from kvemb.schema.table_def import TableDef
 from ..ingest.ingest import Ingest
 from ..journal import EventEntry
 from ..journal.entry import DROP
-from ..model.batch import ERASE, CheckedRows, RowsWork
+from ..model.batch import DROPPED, ERASE, CheckedRows, RowsWork
 from ..model.table_registry import Registry
 from ..model.tables import Tables
 
@@ -106,7 +106,7 @@ class DropHandlers:
             nothing = np.empty((len(ids), 0), np.float32), np.empty(0, np.uint64)
             rows = CheckedRows(definition, ids, *nothing, definition.optimizer.check_hyper({}))
             with suppress(SlotsMovedError):  # slots changed their shard in between: the client asks again
-                n_erased = self._ingest.submit_rows(RowsWork(ERASE, rows), deadline, self._maps.cluster_map.shards_serial, of_drop=True)
+                n_erased = self._ingest.submit_rows(RowsWork(ERASE, rows, DROPPED), deadline, self._maps.cluster_map.shards_serial)
         if not state.n_rows:
             self._tables.forget(definition)
             self._tell(EventEntry(DROP, definition.key))

@@ -22,6 +22,7 @@ from shard_launcher import FLUSH_POINTS, LOAD_POINTS, MERGE_POINTS, SAVE_POINTS
 from training import LAUNCHER
 
 import kvemb
+from kvemb.checkpoint.checkpoint_log import CheckpointLog
 from kvemb.checkpoint.verify import verify
 from kvemb.errors import CheckpointError, KvembError
 from kvemb.local_cluster.processes import LocalProcess, LocalProcessError
@@ -242,6 +243,33 @@ def test_a_save_to_a_full_disk_fails_by_name_and_is_resumed_when_there_is_room(
         cluster.load(str(disk / "a"))
         job.expected = saved
         job.check()
+
+
+def test_a_log_that_met_a_full_disk_goes_on_with_the_same_number_and_its_earlier_moments_are_whole(
+    local: FaultyCluster, cluster: kvemb.Cluster, tmp_path: Path
+) -> None:
+    job, disk = Job(cluster, "full_log", 64), tmp_path / "disk"
+    with small_disk(disk, 16):
+        job.push(OLD)
+        log = CheckpointLog(cluster.save, str(disk))
+        assert log.save().manifest.base is None
+        first = copy.deepcopy(job.expected)
+        filler = fill(disk, 200_000)
+        job.push(np.arange(1000, N))
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="No space left"):
+                log.save()
+        verify(str(disk / "000000001")).require_good()
+        filler.unlink()
+        done = CheckpointLog(cluster.save, str(disk)).save()  # another writer
+        assert done.url.endswith("/000000002")
+        assert done.manifest.base is not None
+        verify(done.url).require_good()
+        second = copy.deepcopy(job.expected)
+        for url, rows in ((str(disk / "000000001"), first), (done.url, second)):
+            cluster.load(url)
+            job.expected = rows
+            job.check()
 
 
 def test_a_load_without_room_on_a_shards_disk_changes_nothing_and_goes_on_when_there_is_room(

@@ -16,6 +16,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+from matrix import one_of
 from shard_moves import HastyTrainer, ShardMoves
 
 import kvemb
@@ -35,16 +36,31 @@ from tests.integration.feed_log import FeedLog, ids_of
 from tests.integration.tls_clusters import TlsCluster, running
 from tests.raw_shard import RawShard
 
+KINDS = {"valkey": 1, "memcached": 2, "redis-cluster": 3}  # with so many nodes
+REASONS = ("", "evicted", "dropped")
+
+
+@pytest.fixture(params=one_of(*KINDS))
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
 
 @pytest.fixture
-def local(require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
-    with LocalCluster("valkey", shards=2, memory_mb=64) as made:
+def local(kind: str) -> Iterator[LocalCluster]:
+    with LocalCluster(kind, KINDS[kind], shards=2, memory_mb=64) as made:
         yield made
 
 
 @pytest.fixture
-def small_journal(require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
-    with LocalCluster("valkey", memory_mb=64, journal_max_mb=1) as made:
+def small_journal(kind: str) -> Iterator[LocalCluster]:
+    with LocalCluster(kind, KINDS[kind], memory_mb=64, journal_max_mb=1) as made:
+        yield made
+
+
+@pytest.fixture
+def on_valkey(require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
+    """For what no storage has a part in."""
+    with LocalCluster("valkey", shards=2, memory_mb=64) as made:
         yield made
 
 
@@ -133,8 +149,8 @@ def test_another_process_goes_on_from_a_position_without_gap_or_double(local: Lo
     assert sorted(told) == [(0, 1), (0, 2), (1, 1), (1, 2)]
 
 
-def test_a_position_of_epoch_and_k_alone_is_found_in_the_journal(local: LocalCluster) -> None:
-    with kvemb.connect(local.url) as cluster:
+def test_a_position_of_epoch_and_k_alone_is_found_in_the_journal(on_valkey: LocalCluster) -> None:
+    with kvemb.connect(on_valkey.url) as cluster:
         table = ledger(cluster)
         for _ in range(5):
             push(table, np.arange(64))
@@ -196,8 +212,8 @@ def test_erased_rows_that_the_log_has_forgotten_send_the_subscriber_back_to_the_
             feed.take(PATIENCE_S)
 
 
-def test_a_slot_that_moves_is_told_by_both_shards_and_no_version_goes_back(require_server: Callable[[str], str]) -> None:
-    with LocalCluster("valkey", shards=3, memory_mb=64) as local, kvemb.connect(local.url) as cluster:
+def test_a_slot_that_moves_is_told_by_both_shards_and_no_version_goes_back(kind: str) -> None:
+    with LocalCluster(kind, KINDS[kind], shards=3, memory_mb=64) as local, kvemb.connect(local.url) as cluster:
         ledger(cluster)
         hasty = [HastyTrainer(local.url, "h", seed) for seed in (1, 2)]
         log, moves = FeedLog(cluster.feed(from_="start")), ShardMoves(local.url)
@@ -227,8 +243,8 @@ def test_a_slot_that_moves_is_told_by_both_shards_and_no_version_goes_back(requi
         assert all(k == before + 1 for (_, before), (_, k) in pairwise(batches))
 
 
-def test_a_shard_that_joins_and_leaves_again_is_told_from_its_first_batch_to_its_last(require_server: Callable[[str], str]) -> None:
-    with LocalCluster("valkey", shards=1, memory_mb=64) as local, kvemb.connect(local.url) as cluster:
+def test_a_shard_that_joins_and_leaves_again_is_told_from_its_first_batch_to_its_last(kind: str) -> None:
+    with LocalCluster(kind, KINDS[kind], shards=1, memory_mb=64) as local, kvemb.connect(local.url) as cluster:
         hasty, address = HastyTrainer(local.url, "h", 1), f"127.0.0.1:{free_ports(1)[0]}"
         log = FeedLog(cluster.feed())
         try:
@@ -273,7 +289,35 @@ def test_a_load_tells_all_rows_again_and_a_drop_its_erased_rows(local: LocalClus
     assert [event.table for event in log.events if event.kind == "drop"] == ["ledger", "ledger"]
 
 
-def test_a_feed_is_iterated_in_asyncio(local: LocalCluster) -> None:
+def test_an_erase_says_whether_a_policy_or_a_drop_was_its_reason_also_from_a_journal_that_is_read_again(local: LocalCluster) -> None:
+    with kvemb.connect(local.url) as cluster:
+        table = ledger(cluster)
+        push(table, np.arange(300))
+        with cluster.feed() as feed:
+            position = feed.position
+        log = FeedLog(cluster.feed(from_=position))
+        table.erase(np.arange(10))
+        table.set_policies(eviction=kvemb.evict.keep(100))
+        wait_for(lambda: len(table) <= 110)
+        for shard in (0, 1):
+            local.shards[shard].kill()
+            local.start_shard(shard)
+        cluster.drop_table("ledger")
+        wait_for(lambda: log.kinds().count("drop") == 2 or log.error is not None)
+        log.stop()
+        with cluster.feed(from_=position) as feed:
+            again = FeedLog(feed)
+            wait_for(lambda: again.kinds().count("drop") == 2 or again.error is not None)
+            again.stop()
+    for one in (log, again):
+        why = {reason: sorted(ids_of([e for e in one.events if e.reason == reason], "erase").tolist()) for reason in REASONS}
+        assert why[""] == list(range(10))
+        assert len(why["evicted"]) >= 180
+        assert sorted(why["evicted"] + why["dropped"]) == list(range(10, 300))
+        assert {e.reason for e in one.events if e.kind != "erase"} == {""}
+
+
+def test_a_feed_is_iterated_in_asyncio(on_valkey: LocalCluster) -> None:
     async def first(feed: kvemb.api.cluster_feed.ClusterFeed, n: int) -> list[list[int]]:
         got = []
         async for event in feed:
@@ -282,7 +326,7 @@ def test_a_feed_is_iterated_in_asyncio(local: LocalCluster) -> None:
                 feed.close()
         return got
 
-    with kvemb.connect(local.url) as cluster:
+    with kvemb.connect(on_valkey.url) as cluster:
         table = ledger(cluster)
         feed = cluster.feed()
         push(table, np.array([3]))
@@ -357,8 +401,8 @@ def test_a_forked_process_that_goes_on_with_a_feed_is_told_so(local: LocalCluste
         assert feed.take(PATIENCE_S) is not None
 
 
-def test_a_shard_has_places_for_so_many_subscribers_and_those_of_the_ended_are_free(local: LocalCluster) -> None:
-    with kvemb.connect(local.url) as cluster:
+def test_a_shard_has_places_for_so_many_subscribers_and_those_of_the_ended_are_free(on_valkey: LocalCluster) -> None:
+    with kvemb.connect(on_valkey.url) as cluster:
         table = ledger(cluster)
         for _ in range(MAX_FEEDS + 8):
             cluster.feed().close()
@@ -367,16 +411,16 @@ def test_a_shard_has_places_for_so_many_subscribers_and_those_of_the_ended_are_f
         assert [event.ids.tolist() for feed in feeds if (event := feed.take(PATIENCE_S)) is not None] == [[3]] * MAX_FEEDS
 
 
-def test_the_end_of_the_cluster_ends_its_feeds(local: LocalCluster) -> None:
-    with kvemb.connect(local.url) as cluster:
+def test_the_end_of_the_cluster_ends_its_feeds(on_valkey: LocalCluster) -> None:
+    with kvemb.connect(on_valkey.url) as cluster:
         log = FeedLog(cluster.feed())
     log.join(PATIENCE_S)
     assert (log.is_alive(), log.error) == (False, None)
 
 
 @pytest.mark.parametrize("from_", ["later", {}, {0: (1,)}, {0: (1, -1)}, None, {"user": (1, 2)}, {0: 7}])
-def test_a_start_that_is_none_is_refused(local: LocalCluster, from_: object) -> None:
-    with kvemb.connect(local.url) as cluster, pytest.raises(InvalidInputError, match="from_"):
+def test_a_start_that_is_none_is_refused(on_valkey: LocalCluster, from_: object) -> None:
+    with kvemb.connect(on_valkey.url) as cluster, pytest.raises(InvalidInputError, match="from_"):
         cluster.feed(from_=from_)  # type: ignore[arg-type]
 
 
@@ -400,10 +444,10 @@ def test_a_reader_may_subscribe_and_a_certificate_without_a_role_may_not(require
             feed.take(PATIENCE_S)
 
 
-def test_the_command_prints_a_line_of_json_for_every_event(local: LocalCluster) -> None:
-    with kvemb.connect(local.url) as cluster:
+def test_the_command_prints_a_line_of_json_for_every_event(on_valkey: LocalCluster) -> None:
+    with kvemb.connect(on_valkey.url) as cluster:
         push(ledger(cluster), np.arange(4))
-        command = [sys.executable, "-m", "kvemb.cli", "feed", str(local.config_path), "--json", "--from", "start", "--weights"]
+        command = [sys.executable, "-m", "kvemb.cli", "feed", str(on_valkey.config_path), "--json", "--from", "start", "--weights"]
         command += ["--tables", "ledger,ledgr"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,9 @@ from shard_moves import ShardMoves
 import kvemb
 from kvemb.api import Cluster
 from kvemb.checkpoint.chain import open_chain
+from kvemb.checkpoint.checkpoint_log import CheckpointLog
 from kvemb.checkpoint.format.checkpoint_manifest import SAVING, part_path
-from kvemb.checkpoint.listing import list_checkpoints
+from kvemb.checkpoint.listing import checkpoint_at, list_checkpoints
 from kvemb.checkpoint.verify import verify
 from kvemb.errors import CheckpointError, InvalidInputError, TableMismatchError
 from kvemb.local_cluster import LocalCluster
@@ -469,5 +471,16 @@ def test_shards_save_to_s3_and_load_from_there(monkeypatch: pytest.MonkeyPatch) 
                 client.save("s3://kvemb-shards/run/2", base="s3://kvemb-shards/run/1")
                 client.load("s3://kvemb-shards/run/1")
                 np.testing.assert_array_equal(table.pull(IDS[:1000]), before)
+                for number in range(5):
+                    table.push(IDS[:10], np.ones((10, 4), np.float32))
+                    logged = CheckpointLog(client.save, "s3://kvemb-shards/log", keep=3).save(extra={"number": number})
+                    assert logged.url == f"s3://kvemb-shards/log/{number + 1:09d}"
+                names = [one.name[-1] for one in list_checkpoints("s3://kvemb-shards/log")]
+                assert names == ["1", "3", "4", "5"]
+                last = table.pull(IDS[:10])
+                table.push(IDS[:10], np.ones((10, 4), np.float32))
+                at = datetime.fromtimestamp(logged.manifest.cut_s or 0)
+                client.load(checkpoint_at("s3://kvemb-shards/log", at))
+                np.testing.assert_array_equal(table.pull(IDS[:10]), last)
         finally:
             server.kill()

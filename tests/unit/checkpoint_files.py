@@ -70,11 +70,12 @@ def save(
     """Write a whole checkpoint; its rows have version (1, k) and the value k unless given. Return its manifest.
 
     Formats 1 and 2 have rows in the order of their ids, and 1 does not say who owned what. Slots are those of a new cluster unless given,
-    as runs.
+    as runs. Its save began at second k, and the shards were cut at k + 1.
     """
     slots = slots or ClusterMap.first(0, n_shards).shard_runs
     storage, save_id = CheckpointStorage(url, pause=lambda _: None), f"{k:032x}"
     by_key = format_version == 3
+    cut_s = k + 1 if by_key else None
     fragments = [
         _shard(
             storage,
@@ -95,7 +96,7 @@ def save(
         )
         for shard in range(n_shards)
     ]
-    manifest = assemble(SaveInfo(save_id, cluster, CLUSTER_ID, k, weights_only, base, {"step": k}, slots), fragments)
+    manifest = assemble(SaveInfo(save_id, cluster, CLUSTER_ID, k, weights_only, base, {"step": k}, slots, cut_s), fragments)
     data = encode_manifest(replace(manifest, by_key=by_key))
     if format_version == 1:
         tree = json.loads(data)

@@ -1,7 +1,9 @@
 """Checkpoints on top of each other are read as one; prune never breaks a chain."""
 
 import json
+import shutil
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import fsspec
@@ -17,8 +19,9 @@ from kvemb.checkpoint.format.checkpoint_manifest import (
     IDS,
     MANIFEST,
     BaseCheckpoint,
+    CheckpointManifest,
 )
-from kvemb.checkpoint.listing import list_checkpoints, prune
+from kvemb.checkpoint.listing import checkpoint_at, list_checkpoints, prune
 from kvemb.checkpoint.verify import verify
 from kvemb.errors import CheckpointError, InvalidInputError
 from kvemb.init import uniform
@@ -209,6 +212,57 @@ def test_prune_keeps_the_newest_and_what_they_are_built_on(tmp_path: Path, memor
     assert [one.name for one in list_checkpoints(root) if one.manifest is not None] == ["5"]
     assert CheckpointStorage(root + "/4").names() == ["notes.txt"]  # another program's file stays
     assert prune(root, keep=1) == []
+
+
+def at(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+def test_the_checkpoint_of_a_moment_is_the_newest_that_was_cut_before_it(tmp_path: Path) -> None:
+    root = str(tmp_path)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of .* or before: there is none that says its moment"):
+        checkpoint_at(root, at(100))
+    save(f"{root}/old", range(10), k=1, format_version=2)  # a release that does not say its moment
+    for k, name in ((10, "b"), (20, "a"), (30, "c")):
+        save(f"{root}/{name}", range(10), k=k)
+    save(f"{root}/export", range(10), k=25, weights_only=True)
+    assert checkpoint_at(root, at(21)).endswith("/a")  # begun at 20, cut at 21
+    assert checkpoint_at(root, at(20.9)).endswith("/b")
+    assert checkpoint_at(root, at(1e9)).endswith("/c")
+    with pytest.raises(CheckpointError, match=r"the first one is of 1970-01-01"):
+        checkpoint_at(root, at(10.9))
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "rows.parquet").write_bytes(b"")  # a save under way
+    assert checkpoint_at(root, at(21)).endswith("/a")
+    (tmp_path / "d" / MANIFEST).write_text("{}")
+    with pytest.raises(CheckpointError, match=r"/d: .*damaged.*\. It may be that of .*: name the one to load by its own URL"):
+        checkpoint_at(root, at(21))
+    (tmp_path / "d" / MANIFEST).unlink()
+    save(f"{root}/other", range(10), k=40, cluster="other")
+    with pytest.raises(InvalidInputError, match="clusters demo, other have saved here"):
+        checkpoint_at(root, at(21))
+
+
+def test_exports_alone_have_their_moments_too(tmp_path: Path) -> None:
+    save(f"{tmp_path}/1", range(10), k=1, weights_only=True)
+    assert checkpoint_at(str(tmp_path), at(2)).endswith("/1")
+
+
+def test_manifests_that_were_read_are_not_read_again_and_those_that_are_gone_are_forgotten(tmp_path: Path) -> None:
+    root = str(tmp_path)
+    for k in (1, 2, 3):
+        save(f"{root}/{k}", range(10), k=k)
+    known: dict[str, CheckpointManifest] = {}
+    assert [one.name for one in list_checkpoints(root, known)] == list(known) == ["1", "2", "3"]
+    (tmp_path / "2" / MANIFEST).write_text("{}")
+    assert all(one.manifest is not None for one in list_checkpoints(root, known))
+    (tmp_path / "1" / "notes.txt").write_text("another program's: so the folder stays")
+    assert prune(root, keep=1, known=known) == ["2", "1"]
+    assert [one.name for one in list_checkpoints(root, known) if one.manifest is not None] == ["3"]
+    assert list(known) == ["3"]
+    shutil.rmtree(tmp_path / "3")
+    assert [one.manifest for one in list_checkpoints(root, known)] == [None]
+    assert known == {}
 
 
 def test_weights_only_exports_and_other_clusters_count_apart_when_old_ones_are_deleted(tmp_path: Path) -> None:

@@ -51,7 +51,10 @@ INCREMENTAL = replace(
 
 @pytest.mark.parametrize(
     "manifest",
-    [FULL, INCREMENTAL, replace(FULL, files=(), weights_only=True), replace(FULL, by_key=False), replace(INCREMENTAL, by_key=False)],
+    [
+        *(FULL, INCREMENTAL, replace(FULL, files=(), weights_only=True), replace(FULL, cut_s=1700000001)),
+        *(replace(FULL, by_key=False), replace(INCREMENTAL, by_key=False)),
+    ],
 )
 def test_a_manifest_comes_back_as_it_went(manifest: CheckpointManifest) -> None:
     assert decode_manifest(encode_manifest(manifest), "m") == manifest

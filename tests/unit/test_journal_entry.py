@@ -17,8 +17,9 @@ from kvemb.errors import JournalDamagedError, UnknownTableError
 from kvemb.optim import FROZEN
 from kvemb.schema.table_def import TableDef
 from paramserver.journal import BatchEntry, Entry, EventEntry, SessionEntry, Watermark, decode_entry, encode_entry
+from paramserver.journal.entry import batch_head
 from paramserver.journal.segment import SegmentHeader, frame
-from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
+from paramserver.model.batch import APPLY, ASSIGN, DROPPED, ERASE, EVICTED, Batch, CheckedRows
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "journal_v1.json").read_text())
 USER = TableDef("user", 3, kvemb.optim.adam(lr=0.1), kvemb.init.zeros(), dtype="float16")
@@ -53,7 +54,7 @@ def packed(entry: Entry) -> bytes:
 
 
 def same(mine: BatchEntry, theirs: BatchEntry) -> bool:
-    heads = [(e.version, e.batch.kind, e.steps, e.watermarks) for e in (mine, theirs)]
+    heads = [(e.version, e.batch.kind, e.batch.reason, e.steps, e.watermarks) for e in (mine, theirs)]
     tables = [
         [(t.definition, t.ids.tobytes(), t.rows.shape, t.rows.tobytes(), len(t.versions), dict(t.hyper)) for t in e.batch.tables]
         for e in (mine, theirs)
@@ -73,6 +74,16 @@ def test_an_assign_may_have_state_behind_its_weights_and_an_apply_may_not() -> N
     assert same(entry, decode_batch(packed(entry)))
     with pytest.raises(JournalDamagedError, match="dim 9, expected one of"):
         decode_batch(packed(BatchEntry(7, Batch(APPLY, (wide,)), (1,), ())))
+
+
+@pytest.mark.parametrize("reason", [EVICTED, DROPPED])
+def test_an_erase_may_have_a_reason_and_nothing_else_may(reason: str) -> None:
+    entry = BatchEntry(7, Batch(ERASE, (rows(USER, [9, 4], dim=0),), reason), (1,), ())
+    assert same(entry, decode_batch(packed(entry)))
+    assert batch_head(packed(entry)) == (7, [])
+    for kind, why, dim in ((APPLY, reason, 3), (ERASE, "by chance", 0)):
+        with pytest.raises(JournalDamagedError, match="reason"):
+            decode_batch(packed(BatchEntry(7, Batch(kind, (rows(USER, [4, 9], dim=dim),), why), (1,), ())))
 
 
 def test_rows_of_bytes_take_one_byte_a_value_and_come_back() -> None:

@@ -23,7 +23,7 @@ from kvemb.checkpoint.format.manifest_json import encode_manifest
 from kvemb.checkpoint.verify import verify
 from kvemb.checkpoint.writer import SaveInfo, assemble, read_fragment
 from kvemb.config import StorageConfig
-from kvemb.errors import CheckpointError, DeadlineExceededError
+from kvemb.errors import BaseOutdatedError, CheckpointError, DeadlineExceededError
 from kvemb.init import uniform
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import RowKeys
@@ -74,7 +74,8 @@ class Shard:
         budget = CacheBudget(0)
         known = known_tables(self.saved.now, self.runs, self.journal, self.find, budget=budget, index_bytes=0)
         self.tables = Tables(known, log=self.runs, index_bytes=0)
-        self.engine = Engine(self.store, self.tables, Timeline(epoch), k=k, timeout_s=5, repair=ALONE)
+        timeline = Timeline(epoch, k)
+        self.engine = Engine(self.store, self.tables, timeline, k=k, timeout_s=5, repair=ALONE)
         parts = SimpleNamespace(
             shard=0,
             tables=self.tables,
@@ -83,6 +84,7 @@ class Shard:
             saved=self.saved,
             fenced_log=FencedLog(self.journal, lambda: None),
             registry=SimpleNamespace(reloaded=lambda: [ITEM, USER], find_key=self.find),
+            timeline=timeline,
         )
         self.saver = Saver(parts, self.store.nodes, lambda: self.engine.k + self.n_ahead, self.flush, self.folder)  # type: ignore[arg-type]
 
@@ -346,10 +348,36 @@ def test_a_base_from_the_future_is_refused(shard: Shard, tmp_path: Path) -> None
         shard.begin(str(tmp_path / "b"), save_id="2" * 32, base=later)
 
 
+def test_a_base_that_was_cut_behind_the_place_to_which_a_journal_was_rolled_back_is_refused(shard: Shard, tmp_path: Path) -> None:
+    shard.begin(str(tmp_path / "a"))
+    manifest = shard.finish(str(tmp_path / "a"))
+    lost = replace(manifest, cuts=(replace(manifest.cuts[0], k=manifest.cuts[0].k + 1),))
+    shard.begin_epoch(shard.engine.epoch + 1, shard.engine.k)  # the batch behind the cut is in no journal any more
+    for _ in range(3):
+        shard.run(APPLY, USER, np.arange(10))
+    with pytest.raises(BaseOutdatedError, match=f"its epoch began behind batch {manifest.cuts[0].k}; it is not of this cluster's past"):
+        shard.begin(str(tmp_path / "b"), save_id="2" * 32, base=lost)
+    shard.begin(str(tmp_path / "c"), save_id="3" * 32, base=manifest)
+    shard.finish(str(tmp_path / "c"), save_id="3" * 32, base=("a", manifest))
+    assert loaded(str(tmp_path / "c")) == shard.contents()
+
+
 def test_a_stopped_shard_gives_its_save_up(shard: Shard, tmp_path: Path) -> None:
     shard.begin(str(tmp_path / "a"))
     shard.saver.stop(5)
     assert shard.saver.progress("1" * 32)[0] in {"failed", "done"}
+
+
+def test_a_save_that_is_begun_anew_takes_the_place_of_the_one_under_way(shard: Shard, tmp_path: Path) -> None:
+    go, expected = threading.Event(), shard.contents()
+    with meanwhile(lambda: go.wait(10)):
+        shard.begin(str(tmp_path / "a"))
+        threading.Timer(0.2, go.set).start()
+        shard.begin(str(tmp_path / "a"), save_id="2" * 32)  # its command was killed
+        shard.finish(str(tmp_path / "a"), save_id="2" * 32)
+    assert shard.saver.progress("1" * 32)[0] == "unknown"
+    assert loaded(str(tmp_path / "a")) == expected
+    assert shard.saver.figures.failed == 1
 
 
 def test_saves_are_counted_over_restarts_and_one_that_was_killed_has_failed(shard: Shard, tmp_path: Path) -> None:

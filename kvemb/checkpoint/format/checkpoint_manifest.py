@@ -151,6 +151,7 @@ class CheckpointManifest:
         slots: which shard wrote which slot, as runs: of each its first slot and its shard; () where that is not known: in an earlier
             release shards owned ranges of a hash.
         by_key: whether the rows of a shard stand in the order of their keys (`TableDef.order`); before 0.2 they stood in that of their ids.
+        cut_s: seconds since 1970 when every shard had been cut, rounded up: nothing that was pushed later is in it. None: not known.
     """
 
     save_id: str
@@ -165,6 +166,7 @@ class CheckpointManifest:
     extra: dict[str, Any] = field(default_factory=dict)
     slots: tuple[int, ...] = ()
     by_key: bool = True
+    cut_s: int | None = None
 
     def order(self, definition: TableDef) -> SortKeys:
         """Return the function by whose results the rows of a table ascend: ids uint64 [n] -> uint64 [n]."""

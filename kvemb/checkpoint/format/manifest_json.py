@@ -55,6 +55,7 @@ def encode_manifest(manifest: CheckpointManifest) -> bytes:
             "files": [file_fields(file) for file in manifest.files],
             "totals": {"files": len(manifest.files), "rows": manifest.n_rows, "bytes": manifest.size_bytes},
             "extra": manifest.extra,
+            **({"cut_s": manifest.cut_s} if manifest.by_key and manifest.cut_s is not None else {}),
         }
     )
 
@@ -76,9 +77,10 @@ def decode_manifest(data: bytes, where: str) -> CheckpointManifest:
     if version not in (FORMAT_VERSION, _WITHOUT_SLOTS, _BY_ID):
         reads = f"{_WITHOUT_SLOTS} to {FORMAT_VERSION}"
         raise CheckpointError(f"{where}: format version {version}, this release reads {reads}; load it with a later one (docs/upgrade.md)")
+    cut_known = version == FORMAT_VERSION and fields.has("cut_s")
     fields.only(
         "format", "format_version", "save_id", "cluster", "cluster_id", "created_s", "weights_only", "base", "cuts", "tables", "files",
-        "totals", "extra", *([] if version == _WITHOUT_SLOTS else ["slots"]),
+        "totals", "extra", *([] if version == _WITHOUT_SLOTS else ["slots"]), *(["cut_s"] if cut_known else []),
     )  # fmt: skip
     cuts = tuple(read_cut(item) for item in fields.objects("cuts", MAX_SHARDS))
     if not cuts or [cut.shard for cut in cuts] != list(range(len(cuts))):
@@ -97,6 +99,7 @@ def decode_manifest(data: bytes, where: str) -> CheckpointManifest:
         extra=_read_extra(fields),
         slots=() if version == _WITHOUT_SLOTS else _read_slots(fields, len(cuts)),
         by_key=version == FORMAT_VERSION,
+        cut_s=fields.integer("cut_s", 0, _MAX_COUNT) if cut_known else None,
     )
     _check_agreement(manifest, fields, where)
     return manifest

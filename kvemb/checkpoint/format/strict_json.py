@@ -67,6 +67,10 @@ class Fields:
             raise CheckpointError(f"{self._where}: unknown or missing fields: {', '.join(wrong)}")
         return self
 
+    def has(self, name: str) -> bool:
+        """Return whether there is such a field."""
+        return name in self._tree
+
     def text(self, name: str, max_size: int = 4096) -> str:
         """Return a text field."""
         value: str = self._typed(name, str, lambda value: len(value) <= max_size, f"text of at most {max_size} characters")
