@@ -65,7 +65,7 @@ def cluster(local: LocalCluster) -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_alteration, "block_rows", lambda definition: 100)
+    monkeypatch.setattr(table_alteration, "block_rows", lambda definition: 800)
 
 
 def restart(local: LocalCluster, *shards: int) -> None:
@@ -268,7 +268,7 @@ from kvemb.api import table_alteration
 from kvemb.client.shard_client import ShardClient
 
 url, name, method, nth, before = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5] == "True"
-table_alteration.block_rows = lambda definition: 100
+table_alteration.block_rows = lambda definition: 800
 whole, calls = getattr(ShardClient, method), []
 
 
@@ -387,23 +387,24 @@ def test_two_commands_at_once_leave_one_whole_table(local: LocalCluster, cluster
 
 
 def test_a_push_of_the_process_that_alters_waits_for_no_copy_and_the_copy_for_no_push(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    local: LocalCluster, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = next(names)
     table = trained(cluster, name)
     rows, copy, acks = table.pull(IDS), ShardClient.copy_rows, []
 
     def pushing(self: ShardClient, block: Any, timeout_s: float | None = None) -> None:
-        acks.append(table.push(IDS, np.ones((N, 4))))
+        if not acks:
+            acks.append(table.push(IDS, np.ones((N, 4))))
         copy(self, block, timeout_s)
 
     monkeypatch.setattr(ShardClient, "copy_rows", pushing)
     new = cluster.alter_table(name, dim=6, timeout_s=60)
     assert (new.pull(IDS)[:, :4] == rows).all()
-    for ack in acks:
-        with pytest.raises(TableAlteredError):
-            ack.wait(60)
-    new.push(IDS, np.ones((N, 6))).wait_applied()
+    with pytest.raises(TableAlteredError):
+        acks[0].wait(60)
+    with kvemb.connect(local.url) as other:
+        other.table(name).push(IDS, np.ones((N, 6))).wait_applied()
 
 
 def begun(cluster: Cluster, name: str, **changes: Any) -> tuple[ShardClient, AlteredTable]:
