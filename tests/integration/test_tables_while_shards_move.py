@@ -86,7 +86,7 @@ def test_no_slots_move_between_shards_while_a_table_is_being_dropped(local: Loca
         table_of_ones(cluster, "t")
         with paused(local.shards[2]), pytest.raises(ShardUnavailableError):
             cluster.drop_table("t", timeout_s=2.0)
-        with pytest.raises(MoveRefusedError, match="table 't' is being dropped; nothing was changed"):
+        with pytest.raises(MoveRefusedError, match=r"table 't' is being dropped; .*Nothing was changed"):
             moves.begin(GIVEN)
         cluster.drop_table("t", timeout_s=PATIENCE_S)
         moves.begin(GIVEN)
