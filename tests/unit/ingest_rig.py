@@ -157,11 +157,11 @@ class Rig:
         self.sequences[incarnation] = sequence
         return outcome
 
-    def change(self, kind: str, values: dict[int, float], *, of_drop: bool = False) -> int:
+    def change(self, kind: str, values: dict[int, float], reason: str = "") -> int:
         ids, rows = np.array(list(values), np.uint64), np.array(list(values.values()), np.float32).reshape(-1, 1)
         rows = rows[:, : 0 if kind == ERASE else 1]
         checked = CheckedRows(TABLE, ids, rows, np.empty(0, np.uint64), TABLE.optimizer.defaults())
-        return self.ingest.submit_rows(RowsWork(kind, checked), Deadline.after(30), self.map.serial, of_drop=of_drop)
+        return self.ingest.submit_rows(RowsWork(kind, checked, reason), Deadline.after(30), self.map.serial)
 
     def weights(self, ids: list[int], table: TableDef = TABLE) -> list[float]:
         from kvemb.schema.keys import RowKeys

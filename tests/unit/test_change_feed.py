@@ -27,7 +27,7 @@ class SilentCall:
 class LateShards:
     """One shard, whose stream is opened only when the feed has given up waiting for it."""
 
-    numbers = (0,)
+    numbers, forked = (0,), False
 
     def __init__(self) -> None:
         self.channels, self.call = {0: self}, SilentCall()

@@ -24,7 +24,7 @@ from kvemb.protocol.messages import PushPart
 from paramserver.engine.storage_pace import Pause
 from paramserver.ingest.work_queue import Limits
 from paramserver.journal import Position
-from paramserver.model.batch import ASSIGN, ERASE, CheckedRows, RowsWork
+from paramserver.model.batch import ASSIGN, DROPPED, ERASE, CheckedRows, RowsWork
 from tests.unit.ingest_rig import MEAN, TABLE, Outcome, Rig, make
 
 __all__ = ["make"]  # the fixture
@@ -92,7 +92,7 @@ def test_rows_of_a_dropped_table_are_refused_although_they_were_checked_before_a
     assert again.wait().k == 1
     assert rig.ingest.admit(PushPart("a", a, 2, 2, False, [], 2), new, lambda: False)
     assert rig.push(a, {3: 1.0}, table=MEAN).wait().state == "applied"
-    assert rig.change(ERASE, {1: 0.0, 2: 0.0, 3: 0.0}, of_drop=True) == 1  # which is how its rows go
+    assert rig.change(ERASE, {1: 0.0, 2: 0.0, 3: 0.0}, DROPPED) == 1  # which is how its rows go
 
 
 def test_pushes_are_never_merged_across_an_assign(make: Callable[..., Rig]) -> None:
