@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import redis
@@ -138,66 +138,65 @@ def user_table(cluster: kvemb.Cluster, dim: int = DIM) -> kvemb.Table:
     return cluster.create_table("user", dim=dim, optimizer=kvemb.optim.sgd(lr=0.1), initializer=kvemb.init.normal(std=0.1))
 
 
-class Churn:
-    """Pushes to random rows, and erases some, until it is stopped; a context manager that raises what went wrong."""
+class Beside:
+    """Something that a thread does until it is stopped; a context manager that raises what went wrong."""
+
+    def __init__(self) -> None:
+        self._end, self._thread = threading.Event(), threading.Thread(target=self._run)
+        self.error: BaseException | None = None
+
+    def do(self) -> None:
+        """Go on until `_end` is set."""
+        raise NotImplementedError
+
+    def _run(self) -> None:
+        try:
+            self.do()
+        except BaseException as error:
+            self.error = error
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join(PATIENCE_S)
+        if self.error is not None:
+            raise self.error
+
+
+class Churn(Beside):
+    """Pushes to random rows, and erases some."""
 
     def __init__(self, url: str, seed: int = 1) -> None:
-        self._url, self._random, self._end = url, np.random.default_rng(seed), threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self.error: BaseException | None = None
-        self.n_steps = 0
+        super().__init__()
+        self._url, self._random, self.n_steps = url, np.random.default_rng(seed), 0
 
-    def _run(self) -> None:
-        try:
-            with kvemb.connect(self._url, trainer=f"churn-{random.random()}", timeout_s=PATIENCE_S) as cluster:
-                table = cluster.table("user")
-                while not self._end.is_set():
-                    ids = self._random.choice(N_IDS, 200, replace=False)
-                    table.push(ids, self._random.standard_normal((200, DIM), np.float32), timeout_s=PATIENCE_S).wait_applied(PATIENCE_S)
-                    if self.n_steps % 5 == 0:
-                        with suppress(ShardUnavailableError):  # it was killed; what it had erased is erased
-                            table.erase(self._random.choice(N_IDS, 40, replace=False), timeout_s=PATIENCE_S)
-                    self.n_steps += 1
-        except BaseException as error:
-            self.error = error
-
-    def __enter__(self) -> "Churn":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join(PATIENCE_S)
-        if self.error is not None:
-            raise self.error
+    def do(self) -> None:
+        with kvemb.connect(self._url, trainer=f"churn-{random.random()}", timeout_s=PATIENCE_S) as cluster:
+            table = cluster.table("user")
+            while not self._end.is_set():
+                ids = self._random.choice(N_IDS, 200, replace=False)
+                table.push(ids, self._random.standard_normal((200, DIM), np.float32), timeout_s=PATIENCE_S).wait_applied(PATIENCE_S)
+                if self.n_steps % 5 == 0:
+                    with suppress(ShardUnavailableError):  # it was killed; what it had erased is erased
+                        table.erase(self._random.choice(N_IDS, 40, replace=False), timeout_s=PATIENCE_S)
+                self.n_steps += 1
 
 
-class Watch:
-    """Reads all rows of a target, which only rise, again and again until it is stopped; a context manager that raises what it saw."""
+class Watch(Beside):
+    """Reads all rows of a target, which only rise, again and again."""
 
     def __init__(self, one: Published) -> None:
-        self._one, self._end, self._thread = one, threading.Event(), threading.Thread(target=self._run)
-        self.error: BaseException | None = None
-        self.n_looks = 0
+        super().__init__()
+        self._one, self.n_looks = one, 0
 
-    def _run(self) -> None:
+    def do(self) -> None:
         seen: dict[int, float] = {}
-        try:
-            while not self._end.is_set():
-                for row, value in self._one.rows().items() if self._one.about() else ():
-                    now = abs(float(np.frombuffer(value, "<f4")[0]))
-                    assert now >= seen.get(row, 0), (row, now, seen[row])
-                    seen[row] = now
-                self.n_looks += 1
-        except BaseException as error:
-            self.error = error
-
-    def __enter__(self) -> "Watch":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join(PATIENCE_S)
-        if self.error is not None:
-            raise self.error
+        while not self._end.is_set():
+            for row, value in self._one.rows().items() if self._one.about() else ():
+                now = abs(float(np.frombuffer(value, "<f4")[0]))
+                assert now >= seen.get(row, 0), (row, now, seen[row])
+                seen[row] = now
+            self.n_looks += 1
