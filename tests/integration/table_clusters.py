@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from itertools import count
+from typing import Any
 
 import numpy as np
 
@@ -15,10 +16,10 @@ PROGRAMS = {"memcached": "memcached", "redis": "redis-server", "redis-cluster": 
 names = (f"t{i}" for i in count())
 
 
-def start(kind: str, require_server: Callable[[str], str]) -> LocalCluster:
+def start(kind: str, require_server: Callable[[str], str], **options: Any) -> LocalCluster:
     if kind in PROGRAMS:
         require_server(PROGRAMS[kind])
-    return LocalCluster(kind, NODES[kind], shards=2)
+    return LocalCluster(kind, NODES[kind], shards=2, **options)
 
 
 def new_table(cluster: Cluster, dim: int = 4, **options: object) -> Table:

@@ -36,19 +36,12 @@ from kvemb.protocol.messages import StepReply, TableRequest
 from kvemb.schema.altered_table import AlteredTable, TableChanges
 from kvemb.stores.row_io import ReadPart, WritePart
 from kvemb.testing.real_servers import redis_client
+from tests.integration.table_clusters import names, start
 
-PROGRAMS = {"redis": "redis-server", "valkey": "", "memcached": "memcached"}
 ROOT = Path(__file__).resolve().parents[2]
 N = 400
 IDS = np.arange(N) * 7919
 SGD, ZEROS = kvemb.optim.sgd(lr=1.0), kvemb.init.zeros()
-names = (f"t{i}" for i in count())
-
-
-def start(kind: str, require_server: Callable[[str], str], **options: Any) -> LocalCluster:
-    if PROGRAMS[kind]:
-        require_server(PROGRAMS[kind])
-    return LocalCluster(kind, 2, shards=2, **options)
 
 
 @pytest.fixture(scope="module", params=one_of("valkey", "memcached"))

@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -22,17 +21,10 @@ from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import EraseTableReply, EraseTableRequest, TableReply, TableRequest
 from kvemb.schema.table_def import TableDef
 from kvemb.testing.real_servers import redis_client
+from tests.integration.table_clusters import names, start
 
-PROGRAMS = {"redis": "redis-server", "valkey": "", "memcached": "memcached"}
 N = 500
 IDS = np.arange(N)
-names = (f"t{i}" for i in count())
-
-
-def start(kind: str, require_server: Callable[[str], str], **options: int) -> LocalCluster:
-    if PROGRAMS[kind]:
-        require_server(PROGRAMS[kind])
-    return LocalCluster(kind, 2, shards=2, **options)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module", params=one_of("valkey", "memcached"))
