@@ -98,7 +98,12 @@ class ClusterFeed:
             ShardUnavailableError: a shard was away for longer than it may.
         """
         with self._lock:
-            return self._hand_out() if self._has_next(timeout_s) else None
+            if not self._has_next(timeout_s):
+                return None
+            event = self._waiting.popleft()
+            if not self._waiting:
+                self._advance()
+            return event
 
     def close(self) -> None:
         """End the feed: who iterates comes to the end. Idempotent."""
@@ -110,8 +115,9 @@ class ClusterFeed:
 
     async def __aiter__(self) -> AsyncIterator[FeedEvent]:
         while not self._changes.closed:
-            if await asyncio.to_thread(self._has_next, _ASYNC_SLICE_S):  # it goes on if this is cancelled: so it hands nothing out
-                yield self._hand_out()
+            # The thread goes on if this is cancelled: so it hands nothing out. Another task may have been first.
+            if await asyncio.to_thread(self._has_next, _ASYNC_SLICE_S) and (event := self.take(0)) is not None:
+                yield event
 
     def __enter__(self) -> ClusterFeed:
         return self
@@ -134,13 +140,6 @@ class ClusterFeed:
             if self._weights and event.weights is None and len(event.ids) and event.kind != "erase":
                 self._waiting[0] = self._with_weights(event)
             return True
-
-    def _hand_out(self) -> FeedEvent:
-        with self._lock:
-            event = self._waiting.popleft()
-            if not self._waiting:
-                self._advance()
-            return event
 
     def _events(self, shard: int, reply: FeedReply) -> list[FeedEvent]:
         """The events of a reply, one per table."""

@@ -352,6 +352,26 @@ def test_an_event_whose_weights_cannot_be_read_is_handed_out_once_they_can(local
     assert {at.k for at in position.values()} == {0}
 
 
+def test_two_tasks_that_iterate_one_feed_share_its_events(on_valkey: LocalCluster) -> None:
+    async def read(feed: kvemb.api.cluster_feed.ClusterFeed) -> None:
+        async for event in feed:
+            told.extend(event.ids.tolist())
+            assert event.weights is not None
+            if len(told) == 40:
+                feed.close()
+
+    async def both(feed: kvemb.api.cluster_feed.ClusterFeed) -> None:
+        await asyncio.gather(read(feed), read(feed))
+
+    told: list[int] = []
+    with kvemb.connect(on_valkey.url) as cluster, cluster.feed(["ledger"], weights=True) as feed:
+        table = ledger(cluster)
+        for row in range(40):
+            push(table, np.array([row]))
+        asyncio.run(asyncio.wait_for(both(feed), PATIENCE_S))
+    assert sorted(told) == list(range(40))
+
+
 def test_a_reader_that_is_cancelled_in_asyncio_leaves_the_next_event_to_the_one_behind_it(local: LocalCluster) -> None:
     async def later(feed: kvemb.api.cluster_feed.ClusterFeed, table: kvemb.Table) -> list[int]:
         with pytest.raises(asyncio.TimeoutError):
