@@ -117,12 +117,15 @@ class RowIndex:
             versions: uint64 [n], neither 0 nor 2**64 - 1.
         """
         assert not ((versions == 0) | (versions == _ERASED)).any()
+        if len(ids) > _BLOCK_ROWS and (self._is_full(len(ids)) or self._homes.starts is not None):
+            # For all blocks at once: in the order of keys the first ones would crowd in a few buckets of a table that is too small.
+            self.make_room(ids[self.get(ids) == 0])
         for block in _blocks(len(ids)):
-            self._put(self.find(ids[block]), versions[block], ids[block.start :])
+            self._put(self.find(ids[block]), versions[block])
 
     def make_room(self, ids: Ids) -> None:
         """Grow now, so that n more rows can be put without that: uint64 [n]."""
-        if self._n_used + len(ids) > _MAX_LOAD * WIDTH * len(self._tags) or self._would_crowd(ids):
+        if self._is_full(len(ids)) or self._would_crowd(ids):
             self._rebuild(len(ids), ids)
 
     def find(self, ids: Ids) -> IndexLookup:
@@ -141,7 +144,7 @@ class RowIndex:
         """Set the versions of n ids that were looked up, known or new: one for all, or uint64 [n], none of them 0 or 2**64 - 1."""
         each = np.full(len(found.ids), versions, np.uint64)
         assert not ((each == 0) | (each == _ERASED)).any()
-        self._put(self._still(found), each, found.ids)
+        self._put(self._still(found), each)
 
     def erase(self, ids: Ids) -> int:
         """Forget n unique ids; return how many of them existed."""
@@ -238,14 +241,12 @@ class RowIndex:
 
     # --- changing ---------------------------------------------------------------------------------------------------------------
 
-    def _put(self, found: IndexLookup, versions: Versions, all_ids: Ids) -> None:
-        """Set versions; `all_ids` are these and others that will be put next, for which a rebuild makes room as well."""
+    def _put(self, found: IndexLookup, versions: Versions) -> None:
         new = np.flatnonzero(found.places < 0)
-        crowded = self._homes.starts is not None and self._would_crowd(found.ids[new])
-        if self._n_used + len(new) > _MAX_LOAD * WIDTH * len(self._tags) or crowded:
+        if self._is_full(len(new)) or self._would_crowd(found.ids[new]):
             # Erased ids lose their places in a rebuild: those among the ids to be put need room like new ones.
-            sure = self._n_used == self._n_rows and len(all_ids) == len(found.ids)  # nothing is erased, and all were looked up
-            self._rebuild(len(new) if sure else int(np.count_nonzero(self.get(all_ids) == 0)), all_ids)
+            n_more = len(new) if self._n_used == self._n_rows else int(np.count_nonzero(self._versions(found.places) == 0))
+            self._rebuild(n_more, found.ids)
             found = self.find(found.ids)
             new = np.flatnonzero(found.places < 0)
         known = found.places >= 0 if len(new) else slice(None)
@@ -262,7 +263,9 @@ class RowIndex:
 
         Several ids may claim one empty place in a round: all write, the one that is found there afterwards has won.
         """
-        tags, every_tag = self._homes.of(self._homes.order.hashes(ids))[1].astype(np.uint8), self._tags.view(np.uint8)
+        hashes, every_tag = self._homes.order.hashes(ids), self._tags.view(np.uint8)
+        self._n_strange += self._homes.n_strange(hashes)
+        tags = self._homes.of(hashes)[1].astype(np.uint8)
         self._n_used += len(ids)
         self._layout += 1
         while len(ids):
@@ -280,10 +283,15 @@ class RowIndex:
             lost = np.flatnonzero(~won)
             ids, versions, tags, buckets = ids[lost], versions[lost], tags[lost], buckets[lost]
 
+    def _is_full(self, n_more: int) -> bool:
+        return self._n_used + n_more > _MAX_LOAD * WIDTH * len(self._tags)
+
     def _would_crowd(self, new: Ids) -> bool:
-        """Count new ids for which the table has no buckets, with those before; return whether they are too many."""
-        self._n_strange += self._homes.n_strange(self._homes.order.hashes(new))
-        return self._n_strange > max(_MOST_STRANGE, _STRANGE_SHARE * self._n_rows)
+        """Return whether too many ids, with those before, are such as the table has no buckets for."""
+        if self._homes.starts is None:
+            return False
+        n_strange = self._n_strange + self._homes.n_strange(self._homes.order.hashes(new))
+        return n_strange > max(_MOST_STRANGE, _STRANGE_SHARE * self._n_rows)
 
     def _rebuild(self, n_more: int, coming: Ids) -> None:
         """Make room for n_more rows, or give up room that erased ids took; their places become free.

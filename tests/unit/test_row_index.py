@@ -283,3 +283,22 @@ def test_rows_of_pages_lie_near_their_bucket_in_whatever_order_they_come(ascendi
     away = (index.find(ids).places // 8 - buckets) % n_buckets
     assert away.max() < 50, "slots have a few pages each, some many more than others"
     assert (index.get(ids) == ids + np.uint64(1)).all()
+
+
+def test_many_rows_in_the_order_of_keys_do_not_crowd_behind_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the start of a shard whose journal has newer rows: the table has room for the first rows, but not where they belong."""
+    n_looks = 0
+
+    def counted(pairs: np.ndarray, ids: np.ndarray, *rest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        nonlocal n_looks
+        n_looks += len(ids)
+        return look(pairs, ids, *rest)
+
+    look = hash_probe._look
+    index, few, many = RowIndex(growth=4.0), _spread(0, 60_000), _spread(60_000, 400_000)
+    index.put(few, few | np.uint64(1))
+    monkeypatch.setattr(hash_probe, "_look", counted)
+    many = many[np.argsort(KeyOrder().keys(many))]
+    index.put(many, many | np.uint64(1))
+    assert n_looks < 4 * len(many)
+    assert np.array_equal(index.get(many), many | np.uint64(1))
