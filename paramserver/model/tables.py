@@ -122,6 +122,11 @@ class TableState:
         return self._n_rows
 
     @property
+    def asks_log(self) -> bool:
+        """Whether the index may lack rows that exist."""
+        return not self._in_memory
+
+    @property
     def index_bytes(self) -> int:
         """Memory of the index, and of what it knows of erased rows until the log notes them."""
         return self._index.size_bytes + self._gone.size_bytes
