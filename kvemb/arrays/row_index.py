@@ -105,6 +105,8 @@ class RowIndex:
 
     def get(self, ids: Ids) -> Versions:
         """Return each id's version, 0 where it does not exist: uint64 [n]."""
+        if not self._n_rows:
+            return np.zeros(len(ids), np.uint64)
         if len(ids) <= _BLOCK_ROWS:
             return self._versions(self.find(ids).places)
         return np.concatenate([self.get(ids[block]) for block in _blocks(len(ids))])
@@ -120,8 +122,9 @@ class RowIndex:
         if len(ids) > _BLOCK_ROWS and (self._is_full(len(ids)) or self._homes.starts is not None):
             # For all blocks at once: in the order of keys the first ones would crowd in a few buckets of a table that is too small.
             self.make_room(ids[self.get(ids) == 0])
-        for block in _blocks(len(ids)):
-            self._put(self.find(ids[block]), versions[block])
+        n_placed = 0 if self._n_used or self._is_full(len(ids)) else self._place_in_order(ids, versions)
+        for block in _blocks(len(ids) - n_placed):
+            self._put(self.find(ids[n_placed:][block]), versions[n_placed:][block])
 
     def make_room(self, ids: Ids) -> None:
         """Grow now, so that n more rows can be put without that: uint64 [n]."""
@@ -257,6 +260,26 @@ class RowIndex:
         if len(new):
             self._n_rows += len(new)
             self._insert(found.ids[new], versions[new], found.buckets[new])
+
+    def _place_in_order(self, ids: Ids, versions: Versions) -> int:
+        """Place rows in an empty table, as many of the first ones as come in the order of their hashes; return how many those are.
+
+        Nothing needs to be looked for then: a row's place is the first one from its bucket on that no row before it has.
+        """
+        free, home, n_placed = 0, 0, 0  # the first place behind all taken ones; the bucket of the last row
+        every_tag = self._tags.view(np.uint8)
+        for block in _blocks(len(ids)):
+            buckets, tags = self._homes.of(self._homes.order.hashes(ids[block]))  # [n] each
+            rank = np.arange(len(buckets))
+            at = np.maximum.accumulate(np.maximum(buckets * WIDTH - rank, free)) + rank  # [n]: the places
+            if buckets[0] < home or (buckets[1:] < buckets[:-1]).any() or at[-1] >= len(every_tag):
+                break
+            pairs = self._pairs.reshape(-1, 2)
+            pairs[at, 0], pairs[at, 1], every_tag[at] = ids[block], versions[block], tags
+            free, home, n_placed = int(at[-1]) + 1, int(buckets[-1]), n_placed + len(at)
+        self._n_rows = self._n_used = n_placed
+        self._layout += 1
+        return n_placed
 
     def _insert(self, ids: Ids, versions: Versions, buckets: Places) -> None:
         """Give ids that are not in the table a place each: the first empty one of their bucket, or of the next that has one.

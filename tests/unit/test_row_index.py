@@ -302,3 +302,33 @@ def test_many_rows_in_the_order_of_keys_do_not_crowd_behind_a_few(monkeypatch: p
     index.put(many, many | np.uint64(1))
     assert n_looks < 4 * len(many)
     assert np.array_equal(index.get(many), many | np.uint64(1))
+
+
+@pytest.mark.parametrize("late", [0, 1, 100_000], ids=["all in order", "one out of order", "many out of order"])
+@pytest.mark.parametrize("ids_per_group", [1, 53])
+def test_rows_in_the_order_of_keys_are_placed_without_looking(ids_per_group: int, late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = KeyOrder(ids_per_group)
+    index, ids = RowIndex(order=order), np.arange(300_000, dtype=np.uint64)
+    ids = ids[np.argsort(order.keys(ids))]
+    ids = np.concatenate([ids[late:], ids[:late]])
+    n_looked = 0
+
+    def counted(homes: Homes, tags: np.ndarray, pairs: np.ndarray, some: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        nonlocal n_looked
+        n_looked += len(some)
+        return probe(homes, tags, pairs, some)
+
+    monkeypatch.setattr(row_index, "probe", counted)
+    index.put(ids, ids + np.uint64(1))
+    if ids_per_group == 1:  # the rows of a page come in the order of their ids
+        assert n_looked <= (late and late + (2 << 16))
+    assert len(index) == len(ids)
+    assert np.array_equal(index.get(ids), ids + np.uint64(1))
+    assert not index.get(ids + np.uint64(len(ids))).any()
+    assert index.erase(ids[::2]) == len(ids) // 2
+    index.put(ids[::4], ids[::4] + np.uint64(7))
+    assert np.array_equal(index.get(ids[::4]), ids[::4] + np.uint64(7))
+    assert len(index) == len(ids) * 3 // 4
+    listed = index.portion(0, n_rows=1 << 20)[0]
+    assert len(listed) == len(index)
+    assert (np.diff(order.keys(listed).astype(object)) > 0).all()
