@@ -43,7 +43,7 @@ class SlotEntries:
 def joined(portions: Iterable[tuple[Ids, Ids]]) -> tuple[Ids, Ids]:
     """Return ids and versions of all portions of rows, ascending by id."""
     ids, versions = all_of(portions)
-    order = np.argsort(ids)
+    order = np.argsort(ids, kind="stable")  # trainers wait for lists of givers, each in order already: this kind joins them in passing
     return ids[order], versions[order]
 
 
