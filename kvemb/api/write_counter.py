@@ -13,27 +13,12 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvemb.net.deadline import Deadline
 
-
-class ReleasableAck(Protocol):
-    """The part of a push's ack that the counter needs: whether it was released, and whether it was settled."""
-
-    @property
-    def released(self) -> bool:
-        """Whether the push was released, or failed."""
-        ...
-
-    @property
-    def settled(self) -> bool:
-        """Whether the push was applied, or failed."""
-        ...
-
-    def wait_settled(self, timeout_s: float) -> None:
-        """Wait until it is settled."""
-        ...
+if TYPE_CHECKING:  # the client imports gRPC
+    from kvemb.client.ack import Ack
 
 
 class WriteCounter:
@@ -51,8 +36,8 @@ class WriteCounter:
     def __init__(self) -> None:
         self._lock, self._process = threading.Lock(), os.getpid()
         self._n = 0
-        self._pushes: list[ReleasableAck] = []  # as many as may be on their way
-        self._unstored: list[ReleasableAck] = []  # released, and on their way to storage when that was looked up last
+        self._pushes: list[Ack] = []  # as many as may be on their way
+        self._unstored: list[Ack] = []  # released, and on their way to storage when that was looked up last
         self.may_wait = False  # for `wait_stored`: pushes were on their way when that was looked up last
 
     @contextmanager
@@ -68,7 +53,7 @@ class WriteCounter:
         """Count a push that is about to be sent; `pushed` or `failed` follows."""
         self._count()
 
-    def pushed(self, ack: ReleasableAck) -> None:
+    def pushed(self, ack: "Ack") -> None:
         """Count the end of the push when its ack says so."""
         with self._lock:
             self.may_wait = True
@@ -106,7 +91,7 @@ class WriteCounter:
             with self._lock:
                 self._pushes, self._unstored, self.may_wait = [], [], False
 
-    def _still_unstored(self) -> list[ReleasableAck]:
+    def _still_unstored(self) -> "list[Ack]":
         if os.getpid() != self._process:
             return []
         with self._lock:
