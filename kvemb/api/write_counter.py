@@ -43,15 +43,17 @@ class WriteCounter:
     @contextmanager
     def change(self) -> Iterator[None]:
         """Count a change that is over at the end, also if it fails."""
-        self._count()
+        self.count()
         try:
             yield
         finally:
-            self._count()
+            self.count()
 
-    def begin_push(self) -> None:
-        """Count a push that is about to be sent; `pushed` or `failed` follows."""
-        self._count()
+    def count(self) -> None:
+        """Count that a push is about to be sent, or was not sent in spite of that; `pushed` counts the end of one that was."""
+        if os.getpid() == self._process:
+            with self._lock:
+                self._n += 1
 
     def pushed(self, ack: "Ack") -> None:
         """Count the end of the push when its ack says so."""
@@ -59,10 +61,6 @@ class WriteCounter:
             self.may_wait = True
             self._pushes.append(ack)
             self._settle()
-
-    def failed(self) -> None:
-        """Count the end of a push that was not sent."""
-        self._count()
 
     def now(self) -> int:
         """Return the number; it only rises."""
@@ -99,11 +97,6 @@ class WriteCounter:
             self._unstored = [ack for ack in self._unstored if not ack.settled]
             self.may_wait = bool(self._pushes or self._unstored)
             return list(self._unstored)
-
-    def _count(self) -> None:
-        if os.getpid() == self._process:
-            with self._lock:
-                self._n += 1
 
     def _settle(self) -> None:
         if self._pushes:

@@ -107,7 +107,8 @@ class PushSender:
             ShardUnavailableError: it had none within the deadline.
             KvembError: the stream has failed for good.
         """
-        self._ask_again(deadline)
+        if (failure := self._failure) is not None and not self._is_final:
+            self._ask_again(failure, deadline)
         full = f"its window of {WINDOW_PARTS} unaccepted or {MAX_UNAPPLIED_PARTS} unapplied parts is full; nothing was sent"
         self._wait(lambda: self._outbox.has_room, deadline, full)
 
@@ -198,16 +199,13 @@ class PushSender:
         may_be_mended = self._recovers and isinstance(self._failure, ShardFailedError) and not self._outbox.forgotten
         return self._failure is not None and not may_be_mended
 
-    def _ask_again(self, deadline: Deadline) -> None:
+    def _ask_again(self, failure: KvembError, deadline: Deadline) -> None:
         """Go on with a shard that had failed, if it is mended. The caller makes sure that only one thread sends.
 
         Raises:
             ShardFailedError: it is not, or has forgotten parts that it had acknowledged.
             ShardUnavailableError: it does not answer within the deadline.
         """
-        failure = self._failure
-        if failure is None or self._is_final:
-            return
         try:
             reply = self._hello(deadline)
         except ShardLeftError:

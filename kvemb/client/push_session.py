@@ -103,9 +103,12 @@ class PushSession:
         if not self._sending.acquire(timeout=deadline.remaining_s()):
             raise ShardUnavailableError(f"another thread's push still waits for room after {deadline.timeout_s:g} s")
         try:
-            self.raise_unseen()
-            self._introduce(deadline)
-            self._catch_up(deadline)
+            if self._failed:
+                self.raise_unseen()
+            if not self._introduced:
+                self._introduce(deadline)
+            if self._behind:
+                self._catch_up(deadline)
             cluster_map = self._follow_map(deadline)
             wanted = self._shares(tables, cluster_map, cluster_map.writing_shards if self.sync else ())
             prefetched_of = route_prefetched(prefetched, cluster_map) if prefetched else []
@@ -211,8 +214,6 @@ class PushSession:
                 wait(stream, deadline)
 
     def _introduce(self, deadline: Deadline) -> None:
-        if self._introduced:
-            return
         first = self._servers.call(0, "Hello", self._hello_request(), HelloReply, deadline)
         self._incarnation = first.incarnation
         others = dict.fromkeys((shard for shard in self._servers.numbers if shard), self._hello_request())

@@ -191,10 +191,7 @@ class Message:
             )
         if items[2] != cls.__name__:
             raise MessageError(f"message of type {items[2]!r}, expected {cls.__name__}")
-        return cls._from_values(items[3:])
-
-    @classmethod
-    def _from_values(cls, values: list[Any]) -> Self:
+        values = items[3:]
         wanted, n_required = _field_checks(cls)  # type: ignore[arg-type]  # mypy does not take type[Self] for hashable
         if len(values) < n_required:
             raise MessageError(f"{cls.__name__}: {len(values)} fields, expected at least {n_required}")
