@@ -32,6 +32,8 @@ class ReplyReader(ABC):
     more bytes are needed, or an error is raised. `feed` is the one loop around it.
     """
 
+    _skip: int = 0  # bytes still to come of a value that is passed over
+
     @property
     @abstractmethod
     def done(self) -> bool:
@@ -58,25 +60,25 @@ class ReplyReader(ABC):
         """Consume the complete parts at the start of data; return how many bytes. Called again with the rest and more."""
         position = 0
         while position < len(data) and not self.done:
-            taken = self.take(data[position:] if position else data)
-            if not taken:
+            if self._skip:
+                taken = min(self._skip, len(data) - position)
+                self._skip -= taken
+            elif not (taken := self.take(data[position:] if position else data)):
                 break
             position += taken
         return position
 
 
+@dataclass(eq=False, kw_only=True)
 class RowsReader(ReplyReader):
-    """Reads one answer for each of n rows into arrays. Answers come in the order of the rows.
+    """Reads one answer for each of n rows into arrays. Answers come in the order of the rows. Subclasses are dataclasses.
 
-    Subclasses are dataclasses with these two fields:
-
-    Attributes:
+    Args:
         errors: (row, error line) of each row that the server refused; such a row is answered, too.
-        _at: how many rows were answered so far.
     """
 
-    errors: list[tuple[int, bytes]]
-    _at: int
+    errors: list[tuple[int, bytes]] = field(default_factory=list)
+    _at: int = 0  # how many rows were answered so far
 
     @property
     @abstractmethod
@@ -85,7 +87,7 @@ class RowsReader(ReplyReader):
 
     @property
     def done(self) -> bool:
-        return self._at == self.n_rows
+        return self._at == self.n_rows and not self._skip
 
     def prepare(self) -> None:
         """Compute what reading takes besides the answer; may be called while the server works on it."""
@@ -138,8 +140,6 @@ class CodeReply(RowsReader):
     codes: tuple[bytes, ...]
     out: NDArray[np.uint8]
     row_prefix: bytes = b""
-    errors: list[tuple[int, bytes]] = field(default_factory=list)
-    _at: int = 0
 
     @property
     def n_rows(self) -> int:
@@ -193,15 +193,13 @@ class BlobReply(ReplyReader):
     value: bytes | None = None
     error: bytes | None = None
     line: bytes = b""
-    done: bool = False
-    _skip: int = 0  # bytes still to come of a value that is passed over
+    answered: bool = False
+
+    @property
+    def done(self) -> bool:
+        return self.answered and not self._skip
 
     def take(self, data: Bytes) -> int:
-        if self._skip:
-            taken = min(self._skip, len(data))
-            self._skip -= taken
-            self.done = not self._skip
-            return taken
         line = take_line(data, 0)
         if line is None:
             return 0
@@ -210,19 +208,19 @@ class BlobReply(ReplyReader):
         if size is None and (line == self.miss or is_error(line)):
             self.value = FOREIGN if line.startswith(WRONG_TYPE) else None
             self.error = line if is_error(line) and self.value is None else None
-            self.done = True
+            self.answered = True
             return after
         if size is None or size > _MOST_BYTES:
             raise ProtocolError(f"reply {line[:40]!r}, expected a value")
         if size > MAX_BLOB_BYTES:
-            self.value, self._skip = FOREIGN, size + len(EOL)
+            self.value, self.answered, self._skip = FOREIGN, True, size + len(EOL)
             return after
         if len(data) < after + size + len(EOL):
             return 0
         whole = data[after : after + size + len(EOL)].tobytes()
         if not whole.endswith(EOL):
             raise ProtocolError(f"a value of {size} bytes is not followed by a line end")
-        self.value, self.done = whole[: -len(EOL)], True
+        self.value, self.answered = whole[: -len(EOL)], True
         return after + size + len(EOL)
 
 

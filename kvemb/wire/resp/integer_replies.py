@@ -6,7 +6,7 @@ so every line end ends an answer.
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,8 +36,6 @@ class IntegerReplies(RowsReader):
     most: int
     out: NDArray[np.uint8]
     usual: int | None = None
-    errors: list[tuple[int, bytes]] = field(default_factory=list)
-    _at: int = 0
 
     def __post_init__(self) -> None:
         integer = b":%d\r\n" % (self.most if self.usual is None else self.usual)

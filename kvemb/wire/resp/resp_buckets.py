@@ -5,7 +5,7 @@ of its number of words. Both are made for all commands of a step at once, and th
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import numpy as np
@@ -190,8 +190,6 @@ class RunsDone(RowsReader):
     runs: BucketRuns
     asked: bytes
     out: NDArray[np.uint8]
-    errors: list[tuple[int, bytes]] = field(default_factory=list)
-    _at: int = 0
 
     def __post_init__(self) -> None:
         lines = b"+:" if self.asked else b":"
