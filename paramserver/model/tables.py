@@ -84,6 +84,9 @@ class TableState:
         budget: of the shard's cache of records; None for no cache.
         log: knows the rows that the index lacks; None: the index has all.
         known: the rows, where the log has some; in the place of `rows`.
+
+    Attributes:
+        n_rows: rows that exist.
     """
 
     def __init__(
@@ -110,16 +113,11 @@ class TableState:
         self.goes_whole = False
         if rows is not None:
             self._index.put(*rows)
-        self._n_rows = len(self._index) if known is None or known.n_rows is None else known.n_rows
+        self.n_rows = len(self._index) if known is None or known.n_rows is None else known.n_rows
 
     def let_go(self) -> None:
         """From now on erased rows may stay in storage: the table is being dropped, and its buckets are deleted in the end."""
         self.goes_whole = True
-
-    @property
-    def n_rows(self) -> int:
-        """Rows that exist."""
-        return self._n_rows
 
     @property
     def index_bytes(self) -> int:
@@ -151,9 +149,9 @@ class TableState:
         found, self._kept, self._asked = self._find(ids), None, None
         self.n_applied += len(ids)
         with self._lock:
-            self._n_rows -= len(self._index)
+            self.n_rows -= len(self._index)
             self._index.set_at(found, version)
-            self._n_rows += len(self._index)
+            self.n_rows += len(self._index)
 
     def erased(self, ids: Ids, version: int) -> int:
         """Record that n unique rows are gone as of this version; return how many existed. Apply thread only."""
@@ -163,7 +161,7 @@ class TableState:
             self._index.erase(existed)
             if self._log is not None:
                 self._gone.put(existed, np.full(len(existed), version, np.uint64))
-            self._n_rows -= len(existed)
+            self.n_rows -= len(existed)
             self.n_erased += len(existed)  # last: a thread that reads this number finds none of these rows
         return len(existed)
 
@@ -173,7 +171,7 @@ class TableState:
         with self._lock:
             self._index.erase(ids)
             self._gone.erase(ids)
-            self._n_rows -= len(ids)
+            self.n_rows -= len(ids)
             self.n_erased += len(ids)
 
     def make_room(self, ids: Ids) -> None:
@@ -187,7 +185,7 @@ class TableState:
         self._kept = self._asked = None
         with self._lock:
             self._index.put(ids, versions)
-            self._n_rows += n_new
+            self.n_rows += n_new
             self._gone.erase(ids)
 
     def published(self, version: int) -> None:
