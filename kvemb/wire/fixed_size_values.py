@@ -59,12 +59,9 @@ class FixedSizeValuesReply(RowsReader):
     foreign: NDArray[np.bool_] | None = None
 
     def __post_init__(self) -> None:
+        self.n_rows = len(self.found)
         self._stride = len(self.head) + self.size_bytes + len(EOL)
         self._values = as_items(self.out)  # [n] items of m bytes, in the memory of out
-
-    @property
-    def n_rows(self) -> int:
-        return len(self.found)
 
     @property
     def reply_bytes(self) -> int:

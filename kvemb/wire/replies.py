@@ -74,16 +74,13 @@ class RowsReader(ReplyReader):
     """Reads one answer for each of n rows into arrays. Answers come in the order of the rows. Subclasses are dataclasses.
 
     Args:
+        n_rows: how many rows this reply answers; a subclass sets it.
         errors: (row, error line) of each row that the server refused; such a row is answered, too.
     """
 
+    n_rows: int = field(init=False)
     errors: list[tuple[int, bytes]] = field(default_factory=list)
     _at: int = 0  # how many rows were answered so far
-
-    @property
-    @abstractmethod
-    def n_rows(self) -> int:
-        """How many rows this reply answers."""
 
     @property
     def done(self) -> bool:
@@ -141,9 +138,8 @@ class CodeReply(RowsReader):
     out: NDArray[np.uint8]
     row_prefix: bytes = b""
 
-    @property
-    def n_rows(self) -> int:
-        return len(self.out)
+    def __post_init__(self) -> None:
+        self.n_rows = len(self.out)
 
     def take(self, data: Bytes) -> int:
         stride = len(self.codes[0])
@@ -193,13 +189,15 @@ class BlobReply(ReplyReader):
     value: bytes | None = None
     error: bytes | None = None
     line: bytes = b""
-    answered: bool = False
-
-    @property
-    def done(self) -> bool:
-        return self.answered and not self._skip
+    done: bool = False
+    _over: int = 0  # bytes still to come of a value that is too large
 
     def take(self, data: Bytes) -> int:
+        if self._over:
+            taken = min(self._over, len(data))
+            self._over -= taken
+            self.done = not self._over
+            return taken
         line = take_line(data, 0)
         if line is None:
             return 0
@@ -208,19 +206,19 @@ class BlobReply(ReplyReader):
         if size is None and (line == self.miss or is_error(line)):
             self.value = FOREIGN if line.startswith(WRONG_TYPE) else None
             self.error = line if is_error(line) and self.value is None else None
-            self.answered = True
+            self.done = True
             return after
         if size is None or size > _MOST_BYTES:
             raise ProtocolError(f"reply {line[:40]!r}, expected a value")
         if size > MAX_BLOB_BYTES:
-            self.value, self.answered, self._skip = FOREIGN, True, size + len(EOL)
+            self.value, self._over = FOREIGN, size + len(EOL)
             return after
         if len(data) < after + size + len(EOL):
             return 0
         whole = data[after : after + size + len(EOL)].tobytes()
         if not whole.endswith(EOL):
             raise ProtocolError(f"a value of {size} bytes is not followed by a line end")
-        self.value, self.answered = whole[: -len(EOL)], True
+        self.value, self.done = whole[: -len(EOL)], True
         return after + size + len(EOL)
 
 
@@ -237,7 +235,7 @@ class RepliesInOrder(ReplyReader):
 
     def take(self, data: Bytes) -> int:
         reply = self.replies[self._at]
-        taken = reply.take(data)
+        taken = reply.feed(data)
         self._at += reply.done
         return taken
 

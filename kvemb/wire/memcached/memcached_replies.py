@@ -53,11 +53,8 @@ class CasValuesReply(RowsReader):
     foreign: NDArray[np.bool_] | None = None
 
     def __post_init__(self) -> None:
+        self.n_rows = len(self.found)
         self._head = b"VA %d c" % self.size_bytes
-
-    @property
-    def n_rows(self) -> int:
-        return len(self.found)
 
     def take(self, data: Bytes) -> int:
         return self._take_rows(data) or self._take_odd(data)
@@ -158,9 +155,8 @@ class CasWriteReply(RowsReader):
     tokens: NDArray[np.uint64]
     found: NDArray[np.bool_] | None = None
 
-    @property
-    def n_rows(self) -> int:
-        return len(self.out)
+    def __post_init__(self) -> None:
+        self.n_rows = len(self.out)
 
     def feed(self, data: Bytes) -> int:
         return 0 if self._may_wait(data) else super().feed(data)

@@ -94,6 +94,7 @@ class BucketValuesReply(RowsReader):
     _misses: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))  # where each row would begin if all were missing
 
     def __post_init__(self) -> None:
+        self.n_rows = len(self.found)
         self._head = b"$%d\r\n" % self.size_bytes
         self._stride = len(self._head) + self.size_bytes + len(EOL)
         self._values = as_items(self.out)  # [n] items of m bytes, in the memory of out
@@ -114,10 +115,6 @@ class BucketValuesReply(RowsReader):
         places = np.arange(0, row_bytes * len(self.found), row_bytes)
         places += before[0] if len(before) == 1 else before.cumsum().repeat(self.runs.sizes)
         return places
-
-    @property
-    def n_rows(self) -> int:
-        return len(self.found)
 
     @property
     def reply_bytes(self) -> int:

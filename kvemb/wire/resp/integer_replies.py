@@ -38,12 +38,9 @@ class IntegerReplies(RowsReader):
     usual: int | None = None
 
     def __post_init__(self) -> None:
+        self.n_rows = len(self.out)
         integer = b":%d\r\n" % (self.most if self.usual is None else self.usual)
         self._usual = b"".join(integer if line == _INTEGER else b"+OK\r\n" for line in self.lines)
-
-    @property
-    def n_rows(self) -> int:
-        return len(self.out)
 
     @property
     def fewest_bytes(self) -> int:

@@ -192,14 +192,11 @@ class RunsDone(RowsReader):
     out: NDArray[np.uint8]
 
     def __post_init__(self) -> None:
+        self.n_rows = len(self.out)
         lines = b"+:" if self.asked else b":"
         self._integers = IntegerReplies(
             lines, int(self.runs.sizes.max(initial=0)) + 1, np.zeros(len(self.runs.firsts), dtype=np.uint8), usual=0
         )
-
-    @property
-    def n_rows(self) -> int:
-        return len(self.out)
 
     @property
     def done(self) -> bool:
