@@ -34,6 +34,7 @@ from kvemb.wire.codec import Codec
 from kvemb.wire.replies import BlobReply, Step
 
 R = TypeVar("R")
+_MOST_VIEWS = 4  # of nodes or map, that have changed one after the other
 
 
 class NodeServer(ABC):
@@ -126,12 +127,12 @@ class NodeLinks:
         self.pool.close()
         self.plain_pool.close()
 
-    def following(self, call: Callable[[], R], first_view: NodesView | None = None, n_times: int = 4) -> Callable[[], R]:
+    def following(self, call: Callable[[], R], first_view: NodesView | None = None) -> Callable[[], R]:
         """Return a function that calls, and calls again when the nodes or their map have changed; first by `first_view`."""
 
         def again() -> R:
             nonlocal first_view
-            for _ in range(n_times):
+            for _ in range(_MOST_VIEWS):
                 before, first_view = first_view or self.view, None
                 try:
                     return call()
