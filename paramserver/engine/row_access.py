@@ -310,7 +310,7 @@ def taken(part: WritePart, rows: Mask) -> WritePart:
     if rows.all():
         return part
     records = part.records[rows] if len(part.records) == len(part.keys) else part.records
-    return WritePart(part.keys.take(np.flatnonzero(rows)), records, None if part.tokens is None else part.tokens[rows])
+    return WritePart(part.keys[np.flatnonzero(rows)], records, None if part.tokens is None else part.tokens[rows])
 
 
 def until_none_is_left(left: T, one_round: Callable[[T], T], error: Callable[[T], StorageError]) -> None:

@@ -158,7 +158,7 @@ def _heads(keys: BucketKeys, which: NDArray[np.intp] | None, begin: bytes, end: 
     """The bytes of commands with their buckets' keys in the middle: one item for each of the rows `which`, [k], or for all."""
     tags = (keys.tag,) if keys.tables is None else keys.tables.tags
     if len(tags) * keys.n_buckets > _MOST_HEADS or not keys.named_by_tag:
-        names = (keys if which is None else keys.take(which)).encode()  # uint8 [k, key_bytes]
+        names = (keys if which is None else keys[which]).encode()  # uint8 [k, key_bytes]
         texts = columns(len(names), begin, names, end)  # uint8 [k, bytes of a head]
         return as_items(texts)
     at = keys.buckets if which is None else keys.buckets.take(which)  # int64 [k]: where each bucket stands in the table of heads
