@@ -416,7 +416,7 @@ class PushSession:
 
     def _trouble(self, shard: int, deadline: Deadline) -> str:
         """Why a shard is late, as far as its stream and it itself can tell; asked only when a caller's time is nearly up."""
-        told = [stream.trouble()] if (stream := self._streams.get(shard)) is not None else []
+        told = [stream.trouble] if (stream := self._streams.get(shard)) is not None else []
         with suppress(KvembError):  # when it does not answer, the stream's own word must do
             reply = self._servers.call(shard, "Status", Empty(), StatusReply, deadline)
             told = [f"it is starting: {reply.starting}"] if reply.starting else [*told, reply.failure]
