@@ -61,7 +61,7 @@ class BucketRequests:
         for rows, some, runs in self._pieces(keys, record_bytes):
             odd = None if foreign is None else foreign[rows]
             reply = BucketValuesReply(runs, record_bytes, out[rows], found[rows], self._asked, odd)
-            steps.append(RowsStep(partial(self._get_request, some, runs), reply, reply.reply_bytes))
+            steps.append(RowsStep(partial(self._fields_request, b"HMGET", some, runs), reply, reply.reply_bytes))
         return steps
 
     def write_steps(self, keys: BucketKeys, records: RecordsToWrite, out: NDArray[np.uint8]) -> list[RowsStep]:
@@ -76,7 +76,7 @@ class BucketRequests:
         if isinstance(keys, WholeBuckets):
             return self._unlink_steps(keys, out)
         return [
-            RowsStep(partial(self._del_request, some, runs), RunsDone(runs, self._asked, out[rows]))
+            RowsStep(partial(self._fields_request, b"HDEL", some, runs), RunsDone(runs, self._asked, out[rows]))
             for rows, some, runs in self._pieces(keys, FIELD_BYTES)
         ]
 
@@ -111,15 +111,12 @@ class BucketRequests:
         np.ndarray((len(commands),), "<u8", commands, at, (commands.itemsize,))[:] = keys.ids
         return commands.view(np.uint8).data
 
-    def _get_request(self, keys: BucketKeys, runs: BucketRuns) -> memoryview:
-        return self._request(b"HMGET", keys, runs, _fields(keys), 1)
-
-    def _del_request(self, keys: BucketKeys, runs: BucketRuns) -> memoryview:
-        return self._request(b"HDEL", keys, runs, _fields(keys), 1)
+    def _fields_request(self, name: bytes, keys: BucketKeys, runs: BucketRuns) -> memoryview:
+        return self._request(name, keys, runs, _fields(keys), 1)
 
     def _set_request(self, keys: BucketKeys, runs: BucketRuns, records: RecordsToWrite) -> memoryview:
         value = b"\r\n$%d\r\n" % records.size_bytes
-        rows = columns(len(keys), _FIELD_HEAD, keys.fields(), value, records.bytes(), EOL + _NEXT)
+        rows = columns(len(keys.ids), _FIELD_HEAD, keys.fields(), value, records.bytes(), EOL + _NEXT)
         filler = _FILLER_FIELD if needs_filler(records.size_bytes, compact=keys.compact) else b""
         return self._request(b"HSET", keys, runs, rows, 2, filler)
 
