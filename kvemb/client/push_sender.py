@@ -336,13 +336,12 @@ class PushSender:
         self._heard(reply.tables_serial)
         sent.part.held_back = max(sent.part.held_back, reply.held_back)  # an answer that is given again may not know
         changed_rows: list[ChangedRowsBlock] = []
-        tell = sent.ack.part_applied if reply.state == "applied" else sent.ack.part_released
         try:
             if reply.changed_rows:
                 check_changed_rows(sent.part.prefetched, reply.changed_rows)
                 changed_rows = reply.changed_rows
         finally:
-            tell(sent.part, reply.changed, reply.elapsed, changed_rows)
+            sent.ack.part_computed(sent.part, reply.changed, reply.elapsed, changed_rows, applied=reply.state == "applied")
 
     def _leave(self, last_sequence: int) -> None:
         """Nothing goes to the shard any more: parts that it had taken are applied, the rest is to be routed again."""
@@ -353,7 +352,7 @@ class PushSender:
             self._thread = None  # should the number come back, the next part begins another one
             self._changed.notify_all()
         for sent in taken:
-            sent.ack.part_applied(sent.part, -1.0, 0)
+            sent.ack.part_computed(sent.part, -1.0, 0, applied=True)
         if rest:
             self._on_moved()
 
