@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import grpc
 import numpy as np
@@ -28,21 +27,18 @@ _THREADS = 4
 _FIRST_ROWS = 1024
 
 
-@dataclass(frozen=True, eq=False)
 class PullRows(Message):
     """Ids of each table (dim 0)."""
 
     tables: list[TableRows]
 
 
-@dataclass(frozen=True, eq=False)
 class PulledRows(Message):
     """Their rows."""
 
     tables: list[TableRows]
 
 
-@dataclass(frozen=True, eq=False)
 class PushRows(Message):
     """Gradients of distinct ids, to be applied now."""
 

@@ -303,5 +303,5 @@ def _fields(target: Filled, batch: Batch) -> list[tuple[bytes, list[bytes]]]:
     keys = group_by_node(target.table.definition.keys(batch.ids, pages=True), None).keys
     assert isinstance(keys, BucketKeys)
     firsts = keys.runs()
-    names, fields = keys.take(firsts).encode(), keys.fields().view("V8")[:, 0]
+    names, fields = keys[firsts].encode(), keys.fields().view("V8")[:, 0]
     return [(bytes(name), [bytes(field) for field in some]) for name, some in zip(names, np.split(fields, firsts[1:]), strict=True)]

@@ -110,7 +110,7 @@ class StorageOptimizes(Ours):
         order = keys.locality()
         if order is not None:  # neighbours share a bucket, as in our own requests
             at = np.argsort(order, kind="stable")
-            keys, gradients = keys.take(at), gradients[at]
+            keys, gradients = keys[at], gradients[at]
         names, fields = keys.encode(), np.ascontiguousarray(keys.ids.astype("<u8", copy=False))
         dim, state = gradients.shape[1], int(self.table.definition.optimizer.kind != "sgd")
         calls = self._client.pipeline(transaction=False)

@@ -18,7 +18,6 @@ from numpy.typing import ArrayLike, NDArray
 from kvemb import init
 from kvemb.admit import Admission
 from kvemb.api.open_tables import OpenTables
-from kvemb.api.several_tables import prepare_all_prefetched, prepare_pulls, prepare_pushes
 from kvemb.api.shared_connection import SharedConnection, TrainerMetrics
 from kvemb.api.table import Table
 from kvemb.arrays.ids import Unique
@@ -156,10 +155,9 @@ class Cluster:
             initializer: the first value of a row; `kvemb.init.uniform()` unless given, `kvemb.init.zeros()` of a frozen table.
             frozen: instead of an optimizer: rows come by `assign` and imports, pushes are refused, and nothing lies beside a row. Tables of
                 dtype "bytes:N" are frozen, and need neither dim nor optimizer.
-            expected_rows: how many rows a table without num_ids will have, roughly: from about 14 million on (of 76 bytes) it decides in
-                how many hashes Redis and Valkey keep them (`kvemb.schema.buckets`). Used when the table is made; never a limit.
-            layout: on Redis and Valkey, "fast" (as None) or "compact", which takes about a quarter less memory for records up to 1 KiB and
-                is slower where few rows of a batch lie in one hash of some dozens. Needs expected_rows. Used when the table is made.
+            expected_rows: how many rows a table without num_ids will have, roughly, and never a limit: by it Redis and Valkey keep the rows
+                of large tables in more hashes (docs/layouts.md).
+            layout: on Redis and Valkey, "fast" (as None) or "compact": less memory, and slower. Needs expected_rows.
             admission: which new ids get a row: one of `kvemb.admit`; any unless given. If the table exists with another, this one holds
                 for all clients from now on, as if by `Table.set_policies`.
             eviction: which rows are erased, one of `kvemb.evict`; none unless given. As admission, if the table exists.
@@ -192,16 +190,12 @@ class Cluster:
     def drop_table(self, name: str, timeout_s: float | None = None) -> int:
         """Delete a table with all its rows, for good, and free its name. Return how many rows were erased.
 
-        Earlier pushes are applied first. From the moment the drop begins, trainers that still use the table get TableDroppedError from
-        their next push, assign or erase. One that only pulls gets initial rows until it has asked the shards about rows that it did not
-        find, about a second later. A table created later under the name takes nothing from them.
-
-        The death of a shard, or a timeout, may break a drop off. Then the table has no name, `kvemb status` says so, and another call
-        completes the drop. Checkpoints keep the rows, and loading one brings the table back. A new base for incremental checkpoints must be
-        saved.
+        Earlier pushes are applied first. From then on trainers that still use the table get TableDroppedError from their next push, assign
+        or erase; one that only pulls gets initial rows until it has heard of it, about a second later. A table created later under the name
+        takes nothing from them. Where the death of a shard, or a timeout, breaks a drop off, the table has no name, and another call
+        completes the drop. Checkpoints keep the rows; see docs/operations.md.
 
         Args:
-            name: of the table.
             timeout_s: of the whole call; unless given, `away_timeout_s` for every half a million rows of a shard.
 
         Raises:
@@ -228,21 +222,18 @@ class Cluster:
     ) -> Table:
         """Give a table that has rows another definition. Return the table as it is then; see docs/id-lifecycle.md.
 
-        Every row is copied. Columns that both definitions have keep their bits, and so do fields of the optimizer's state of the same
-        name; other fields begin anew. Storage needs room for both tables until the end. Earlier pushes are applied first. Pushes to the
-        table wait from then on until the end, as do the steps of a sync job; pulls go on. Then processes that have opened the table as it
-        was get TableAlteredError from their next push, and open it again. One that only pulls is told as of a dropped table.
+        Every row is copied, for which storage needs room. Columns that both definitions have keep their bits, and so do fields of the
+        optimizer's state of the same name; other fields begin anew. Pushes to the table wait meanwhile, as do steps of a sync job; pulls go
+        on. Then processes that have opened the table as it was get TableAlteredError from their next push, and open it again.
 
         A process that dies leaves the table as it was, or as it is to be. Another call with the same arguments completes the work;
         `abort_alter_table` gives it up as long as the table is as it was, and this method does so itself when it fails.
 
         Args:
-            name: of the table.
             dim, optimizer, dtype, layout: what is to be another; None: as it is. A smaller dim takes the last columns away.
             expected_rows: as at `create_table`, to have another number of buckets; needed with `layout`.
             new_columns: the values of columns beyond the old dim, in rows that exist: as the table's initializer draws them, or zeros.
-            timeout_s: of each question to the shards, and of each block of rows; `away_timeout_s` unless given. All of it takes as long as
-                it takes.
+            timeout_s: of each question to the shards, and of each block of rows; `away_timeout_s` unless given.
             progress: called now and then with (name of the phase, rows done, rows in all).
 
         Raises:
@@ -289,8 +280,6 @@ class Cluster:
         Raises:
             UnknownTableError: no table has that name; those that exist are listed.
         """
-        check_table_name(name)
-        self._shared.require_open()
         return self._tables.get(name)
 
     def tables(self) -> list[str]:
@@ -307,7 +296,7 @@ class Cluster:
         Returns:
             float32 [*ids.shape, dim] by table name.
         """
-        requests = prepare_pulls(self.table, ids)
+        requests = self._tables.pulls(ids)
         return {name: got.rows for name, got in zip(ids, self._shared.pull(requests, timeout_s, versions=False), strict=True)}
 
     def pull_versions(
@@ -326,14 +315,22 @@ class Cluster:
             stored: wait first until storage has the steps that were released to this connection ahead of it (`Ack.wait_released`).
                 Otherwise rows may lack the last of them: their versions tell, and `push(prefetched=...)` brings the newer rows.
         """
-        requests = prepare_pulls(self.table, ids, out)
+        requests = self._tables.pulls(ids, out)
         pulled = self._shared.pull(requests, timeout_s, versions=True, stored=stored)
         return {name: (got.rows, got.versions) for name, got in zip(ids, pulled, strict=True)}
 
     def pull_known(
-        self, wanted: Sequence[tuple[TableDef, NDArray[np.uint64]]], timeout_s: float
+        self, wanted: Sequence[tuple[TableDef, NDArray[np.uint64]]], timeout_s: float | None = None
     ) -> list[tuple[NDArray[Any], NDArray[np.uint64]]]:
-        """Pull rows, with their versions, by ids that were checked before: of each table the 64 bits of n ids, each once, n > 0."""
+        """Pull rows by ids that come from the cluster itself, or were checked before: none is padding, and -1 is an id like any other.
+
+        Args:
+            wanted: of each table its definition, and the 64 bits of n ids, uint64 [n], each once.
+            timeout_s: as of `pull`.
+
+        Returns:
+            Of each table its rows, [n, dim] as `pull` gives them, and their versions, uint64 [n], 0 where a row does not exist.
+        """
         requests = [PullRequest(definition, Unique(ids, None), ids.shape, None) for definition, ids in wanted]
         return [(got.rows, got.versions) for got in self._shared.pull(requests, timeout_s, versions=True)]
 
@@ -358,8 +355,8 @@ class Cluster:
                 `Ack.wait_released`.
         """
         self._shared.require_shards("push")
-        rows = prepare_pushes(self.table, tables, versions, hyper)
-        return self._shared.push(rows, timeout_s, prepare_all_prefetched(self.table, prefetched or {}, self.mode))
+        rows = self._tables.pushes(tables, versions, hyper)
+        return self._shared.push(rows, timeout_s, self._tables.prefetched(prefetched or {}))
 
     def progress(self, timeout_s: float | None = None) -> list[tuple[int, int]]:
         """Return how far each shard has come, in order: (epoch, k), where every batch up to k of this epoch is in storage.
@@ -548,9 +545,8 @@ class Cluster:
             format: of the file, where its ending does not tell.
             ids: of npy, a further file for the ids. Without, a table with num_ids is written whole: row i is id i, rows that do not exist
                 are as a pull gives them.
-            dtype: of the weights in the file; unless given, the table's. "float16": a value is off by at most 2**-11 of itself, or 2**-25
-                near zero. "int8", in safetensors, torch and TensorFlow, with a float32 "scale" for each row, its largest magnitude / 127: a
-                value is off by at most scale / 2, and float32's rounding; rows below 1.5e-36 become zeros.
+            dtype: of the weights in the file; unless given, the table's. "float16", or "int8" with a float32 "scale" for each row: the page
+                says by how much a value is off, and which formats take it.
             progress: called now and then with (name of the phase, rows done, rows in all).
 
         Raises:

@@ -1,21 +1,30 @@
-"""The tables of one connection: which exist, and the object of each that was opened. Created and dropped here, too.
+"""The tables of one connection: which exist, and the object of each that was opened. Created and dropped here, and batches over several.
 
-What must not live here: batches (kvemb.api.several_tables), the verbs of a table (kvemb.api.table). Thread-safe.
+Each table's part of a batch is checked and prepared by the table's own settings. What must not live here: how one table's part is prepared
+(kvemb.datapath), the verbs of a table (kvemb.api.table). Thread-safe.
 """
 
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from kvemb.api.shared_connection import SharedConnection
 from kvemb.api.table import Table
 from kvemb.config import Config
 from kvemb.coordination.registry_format import META_NAME, newest_registry
+from kvemb.datapath.prefetched_rows import PrefetchedRows, prepare_prefetched
+from kvemb.datapath.pull import PullRequest, prepare_pull
+from kvemb.datapath.push import prepare_push
 from kvemb.errors import InvalidInputError, UnknownTableError
 from kvemb.net.deadline import Deadline
 from kvemb.process import ForkLock
+from kvemb.protocol.message_format import TableRows
 from kvemb.schema.altered_table import AlteredTable, TableChanges
 from kvemb.schema.policies import PolicyChange
-from kvemb.schema.table_def import TableDef
+from kvemb.schema.table_def import TableDef, check_table_name
 
 if TYPE_CHECKING:  # the cluster makes these
     from kvemb.api.cluster import Cluster
@@ -38,6 +47,8 @@ class OpenTables:
 
     def get(self, name: str) -> Table:
         """Return a table that exists; raises as `Cluster.table`."""
+        check_table_name(name)
+        self._shared.require_open()
         known = self._tables.get(name)
         return self.look_up(name) if known is None else known
 
@@ -100,6 +111,47 @@ class OpenTables:
         values = self._shared.store.values
         return newest_registry(values.get(META_NAME, Deadline.after(self._shared.pull_timeout_s)), values.copies_on(META_NAME)).tables
 
+    # --- batches ------------------------------------------------------------------------------------------------------------------
+
+    def pulls(self, ids: Mapping[str, ArrayLike], out: Mapping[str, NDArray[np.float32]] | None = None) -> list[PullRequest]:
+        """Check a pull of several tables; arguments and errors as `Cluster.pull_versions`."""
+        tables = {name: self.get(name) for name in ids}
+        _check_names("out", out, ids)
+        return [
+            prepare_pull(table.definition, ids[name], (out or {}).get(name), minus_one=table.minus_one_allowed)
+            for name, table in tables.items()
+        ]
+
+    def pushes(
+        self,
+        batches: Mapping[str, tuple[ArrayLike, ArrayLike]],
+        versions: Mapping[str, ArrayLike] | None,
+        hyper: Mapping[str, Mapping[str, float]] | None,
+    ) -> list[TableRows]:
+        """Check a push of several tables, and sum gradients of equal ids; arguments and errors as `Cluster.push`."""
+        _check_names("versions", versions, batches)
+        _check_names("hyper", hyper, batches)
+        rows = []
+        for name, batch in batches.items():
+            ids, grads = _pair(batch, f"table {name!r}: got", "(ids, grads)")
+            table = self.get(name)
+            values = table.pushed_hyper((hyper or {}).get(name, {}))
+            seen, minus_one = (versions or {}).get(name), table.minus_one_allowed
+            rows.append(prepare_push(table.definition, ids, grads, seen, values, table.wire_dtype, minus_one=minus_one))
+        return rows
+
+    def prefetched(self, prefetched: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> list[PrefetchedRows]:
+        """Check the rows of several tables that a push of a sync job registers; arguments and errors as `Cluster.push`."""
+        if prefetched and self._config.servers.mode != "sync":
+            raise InvalidInputError(
+                "prefetched goes with sync mode only: in async mode others' pushes are applied at any time, so no answer would stay true. "
+                "Leave it out, or set parameter_servers.mode to sync."
+            )
+        pairs = {name: _pair(rows, f"table {name!r}: prefetched is", "(ids, versions)") for name, rows in prefetched.items()}
+        return [prepare_prefetched(self.get(name).definition, *pair) for name, pair in pairs.items()]
+
+    # --- inside -------------------------------------------------------------------------------------------------------------------
+
     def _remember(self, definition: TableDef) -> Table:
         known = self._tables.get(definition.name)
         if known is not None and known.definition.key != definition.key:  # that table has been dropped
@@ -120,3 +172,16 @@ class OpenTables:
                 f"{definition.record.size_bytes} bytes; a {self._config.storage.kind} node takes at most {limit}. Use a smaller dim, "
                 "a 16-bit dtype or an optimizer with fewer slots."
             )
+
+
+def _pair(given: Any, what_got: str, expected: str) -> tuple[ArrayLike, ArrayLike]:
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise InvalidInputError(f"{what_got} {type(given).__name__}, expected a pair {expected}")
+    first, second = given
+    return first, second
+
+
+def _check_names(what: str, given: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> None:
+    unknown = sorted(set(given or {}) - set(wanted))
+    if unknown:
+        raise InvalidInputError(f"{what} names tables that are not in this call: {', '.join(map(repr, unknown))}")

@@ -92,11 +92,11 @@ class SharedConnection:
         shards = self.require_shards("push")
         if shards.missing.untold:
             shards.missing.tell()
-        self.changes.begin_push()
+        self.changes.count()
         try:
             ack = shards.push(rows, timeout_s, prefetched)
         except BaseException:
-            self.changes.failed()
+            self.changes.count()
             raise
         self.changes.pushed(ack)
         return ack

@@ -304,17 +304,8 @@ class Table:
         yield from shards.questions.ids(self.name)
 
     def pull_known(self, ids: NDArray[np.uint64]) -> tuple[NDArray[Any], NDArray[np.uint64]]:
-        """Read rows of ids that come from the cluster itself, or a checked file: no padding is among them, and -1 is an id like any other.
-
-        Args:
-            ids: the 64 bits of each, uint64 [n].
-
-        Returns:
-            (rows [n, dim] as `pull` gives them, uint64 [n] versions, 0 where a row does not exist).
-        """
-        request = prepare_pull(self._definition, to_caller(ids, self._definition.id_dtype), minus_one=True)
-        (pulled,) = self._shared.pull([request], None, versions=True)
-        return pulled.rows, pulled.versions
+        """Read rows of ids that were checked before, and their versions: `Cluster.pull_known` of this table alone."""
+        return self._cluster.pull_known([(self._definition, ids)])[0]
 
     def steps(self, timeout_s: float | None = None) -> int:
         """Return how often the optimizer was applied to the table, on the shard where that is most.

@@ -2,7 +2,7 @@
 
 Pushes to the table wait from the first row to the last, so the rows stand still. Pulls go on. Whatever process dies, the table is wholly
 the old or wholly the new one: the name passes by one write of shard 0. What must not live here: what becomes of a row
-(`kvemb.schema.altered_table`), what the shards do (`paramserver.rpc.alter_handlers`).
+(`kvemb.schema.altered_table`), what the shards do (`paramserver.rpc.table_changes`).
 """
 
 from __future__ import annotations

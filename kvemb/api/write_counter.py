@@ -13,27 +13,12 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvemb.net.deadline import Deadline
 
-
-class ReleasableAck(Protocol):
-    """The part of a push's ack that the counter needs: whether it was released, and whether it was settled."""
-
-    @property
-    def released(self) -> bool:
-        """Whether the push was released, or failed."""
-        ...
-
-    @property
-    def settled(self) -> bool:
-        """Whether the push was applied, or failed."""
-        ...
-
-    def wait_settled(self, timeout_s: float) -> None:
-        """Wait until it is settled."""
-        ...
+if TYPE_CHECKING:  # the client imports gRPC
+    from kvemb.client.ack import Ack
 
 
 class WriteCounter:
@@ -51,33 +36,31 @@ class WriteCounter:
     def __init__(self) -> None:
         self._lock, self._process = threading.Lock(), os.getpid()
         self._n = 0
-        self._pushes: list[ReleasableAck] = []  # as many as may be on their way
-        self._unstored: list[ReleasableAck] = []  # released, and on their way to storage when that was looked up last
+        self._pushes: list[Ack] = []  # as many as may be on their way
+        self._unstored: list[Ack] = []  # released, and on their way to storage when that was looked up last
         self.may_wait = False  # for `wait_stored`: pushes were on their way when that was looked up last
 
     @contextmanager
     def change(self) -> Iterator[None]:
         """Count a change that is over at the end, also if it fails."""
-        self._count()
+        self.count()
         try:
             yield
         finally:
-            self._count()
+            self.count()
 
-    def begin_push(self) -> None:
-        """Count a push that is about to be sent; `pushed` or `failed` follows."""
-        self._count()
+    def count(self) -> None:
+        """Count that a push is about to be sent, or was not sent in spite of that; `pushed` counts the end of one that was."""
+        if os.getpid() == self._process:
+            with self._lock:
+                self._n += 1
 
-    def pushed(self, ack: ReleasableAck) -> None:
+    def pushed(self, ack: "Ack") -> None:
         """Count the end of the push when its ack says so."""
         with self._lock:
             self.may_wait = True
             self._pushes.append(ack)
             self._settle()
-
-    def failed(self) -> None:
-        """Count the end of a push that was not sent."""
-        self._count()
 
     def now(self) -> int:
         """Return the number; it only rises."""
@@ -106,7 +89,7 @@ class WriteCounter:
             with self._lock:
                 self._pushes, self._unstored, self.may_wait = [], [], False
 
-    def _still_unstored(self) -> list[ReleasableAck]:
+    def _still_unstored(self) -> "list[Ack]":
         if os.getpid() != self._process:
             return []
         with self._lock:
@@ -114,11 +97,6 @@ class WriteCounter:
             self._unstored = [ack for ack in self._unstored if not ack.settled]
             self.may_wait = bool(self._pushes or self._unstored)
             return list(self._unstored)
-
-    def _count(self) -> None:
-        if os.getpid() == self._process:
-            with self._lock:
-                self._n += 1
 
     def _settle(self) -> None:
         if self._pushes:

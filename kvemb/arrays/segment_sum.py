@@ -52,7 +52,10 @@ class Groups:
         return inverse
 
     def sum(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Sum the rows of each id: float32 [m, d] -> float32 [n, d]; `rows` itself when there was nothing to do."""
+        """Sum the rows of each id: float32 [m, d] -> float32 [n, d]; `rows` itself when there was nothing to do.
+
+        Up to 8 rows of an id are added one after another in order of appearance, more of them in a fixed tree.
+        """
         if self.order is None:
             return rows
         lengths = np.diff(self.starts, append=len(self.order))
@@ -100,28 +103,6 @@ def _ascending(ids: NDArray[np.uint64]) -> NDArray[np.intp]:
             order = order[np.argsort(digit[order], kind="stable")]
     assert order is not None
     return order
-
-
-def segment_sum(ids: NDArray[np.uint64], grads: NDArray[np.float32]) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
-    """Sum rows of equal ids, always in the same order.
-
-    Args:
-        ids: uint64 [m], any order, duplicates fine.
-        grads: float32 [m, d].
-
-    Returns:
-        (uint64 [n] unique and ascending, float32 [n, d] sums). When `ids` is unique and ascending already these are
-        the arguments themselves, not copies. Up to 8 rows of an id are added one after another in order of appearance,
-        more of them in a fixed tree.
-
-    Example:
-        >>> grads = np.array([[1, 2], [10, 20], [100, 200]], np.float32)
-        >>> ids, sums = segment_sum(np.array([7, 3, 7], np.uint64), grads)
-        >>> ids.tolist(), sums.tolist()
-        ([3, 7], [[10.0, 20.0], [101.0, 202.0]])
-    """
-    groups = group_by_id(ids)
-    return groups.ids, groups.sum(grads)
 
 
 def _fold(rows: NDArray[np.float32], order: NDArray[np.intp], starts: NDArray[np.intp], lengths: NDArray[np.intp]) -> NDArray[np.float32]:

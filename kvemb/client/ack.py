@@ -215,17 +215,17 @@ class Ack:
             part.accepted = True
             self._changed.notify_all()
 
-    def part_released(self, part: PartAck, changed: float, elapsed: int, changed_rows: Sequence[ChangedRowsBlock] = ()) -> None:
-        """A shard has computed a part; `changed` is -1 when it carried no versions. Called by its push stream."""
+    def part_computed(self, part: PartAck, changed: float, elapsed: int, rows: Sequence[ChangedRowsBlock] = (), *, applied: bool) -> None:
+        """A shard has computed a part, and perhaps applied it; `changed` is -1 when it carried no versions. Called by its push stream."""
         with self._changed:
-            self._release(part, changed, elapsed, changed_rows)
-            self._changed.notify_all()
-
-    def part_applied(self, part: PartAck, changed: float, elapsed: int, changed_rows: Sequence[ChangedRowsBlock] = ()) -> None:
-        """A shard has applied a part; arguments as for `part_released`, which may have told them. Called by its push stream."""
-        with self._changed:
-            self._release(part, changed, elapsed, changed_rows)
-            part.applied = True
+            if not part.released:  # a later answer does not have the rows any more
+                part.accepted = part.released = True
+                part.changed_rows = rows
+                if changed >= 0 and part.n_rows:
+                    self._moved_rows += changed * part.n_rows
+                    self._versioned_rows += part.n_rows
+                    self._elapsed = max(self._elapsed, elapsed)
+            part.applied |= applied
             self._changed.notify_all()
 
     def part_failed(self, error: KvembError) -> None:
@@ -235,16 +235,6 @@ class Ack:
             self._changed.notify_all()
         if first and self._on_failure is not None:
             self._on_failure(self)
-
-    def _release(self, part: PartAck, changed: float, elapsed: int, changed_rows: Sequence[ChangedRowsBlock]) -> None:
-        if part.released:  # a later answer does not have the rows any more
-            return
-        part.accepted = part.released = True
-        part.changed_rows = changed_rows
-        if changed >= 0 and part.n_rows:
-            self._moved_rows += changed * part.n_rows
-            self._versioned_rows += part.n_rows
-            self._elapsed = max(self._elapsed, elapsed)
 
     def _wait(self, done: Callable[[PartAck], bool], state: str, timeout_s: float | None) -> None:
         self._wait_until(done, state, self._timeout_s if timeout_s is None else checked_timeout(timeout_s))

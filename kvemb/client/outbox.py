@@ -41,23 +41,21 @@ class Outbox:
 
     Args:
         where: the shard, for messages.
+
+    Attributes:
+        next_sequence: of the next part.
     """
 
     def __init__(self, where: str) -> None:
         self._where = where
         self._parts: dict[int, Sent] = {}  # by sequence, ascending
-        self._last_sequence = self._last_accepted = self._n_accepted = 0
-        self._cursor = 1  # the next sequence to go out on this connection
+        self._last_accepted = self._n_accepted = 0
+        self.next_sequence = self._cursor = 1  # the cursor: the next sequence to go out on this connection
         self._refused_at: int | None = None  # a part was refused, and those sent behind it have not been answered yet
         self.forgotten = False  # whether the shard has lost parts that it had acknowledged: nothing can follow them
 
     def __len__(self) -> int:
         return len(self._parts)
-
-    @property
-    def next_sequence(self) -> int:
-        """The sequence of the next part."""
-        return self._last_sequence + 1
 
     @property
     def has_room(self) -> bool:
@@ -76,7 +74,7 @@ class Outbox:
     @property
     def has_next(self) -> bool:
         """Whether there is something for `take` to look at."""
-        return self._last_sequence >= self._cursor
+        return self.next_sequence > self._cursor
 
     def add(self, sequence: int, sent: Sent) -> None:
         """Append a part.
@@ -86,7 +84,7 @@ class Outbox:
         """
         if self._refused_at is not None or sequence != self.next_sequence:
             raise PushRejectedError(f"{self._where}: not sent, because the shard refused an earlier part meanwhile")
-        self._last_sequence = sequence
+        self.next_sequence = sequence + 1
         self._parts[sequence] = sent
 
     def rewind(self) -> None:
@@ -123,7 +121,7 @@ class Outbox:
         # Of a push of several parts all are refused, one by one: the first one's number is the next to be used.
         first = self._refused_at = sequence if self._refused_at is None else min(sequence, self._refused_at)
         if not any(other > first for other in self._parts):  # parts before it will be accepted in their time
-            self._refused_at, self._last_sequence = None, first - 1
+            self._refused_at, self.next_sequence = None, first
             self._cursor = min(self._cursor, first)
 
     def reconcile(self, last_sequence: int) -> None:
@@ -153,13 +151,13 @@ class Outbox:
     def resume(self, last_sequence: int) -> None:
         """Number on behind the last part that the shard knows, while nothing is open; raises as `reconcile`."""
         self.reconcile(last_sequence)
-        self._last_sequence = self._last_accepted = last_sequence
-        self._cursor, self._refused_at = last_sequence + 1, None
+        self._last_accepted, self._refused_at = last_sequence, None
+        self.next_sequence = self._cursor = last_sequence + 1
 
     def split(self, last_sequence: int) -> tuple[list[Sent], list[Sent]]:
         """Forget everything; return the parts up to this sequence, and those behind it, whose numbers are free again."""
         taken = [sent for sequence, sent in self._parts.items() if sequence <= last_sequence]
-        self._last_sequence, self._refused_at = last_sequence, None
+        self.next_sequence, self._refused_at = last_sequence + 1, None
         return taken, self.clear()[len(taken) :]
 
     def clear(self) -> list[Sent]:

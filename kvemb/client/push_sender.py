@@ -68,6 +68,7 @@ class PushSender:
 
     Attributes:
         channel, where: to the shard, as far as is known; which it is, for people.
+        trouble: why the shard cannot be reached at the moment, or "".
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class PushSender:
         self._outbox = Outbox(self.where)
         self._generation = 0  # of the connection; an outgoing iterator of an older one ends
         self._failure: KvembError | None = None
-        self._trouble = ""
+        self.trouble = ""
         self._closing = False
         self._call: Any = None
         self._thread: threading.Thread | None = None
@@ -107,7 +108,8 @@ class PushSender:
             ShardUnavailableError: it had none within the deadline.
             KvembError: the stream has failed for good.
         """
-        self._ask_again(deadline)
+        if (failure := self._failure) is not None and not self._is_final:
+            self._ask_again(failure, deadline)
         full = f"its window of {WINDOW_PARTS} unaccepted or {MAX_UNAPPLIED_PARTS} unapplied parts is full; nothing was sent"
         self._wait(lambda: self._outbox.has_room, deadline, full)
 
@@ -163,10 +165,6 @@ class PushSender:
         with self._changed:
             return [*(sent.ack for sent in self._moved), *self._outbox.unaccepted()]
 
-    def trouble(self) -> str:
-        """Why the shard cannot be reached at the moment, or ""."""
-        return self._trouble
-
     def close(self) -> None:
         """End the stream; parts that are not applied yet are forgotten. Idempotent."""
         with self._changed:
@@ -189,7 +187,7 @@ class PushSender:
                     error.add_note("Once the shard is mended, connect again, to take part in the next step of the sync job.")
                 raise error
         if not over:
-            why = self._trouble or "connected"
+            why = self.trouble or "connected"
             raise ShardUnavailableError(f"{self.where}: within {deadline.timeout_s:g} s {what} ({why})")
 
     @property
@@ -198,16 +196,13 @@ class PushSender:
         may_be_mended = self._recovers and isinstance(self._failure, ShardFailedError) and not self._outbox.forgotten
         return self._failure is not None and not may_be_mended
 
-    def _ask_again(self, deadline: Deadline) -> None:
+    def _ask_again(self, failure: KvembError, deadline: Deadline) -> None:
         """Go on with a shard that had failed, if it is mended. The caller makes sure that only one thread sends.
 
         Raises:
             ShardFailedError: it is not, or has forgotten parts that it had acknowledged.
             ShardUnavailableError: it does not answer within the deadline.
         """
-        failure = self._failure
-        if failure is None or self._is_final:
-            return
         try:
             reply = self._hello(deadline)
         except ShardLeftError:
@@ -218,7 +213,7 @@ class PushSender:
             except ShardFailedError as error:
                 self._failure = error
                 raise
-            self._failure, self._thread, self._introduced, self._trouble = None, None, True, ""
+            self._failure, self._thread, self._introduced, self.trouble = None, None, True, ""
 
     # --- the thread
 
@@ -228,7 +223,7 @@ class PushSender:
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
             # At the interpreter's end gRPC cannot start the call's threads any more: from the first push on they are there.
-            self._changed.wait_for(lambda: bool(self._call or self._failure or self._trouble), HELLO_TIMEOUT_S)
+            self._changed.wait_for(lambda: bool(self._call or self._failure or self.trouble), HELLO_TIMEOUT_S)
 
     def _run(self) -> None:
         """Stay connected while there is something to send; after a break pause, longer each time without an answer."""
@@ -240,13 +235,13 @@ class PushSender:
                 self._introduced = False
                 if self._exchange():
                     waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
-                self._trouble = "the shard ended the stream"
+                self.trouble = "the shard ended the stream"
             except ShardLeftError as left:
                 self._leave(left.last_sequence)
                 return
             except ShardUnavailableError as error:
-                self._trouble = str(error)
-                self.channel.away(self._trouble)
+                self.trouble = str(error)
+                self.channel.away(self.trouble)
             except KvembError as error:
                 self._fail(error)
                 return
@@ -278,7 +273,7 @@ class PushSender:
         answered = False
         try:
             for data in call:
-                answered, self._trouble = True, ""
+                answered, self.trouble = True, ""
                 if self.channel.away_since_s is not None:
                     self.channel.back()
                 self._receive(PushReply.decode(data))
@@ -341,13 +336,12 @@ class PushSender:
         self._heard(reply.tables_serial)
         sent.part.held_back = max(sent.part.held_back, reply.held_back)  # an answer that is given again may not know
         changed_rows: list[ChangedRowsBlock] = []
-        tell = sent.ack.part_applied if reply.state == "applied" else sent.ack.part_released
         try:
             if reply.changed_rows:
                 check_changed_rows(sent.part.prefetched, reply.changed_rows)
                 changed_rows = reply.changed_rows
         finally:
-            tell(sent.part, reply.changed, reply.elapsed, changed_rows)
+            sent.ack.part_computed(sent.part, reply.changed, reply.elapsed, changed_rows, applied=reply.state == "applied")
 
     def _leave(self, last_sequence: int) -> None:
         """Nothing goes to the shard any more: parts that it had taken are applied, the rest is to be routed again."""
@@ -358,7 +352,7 @@ class PushSender:
             self._thread = None  # should the number come back, the next part begins another one
             self._changed.notify_all()
         for sent in taken:
-            sent.ack.part_applied(sent.part, -1.0, 0)
+            sent.ack.part_computed(sent.part, -1.0, 0, applied=True)
         if rest:
             self._on_moved()
 

@@ -64,7 +64,7 @@ class PushSession:
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         self._timeout_s = timeout_s
-        self._servers, self._cluster_id, self._trainer, self.sync = servers, cluster_id, trainer, sync
+        self._servers, self._cluster_id, self.trainer, self.sync = servers, cluster_id, trainer, sync
         self._sending = threading.Lock()
         self._streams: dict[int, PushSender] = {}
         self._heard: dict[int, frozenset[int]] = {}  # by a map's shards_serial: the shards that hear of every push of a sync job
@@ -80,11 +80,6 @@ class PushSession:
         self._failed: list[Ack] = []
         self._last_failed: Ack | None = None
         self._failed_lock = threading.Lock()
-
-    @property
-    def trainer(self) -> str:
-        """The trainer's name."""
-        return self._trainer
 
     def push(self, tables: Sequence[TableRows], deadline: Deadline, prefetched: Sequence[PrefetchedRows] = ()) -> Ack:
         """Send a push.
@@ -103,9 +98,12 @@ class PushSession:
         if not self._sending.acquire(timeout=deadline.remaining_s()):
             raise ShardUnavailableError(f"another thread's push still waits for room after {deadline.timeout_s:g} s")
         try:
-            self.raise_unseen()
-            self._introduce(deadline)
-            self._catch_up(deadline)
+            if self._failed:
+                self.raise_unseen()
+            if not self._introduced:
+                self._introduce(deadline)
+            if self._behind:
+                self._catch_up(deadline)
             cluster_map = self._follow_map(deadline)
             wanted = self._shares(tables, cluster_map, cluster_map.writing_shards if self.sync else ())
             prefetched_of = route_prefetched(prefetched, cluster_map) if prefetched else []
@@ -116,9 +114,7 @@ class PushSession:
             self._step += 1
             serials = cluster_map.shards_serial, self._servers.tables_serial
             numbered = self._number(wanted, prefetched_of, self._step, serials)
-            ack = Ack(
-                f"push {self._step} of trainer {self._trainer!r}", [one.part for one in numbered], self._note_failure, self._timeout_s
-            )
+            ack = Ack(f"push {self._step} of trainer {self.trainer!r}", [one.part for one in numbered], self._note_failure, self._timeout_s)
             _send(numbered, ack)
             ack.window_s = window_s
             return ack
@@ -211,8 +207,6 @@ class PushSession:
                 wait(stream, deadline)
 
     def _introduce(self, deadline: Deadline) -> None:
-        if self._introduced:
-            return
         first = self._servers.call(0, "Hello", self._hello_request(), HelloReply, deadline)
         self._incarnation = first.incarnation
         others = dict.fromkeys((shard for shard in self._servers.numbers if shard), self._hello_request())
@@ -237,13 +231,13 @@ class PushSession:
                     self._part(stream.next_sequence(), [], False, step, (serial, 0)),
                     PartAck(stream.where, 0, partial(self._trouble, shard)),
                 )
-                ack = Ack(f"empty part of step {step} of trainer {self._trainer!r}", [part], self._note_failure, self._timeout_s)
+                ack = Ack(f"empty part of step {step} of trainer {self.trainer!r}", [part], self._note_failure, self._timeout_s)
                 stream.send(body.sequence, Sent(body.encode(), part, ack))
                 self._behind[shard] += 1
             del self._behind[shard]
 
     def _hello_request(self) -> HelloRequest:
-        return HelloRequest(self._trainer, self._incarnation, self._cluster_id, self._servers.cluster_map.serial)
+        return HelloRequest(self.trainer, self._incarnation, self._cluster_id, self._servers.cluster_map.serial)
 
     def _stream(self, shard: int, *, introduced: bool = False) -> PushSender:
         """The stream to a shard; one that has joined since gets our hello before its first part."""
@@ -268,7 +262,7 @@ class PushSession:
 
         def hello(deadline: Deadline) -> HelloReply:
             if shard not in self._servers.numbers:  # it has applied all parts that it took: it had drained when it left the cluster
-                request = LeftSessionRequest(shard, self._trainer, self._incarnation)
+                request = LeftSessionRequest(shard, self.trainer, self._incarnation)
                 raise ShardLeftError(self._servers.call(0, "LeftSession", request, HelloReply, deadline).last_sequence)
             try:
                 reply = self._servers.call(shard, "Hello", self._hello_request(), HelloReply, deadline)
@@ -328,7 +322,7 @@ class PushSession:
     ) -> PushPart:
         questions = [rows.to_message() for rows in prefetched]
         return PushPart(
-            trainer=self._trainer,
+            trainer=self.trainer,
             incarnation=self._incarnation,
             sequence=sequence,
             step=step,
@@ -422,7 +416,7 @@ class PushSession:
 
     def _trouble(self, shard: int, deadline: Deadline) -> str:
         """Why a shard is late, as far as its stream and it itself can tell; asked only when a caller's time is nearly up."""
-        told = [stream.trouble()] if (stream := self._streams.get(shard)) is not None else []
+        told = [stream.trouble] if (stream := self._streams.get(shard)) is not None else []
         with suppress(KvembError):  # when it does not answer, the stream's own word must do
             reply = self._servers.call(shard, "Status", Empty(), StatusReply, deadline)
             told = [f"it is starting: {reply.starting}"] if reply.starting else [*told, reply.failure]
@@ -438,7 +432,7 @@ class PushSession:
         if self._introduced:
             self._introduced = False
             with suppress(KvembError):
-                self._servers.try_each("Bye", ByeRequest(self._trainer, self._incarnation), Empty, Deadline.after(BYE_TIMEOUT_S))
+                self._servers.try_each("Bye", ByeRequest(self.trainer, self._incarnation), Empty, Deadline.after(BYE_TIMEOUT_S))
 
 
 def _send(numbered: Sequence[_Numbered], ack: Ack) -> None:

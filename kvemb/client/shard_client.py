@@ -64,6 +64,9 @@ class ShardClient:
         session: of this trainer.
         timeout_s: of every verb, unless its caller says otherwise.
         close_timeout_s: in sync mode, of the end: the last push is accepted with the others' of its step.
+
+    Attributes:
+        servers: the shards.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class ShardClient:
         *,
         close_timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        self._servers, self._session, self.timeout_s, self._close_timeout_s = servers, session, timeout_s, close_timeout_s
+        self.servers, self._session, self.timeout_s, self._close_timeout_s = servers, session, timeout_s, close_timeout_s
         self._closed = self._remembered = False
         interrupts.prepare()
         self.missing = MissingRows(servers)
@@ -83,12 +86,7 @@ class ShardClient:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where the shards are, in order."""
-        return tuple(channel.address for channel in self._servers.channels.values())
-
-    @property
-    def servers(self) -> AllShards:
-        """The shards."""
-        return self._servers
+        return tuple(channel.address for channel in self.servers.channels.values())
 
     @property
     def trainer(self) -> str:
@@ -103,8 +101,8 @@ class ShardClient:
     def create_table(self, definition: TableDef, exist_ok: bool, policies: PolicyChange, timeout_s: float | None) -> TableDef:
         """Register a table with shard 0, or set the policies that are given of one that exists; return it as registered."""
         request = CreateTableRequest(definition.to_dict(), exist_ok, policies.to_dict())
-        reply = self._servers.call(0, "CreateTable", request, TableReply, self._deadline(timeout_s))
-        self._servers.heard(reply.tables_serial)
+        reply = self.servers.call(0, "CreateTable", request, TableReply, self._deadline(timeout_s))
+        self.servers.heard(reply.tables_serial)
         table = TableDef.from_dict(reply.table)
         if request.policies and not reply.policies:
             raise ParameterServerError(f"table {table.name!r} exists now without its policies: shard 0 is of an older release. {_NEWER}.")
@@ -120,9 +118,9 @@ class ShardClient:
             ShardUnavailableError: they may have been changed. A shard that was not told reads them when a trainer's push names them.
         """
         deadline = self._deadline(timeout_s)
-        serial = self._servers.call(0, "SetPolicies", SetPoliciesRequest(name, policies.to_dict()), TableReply, deadline).tables_serial
-        self._servers.heard(serial)
-        self._servers.call_each("SetPolicies", SetPoliciesRequest(name, {}, serial), TableReply, deadline)
+        serial = self.servers.call(0, "SetPolicies", SetPoliciesRequest(name, policies.to_dict()), TableReply, deadline).tables_serial
+        self.servers.heard(serial)
+        self.servers.call_each("SetPolicies", SetPoliciesRequest(name, {}, serial), TableReply, deadline)
 
     def drop_table(self, name: str, timeout_s: float | None = None) -> int:
         """Drop a table, behind this process's own pushes; return how many rows were erased.
@@ -132,7 +130,7 @@ class ShardClient:
         """
         deadline = self._deadline(timeout_s)
         self._session.wait_applied(deadline)
-        table = TableDef.from_dict(self._servers.call(0, "DropTable", TableRequest(name), TableReply, deadline).table)
+        table = TableDef.from_dict(self.servers.call(0, "DropTable", TableRequest(name), TableReply, deadline).table)
         return self._end_drop(table.key, deadline, timeout_s)
 
     def _end_drop(self, key: str, deadline: Deadline, timeout_s: float | None) -> int:
@@ -141,9 +139,9 @@ class ShardClient:
         while left:
             deadline = deadline if timeout_s is not None else self._deadline(None)
             request = EraseTableRequest(key, _wait_s(deadline))
-            replies = self._servers.call_each("EraseTable", request, EraseTableReply, deadline).values()
+            replies = self.servers.call_each("EraseTable", request, EraseTableReply, deadline).values()
             n_erased, left = n_erased + sum(reply.n_erased for reply in replies), any(reply.n_left for reply in replies)
-        self._servers.call(0, "EndDrop", TableRequest(key), Empty, deadline)
+        self.servers.call(0, "EndDrop", TableRequest(key), Empty, deadline)
         return n_erased
 
     def begin_alter(self, old: TableDef, wanted: TableDef, timeout_s: float | None) -> TableDef:
@@ -153,7 +151,7 @@ class ShardClient:
         deadline = self._deadline(timeout_s)
         self._session.wait_applied(deadline)
         request = AlterTableRequest(old.name, "begin", old.key, wanted.to_dict())
-        return TableDef.from_dict(self._servers.call(0, "AlterTable", request, AlterTableReply, deadline).staged)
+        return TableDef.from_dict(self.servers.call(0, "AlterTable", request, AlterTableReply, deadline).staged)
 
     def copy_rows(self, rows: TableRows, timeout_s: float | None) -> None:
         """Set rows of a table that is filled. Not behind this process's own pushes, as `assign`: these may wait for the end of the copy."""
@@ -169,7 +167,7 @@ class ShardClient:
         deadline, last, level = self._deadline(timeout_s), 0, False
         while True:
             request = FollowAlterRequest(old.key, staged.key, begin and level, steps, last, _wait_s(deadline))
-            replies = self._servers.call_each("FollowAlter", request, FollowAlterReply, deadline)
+            replies = self.servers.call_each("FollowAlter", request, FollowAlterReply, deadline)
             before, furthest = level, max(reply.last_step for reply in replies.values())
             level = furthest == last and not any(reply.coming for reply in replies.values())
             if level and (before or not begin):
@@ -188,7 +186,7 @@ class ShardClient:
             key: of the table that was filled. With "abort", "" gives up whatever alteration there is, and the key of another table none.
         """
         deadline = self._deadline(timeout_s)
-        left = self._servers.call(0, "AlterTable", AlterTableRequest(name, step, key), AlterTableReply, deadline).left
+        left = self.servers.call(0, "AlterTable", AlterTableRequest(name, step, key), AlterTableReply, deadline).left
         return sum(self._end_drop(one, deadline, timeout_s) for one in left)
 
     def push(self, tables: Sequence[TableRows], timeout_s: float | None = None, prefetched: Sequence[PrefetchedRows] = ()) -> Ack:
@@ -202,7 +200,7 @@ class ShardClient:
         """Wait until this process's pushes, and all that the shards had accepted from others, are applied; log the pushes left out."""
         deadline = self._deadline(timeout_s)
         self._session.wait_applied(deadline)
-        for shard, reply in self._servers.call_each("Flush", FlushRequest(_wait_s(deadline)), FlushReply, deadline).items():
+        for shard, reply in self.servers.call_each("Flush", FlushRequest(_wait_s(deadline)), FlushReply, deadline).items():
             if reply.left_out:
                 log.info("a flush left out on shard %d %s", shard, reply.left_out)
 
@@ -221,7 +219,7 @@ class ShardClient:
     @property
     def forked(self) -> bool:
         """Whether this process is a fork of the one that connected."""
-        return self._servers.forked
+        return self.servers.forked
 
     def undelivered(self) -> list[Ack]:
         """See `PushSession.undelivered`."""
@@ -245,7 +243,7 @@ class ShardClient:
             self._session.close(Deadline.after(timeout_s))
         finally:
             interrupts.forget(self)
-            self._servers.close()
+            self.servers.close()
             self.missing.close()
 
     def _change_rows(
@@ -259,7 +257,7 @@ class ShardClient:
         def send(heads: dict[int, TableRows]) -> list[tuple[TableRows, M | Exception]]:
             until = deadline if timeout_s is not None else self._deadline(None)
             requests = {shard: RowsRequest(head, _wait_s(until)) for shard, head in heads.items()}
-            answers = self._servers.try_each(method, requests, reply_type, until)
+            answers = self.servers.try_each(method, requests, reply_type, until)
             return [(heads[shard], answer) for shard, answer in answers.items()]
 
         replies, queues = list[M](), self._queues([rows])
@@ -281,13 +279,13 @@ class ShardClient:
             # Nothing of these was taken: they, and the rows not sent yet, are routed by the map as it is now.
             pause = self._deadline(timeout_s) if timeout_s is None else deadline
             time.sleep(min(_MOVED_PAUSE_S, pause.remaining_s()))
-            self._servers.refresh_map(pause)
+            self.servers.refresh_map(pause)
             queues = self._queues([*moved, *(piece for queue in queues for piece in queue)])
         return replies
 
     def _queues(self, rows: Sequence[TableRows]) -> list[Iterator[TableRows]]:
         """Distribute rows over shards, and each shard's over messages."""
-        cluster_map = self._servers.cluster_map
+        cluster_map = self.servers.cluster_map
         routed = [route(one, cluster_map) for one in rows]
         shares = [[share[shard] for share in routed] for shard in range(cluster_map.n_shards)]
         return [chain.from_iterable(pieces(one, _MESSAGE_BYTES) for one in share if len(one.ids)) for share in shares]

@@ -68,9 +68,9 @@ class ShardQuestions:
         replies = self._servers.call_each("Step", TableRequest(table), StepReply, self._deadline(timeout_s))
         return max(reply.step for reply in replies.values())
 
-    def rows_applied(self, table: str, timeout_s: float | None = None) -> int:
+    def rows_applied(self, table: str) -> int:
         """Return how many rows of a table were applied, by all shards since each of them was started."""
-        replies = self._servers.call_each("Step", TableRequest(table), StepReply, self._deadline(timeout_s))
+        replies = self._servers.call_each("Step", TableRequest(table), StepReply, self._deadline(None))
         return sum(reply.rows_applied for reply in replies.values())
 
     def ids(self, table: str, timeout_s: float | None = None) -> Iterator[NDArray[np.uint64]]:

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvemb.arrays.ids import normalize, to_caller
 from kvemb.arrays.rounding import storage_dtype, to_float32
 from kvemb.arrays.segment_sum import group_by_id
+from kvemb.datapath.push import checked_versions
 from kvemb.errors import InvalidInputError, MessageError
 from kvemb.protocol.message_format import ChangedRowsBlock, TableRows
 from kvemb.protocol.messages import MAX_PART_BYTES
@@ -83,21 +84,13 @@ def prepare_prefetched(definition: TableDef, ids: ArrayLike, versions: ArrayLike
         InvalidInputError: a wrong dtype, shape or id, or an id given twice; nothing was sent.
     """
     flat, shape = normalize(ids, definition.id_dtype, definition.name, definition.num_ids)  # flat uint64 [n]
-    seen = np.asarray(versions)
-    if seen.dtype != np.uint64 and seen.size:
-        raise InvalidInputError(
-            f"table {definition.name!r}: versions of prefetched rows have dtype {seen.dtype}, expected uint64 as pulled"
-        )
-    if seen.shape != shape:
-        raise InvalidInputError(
-            f"table {definition.name!r}: versions of prefetched rows have shape {seen.shape}, expected {shape} as the ids"
-        )
+    seen = checked_versions(definition, versions, shape, "versions of prefetched rows")
     groups = group_by_id(flat)
     if len(groups.ids) < len(flat):
         twice = groups.ids[np.argmax(np.diff(groups.starts, append=len(flat)) > 1)]
         shown = int(to_caller(np.array([twice], np.uint64), definition.id_dtype)[0])
         raise InvalidInputError(f"table {definition.name!r}: prefetched: id {shown} stands twice; give each id once")
-    return PrefetchedRows(definition, flat.copy(), seen.astype(np.uint64).reshape(-1))
+    return PrefetchedRows(definition, flat.copy(), seen.copy())
 
 
 def route_prefetched(

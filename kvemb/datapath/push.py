@@ -59,7 +59,7 @@ def prepare_push(
     if not np.isfinite(sums).all():
         raise _not_finite(definition, flat, rows, groups, sums)
     # seen uint64 [n]: the oldest version that the caller pulled of each id; [0] where none are given
-    seen = groups.minimum(_versions(definition, versions, shape)) if versions is not None else np.empty(0, np.uint64)
+    seen = groups.minimum(checked_versions(definition, versions, shape)) if versions is not None else np.empty(0, np.uint64)
     in_force = definition.optimizer.check_hyper(hyper) if hyper else {}
     sent = _to_wire(definition, groups.ids, sums, wire_dtype)  # [n, dim] of the type that travels
     return TableRows(definition.name, definition.schema, groups.ids, sent, seen, in_force, wire_dtype, definition.placement)
@@ -156,14 +156,15 @@ def _to_wire(definition: TableDef, ids: NDArray[np.uint64], sums: NDArray[np.flo
     return round_nearest(sums, wire_dtype)
 
 
-def _versions(definition: TableDef, versions: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.uint64]:
+def checked_versions(definition: TableDef, versions: ArrayLike, shape: tuple[int, ...], whose: str = "versions") -> NDArray[np.uint64]:
+    """Return the versions of n rows that a pull saw as uint64 [n]; raises InvalidInputError for another dtype, or another shape."""
     array = np.asarray(versions)
     if array.dtype != np.uint64 and array.size:
         raise InvalidInputError(
-            f"table {definition.name!r}: versions have dtype {array.dtype}, expected uint64 as pull(return_versions=True) gives"
+            f"table {definition.name!r}: {whose} have dtype {array.dtype}, expected uint64 as pull(return_versions=True) gives"
         )
     if array.shape != shape:
-        raise InvalidInputError(f"table {definition.name!r}: versions have shape {array.shape}, expected {shape} as the ids")
+        raise InvalidInputError(f"table {definition.name!r}: {whose} have shape {array.shape}, expected {shape} as the ids")
     return array.astype(np.uint64, copy=False).reshape(-1)
 
 

@@ -5,7 +5,7 @@ And how long to wait between tries, and why. Which errors are worth another try 
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from kvemb.errors import InvalidInputError
@@ -89,9 +89,6 @@ def pauses(first_s: float, longest_s: float) -> Iterator[float]:
 class WhyWaiting:
     """Why tries fail, and since when: so that it is said once, and not at each try. One thread writes, any reads.
 
-    Args:
-        clock_s: monotonic.
-
     Example:
         >>> waiting = WhyWaiting()
         >>> waiting.is_news("a node is away"), waiting.is_news("a node is away"), waiting.lasting(60.0)
@@ -101,14 +98,13 @@ class WhyWaiting:
         ''
     """
 
-    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
-        self._clock_s, self._since_s = clock_s, 0.0
-        self.why = ""
+    def __init__(self) -> None:
+        self.why, self._since_s = "", 0.0
 
     def is_news(self, why: str) -> bool:
         """Note why a try failed; return whether the one before did not fail, or for another reason."""
         if not self.why:
-            self._since_s = self._clock_s()
+            self._since_s = time.monotonic()
         before, self.why = self.why, why
         return why != before
 
@@ -118,4 +114,4 @@ class WhyWaiting:
 
     def lasting(self, longer_than_s: float) -> str:
         """Return why tries have failed for so long; "" where they have not."""
-        return self.why if self._clock_s() - self._since_s >= longer_than_s else ""
+        return self.why if time.monotonic() - self._since_s >= longer_than_s else ""

@@ -1,6 +1,6 @@
 """The messages of the feed: a subscriber says where to begin, and a shard tells one change after the other. Pure."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, NamedTuple
 
 from kvemb.protocol.message_format import Message, TableRows
@@ -26,7 +26,6 @@ class FeedPosition(NamedTuple):
     offset: int = 0
 
 
-@dataclass(frozen=True, eq=False)
 class FeedRequest(Message):
     """Subscribe to a shard's changes.
 
@@ -45,7 +44,6 @@ class FeedRequest(Message):
     offset: int = 0
 
 
-@dataclass(frozen=True, eq=False)
 class FeedReply(Message):
     """One change, or a piece of it.
 

@@ -13,7 +13,7 @@ and does not send it. A change that the other side must not overlook raises the 
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache, partial
-from typing import Any, ClassVar, Self
+from typing import Any, Self, dataclass_transform
 
 import msgpack
 import numpy as np
@@ -145,14 +145,13 @@ class ItemBudget:
         return container
 
 
+@dataclass_transform(eq_default=False, frozen_default=True, field_specifiers=(field,))
 @dataclass(frozen=True, eq=False)
 class Message:
-    """Base of every message; subclasses are plain frozen dataclasses whose fields are checked by annotation."""
-
-    _types: ClassVar[dict[str, type["Message"]]] = {}
+    """Base of every message. To derive from it makes a frozen dataclass, whose fields are checked by annotation."""
 
     def __init_subclass__(cls) -> None:
-        Message._types[cls.__name__] = cls
+        dataclass(frozen=True, eq=False)(cls)
 
     def encode(self) -> bytes:
         """Return the message's bytes."""
@@ -192,10 +191,7 @@ class Message:
             )
         if items[2] != cls.__name__:
             raise MessageError(f"message of type {items[2]!r}, expected {cls.__name__}")
-        return cls._from_values(items[3:])
-
-    @classmethod
-    def _from_values(cls, values: list[Any]) -> Self:
+        values = items[3:]
         wanted, n_required = _field_checks(cls)  # type: ignore[arg-type]  # mypy does not take type[Self] for hashable
         if len(values) < n_required:
             raise MessageError(f"{cls.__name__}: {len(values)} fields, expected at least {n_required}")

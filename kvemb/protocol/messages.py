@@ -4,7 +4,7 @@ What must not live here: how they travel and are checked (`kvemb.protocol.messag
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,10 @@ MAX_SAMPLED_IDS = 1 << 18
 _MOST_ROWS = 1 << 48
 
 
-@dataclass(frozen=True, eq=False)
 class Empty(Message):
     """A request or reply without fields."""
 
 
-@dataclass(frozen=True, eq=False)
 class HelloRequest(Message):
     """A trainer introduces itself to a shard before its first push; incarnation 0 asks shard 0 to issue one."""
 
@@ -38,7 +36,6 @@ class HelloRequest(Message):
     map_serial: int
 
 
-@dataclass(frozen=True, eq=False)
 class HelloReply(Message):
     """The incarnation in force and the last sequence this shard has accepted from it (0 = none).
 
@@ -53,7 +50,6 @@ class HelloReply(Message):
     tables_serial: int = 0
 
 
-@dataclass(frozen=True, eq=False)
 class PushPart(Message):
     """The part of one push for one shard, or a piece of it where it is large.
 
@@ -83,7 +79,6 @@ class PushPart(Message):
     tables_serial: int = 0
 
 
-@dataclass(frozen=True, eq=False)
 class PushReply(Message):
     """State of one part: "accepted", then "applied"; or "failed" with an error.
 
@@ -116,7 +111,6 @@ class PushReply(Message):
     held_back: int = 0
 
 
-@dataclass(frozen=True, eq=False)
 class Reply(Message):
     """Reply of every unary call: an error, or the encoded message of the call's own reply type."""
 
@@ -124,7 +118,6 @@ class Reply(Message):
     body: bytes
 
 
-@dataclass(frozen=True, eq=False)
 class DescribeReply(Message):
     """The facts that a client needs: identity, mode, the node markers' cluster id, and the registry's tables (as plain dicts)."""
 
@@ -137,7 +130,6 @@ class DescribeReply(Message):
     tables: list[dict[str, Any]]
 
 
-@dataclass(frozen=True, eq=False)
 class CreateTableRequest(Message):
     """Create a table; exist_ok accepts an existing one of the same identity, which keeps its policies."""
 
@@ -146,7 +138,6 @@ class CreateTableRequest(Message):
     policies: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False)
 class TableReply(Message):
     """The definition of a table as the registry has it, its newest policies, and the registry's serial; {} and 0 of an older release."""
 
@@ -155,7 +146,6 @@ class TableReply(Message):
     tables_serial: int = 0
 
 
-@dataclass(frozen=True, eq=False)
 class SetPoliciesRequest(Message):
     """Change policies of a table, those that are given: shard 0. With a serial: know the registry as of it, any shard."""
 
@@ -164,7 +154,6 @@ class SetPoliciesRequest(Message):
     tables_serial: int = 0
 
 
-@dataclass(frozen=True, eq=False)
 class RowsRequest(Message):
     """assign (rows given) or erase (dim 0): applied in order with pushes, answered once applied, or after timeout_s."""
 
@@ -172,28 +161,24 @@ class RowsRequest(Message):
     timeout_s: float
 
 
-@dataclass(frozen=True, eq=False)
 class TableRequest(Message):
     """Ask about one table by name; the empty name means all of them (flush)."""
 
     table: str
 
 
-@dataclass(frozen=True, eq=False)
 class FlushRequest(Message):
     """Wait until everything this shard accepted before the call is applied; at most timeout_s."""
 
     timeout_s: float
 
 
-@dataclass(frozen=True, eq=False)
 class FlushReply(Message):
     """All is applied. left_out names pushes not waited for, as their sync step is incomplete, and the missing trainers; "" for none."""
 
     left_out: str
 
 
-@dataclass(frozen=True, eq=False)
 class CompareRequest(Message):
     """Compare rows of this shard's with storage and restore those that differ; answered with their number. Ids are raw '<u8' bytes.
 
@@ -205,7 +190,6 @@ class CompareRequest(Message):
     schema: int = -1
 
 
-@dataclass(frozen=True, eq=False)
 class EraseTableRequest(Message):
     """Erase rows of a table that is being dropped, as many as one batch takes.
 
@@ -218,7 +202,6 @@ class EraseTableRequest(Message):
     timeout_s: float
 
 
-@dataclass(frozen=True, eq=False)
 class EraseTableReply(Message):
     """How many rows of the table were erased, and how many this shard still has."""
 
@@ -226,7 +209,6 @@ class EraseTableReply(Message):
     n_left: int
 
 
-@dataclass(frozen=True, eq=False)
 class AlterTableRequest(Message):
     """Take a step of an alteration of a table: shard 0.
 
@@ -242,7 +224,6 @@ class AlterTableRequest(Message):
     definition: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False)
 class AlterTableReply(Message):
     """The definition of the table that is to be filled (of "begin"), and the keys of tables whose rows are to be erased now."""
 
@@ -250,7 +231,6 @@ class AlterTableReply(Message):
     left: list[str]
 
 
-@dataclass(frozen=True, eq=False)
 class FollowAlterRequest(Message):
     """Hold the pushes of a table that is being altered, and apply what was taken before: every shard.
 
@@ -270,7 +250,6 @@ class FollowAlterRequest(Message):
     timeout_s: float
 
 
-@dataclass(frozen=True, eq=False)
 class FollowAlterReply(Message):
     """Rows of both tables on this shard, its epoch; of a sync job the last step handed out, and whether that to go on to is coming."""
 
@@ -281,7 +260,6 @@ class FollowAlterReply(Message):
     coming: bool
 
 
-@dataclass(frozen=True, eq=False)
 class CountReply(Message):
     """How many rows: the answer to Count, Erase and Compare."""
 
@@ -292,7 +270,6 @@ class CountReply(Message):
             raise MessageError(f"malformed message: CountReply.n_rows: got {self.n_rows}, expected 0 to {_MOST_ROWS}")
 
 
-@dataclass(frozen=True, eq=False)
 class StepReply(Message):
     """How often the optimizer was applied to a table on one shard, and to how many rows since the shard's process started."""
 
@@ -300,7 +277,6 @@ class StepReply(Message):
     rows_applied: int = 0
 
 
-@dataclass(frozen=True, eq=False)
 class IdsRequest(Message):
     """List a table's ids in the order of their keys, from the first one after the id `after` (inclusive when `first`), at most `limit`."""
 
@@ -310,14 +286,12 @@ class IdsRequest(Message):
     limit: int
 
 
-@dataclass(frozen=True, eq=False)
 class IdsReply(Message):
     """Ids as raw '<u8' bytes, in the order of their keys (`TableDef.order`); fewer than the limit = the end."""
 
     ids: bytes
 
 
-@dataclass(frozen=True, eq=False)
 class StatusReply(Message):
     """One shard as operators see it; the cache's figures count rows since the shard started, the recovery's are of its start.
 
@@ -344,7 +318,6 @@ class StatusReply(Message):
     starting: str = ""
 
 
-@dataclass(frozen=True, eq=False)
 class ProgressReply(Message):
     """How far the shard has come: every batch up to k of this epoch is in storage, for all to see."""
 
@@ -352,7 +325,6 @@ class ProgressReply(Message):
     k: int
 
 
-@dataclass(frozen=True, eq=False)
 class RepairRequest(Message):
     """Restore this shard's rows on every lost node, and compare them row by row on these nodes (`all_nodes`: on every node).
 
@@ -364,7 +336,6 @@ class RepairRequest(Message):
     timeout_s: float
 
 
-@dataclass(frozen=True, eq=False)
 class RepairReply(Message):
     """How many nodes took part, how many rows of this shard were rewritten there, and how long that took, waiting included."""
 
@@ -373,7 +344,6 @@ class RepairReply(Message):
     seconds: float
 
 
-@dataclass(frozen=True, eq=False)
 class ByeRequest(Message):
     """A trainer leaves; a sync job goes on without it."""
 
@@ -381,7 +351,6 @@ class ByeRequest(Message):
     incarnation: int
 
 
-@dataclass(frozen=True, eq=False)
 class SaveRequest(Message):
     """Cut the shard and save it; two requests under one id are one save. `base_version`: the shard's cut in the base, 0 without one."""
 
@@ -392,7 +361,6 @@ class SaveRequest(Message):
     timeout_s: float
 
 
-@dataclass(frozen=True, eq=False)
 class SaveStatusRequest(Message):
     """Ask how far a save is on this shard; or tell it that the checkpoint is `whole`: its manifest is written."""
 
@@ -400,7 +368,6 @@ class SaveStatusRequest(Message):
     whole: bool
 
 
-@dataclass(frozen=True, eq=False)
 class SaveReply(Message):
     """How far a save is: state "running", "done", "failed" (with the error) or "unknown"."""
 
@@ -411,7 +378,6 @@ class SaveReply(Message):
     bytes_done: int
 
 
-@dataclass(frozen=True, eq=False)
 class LoadRequest(Message):
     """A load: check that this shard could (`begin` false), or begin: it is decided, and stands on the storage nodes.
 
@@ -425,7 +391,6 @@ class LoadRequest(Message):
     tables: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True, eq=False)
 class ShowRowRequest(Message):
     """Ask for the shard's knowledge of one row. The id as uint64."""
 
@@ -433,7 +398,6 @@ class ShowRowRequest(Message):
     id: int
 
 
-@dataclass(frozen=True, eq=False)
 class ShowRowReply(Message):
     """One row as its shard knows it, between two batches.
 
@@ -450,7 +414,6 @@ class ShowRowReply(Message):
     trainers: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True, eq=False)
 class ExamineReply(Message):
     """A shard's process and host, as `kvemb doctor` wants to know them.
 
@@ -478,7 +441,6 @@ class ExamineReply(Message):
     journal_max_bytes: int
 
 
-@dataclass(frozen=True, eq=False)
 class SampleIdsRequest(Message):
     """Some ids of a table on this shard, at most `limit`, from anywhere: costs it no look at the others."""
 
@@ -486,7 +448,6 @@ class SampleIdsRequest(Message):
     limit: int
 
 
-@dataclass(frozen=True, eq=False)
 class EvictionsRequest(Message):
     """Ask for what a shard has erased by the policies of its tables, or for what these would erase now.
 
@@ -499,7 +460,6 @@ class EvictionsRequest(Message):
     timeout_s: float
 
 
-@dataclass(frozen=True, eq=False)
 class EvictionsReply(Message):
     """Evictions of the tables that have a policy, or of which rows have gone by one since the shard was started.
 

@@ -1,12 +1,11 @@
 """The messages of moves of slots: plans, their progress, and the knowledge of rows that one shard hands over to another. Pure."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from kvemb.protocol.message_format import Message
 
 
-@dataclass(frozen=True, eq=False)
 class MoveRequest(Message):
     """Begin to move slots between nodes, or between shards (shard 0); answered once the plan is on the nodes.
 
@@ -31,7 +30,6 @@ class MoveRequest(Message):
     leave_shards: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True, eq=False)
 class ReplaceNodeRequest(Message):
     """Let a node that is gone for good be at another, empty address (shard 0); the shards bring its rows back there."""
 
@@ -40,14 +38,12 @@ class ReplaceNodeRequest(Message):
     new: str
 
 
-@dataclass(frozen=True, eq=False)
 class AbortMoveRequest(Message):
     """Take the plan under way back (shard 0)."""
 
     why: str
 
 
-@dataclass(frozen=True, eq=False)
 class MoveStatusReply(Message):
     """How far a plan is, as shard 0 knows it.
 
@@ -63,7 +59,6 @@ class MoveStatusReply(Message):
     places: list[str]
 
 
-@dataclass(frozen=True, eq=False)
 class SlotSizesReply(Message):
     """This shard's rows in each slot: uint64 [16384] rows, and bytes of their records, least significant byte first."""
 
@@ -71,7 +66,6 @@ class SlotSizesReply(Message):
     record_bytes: bytes
 
 
-@dataclass(frozen=True, eq=False)
 class SlotEntriesRequest(Message):
     """A shard that takes slots over asks the one that has them for its knowledge of their rows, a page at a time.
 
@@ -86,7 +80,6 @@ class SlotEntriesRequest(Message):
     start: int
 
 
-@dataclass(frozen=True, eq=False)
 class SlotEntriesReply(Message):
     """A page of that knowledge.
 
@@ -107,14 +100,12 @@ class SlotEntriesReply(Message):
     incarnations: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True, eq=False)
 class WatermarksRequest(Message):
     """Shard 0 asks a shard that leaves how far it has taken each trainer's pushes, by this version of the cluster map."""
 
     version: int
 
 
-@dataclass(frozen=True, eq=False)
 class WatermarksReply(Message):
     """These, as `paramserver.moves.left_sessions` keeps them; not `ready` while the shard may still take pushes."""
 
@@ -122,14 +113,12 @@ class WatermarksReply(Message):
     sessions: bytes
 
 
-@dataclass(frozen=True, eq=False)
 class LeftSessionsRequest(Message):
     """A process given the number of a departed shard asks shard 0 which pushes that shard took; answered by a `WatermarksReply`."""
 
     shard: int
 
 
-@dataclass(frozen=True, eq=False)
 class LeftSessionRequest(Message):
     """A trainer asks shard 0 which of its pushes a shard that has left took; answered by a `HelloReply`."""
 

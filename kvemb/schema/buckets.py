@@ -97,11 +97,12 @@ class BucketKeys(RowKeys):
     named_by_tag: ClassVar[bool] = True
     """Whether a bucket's key follows from tag and number, as here; or only `encode` knows it."""
 
-    def __getitem__(self, rows: slice) -> "BucketKeys":
-        return self if rows == slice(0, len(self.ids)) else self._some(rows)
-
-    def take(self, order: NDArray[np.intp]) -> "BucketKeys":
-        return self._some(order)
+    def __getitem__(self, rows: slice | NDArray[np.intp]) -> "BucketKeys":
+        if isinstance(rows, slice) and rows == slice(0, len(self.ids)):
+            return self
+        tables = self.tables and self.tables[rows]
+        some = BucketKeys(self.tag, self.ids[rows], self.n_buckets, tables=tables, name=self.name, compact=self.compact)
+        return self.with_buckets(some, self.buckets[rows])
 
     @property
     def coalesce_key(self) -> tuple[int, bool]:
@@ -173,7 +174,7 @@ class BucketKeys(RowKeys):
         """Return the rows' buckets; the keys are those of one row of each."""
         # int64: the bucket of each row, [n], or its bucket and table, [n, 2]; the first row of each different one gives the key
         tables = self.buckets if self.tables is None else np.stack([self.buckets, self.tables.which.astype(np.int64)], axis=1)
-        return Containers(self._some(np.unique(tables, axis=0, return_index=True)[1]), "hash")
+        return Containers(self[np.unique(tables, axis=0, return_index=True)[1]], "hash")
 
     def _shown(self) -> str:
         field = "".join(f"\\x{byte:02x}" for byte in self.fields().tobytes())
@@ -182,11 +183,6 @@ class BucketKeys(RowKeys):
     @property
     def _bits(self) -> int:
         return self.n_buckets.bit_length() - 1
-
-    def _some(self, rows: slice | NDArray[np.intp]) -> "BucketKeys":
-        tables = self.tables and self.tables[rows]
-        some = BucketKeys(self.tag, self.ids[rows], self.n_buckets, tables=tables, name=self.name, compact=self.compact)
-        return self.with_buckets(some, self.buckets[rows])
 
     @staticmethod
     def with_buckets(keys: "BucketKeys", buckets: NDArray[np.int64]) -> "BucketKeys":
@@ -203,7 +199,7 @@ class WholeBuckets(BucketKeys):
     def buckets(self) -> NDArray[np.int64]:
         return self.ids.astype(np.int64)
 
-    def _some(self, rows: slice | NDArray[np.intp]) -> "WholeBuckets":
+    def __getitem__(self, rows: slice | NDArray[np.intp]) -> "WholeBuckets":
         return WholeBuckets(self.tag, self.ids[rows], self.n_buckets, name=self.name)
 
     def locality(self) -> None:

@@ -78,13 +78,10 @@ class RowKeys:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getitem__(self, rows: slice) -> "RowKeys":
-        """Return the keys of some rows; the ids are a view."""
-        return self._some(rows)
-
-    def take(self, order: NDArray[np.intp]) -> "RowKeys":
-        """Return the keys at the given positions, in that order."""
-        return self._some(order)
+    def __getitem__(self, rows: slice | NDArray[np.intp]) -> "RowKeys":
+        """Return the keys of some rows, in that order; of a slice the ids are a view."""
+        tables = self.tables and self.tables[rows]
+        return RowKeys(self.tag, self.ids[rows], tables=tables, name=self.name, placement=self.placement)
 
     def of_any_rows(self) -> "RowKeys":
         """Return the same keys, without knowledge of the rows there: for a node that may not have them."""
@@ -154,10 +151,6 @@ class RowKeys:
     def containers(self) -> "Containers | None":
         """Return the values that hold these rows, each once, if a value holds several rows; None if every row has its own."""
         return None
-
-    def _some(self, rows: slice | NDArray[np.intp]) -> "RowKeys":
-        tables = self.tables and self.tables[rows]
-        return RowKeys(self.tag, self.ids[rows], tables=tables, name=self.name, placement=self.placement)
 
 
 @batch_value

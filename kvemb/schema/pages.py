@@ -94,11 +94,9 @@ class PagedKeys(RowKeys):
     layout: PageLayout
     opens: NDArray[np.bool_] | None = None
 
-    def __getitem__(self, rows: slice) -> "PagedKeys":
-        return self._some(rows)
-
-    def take(self, order: NDArray[np.intp]) -> "PagedKeys":
-        return self._some(order)
+    def __getitem__(self, rows: slice | NDArray[np.intp]) -> "PagedKeys":
+        opens = None if self.opens is None else self.opens[rows]
+        return PagedKeys(self.tag, self.ids[rows], self.layout, opens, tables=self.tables and self.tables[rows], name=self.name)
 
     def of_any_rows(self) -> "PagedKeys":
         return replace(self, opens=None)
@@ -148,17 +146,13 @@ class PagedKeys(RowKeys):
         """Which row of its page each is: intp [n] in [0, rows_per_page)."""
         return (self.ids - self._pages * np.uint64(self.layout.rows_per_page)).view(np.int64)
 
-    def _some(self, rows: slice | NDArray[np.intp]) -> "PagedKeys":
-        opens = None if self.opens is None else self.opens[rows]
-        return PagedKeys(self.tag, self.ids[rows], self.layout, opens, tables=self.tables and self.tables[rows], name=self.name)
-
     def containers(self) -> Containers:
         """Return the rows' pages; the ids of their keys are the pages' numbers."""
         tables = None if self.tables is None else self.tables.which
         # both uint64: the page of each row, [n], or its page and table, [n, 2]; first intp [k]: one row of each different page
         both = self._pages if tables is None else np.stack([self._pages, tables.astype(np.uint64)], axis=1)
         first = np.unique(both, axis=0, return_index=True)[1]
-        return Containers(self._page_keys()._some(first), "string", self.layout.page_bytes)
+        return Containers(self._page_keys()[first], "string", self.layout.page_bytes)
 
     def _page_keys(self) -> "WholePages":
         return WholePages(self.tag, self._pages, tables=self.tables, name=self.name)
@@ -186,7 +180,7 @@ class WholePages(RowKeys):
     def slots(self) -> NDArray[np.int64]:
         return self.placement.slots(self.ids)
 
-    def _some(self, rows: slice | NDArray[np.intp]) -> "WholePages":
+    def __getitem__(self, rows: slice | NDArray[np.intp]) -> "WholePages":
         return WholePages(self.tag, self.ids[rows], tables=self.tables and self.tables[rows], name=self.name)
 
 

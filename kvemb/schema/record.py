@@ -41,11 +41,6 @@ def split_version(version: int) -> tuple[int, int]:
     return version >> 48, version & MAX_K
 
 
-def stored_versions(records: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """Return the packed versions of n records (uint8 [n, >= 12]) of any tables: uint64 [n]."""
-    return records[:, 4:HEADER_SIZE].view("<u8")[:, 0].astype(np.uint64)
-
-
 @dataclass(frozen=True)
 class RecordFormat:
     """How the records of one table are laid out.
@@ -149,9 +144,10 @@ class RecordFormat:
                 "--all`, writes it over."
             )
 
-    def versions(self, records: NDArray[np.uint8]) -> NDArray[np.uint64]:
-        """Return the packed versions of n records: uint64 [n]."""
-        return stored_versions(records)
+    @staticmethod
+    def versions(records: NDArray[np.uint8]) -> NDArray[np.uint64]:
+        """Return the packed versions of n records (uint8 [n, >= 12]), of any tables: uint64 [n]."""
+        return records[:, 4:HEADER_SIZE].view("<u8")[:, 0].astype(np.uint64)
 
     def weights(self, records: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return the weights of n records: float32 [n, dim]; may be a view of `records`."""

@@ -58,7 +58,7 @@ def group_by_node(keys: RowKeys, nodes: NDArray[np.integer[Any]] | None, kinds: 
         return Grouped(keys, None, [(0, slice(0, n))] if n else [])
     if nodes is None and kinds is None and locality is not None:
         order = locality.argsort(kind="stable")
-        return Grouped(keys.take(order), order, [(0, slice(0, n))])
+        return Grouped(keys[order], order, [(0, slice(0, n))])
     nodes = np.zeros(len(keys), dtype=np.int64) if nodes is None else nodes
     wide = nodes if kinds is None else nodes.astype(np.int64) * (int(kinds.max(initial=0)) + 1) + kinds
     rank: NDArray[np.signedinteger[Any]] = wide.astype(np.int16 if wide.max(initial=0) < 1 << 15 else np.int64)
@@ -72,7 +72,7 @@ def group_by_node(keys: RowKeys, nodes: NDArray[np.integer[Any]] | None, kinds: 
     present, starts = np.unique(sorted_nodes, return_index=True)
     bounds = [*starts.tolist(), len(keys)]
     shares = [(int(node), slice(bounds[i], bounds[i + 1])) for i, node in enumerate(present)]
-    return Grouped(keys.take(order), order, shares)
+    return Grouped(keys[order], order, shares)
 
 
 @batch_value

@@ -34,8 +34,8 @@ class BucketedStoreContract(StoreContract):
     def test_a_value_of_another_size_is_an_error_that_names_node_and_id(self, store: Store, nodes: Nodes) -> None:
         keys = self.keys(1100)
         write(store, keys, records_of(keys))
-        one = keys.take(np.array([777]))
-        others = keys.take(np.flatnonzero(np.arange(1100) != 777))
+        one = keys[np.array([777])]
+        others = keys[np.flatnonzero(np.arange(1100) != 777)]
         for wrong in (1, SIZE - 1, SIZE + 1, 5000):
             write(store, one, records_of(one, wrong))
             with pytest.raises(RecordError, match=rf"node \S+, id {int(keys.ids[777])}\b.* {wrong} bytes"):
@@ -51,7 +51,7 @@ class BucketedStoreContract(StoreContract):
     def test_a_value_of_another_type_in_the_place_of_a_bucket_is_an_error_that_names_it(self, store: Store, nodes: Nodes) -> None:
         keys = self.keys(1100)
         write(store, keys, records_of(keys))
-        one = keys.take(np.array([777]))
+        one = keys[np.array([777])]
         nodes.put_foreign(one.encode().tobytes(), b"x" * SIZE)
         lost = (keys.encode() == one.encode()).all(axis=1)
         key = one.encode().tobytes().decode()
@@ -68,7 +68,7 @@ class BucketedStoreContract(StoreContract):
     def test_the_rows_of_a_bucket_that_was_deleted_behind_our_back_are_missing(self, store: Store, nodes: Nodes) -> None:
         keys = self.keys(1100)
         write(store, keys, records_of(keys))
-        one = keys.take(np.array([777]))
+        one = keys[np.array([777])]
         nodes.delete(one.encode().tobytes())
         lost = (keys.encode() == one.encode()).all(axis=1)
         np.testing.assert_array_equal(read(store, keys).found, ~lost)

@@ -18,11 +18,11 @@ class ConflictContract(StoreOnNodes):
             pytest.skip("no compare-and-swap")
         keys = self.keys(3000)
         old, new = np.arange(3000) < 2000, np.arange(3000) >= 2500  # the first 2000 exist; of the others 2500.. are new
-        write(store, keys.take(np.flatnonzero(~new)), records_of(keys)[~new])
+        write(store, keys[np.flatnonzero(~new)], records_of(keys)[~new])
         tokens = read(store, keys, tokens=True).tokens
         assert tokens is not None
         stale = old & (np.arange(3000) % 500 == 7)
-        write(store, keys.take(np.flatnonzero(stale)), records_of(keys, salt=1)[stale])
+        write(store, keys[np.flatnonzero(stale)], records_of(keys, salt=1)[stale])
         tokens[2000:2003] = 0  # "must not exist", but they do
         conflict = stale | ((np.arange(3000) >= 2000) & (np.arange(3000) < 2003))
         stored = store.rows.write([WritePart(keys, records_of(keys, salt=2), tokens)], within())[0].stored
@@ -46,12 +46,12 @@ class ConflictContract(StoreOnNodes):
             pytest.skip("no compare-and-swap")
         keys = self.keys(3000)
         there = np.arange(3000) < 2500  # of the others, 2990.. appear after the read
-        write(store, keys.take(np.flatnonzero(there)), records_of(keys)[there])
+        write(store, keys[np.flatnonzero(there)], records_of(keys)[there])
         got = read(store, keys, tokens=True)
         assert got.tokens is not None
         tokens = np.where(got.found, got.tokens, np.uint64(0))
         newer = (np.arange(3000) % 500 == 7) | (np.arange(3000) >= 2990)
-        write(store, keys.take(np.flatnonzero(newer)), records_of(keys, salt=1)[newer])
+        write(store, keys[np.flatnonzero(newer)], records_of(keys, salt=1)[newer])
         nothing = np.empty((0, 0), np.uint8)
         np.testing.assert_array_equal(store.rows.erase([WritePart(keys, nothing, tokens)], within())[0], ~newer)
         after = read(store, keys)

@@ -70,7 +70,7 @@ def begun(store: Store, address: str, *, even_if_whole: bool = False) -> str:
 def rows_of(store: Store, address: str, keys: RowKeys | None = None) -> RowKeys:
     """The keys that belong to a node, of these or of all."""
     keys = rows_for(store) if keys is None else keys
-    return keys.take(np.flatnonzero(store.repair.keys_of(address, keys)))
+    return keys[np.flatnonzero(store.repair.keys_of(address, keys))]
 
 
 def write_back(store: Store, address: str, nonce: str, keys: RowKeys, salt: int = 0) -> None:
@@ -139,7 +139,7 @@ class RepairContract(StoreContract):
         (found,) = lost(store)
         assert (found.why, found.nonce) == ("empty", None)
         here = store.repair.keys_of(found.address, rows)
-        mine, others = rows.take(np.flatnonzero(here)), rows.take(np.flatnonzero(~here))
+        mine, others = rows[np.flatnonzero(here)], rows[np.flatnonzero(~here)]
         assert 0 < len(mine) < len(rows)
         nonce = begun(store, found.address)
         assert store.repair.lost_nodes(within()) == [LostNode(found.address, "repairing", nonce)]

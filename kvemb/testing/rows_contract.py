@@ -25,7 +25,7 @@ class RowsContract(StoreOnNodes):
         for index, share in enumerate((0.0, 0.01, 0.5, 1.0)):
             keys = self.keys(n, first=1 + index * 10_000)
             here = np.random.default_rng(index).random(n) >= share
-            there = keys.take(np.flatnonzero(here))
+            there = keys[np.flatnonzero(here)]
             assert write(store, there, records_of(there)).all()
             result = read(store, keys, tokens=index % 2 == 1)
             np.testing.assert_array_equal(result.found, here)
@@ -34,7 +34,7 @@ class RowsContract(StoreOnNodes):
     def test_records_full_of_protocol_text_come_back(self, store: Store) -> None:
         keys, records = self.keys(3000), protocol_records(3000)
         written = np.arange(3000) % 7 != 3
-        there = keys.take(np.flatnonzero(written))
+        there = keys[np.flatnonzero(written)]
         assert write(store, there, records[written]).all()
         for tokens in (False, True):
             result = read(store, keys, tokens=tokens)
@@ -57,7 +57,7 @@ class RowsContract(StoreOnNodes):
         parts = [self.keys(n, tag=tag) for tag, n in zip(tags, (700, 1300, 1, 5000), strict=True)]
         records = [records_of(keys, salt=salt) for salt, keys in enumerate(parts)]
         there = [np.arange(len(keys)) % 5 != salt for salt, keys in enumerate(parts)]
-        given = [(keys.take(np.flatnonzero(here)), rows[here]) for keys, rows, here in zip(parts, records, there, strict=True)]
+        given = [(keys[np.flatnonzero(here)], rows[here]) for keys, rows, here in zip(parts, records, there, strict=True)]
         written = store.rows.write([WritePart(keys, rows, np.zeros(len(keys), dtype=np.uint64)) for keys, rows in given], within())
         assert all(result.stored.all() and len(result.stored) == len(keys) for result, (keys, _) in zip(written, given, strict=True))
         together = coalesce_keys([keys[:500] for keys in parts])
@@ -106,7 +106,7 @@ class RowsContract(StoreOnNodes):
         keys = self.keys(1500)
         write(store, keys, records_of(keys))
         gone = np.arange(1500) % 3 == 0
-        part = WritePart(keys.take(np.flatnonzero(gone)), np.empty((int(gone.sum()), 0), np.uint8))
+        part = WritePart(keys[np.flatnonzero(gone)], np.empty((int(gone.sum()), 0), np.uint8))
         store.rows.erase([part], within())
         store.rows.erase([part], within())
         result = read(store, keys)
@@ -117,7 +117,7 @@ class RowsContract(StoreOnNodes):
         keys = self.keys(1100)
         write(store, keys, records_of(keys))
         for wrong in (b"", b"short", b"x" * (SIZE + 1), b"\r\n" * SIZE):
-            nodes.put_foreign(keys.take(np.array([777])).encode().tobytes(), wrong)
+            nodes.put_foreign(keys[np.array([777])].encode().tobytes(), wrong)
             with pytest.raises(RecordError, match=rf"node \S+, id {int(keys.ids[777])}\b.* {len(wrong)} bytes"):
                 read(store, keys)
-        assert store.rows.read([ReadPart(keys.take(np.arange(700)), SIZE, SIZE)], within())[0].found.all()
+        assert store.rows.read([ReadPart(keys[np.arange(700)], SIZE, SIZE)], within())[0].found.all()

@@ -84,27 +84,27 @@ class PagedStoreContract(StoreContract):
     def test_a_value_of_another_size_is_an_error_that_names_node_and_id(self, store: Store, nodes: Nodes) -> None:
         keys = self.keys(1100)
         write(store, keys, records_of(keys))
-        one = keys.take(np.array([777]))
+        one = keys[np.array([777])]
         nodes.put_foreign(one.encode().tobytes(), b"x" * (int(one.places[0]) * SIZE + 30))
         with pytest.raises(RecordError, match=rf"node \S+, id {int(keys.ids[777])}\b.* 30 bytes"):
             read(store, one)
-        others = keys.take(np.flatnonzero((keys.encode() != one.encode()).any(axis=1)))
+        others = keys[np.flatnonzero((keys.encode() != one.encode()).any(axis=1))]
         require_rows(store, others, records_of(others))
 
     def test_a_page_that_is_too_long_is_an_error_that_names_node_and_id(self, store: Store, nodes: Nodes) -> None:
         keys = self.keys(1100)
         write(store, keys, records_of(keys))
-        one = keys.take(np.array([777]))
+        one = keys[np.array([777])]
         nodes.put_foreign(one.encode().tobytes(), b"x" * (one.layout.page_bytes + 10))
         with pytest.raises(RecordError, match=rf"node \S+, id {int(keys.ids[777])}\b.* {one.layout.page_bytes + 10} bytes"):
             write(store, one, records_of(one))
-        others = keys.take(np.flatnonzero((keys.encode() != one.encode()).any(axis=1)))
+        others = keys[np.flatnonzero((keys.encode() != one.encode()).any(axis=1))]
         require_rows(store, others, records_of(others))
 
     def test_the_neighbours_of_a_row_are_missing_until_they_are_written(self, store: Store) -> None:
         layout = page_layout(SIZE)
         everything = paged_keys(TAG, np.arange(5 * layout.rows_per_page, dtype=np.uint64), layout)
-        some = everything.take(np.arange(0, len(everything), 7))
+        some = everything[np.arange(0, len(everything), 7)]
         assert write(store, some, records_of(some)).all()
         result = read(store, everything)
         np.testing.assert_array_equal(np.flatnonzero(result.found), np.arange(0, len(everything), 7))
@@ -117,7 +117,7 @@ class PagedStoreContract(StoreContract):
             other.open(within())
 
             def work(shard: int) -> None:
-                mine = everything.take(np.flatnonzero(everything.ids % np.uint64(2) == shard))
+                mine = everything[np.flatnonzero(everything.ids % np.uint64(2) == shard)]
                 together.wait(60)
                 for salt in range(4):
                     write((store, other)[shard], mine, records_of(mine, salt=salt + shard))
@@ -138,6 +138,6 @@ class PagedStoreContract(StoreContract):
         for salt in (0, 1):
             assert store.rows.write([WritePart(said, records_of(keys, salt=salt))], within())[0].stored.all()
             require_rows(store, keys, records_of(keys, salt=salt))
-        gone = keys.take(np.flatnonzero(half))
+        gone = keys[np.flatnonzero(half)]
         store.rows.erase([WritePart(gone, np.empty((len(gone), 0), np.uint8))], within())
         np.testing.assert_array_equal(read(store, keys).found, ~half)

@@ -5,7 +5,7 @@ stride: rows are then found from the positions of the misses, still in vector op
 read singly.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,32 +57,19 @@ class FixedSizeValuesReply(RowsReader):
     announced: bytes = b""
     blank_bytes: int = 0
     foreign: NDArray[np.bool_] | None = None
-    errors: list[tuple[int, bytes]] = field(default_factory=list)
-    _at: int = 0
-    _skip: int = 0  # bytes still to come of a value that is passed over
 
     def __post_init__(self) -> None:
+        self.n_rows = len(self.found)
         self._stride = len(self.head) + self.size_bytes + len(EOL)
         self._values = as_items(self.out)  # [n] items of m bytes, in the memory of out
-
-    @property
-    def n_rows(self) -> int:
-        return len(self.found)
 
     @property
     def reply_bytes(self) -> int:
         """How large the reply is if nothing is missing."""
         return len(self.found) * self._stride
 
-    @property
-    def done(self) -> bool:
-        return self._at == len(self.found) and not self._skip
-
     def take(self, data: Bytes) -> int:
-        if self._skip:
-            taken = min(self._skip, len(data))
-            self._skip -= taken
-        elif len(data) < self._stride and self._hit_is_cut(data):
+        if len(data) < self._stride and self._hit_is_cut(data):
             return 0
         else:
             taken = self._take_hits(data)
@@ -91,7 +78,7 @@ class FixedSizeValuesReply(RowsReader):
             if self._at < len(self.found) and not self._hit_is_cut(data[taken:]):
                 taken += self._take_mixed(data[taken:])
                 taken = taken or self._take_odd(data)
-        if self.blank_bytes and self.done:
+        if self.blank_bytes and self._at == len(self.found):
             self._drop_blank()
         return taken
 

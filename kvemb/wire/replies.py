@@ -32,6 +32,8 @@ class ReplyReader(ABC):
     more bytes are needed, or an error is raised. `feed` is the one loop around it.
     """
 
+    _skip: int = 0  # bytes still to come of a value that is passed over
+
     @property
     @abstractmethod
     def done(self) -> bool:
@@ -58,34 +60,31 @@ class ReplyReader(ABC):
         """Consume the complete parts at the start of data; return how many bytes. Called again with the rest and more."""
         position = 0
         while position < len(data) and not self.done:
-            taken = self.take(data[position:] if position else data)
-            if not taken:
+            if self._skip:
+                taken = min(self._skip, len(data) - position)
+                self._skip -= taken
+            elif not (taken := self.take(data[position:] if position else data)):
                 break
             position += taken
         return position
 
 
+@dataclass(eq=False, kw_only=True)
 class RowsReader(ReplyReader):
-    """Reads one answer for each of n rows into arrays. Answers come in the order of the rows.
+    """Reads one answer for each of n rows into arrays. Answers come in the order of the rows. Subclasses are dataclasses.
 
-    Subclasses are dataclasses with these two fields:
-
-    Attributes:
+    Args:
+        n_rows: how many rows this reply answers; a subclass sets it.
         errors: (row, error line) of each row that the server refused; such a row is answered, too.
-        _at: how many rows were answered so far.
     """
 
-    errors: list[tuple[int, bytes]]
-    _at: int
-
-    @property
-    @abstractmethod
-    def n_rows(self) -> int:
-        """How many rows this reply answers."""
+    n_rows: int = field(init=False)
+    errors: list[tuple[int, bytes]] = field(default_factory=list)
+    _at: int = 0  # how many rows were answered so far
 
     @property
     def done(self) -> bool:
-        return self._at == self.n_rows
+        return self._at == self.n_rows and not self._skip
 
     def prepare(self) -> None:
         """Compute what reading takes besides the answer; may be called while the server works on it."""
@@ -138,12 +137,9 @@ class CodeReply(RowsReader):
     codes: tuple[bytes, ...]
     out: NDArray[np.uint8]
     row_prefix: bytes = b""
-    errors: list[tuple[int, bytes]] = field(default_factory=list)
-    _at: int = 0
 
-    @property
-    def n_rows(self) -> int:
-        return len(self.out)
+    def __post_init__(self) -> None:
+        self.n_rows = len(self.out)
 
     def take(self, data: Bytes) -> int:
         stride = len(self.codes[0])
@@ -194,13 +190,13 @@ class BlobReply(ReplyReader):
     error: bytes | None = None
     line: bytes = b""
     done: bool = False
-    _skip: int = 0  # bytes still to come of a value that is passed over
+    _over: int = 0  # bytes still to come of a value that is too large
 
     def take(self, data: Bytes) -> int:
-        if self._skip:
-            taken = min(self._skip, len(data))
-            self._skip -= taken
-            self.done = not self._skip
+        if self._over:
+            taken = min(self._over, len(data))
+            self._over -= taken
+            self.done = not self._over
             return taken
         line = take_line(data, 0)
         if line is None:
@@ -215,7 +211,7 @@ class BlobReply(ReplyReader):
         if size is None or size > _MOST_BYTES:
             raise ProtocolError(f"reply {line[:40]!r}, expected a value")
         if size > MAX_BLOB_BYTES:
-            self.value, self._skip = FOREIGN, size + len(EOL)
+            self.value, self._over = FOREIGN, size + len(EOL)
             return after
         if len(data) < after + size + len(EOL):
             return 0
@@ -239,7 +235,7 @@ class RepliesInOrder(ReplyReader):
 
     def take(self, data: Bytes) -> int:
         reply = self.replies[self._at]
-        taken = reply.take(data)
+        taken = reply.feed(data)
         self._at += reply.done
         return taken
 

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from kvemb.arrays.ids import as_items
 
 Bytes = NDArray[np.uint8]
+_CHUNKS_AT_ONCE = 4
 
 
 def columns(n: int, *pieces: bytes | Bytes) -> Bytes:
@@ -60,7 +61,8 @@ def chunks(n: int, size: int) -> list[slice]:
 
 
 class SharedRows:
-    """Rows of requests that are built for several chunks at a time, when the first of them is asked for.
+    """Rows of requests that are built for several chunks at a time, when the first of them is asked for; the very first alone, since the
+    server has nothing to do until it is sent.
 
     A chunk is small enough for the server, and then so small that half of building it is NumPy's price per call. Chunks must be asked for
     in order; one thread.
@@ -69,7 +71,6 @@ class SharedRows:
         build: returns the rows' bytes, uint8 [rows, stride].
         n: rows in all.
         chunk_rows: rows of a chunk.
-        chunks_at_once: how many chunks are built together; the first alone, because the server has nothing to do until it is sent.
 
     Example:
         >>> rows = SharedRows(lambda rows: np.arange(rows.start, rows.stop, dtype=np.uint8)[:, None], 5, 2)
@@ -77,15 +78,14 @@ class SharedRows:
         [[2], [3]]
     """
 
-    def __init__(self, build: Callable[[slice], Bytes], n: int, chunk_rows: int, chunks_at_once: int = 4) -> None:
+    def __init__(self, build: Callable[[slice], Bytes], n: int, chunk_rows: int) -> None:
         self._build, self._n, self._chunk_rows = build, n, chunk_rows
-        self._chunks_at_once = chunks_at_once
         self._built, self._range = np.empty((0, 1), np.uint8), slice(0, 0)  # uint8 [rows of the range, stride]
 
     def __getitem__(self, rows: slice) -> Bytes:
         """Return the rows of a chunk: uint8 [rows, stride]."""
         if not (self._range.start <= rows.start and rows.stop <= self._range.stop):
-            n = self._chunk_rows * (self._chunks_at_once if rows.start else 1)
+            n = self._chunk_rows * (_CHUNKS_AT_ONCE if rows.start else 1)
             self._range = slice(rows.start, max(rows.stop, min(rows.start + n, self._n)))
             self._built = self._build(self._range)
         return self._built[rows.start - self._range.start : rows.stop - self._range.start]

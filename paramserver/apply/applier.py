@@ -120,7 +120,7 @@ class Applier:
     def _run(self) -> None:
         busy = False
         while not self._handover.closed:
-            batch = self._handover.get(timeout_s=0.0 if busy else self._until_due_s())
+            batch = self._handover.get(timeout_s=0.0 if busy else None if self._ingest.state.why_failed else self._background.due_in_s())
             busy = False
             if self._ingest.state.why_failed:
                 continue  # its pushes have their answer
@@ -137,10 +137,6 @@ class Applier:
                 return
             except Exception as error:
                 self._failed(error)
-
-    def _until_due_s(self) -> float | None:
-        """How long there is nothing to do but to wait for a batch."""
-        return None if self._ingest.state.why_failed else self._background.due_in_s()
 
     def _apply(self, batch: Committed) -> dict[int, PushReply]:
         """Apply one batch; return the reply of each part, by id() of its ticket."""

@@ -179,7 +179,9 @@ class BackgroundWork:
             JournalBehindError: rows show that the journal lacks batches: the shard must stop.
         """
         loaded, self.applied = applied != self.applied, applied
-        moving = self._mover is not None and self._step_moves(self._mover, loaded=loaded)
+        moving, mover = False, self._mover
+        if mover is not None and (now := mover.maps.cluster_map) is not self._at_rest:
+            moving = self._step_moves(mover, now, loaded=loaded)
         with self._lock:
             asked, self._asked = self._asked, []
             to_compare, self._to_compare = self._to_compare, []
@@ -199,10 +201,7 @@ class BackgroundWork:
             self._step_scrub()
         return False
 
-    def _step_moves(self, mover: PhaseRunner, *, loaded: bool) -> bool:
-        now = mover.maps.cluster_map
-        if now is self._at_rest:
-            return False
+    def _step_moves(self, mover: PhaseRunner, now: ClusterMap, *, loaded: bool) -> bool:
         if mover.changes_runs:
             self._flushes.give_up()
             self._not_before_s = time.monotonic() + _AFTER_A_HANDOVER_S

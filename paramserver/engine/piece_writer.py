@@ -126,7 +126,7 @@ class PieceWriter:
     @contextmanager
     def _asking(self, todo: Sequence[CheckedRows]) -> Iterator[None]:
         """Ask the row log for versions while the caller waits for storage: the index has them when that is done (docs/adr/0112)."""
-        asked = [(state, rows.ids) for rows in todo if (state := self._tables.state(rows.definition)).asks_log]
+        asked = [(state, rows.ids) for rows in todo if not (state := self._tables.state(rows.definition)).in_memory]
         if sum(len(ids) for _, ids in asked) < _ASKED_BESIDE:
             yield
             return

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvemb.errors import StorageError, n_of
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import RowKeys
-from kvemb.schema.record import HEADER_SIZE, stored_versions
+from kvemb.schema.record import HEADER_SIZE, RecordFormat
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.node_batch import read_coalesced
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
@@ -196,7 +196,7 @@ class RowAccess:
         assert seen.tokens is not None
         assert seen.foreign is not None
         tokens = np.where(seen.found | seen.foreign, seen.tokens, np.uint64(0))  # uint64 [n]; 0: no value there
-        older = ~seen.found | (stored_versions(seen.records) <= stored_versions(part.records))  # bool [n]: to be written
+        older = ~seen.found | (RecordFormat.versions(seen.records) <= RecordFormat.versions(part.records))  # bool [n]: to be written
         part = taken(WritePart(part.keys, part.records, tokens), older)
         return taken(part, ~second.write([part], self.deadline())[0].stored) if len(part.keys) else part
 
@@ -310,7 +310,7 @@ def taken(part: WritePart, rows: Mask) -> WritePart:
     if rows.all():
         return part
     records = part.records[rows] if len(part.records) == len(part.keys) else part.records
-    return WritePart(part.keys.take(np.flatnonzero(rows)), records, None if part.tokens is None else part.tokens[rows])
+    return WritePart(part.keys[np.flatnonzero(rows)], records, None if part.tokens is None else part.tokens[rows])
 
 
 def until_none_is_left(left: T, one_round: Callable[[T], T], error: Callable[[T], StorageError]) -> None:

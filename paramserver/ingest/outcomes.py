@@ -133,9 +133,9 @@ class Backlog:
         state = self._state
         with state.changed:
             state.drain()
-            while (owes := self._owes()) and state.failure is None and not deadline.expired:
+            while not (quiet := self.quiet) and state.failure is None and not deadline.expired:
                 state.changed.wait(min(POLL_S, deadline.remaining_s()))
-            return not owes and state.failure is None
+            return quiet and state.failure is None
 
     @property
     def quiet(self) -> bool:
@@ -153,6 +153,3 @@ class Backlog:
         with self._state.changed:
             text = self._pending.describe()
             return text + (f"; last error: {waits}" if (waits := self._state.waits_for) else "")
-
-    def _owes(self) -> bool:
-        return len(self._pending) > len(self._queue.in_unfinished_steps())

@@ -8,6 +8,7 @@ from functools import partial
 
 from kvemb.checkpoint.load import META_NAME as LOAD_NAME
 from kvemb.checkpoint.load import newest_decision
+from kvemb.client.all_shards import AllShards
 from kvemb.coordination.registry_format import META_NAME
 from kvemb.coordination.shard_notes import ShardNote
 from kvemb.coordination.shard_owners import newest_owner, owner_name
@@ -27,12 +28,12 @@ from ..eviction.evictor import EvictionPorts, Evictor
 from ..feed.feed_events import FeedEvents
 from ..ingest.admission import Admissions
 from ..journal.write_ahead_log import AppliedMark
+from ..moves.giver_questions import GiverQuestions
 from ..moves.handover_work import HandoverPorts, HandoverWork
 from ..moves.left_sessions import LeftSessions
 from ..moves.map_follower import MapFollower
 from ..moves.move_carrier import MoveCarrier
 from ..moves.move_planner import MovePlanner
-from ..moves.other_shards import GiverQuestions, MoveNews, OtherShards
 from ..moves.phase_runner import PhaseRunner
 from ..moves.slot_entries import GivenRows
 from ..moves.slot_giver import SlotGiver, SlotOffers
@@ -83,6 +84,7 @@ class Shard:
         self._parts, self._store, self._data, self._on_fenced = parts, store, data, on_fenced
         sync, timeout_s, engine = parts.config.servers.mode == "sync", parts.config.storage.timeout_s, parts.engine
         self.fenced = False
+        self._shards = AllShards.of(parts.config.servers, store.nodes)
         look = threading.Event()  # at map and reports: set where they have changed
         rows = GivenRows(parts.tables, lambda: make_version(engine.epoch, engine.k))
         offers = SlotOffers(store.nodes, rows, parts.shard, lambda: engine.epoch, parts.ingest.attendance.members)
@@ -123,8 +125,7 @@ class Shard:
         still_ours = parts.claim.require
         keep = partial(keep_map, data, check=still_ours)
         planner = MovePlanner(store, self._metas, parts.config.servers.shards, lambda: parts.registry.unfinished)
-        others = OtherShards(store.nodes, parts.config.servers)
-        left = LeftSessions(data, others.watermarks, still_ours)
+        left = LeftSessions(data, self._shards, still_ours)
         carrier = (
             MoveCarrier(store, keep=keep, planner=planner, left=left, sync=sync, changed=look.set, timeout_s=timeout_s)
             if parts.shard == 0
@@ -141,7 +142,7 @@ class Shard:
             keep=keep,
             wake=handover.wake,
             look=look,
-            news=MoveNews(others),
+            shards=self._shards,
             carry=None if carrier is None else carrier.carry,
             timeout_s=timeout_s,
         )
@@ -204,6 +205,7 @@ class Shard:
         if trouble and not self.fenced:
             self._data.leave_words(f"not drained: {trouble}")
         self._front.close(_GRACE_S)
+        self._shards.close()
         self._store.close()
         self._parts.fenced_log.journal.close()
         self._parts.runs.close()
@@ -234,7 +236,7 @@ class Shard:
             leaves=parts.ingest.gate.leaves,
             flipped=self._events.look,
         )
-        questions = GiverQuestions(parts.shard, OtherShards(store.nodes, parts.config.servers))
+        questions = GiverQuestions(parts.shard, self._shards)
         shards = HandoverWork(store, parts.shard, giver, taker, offers=offers, questions=questions, ports=ports)
         return PhaseRunner(store.nodes, nodes, shards, done)
 

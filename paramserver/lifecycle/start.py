@@ -5,15 +5,17 @@ Claiming fences older processes.
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
 from kvemb.arrays.record_cache import CacheBudget
+from kvemb.client.all_shards import AllShards
 from kvemb.config import Config
 from kvemb.coordination.registry_format import META_NAME
 from kvemb.errors import ConfigError, JournalBehindError, ShardUnavailableError, StorageError
 from kvemb.net.deadline import Deadline, WhyWaiting
+from kvemb.protocol.move_messages import LeftSessionsRequest, WatermarksReply
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.stores.storage_kinds import open_store
 
@@ -32,7 +34,6 @@ from ..model.table_registry import Registry
 from ..model.tables import Tables
 from ..model.transition import Timeline
 from ..moves.left_sessions import sessions_in
-from ..moves.other_shards import OtherShards
 from ..recovery.claim_shard import CLUSTER_NAME, Claim, claim_shard
 from ..recovery.high_water_mark import require_reached
 from ..recovery.known_rows import known_tables
@@ -190,8 +191,13 @@ class _Start:
                     there[table.name].require_same(table.opened_as(there[table.name]))
 
         def left() -> list[tuple[str, int, int]]:
-            others, left_s = OtherShards(self._store.nodes, servers), self._start_timeout_s
-            return sessions_in(storage(lambda: others.left(shard, Deadline.after(left_s)), (ShardUnavailableError,)).sessions)
+            shards, request, left_s = AllShards.of(servers, self._store.nodes), LeftSessionsRequest(shard), self._start_timeout_s
+
+            def ask() -> bytes:
+                return shards.call(0, "LeftSessions", request, WatermarksReply, Deadline.after(left_s)).sessions
+
+            with closing(shards):
+                return sessions_in(storage(ask, (ShardUnavailableError,)))
 
         state = claim_shard(self._store, data, shard, cluster_id, timeout_s, check=check, left=left, again=storage)
         claim = Claim(data, self._store, shard, state.epoch, timeout_s)

@@ -41,14 +41,10 @@ class RowAges:
     """
 
     def __init__(self, points: Iterable[tuple[int, int]] = (), since: Iterable[tuple[int, int]] = (), *, k: int = MAX_K) -> None:
-        self._points: Points = tuple((time_s, of) for time_s, of in points if of <= k)
+        self.points: Points = tuple((time_s, of) for time_s, of in points if of <= k)
         runs = list(since) or [(0, 0)]
         ends = [slot for slot, _ in runs[1:]] + [N_SLOTS]
         self._since = np.repeat(np.array([v for _, v in runs], np.uint64), [end - slot for (slot, _), end in zip(runs, ends, strict=True)])
-
-    @property
-    def points(self) -> Points:
-        return self._points
 
     @property
     def since(self) -> Points:
@@ -58,26 +54,26 @@ class RowAges:
     def mark(self, now_s: float, k: int) -> None:
         """Note that batches up to k are applied now. A clock that went back moves the points after it with it: rows seem younger."""
         now = int(now_s)
-        points = [(min(time_s, now), of) for time_s, of in self._points]
+        points = [(min(time_s, now), of) for time_s, of in self.points]
         if points and (k <= points[-1][1] or now - points[-1][0] < _EVERY_S):
-            self._points = tuple(points)
+            self.points = tuple(points)
             return
         points.append((now, k))
         kept = points[:1]
         for point, (next_s, _) in pairwise(points[1:]):
             if next_s - kept[-1][0] > (now - next_s) / _SPARSE:  # without it, rows would seem younger by so much
                 kept.append(point)
-        self._points = (*kept, *points[1:][-1:])
+        self.points = (*kept, *points[1:][-1:])
 
     def k_at(self, time_s: float) -> int:
         """Return a batch that was applied by then, the last one known; -1 for none."""
-        points = self._points
+        points = self.points
         at = bisect_right(points, time_s, key=lambda point: point[0])
         return points[at - 1][1] if at else -1
 
     def time_of(self, k: int) -> int:
         """Return a time, seconds since 1970, by which a batch was applied, the first one known; 0 for one that is too new to tell."""
-        points = self._points
+        points = self.points
         at = bisect_left(points, k, key=lambda point: point[1])
         return points[at][0] if at < len(points) else 0
 
@@ -97,11 +93,11 @@ class RowAges:
         """Return the ages where the slots of these rows have come just now: rows there count as written by this version at least."""
         since = self._since.copy()
         since[definition.placement.slots(ids)] = version
-        return RowAges(self._points, _runs(since))
+        return RowAges(self.points, _runs(since))
 
     def become(self, other: "RowAges") -> None:
         """Take over the ages of another one."""
-        self._points, self._since = other._points, other._since
+        self.points, self._since = other.points, other._since
 
 
 def _runs(since: Ids) -> Points:

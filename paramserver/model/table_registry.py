@@ -486,5 +486,5 @@ def _erase_whole(store: Store, keys: RowKeys, timeout_s: float) -> None:
     """Delete buckets or pages, also where a move brings them, or has taken them from."""
     none = np.empty((0, 0), np.uint8)
     if (other := store.rows.moving) is not None and (moving := other.has(keys)).any():
-        other.erase([WritePart(keys.take(np.flatnonzero(moving)), none)], Deadline.after(timeout_s))
+        other.erase([WritePart(keys[np.flatnonzero(moving)], none)], Deadline.after(timeout_s))
     store.rows.erase([WritePart(keys, none)], Deadline.after(timeout_s))

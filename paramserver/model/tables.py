@@ -84,6 +84,9 @@ class TableState:
         budget: of the shard's cache of records; None for no cache.
         log: knows the rows that the index lacks; None: the index has all.
         known: the rows, where the log has some; in the place of `rows`.
+
+    Attributes:
+        n_rows: rows that exist.
     """
 
     def __init__(
@@ -103,28 +106,18 @@ class TableState:
         self._index = RowIndex(order=definition.order) if known is None else known.rows
         self._kept: IndexLookup | None = None  # of the batch under way
         self._asked: IndexLookup | None = None  # the same, once the log was asked for the rows that it lacks
-        self._log, self._in_memory = log, known is None or known.in_memory  # whether the index has all rows
+        self._log, self.in_memory = log, known is None or known.in_memory  # whether the index has all rows
         self._gone = RowIndex(order=definition.order) if known is None else known.gone  # and the versions as of which they are gone
         self._published = 0 if known is None else known.published  # version up to which the log has every change
         self._lock = threading.Lock()
         self.goes_whole = False
         if rows is not None:
             self._index.put(*rows)
-        self._n_rows = len(self._index) if known is None or known.n_rows is None else known.n_rows
+        self.n_rows = len(self._index) if known is None or known.n_rows is None else known.n_rows
 
     def let_go(self) -> None:
         """From now on erased rows may stay in storage: the table is being dropped, and its buckets are deleted in the end."""
         self.goes_whole = True
-
-    @property
-    def n_rows(self) -> int:
-        """Rows that exist."""
-        return self._n_rows
-
-    @property
-    def asks_log(self) -> bool:
-        """Whether the index may lack rows that exist."""
-        return not self._in_memory
 
     @property
     def index_bytes(self) -> int:
@@ -141,7 +134,7 @@ class TableState:
         if keep:
             self._kept = self._find(ids)
         versions = self._index.at(self._kept) if keep and self._kept is not None else self._index.get(ids)
-        if not self._in_memory and (self._asked is None or self._asked.ids is not ids):
+        if not self.in_memory and (self._asked is None or self._asked.ids is not ids):
             self._fill_in(ids, versions, self._gone, keep=keep)
         return versions
 
@@ -151,14 +144,14 @@ class TableState:
 
     def applied(self, ids: Ids, version: int) -> None:
         """Record that n unique rows now have this version. Apply thread only."""
-        if not self._in_memory:
+        if not self.in_memory:
             self.versions(ids, keep=True)  # afterwards the index lacks new rows alone
         found, self._kept, self._asked = self._find(ids), None, None
         self.n_applied += len(ids)
         with self._lock:
-            self._n_rows -= len(self._index)
+            self.n_rows -= len(self._index)
             self._index.set_at(found, version)
-            self._n_rows += len(self._index)
+            self.n_rows += len(self._index)
 
     def erased(self, ids: Ids, version: int) -> int:
         """Record that n unique rows are gone as of this version; return how many existed. Apply thread only."""
@@ -168,7 +161,7 @@ class TableState:
             self._index.erase(existed)
             if self._log is not None:
                 self._gone.put(existed, np.full(len(existed), version, np.uint64))
-            self._n_rows -= len(existed)
+            self.n_rows -= len(existed)
             self.n_erased += len(existed)  # last: a thread that reads this number finds none of these rows
         return len(existed)
 
@@ -178,7 +171,7 @@ class TableState:
         with self._lock:
             self._index.erase(ids)
             self._gone.erase(ids)
-            self._n_rows -= len(ids)
+            self.n_rows -= len(ids)
             self.n_erased += len(ids)
 
     def make_room(self, ids: Ids) -> None:
@@ -192,7 +185,7 @@ class TableState:
         self._kept = self._asked = None
         with self._lock:
             self._index.put(ids, versions)
-            self._n_rows += n_new
+            self.n_rows += n_new
             self._gone.erase(ids)
 
     def published(self, version: int) -> None:
@@ -211,7 +204,7 @@ class TableState:
             return
         oldest = versions[min(len(versions) - 1, int((1 - share) * len(versions)))]
         with self._lock:
-            self._in_memory = False
+            self.in_memory = False
             self._kept = self._asked = None
             self._index.forget_up_to(min(int(oldest), self._published))
 
@@ -233,7 +226,7 @@ class TableState:
         with self._lock:
             ids, versions, next_ = self._index.portion(low, high, n_rows, above=above)
             gone = self._gone
-        if self._in_memory or 0 < self._published <= above:  # 0: all rows are asked for, and the log may have some that were taken over
+        if self.in_memory or 0 < self._published <= above:  # 0: all rows are asked for, and the log may have some that were taken over
             return ids, versions, next_
         found = [(ids, versions)]
         for logged, as_logged in self._in_log.between(self.definition, low, next_):
@@ -279,7 +272,7 @@ class TableState:
         """Return the version of each id, 0 where it does not exist: uint64 [n]. Any thread; `versions` is that of the apply thread."""
         with self._lock:
             versions, gone = self._index.get(ids), self._gone
-        if not self._in_memory:
+        if not self.in_memory:
             self._fill_in(ids, versions, gone)
         return versions
 

@@ -16,7 +16,7 @@ from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, HOLDING, MOVING,
 from kvemb.stores.store import Store
 
 from ..ingest.sync_steps import AT_LAST, ENDED, UNKNOWN, HeldSteps
-from .other_shards import GivenEntries, GiverQuestions
+from .giver_questions import GivenEntries, GiverQuestions
 from .phase_runner import PhaseProgress, PhaseWork
 from .slot_giver import SlotGiver, SlotOffers
 from .slot_taker import SlotTaker

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgpack
 
+from kvemb.client.all_shards import AllShards
 from kvemb.errors import KvembError, ParameterServerError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.move_messages import WatermarksReply, WatermarksRequest
@@ -53,17 +54,12 @@ class LeftSessions:
 
     Args:
         data: shard 0's folder.
-        ask: asks a shard.
+        shards: of the cluster.
         still_ours: raises once another process owns shard 0.
     """
 
-    def __init__(
-        self,
-        data: DataDir,
-        ask: Callable[[int, WatermarksRequest, Deadline], WatermarksReply],
-        still_ours: Callable[[], None],
-    ) -> None:
-        self._data, self._ask, self._still_ours = data, ask, still_ours
+    def __init__(self, data: DataDir, shards: AllShards, still_ours: Callable[[], None]) -> None:
+        self._data, self._shards, self._still_ours = data, shards, still_ours
 
     def keep(self, shards: Sequence[int], version: int, deadline: Deadline) -> bool:
         """Have the sessions of shards that are about to leave, by the map of this version; return whether all are here, durably."""
@@ -72,7 +68,7 @@ class LeftSessions:
             if kept.get(shard, [0])[0] == version:
                 continue
             try:
-                reply = self._ask(shard, WatermarksRequest(version), deadline)
+                reply = self._shards.call(shard, "Watermarks", WatermarksRequest(version), WatermarksReply, deadline)
             except KvembError as error:
                 log.warning("shard %d does not say yet what it has taken of trainers: %s", shard, error)
                 return False

@@ -7,21 +7,23 @@ Otherwise it looks now and then, for changes of which it was not told. Shard 0's
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 
+from kvemb.client.all_shards import AllShards
 from kvemb.coordination.shard_notes import MAX_TROUBLE, MoveReport, report_name
 from kvemb.errors import FencedError, KvembError
 from kvemb.net.deadline import Deadline, WhyWaiting
+from kvemb.protocol.messages import Empty
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.stores.store import Store
 
 from ..shard_process.owned_thread import OwnedThread
-from .other_shards import MoveNews
 from .phase_runner import PhaseProgress, PhaseRunner
 
 _LOOK_S = 0.25
 _TELL_S = 1.0  # between two reports that only tell of progress
-_LOOK_TIMEOUT_S = 2.0
+_LOOK_TIMEOUT_S, _NEWS_TIMEOUT_S = 2.0, 1.0
 log = logging.getLogger("paramserver")
 
 
@@ -36,7 +38,7 @@ class MapFollower:
         keep: keeps a map in the data folder.
         wake: makes the apply thread look at the map.
         look: set where something has changed: the thread looks at once.
-        news: to the other shards.
+        shards: of the cluster, which are told news.
         carry: carries a plan on; on shard 0 only.
         timeout_s: of one storage call.
     """
@@ -51,12 +53,12 @@ class MapFollower:
         keep: Callable[[ClusterMap], None],
         wake: Callable[[], None],
         look: threading.Event,
-        news: MoveNews,
+        shards: AllShards,
         carry: Callable[[], None] | None,
         timeout_s: float,
     ) -> None:
         self._store, self._shard, self._epoch, self._runner = store, shard, epoch, runner
-        self._keep, self._wake, self._due, self._news = keep, wake, look, news
+        self._keep, self._wake, self._due, self._shards = keep, wake, look, shards
         self._carry, self._timeout_s = carry, timeout_s
         self._kept: ClusterMap | None = None
         self._told: MoveReport | None = None
@@ -68,12 +70,12 @@ class MapFollower:
             told = self._due.wait(_LOOK_S)
             self._due.clear()
             if self.thread.told_to_end:
-                return self._news.close()
+                return
             try:
                 self._look(told=told)
                 self._waiting.over()
             except FencedError:
-                return self._news.close()  # the watch of the nodes says it
+                return  # the watch of the nodes says it
             except (KvembError, OSError) as error:
                 if self._waiting.is_news(str(error)):
                     log.warning("the cluster map cannot be followed now: %s", error)
@@ -85,16 +87,21 @@ class MapFollower:
         if cluster_map is not self._kept:
             if self._kept is None or cluster_map.version != self._kept.version:
                 if self._carry is not None:  # which has changed it, or has just started
-                    self._news.tell(shard for shard in cluster_map.shard_numbers if shard != self._shard)
+                    self._tell(shard for shard in cluster_map.shard_numbers if shard != self._shard)
                 self._keep(cluster_map)
             self._kept = cluster_map
             self._wake()
-        elif cluster_map.plan is None:
-            self._news.close()
         if cluster_map.plan is not None:
             self._report(cluster_map)
             if self._carry is not None:
                 self._carry()
+
+    def _tell(self, shards: Iterable[int]) -> None:
+        """Have other shards look at once. Lost news does no harm: they also look now and then."""
+        channels = self._shards.channels
+        for shard in channels.keys() & shards:
+            with suppress(KvembError):
+                channels[shard].start("MoveNews", Empty(), Deadline.after(_NEWS_TIMEOUT_S))
 
     def _report(self, cluster_map: ClusterMap) -> None:
         """Tell the nodes how far this shard is, at once when the plan waits for that, else now and then."""
@@ -110,4 +117,4 @@ class MapFollower:
             )
             self._told, self._told_s = report, time.monotonic()
             if self._carry is None and (report.done or report.trouble):
-                self._news.tell([0])
+                self._tell([0])

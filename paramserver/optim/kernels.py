@@ -326,7 +326,7 @@ def build_optimizer(spec: OptimizerSpec) -> Optimizer:
 
     Example:
         >>> import kvemb.optim
-        >>> build_optimizer(kvemb.optim.adam()).state_size(16)
+        >>> build_optimizer(kvemb.optim.adam()).spec.state_size(16)
         32
     """
     if spec.kind not in _KERNELS:

@@ -66,21 +66,11 @@ class Optimizer:
     kernel: Kernel
     transforms: tuple[Transform, ...]
 
-    def state_size(self, dim: int) -> int:
-        """Return the number of float32 state values beside one row of `dim` weights.
-
-        Example:
-            >>> import kvemb.optim; from paramserver.optim import build_optimizer
-            >>> build_optimizer(kvemb.optim.rowwise_adagrad()).state_size(16)
-            1
-        """
-        return self.spec.state_size(dim)
-
     def initial_state(self, n: int, dim: int) -> Array:
         """Return the state of `n` rows that were never pushed.
 
         Returns:
-            float32 [n, state_size(dim)].
+            float32 [n, s], s = `OptimizerSpec.state_size`.
 
         Example:
             >>> import kvemb.optim; from paramserver.optim import build_optimizer
@@ -97,7 +87,7 @@ class Optimizer:
 
         Args:
             weights: float32 [n, d].
-            state: float32 [n, state_size(d)], as `initial_state` or an earlier `update` made them.
+            state: float32 [n, s], as `initial_state` or an earlier `update` made them.
             grads: float32 [n, d], finite (the caller has checked); beyond +-1e15 they are cut.
             hyper: run-time values; omitted ones have the table's defaults.
             step: number of applies of this table in this shard, this one included: 1 for the first (docs/adr/0004).
@@ -115,10 +105,8 @@ class Optimizer:
             >>> build_optimizer(kvemb.optim.sgd(lr=0.5)).update(w, np.empty((1, 0), np.float32), g, {}, step=1)[0]
             array([[0.5, 1.5]], dtype=float32)
         """
-        self._check(weights, state, grads)
-        factors = self.factors(self.spec.check_hyper(hyper), step)
-        new_weights, new_state = np.array(weights, order="C"), np.empty(state.shape, np.float32)
-        self._update(new_weights, state, new_state, grads, factors)
+        new_weights, new_state = np.array(weights, order="C"), np.array(state, order="C")
+        self.update_in_place(new_weights, new_state, grads, self.factors(self.spec.check_hyper(hyper), step))
         return new_weights, new_state
 
     def factors(self, hyper: Mapping[str, float], step: int) -> dict[str, float]:
@@ -154,56 +142,33 @@ class Optimizer:
             array([[0.5 ],
                    [0.75]], dtype=float32)
         """
-        self._check(weights, state, grads)
-        self._update(weights, state, state, grads, factors)
-
-    def _update(self, weights: Array, state: Array, new_state: Array, grads: Array, factors: Factors) -> None:
-        """Change `weights` in place; fill in `new_state`, which may be `state`."""
-        layout = self._layout(weights.shape[1])
+        layout = self._layout(weights, state, grads)
         rows = max(1, _BLOCK_VALUES // max(1, weights.shape[1]))
         for low in range(0, len(weights), rows):
-            block = slice(low, low + rows)
-            # Views of a block of m rows, (before, after) of each part of the state: float32 [m, d] or [m, 1] each.
-            parts = [(state[block, columns], new_state[block, columns]) for columns in layout]
+            block = slice(low, low + rows)  # of m rows
             # The block's factors: numbers, or float32 [m, 1].
             these = {name: value if isinstance(value, float) else value[block] for name, value in factors.items()}
-            self._update_block(weights[block], parts, grads[block], these, own=state is new_state and len(layout) == 1)
+            some = np.clip(grads[block], -GRAD_LIMIT, GRAD_LIMIT, order="C")  # [m, d]: a copy, so the kernel may use it up
+            for transform in self.transforms:
+                transform(some, weights[block], these)
+            parts = [state[block, columns] for columns in layout]  # of the state: views, [m, d] or [m, 1] each
+            # Contiguous copies of several: on columns of the wider state array every operation would start again at each row.
+            owned = parts if len(parts) == 1 else [part.copy(order="C") for part in parts]
+            self.kernel.step(weights[block], owned, some, these)
+            for part, values in zip(parts, owned, strict=True):
+                if values is not part:
+                    part[...] = values
 
-    def _update_block(
-        self,
-        weights: Array,
-        parts: list[tuple[Array, Array]],
-        grads: Array,
-        factors: Factors,
-        *,
-        own: bool,
-    ) -> None:
-        """Change `weights` in place; of each of `parts`, (before, after), fill in `after`: with `own` they are one contiguous array."""
-        # [m, d]: the block's m rows, as `weights`.
-        grads = np.clip(grads, -GRAD_LIMIT, GRAD_LIMIT, order="C")  # a copy, so the kernel may use it up
-        for transform in self.transforms:
-            transform(grads, weights, factors)
-        # Contiguous copies: on columns of the wider state array every operation would start again at each row. [m, d] or [m, 1] each.
-        owned = [before if own else before.copy(order="C") for before, _ in parts]
-        self.kernel.step(weights, owned, grads, factors)
-        if own:
-            return
-        for (_, after), values in zip(parts, owned, strict=True):
-            after[...] = values
-
-    def _layout(self, dim: int) -> list[slice]:
-        """Return the columns of each part of the state in [n, state_size(dim)]."""
-        ends = list(accumulate((field.size(dim) for field in self.spec.state_fields()), initial=0))
-        return [slice(start, end) for start, end in pairwise(ends)]
-
-    def _check(self, weights: Array, state: Array, grads: Array) -> None:
+    def _layout(self, weights: Array, state: Array, grads: Array) -> list[slice]:
+        """Return the columns of each part of the state; raises InvalidInputError where the arrays do not fit."""
         if weights.ndim != 2 or grads.shape != weights.shape:
             raise InvalidInputError(f"weights and grads must both be [n, d], got {weights.shape} and {grads.shape}")
-        expected = (len(weights), self.state_size(weights.shape[1]))
-        if state.shape != expected:
-            raise InvalidInputError(f"{self.spec.kind}: state must be {expected}, got {state.shape}")
+        ends = list(accumulate((field.size(weights.shape[1]) for field in self.spec.state_fields()), initial=0))
+        if state.shape != (len(weights), ends[-1]):
+            raise InvalidInputError(f"{self.spec.kind}: state must be {(len(weights), ends[-1])}, got {state.shape}")
         if any(a.dtype != np.float32 for a in (weights, state, grads)):
             raise InvalidInputError(f"all must be float32, got {weights.dtype}, {state.dtype}, {grads.dtype}")
+        return [slice(start, end) for start, end in pairwise(ends)]
 
 
 def compose(specs: Iterable[TransformSpec]) -> tuple[Transform, ...]:

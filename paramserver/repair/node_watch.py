@@ -21,7 +21,7 @@ from kvemb.stores.store_nodes import NodeStats
 
 from ..shard_process.owned_thread import OwnedThread
 
-INTERVAL_S = 5.0
+_EVICTIONS_INTERVAL_S = 5.0  # between two looks for evictions, or more where even one look at the markers takes long
 MARKERS_INTERVAL_S = 1.0  # at least, between two looks at the markers
 _SHARE_OF_TIME = 50  # of which one is spent on looking: a Redis Cluster has thousands of markers
 _LONGEST_PAUSE_S = 20.0  # a look that a stopped process or a swapping host drew out says nothing about the next one
@@ -63,9 +63,6 @@ class NodeWatch:
         whole: called when every node has answered, and none is lost; may raise StorageError.
         still_ours: raises FencedError once another process owns the shard; asked before each look.
         fenced: told that another process has taken the shard over; the watch ends then.
-        interval_s: between two looks for evictions, or more where even one look at the markers takes long. The others are made every
-            second, but no sooner than 50 times the time of the last one, if all nodes answered. After 20 s at the latest. A glance every
-            second tells of nodes that were started again meanwhile.
         clock: monotonic seconds.
     """
 
@@ -82,10 +79,9 @@ class NodeWatch:
         whole: Callable[[], None] = lambda: None,
         still_ours: Callable[[], None] = lambda: None,
         fenced: Callable[[FencedError], object] = lambda error: None,
-        interval_s: float = INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._timeout_s, self._interval_s = store, timeout_s, interval_s
+        self._store, self._timeout_s = store, timeout_s
         self._evicted, self._unsafe, self._moves_only, self._lost, self._fenced = evicted, unsafe, moves_only, lost, fenced
         self._copies = copies
         self._still_ours, self._whole, self._clock = still_ours, whole, clock
@@ -203,7 +199,7 @@ class NodeWatch:
             answered = self.look_for_lost_nodes()  # waiting for a node that is down is no work, and it may be back at any time
             work_s = self._clock() - started_s if answered else 0.0
             pause_s = min(max(MARKERS_INTERVAL_S, _SHARE_OF_TIME * work_s), _LONGEST_PAUSE_S)
-            if waited_s >= self._interval_s:
+            if waited_s >= _EVICTIONS_INTERVAL_S:
                 waited_s = 0.0
                 self.look_for_evictions()
                 self.look_at_copies()

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from kvemb.arrays.id_filter import filter_words, group_words, passes
 from kvemb.arrays.ids import as_items, as_rows
 from kvemb.errors import JournalDamagedError, other_format
-from kvemb.schema.record import stored_versions
+from kvemb.schema.record import RecordFormat
 
 from ..journal.segment import ReadAt
 
@@ -301,7 +301,7 @@ class SortedRun:
         width = self.record_bytes if kind == ROWS else 8
         rest = self._read(offset + 8 * n, n * width, block[_REST_SUM], "records").reshape(n, width)
         if kind == ROWS:
-            return kind, ids, stored_versions(rest), rest
+            return kind, ids, RecordFormat.versions(rest), rest
         return kind, ids, rest.view("<u8")[:, 0].astype(np.uint64, copy=False), rest[:, :0]
 
     def _read(self, offset: int, size: int, checksum: int, what: str) -> Bytes:

@@ -53,12 +53,11 @@ from ..ingest.part_checks import check_push, check_rows, find_same
 from ..model.batch import ASSIGN, ERASE, RowsWork
 from ..model.table_registry import Registry
 from ..recovery.shard_parts import ShardParts
-from .alter_handlers import AlterHandlers
-from .drop_handlers import DropHandlers
 from .feed_streams import FeedStreams
 from .inspection_handlers import InspectionHandlers
 from .move_handlers import MoveHandlers
 from .push_streams import BytesInHand, PushReceiver
+from .table_changes import TableChanging
 
 MAX_IDS = 4 << 20
 MAX_COMPARED = 1 << 12
@@ -81,17 +80,7 @@ class Handlers:
         self._parts, self._background, self.moves, self.checkpoints, self.feeds = parts, background, moves, checkpoints, feeds
         self._in_hand = BytesInHand()
         self.inspection = InspectionHandlers(parts, evictor)
-        self.drop = DropHandlers(
-            parts.shard,
-            parts.config.tables,
-            parts.registry,
-            parts.tables,
-            parts.ingest,
-            maps=parts.maps,
-            no_shard_move=moves.no_shard_move,
-            tell=feeds.tell,
-        )
-        self.alter = AlterHandlers(parts, no_shard_move=moves.no_shard_move, tell=feeds.tell)
+        self.tables = TableChanging(parts, no_shard_move=moves.no_shard_move, tell=feeds.tell)
 
     def hello(self, request: HelloRequest, deadline: Deadline) -> HelloReply:
         """Let a trainer in; both sides must mean the same cluster."""
@@ -251,7 +240,7 @@ class Handlers:
             cache_bytes=cache.used_bytes,
             cache_lookups=cache.n_lookups,
             cache_hits=cache.n_hits,
-            failure=parts.ingest.state.why_failed or parts.ingest.state.waits_for or self.drop.unfinished,
+            failure=parts.ingest.state.why_failed or parts.ingest.state.waits_for or self.tables.unfinished,
             journal_bytes=parts.fenced_log.journal.size_bytes,
             recovered_rows=parts.recovered.rows,
             recovery_s=parts.recovered.seconds,

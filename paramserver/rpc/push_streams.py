@@ -91,17 +91,14 @@ class AnswerQueue:
     def idle_s(self) -> float:
         """Seconds since something last went through; 0 while outcomes or replies are on their way."""
         with self._changed:
-            return self._idle_s()
+            return 0.0 if self._n_open or self._replies else time.monotonic() - self._quiet_since_s
 
     def end_if_idle(self, after_s: float = 0.0) -> None:
         """Close the stream, unless something goes through it, or has in so many seconds."""
         with self._changed:
-            if self._idle_s() > after_s and not self.closed:
+            if self.idle_s() > after_s and not self.closed:
                 self.closed = self.ended_idle = True
                 self._changed.notify_all()
-
-    def _idle_s(self) -> float:
-        return 0.0 if self._n_open or self._replies else time.monotonic() - self._quiet_since_s
 
     def close(self) -> None:
         with self._changed:
@@ -111,7 +108,7 @@ class AnswerQueue:
     def __iter__(self) -> Iterator[PushReply]:
         while True:
             with self._changed:
-                while not self._changed.wait_for(self._has_news, max(0.0, _LONGEST_IDLE_S - self._idle_s())):
+                while not self._changed.wait_for(self._has_news, max(0.0, _LONGEST_IDLE_S - self.idle_s())):
                     self.end_if_idle(_LONGEST_IDLE_S)
                 if self.closed or not self._replies:
                     return

@@ -180,7 +180,7 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no types
 
 def _verbs(handlers: Handlers) -> dict[str, _Verb]:
     """Return every verb but Push; its request is the one that its handler is annotated with."""
-    drop, alter, inspection = handlers.drop, handlers.alter, handlers.inspection
+    tables, inspection = handlers.tables, handlers.inspection
     moves, checkpoints = handlers.moves, handlers.checkpoints
     at_once: dict[str, Callable[[Any, Deadline], Message]] = {
         "Hello": handlers.hello,
@@ -202,11 +202,11 @@ def _verbs(handlers: Handlers) -> dict[str, _Verb]:
     that_wait: dict[str, Callable[[Any, Deadline], Message]] = {
         "CreateTable": handlers.create_table,
         "SetPolicies": handlers.set_policies,
-        "DropTable": drop.begin,
-        "EraseTable": drop.erase,
-        "EndDrop": drop.end,
-        "AlterTable": alter.step,
-        "FollowAlter": alter.follow,
+        "DropTable": tables.begin_drop,
+        "EraseTable": tables.erase,
+        "EndDrop": tables.end_drop,
+        "AlterTable": tables.alter,
+        "FollowAlter": tables.follow_alter,
         "Assign": handlers.assign,
         "Erase": handlers.erase,
         "Flush": handlers.flush,

@@ -14,7 +14,6 @@ from kvemb.errors import NodeRefusesError
 from kvemb.net.tls_probe import look_at_own
 from kvemb.process.metrics import MetricFamilies
 from kvemb.schema.move_plan import PHASES as MOVE_PHASES
-from kvemb.schema.move_plan import MovePlan
 from kvemb.stores.store_nodes import NodeStats
 
 from ..apply.applier import ApplyFigures
@@ -182,7 +181,8 @@ class ShardMetrics:
         to.counter("kvemb_shard_moved_bytes_total", "Bytes of the records copied.", moves.copied_bytes)
         to.gauge("kvemb_shard_map_version", "Version of the cluster map that the shard follows.", cluster_map.version)
         text = "Whether slots move, as this shard knows; by phase."
-        to.gauge("kvemb_shard_moving", text, [({"phase": phase}, _is(cluster_map.plan, phase)) for phase in MOVE_PHASES])
+        now = "" if cluster_map.plan is None else cluster_map.plan.phase
+        to.gauge("kvemb_shard_moving", text, [({"phase": phase}, float(phase == now)) for phase in MOVE_PHASES])
 
     def _add_evictions(self, to: MetricFamilies) -> None:
         names = {table.key: table.name for table in self.parts.registry.tables}
@@ -220,7 +220,3 @@ class ShardMetrics:
 
 def _add_start(to: MetricFamilies, now: str) -> None:
     to.gauge("kvemb_shard_starting", "1 for the phase of its start that the shard is in.", [({"phase": of}, of == now) for of in PHASES])
-
-
-def _is(plan: MovePlan | None, phase: str) -> float:
-    return float(plan is not None and plan.phase == phase)

@@ -30,7 +30,7 @@ SLOT = 1234
 
 def rows_in(slot: int) -> BucketKeys:
     """About sixty rows of one slot."""
-    return ALL.take(np.flatnonzero(slot == SLOTS))
+    return ALL[np.flatnonzero(slot == SLOTS)]
 
 
 PAGES = paged_keys(TAG, np.arange(3_000_000, dtype=np.uint64), page_layout(SIZE))
@@ -43,19 +43,19 @@ def paged_rows_in(slot: int) -> PagedKeys:
     pages = np.flatnonzero(slot == PAGE_SLOTS)
     assert len(pages)
     rows = (pages[:, None] * n + np.arange(n)).reshape(-1)
-    return PAGES.take(rows[rows < len(PAGES)])
+    return PAGES[rows[rows < len(PAGES)]]
 
 
 def mixed_paged(slot: int) -> PagedKeys:
     """The same between rows of pages of all slots."""
-    return PAGES.take(np.unique(np.concatenate([paged_rows_in(slot).ids, np.arange(0, 60_000, 41, dtype=np.uint64)])).astype(np.intp))
+    return PAGES[np.unique(np.concatenate([paged_rows_in(slot).ids, np.arange(0, 60_000, 41, dtype=np.uint64)])).astype(np.intp)]
 
 
 def mixed(slot: int) -> BucketKeys:
     """Rows of one slot between rows of all others."""
     keys = keys_of(np.concatenate([rows_in(slot).ids, row_keys(1500).ids]))
     order = np.unique(keys.ids, return_index=True)[1]
-    return keys.take(order)
+    return keys[order]
 
 
 class Mover:

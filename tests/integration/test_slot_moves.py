@@ -36,7 +36,7 @@ from kvemb.wire.resp.resp_value import Value
 IDS = mix64(np.arange(1, 200_000, dtype=np.uint64))
 ALL = BucketKeys(TAG, IDS, 4 * N_SLOTS)
 SLOTS = (1234, 1235)
-ROWS = ALL.take(np.flatnonzero(np.isin(ALL.slots(), [*SLOTS, 5000, 9000, 16000])))
+ROWS = ALL[np.flatnonzero(np.isin(ALL.slots(), [*SLOTS, 5000, 9000, 16000]))]
 
 
 class Killed(BaseException):

@@ -91,7 +91,7 @@ def test_rows_are_right_while_their_slot_is_on_its_way(store: Store, mover: Move
     require_rows(store, inside, records_of(inside))
     write(store, keys, records_of(keys, salt=1))
     require_rows(store, keys, records_of(keys, salt=1))
-    gone = inside.take(np.arange(0, len(inside), 3))
+    gone = inside[np.arange(0, len(inside), 3)]
     store.rows.erase([WritePart(gone, np.empty((len(gone), 0), np.uint8))], within())
     left = ~np.isin(keys.ids, gone.ids)
     np.testing.assert_array_equal(read(store, keys).found, left)
@@ -215,7 +215,7 @@ def test_a_move_under_full_use_loses_and_mixes_nothing(store: Store, mover: Move
     slots = [100 + 500 * index for index in range(12)]
     rows = rows_in if layout == "buckets" else paged_rows_in
     keys = keys_of(np.unique(np.concatenate([rows(slot).ids for slot in slots] + [row_keys(500).ids * (layout == "buckets")])))
-    keys = keys if layout == "buckets" else PAGES.take(keys.ids.astype(np.intp))
+    keys = keys if layout == "buckets" else PAGES[keys.ids.astype(np.intp)]
     write(store, keys, records_of(keys))
     done = threading.Event()
     failures: list[BaseException] = []
@@ -322,7 +322,7 @@ def move_without_keys(mover: Mover, slot: int, to: int) -> None:
 
 def test_rows_of_slots_that_came_without_their_keys_are_never_new(store: Store, mover: Mover) -> None:
     keys = keys_of(np.concatenate([rows_in(SLOT).ids, rows_in(SLOT + 1).ids, row_keys(1500).ids]))
-    keys = keys.take(np.unique(keys.ids, return_index=True)[1])
+    keys = keys[np.unique(keys.ids, return_index=True)[1]]
     write(store, keys, records_of(keys))
     source = mover.owner(SLOT)
     to = (source + 1) % 3
@@ -395,7 +395,7 @@ def test_rows_of_a_slot_that_stands_open_come_back_when_a_node_of_it_has_lost_th
 
 def test_an_importing_node_without_slots_vouches_by_the_marker_of_the_slot(running: ServerNodes, mover: Mover) -> None:
     inside = rows_in(SLOT)
-    written = inside.take(np.arange(1, len(inside)))
+    written = inside[np.arange(1, len(inside))]
     source = mover.owner(SLOT)
     to = (source + 1) % 3
     with running.store() as store:

@@ -76,7 +76,7 @@ def test_an_empty_batch_gives_an_empty_batch(case: Case) -> None:
     empty = np.empty((0, DIM), np.float32)
     weights, state = optimizer.update(empty, optimizer.initial_state(0, DIM), empty, {}, 1)
     assert weights.shape == (0, DIM)
-    assert state.shape == (0, optimizer.state_size(DIM))
+    assert state.shape == (0, case.spec.state_size(DIM))
     assert weights.dtype == state.dtype == np.float32
 
 

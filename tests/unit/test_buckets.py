@@ -65,7 +65,7 @@ def test_rows_of_a_bucket_come_one_after_another_at_every_node() -> None:
         for _, rows in grouped.shares:
             share = grouped.keys[rows]
             assert isinstance(share, BucketKeys)
-            begins = share.take(share.runs()).encode()
+            begins = share[share.runs()].encode()
             assert len(begins) == len({bytes(key) for key in begins})
 
 

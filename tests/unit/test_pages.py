@@ -54,14 +54,14 @@ def test_a_page_has_the_key_of_its_number_and_every_row_its_own_place(ids: list[
 
 def test_slices_and_takes_keep_ids_layout_and_which_rows_open_their_page() -> None:
     keys = paged_keys(b"tab", np.array([0, 1, 60, 61, 200], dtype=np.uint64), page_layout(76), np.array([0, 1, 1, 1, 0], dtype=bool))
-    for some, at in ((keys[1:4], [1, 2, 3]), (keys.take(np.array([3, 0])), [3, 0])):
+    for some, at in ((keys[1:4], [1, 2, 3]), (keys[np.array([3, 0])], [3, 0])):
         assert isinstance(some, PagedKeys)
         assert (some.layout, some.ids.tolist()) == (keys.layout, keys.ids[at].tolist())
         assert keys.opens is not None
         assert some.opens is not None
         assert some.opens.tolist() == keys.opens[at].tolist()
         np.testing.assert_array_equal(some.encode(), keys.encode()[at])
-    assert keys[1:4].take(np.array([0])).ids.tolist() == [1]
+    assert keys[1:4][np.array([0])].ids.tolist() == [1]
     assert keys_of([5, 6])[:1].opens is None
 
 
@@ -113,7 +113,7 @@ def test_pages_of_several_tables_are_each_table_s_and_their_rows_stay_next_to_ea
     np.testing.assert_array_equal(together.places, np.concatenate([keys.places for keys in each]))
     locality = together.locality()
     assert locality is not None
-    in_order = together.take(np.argsort(locality, kind="stable"))
+    in_order = together[np.argsort(locality, kind="stable")]
     pages = [bytes(key) for key in in_order.encode()]
     assert sum(a != b for a, b in pairwise(pages)) == len(set(pages)) - 1
     assert in_order.locality() is None
@@ -125,7 +125,7 @@ def test_rows_of_a_page_stay_next_to_each_other_among_more_tables_than_are_told_
     together = coalesce_keys([PagedKeys(tag, rows, page_layout(76)) for tag in tags])
     locality = together.locality()
     assert locality is not None
-    pages = [bytes(key) for key in together.take(np.argsort(locality, kind="stable")).encode()]
+    pages = [bytes(key) for key in together[np.argsort(locality, kind="stable")].encode()]
     assert sum(a != b for a, b in pairwise(pages)) == len(set(pages)) - 1 == 2 * len(tags) - 1
 
 

@@ -86,9 +86,7 @@ def test_a_batch_without_a_reply_is_tried_again_under_the_same_version() -> None
     def half_written(parts: Sequence[WritePart]) -> list[WriteResult]:
         (part,) = parts
         some = np.arange(len(part.keys)) % 2 == 0
-        MemoryStore.write(
-            store, [WritePart(part.keys.take(np.flatnonzero(some)), part.records[some], part.tokens[some])], Deadline.after(5)
-        )
+        MemoryStore.write(store, [WritePart(part.keys[np.flatnonzero(some)], part.records[some], part.tokens[some])], Deadline.after(5))
         raise NodeUnavailableError("node x: connection reset")
 
     store.spoil = half_written

@@ -130,7 +130,7 @@ def test_closing_says_goodbye_to_a_shard_that_ended_the_idle_stream(shards: list
     session = connect(2)
     session.push(rows_of(*owned(0, 1), *owned(1, 1)), soon()).wait_applied()
     deadline = soon()
-    while session._streams[1]._trouble != "the shard ended the stream":
+    while session._streams[1].trouble != "the shard ended the stream":
         assert not deadline.expired
     session.close(soon())
     assert [len(shard.byes) for shard in shards] == [1, 1]

@@ -37,7 +37,7 @@ class Rows:
     def _result(self, part: ReadPart) -> ReadResult:
         n = len(part.keys)
         order = None if self.ordered else np.random.default_rng(n).permutation(n)
-        keys = part.keys if order is None else part.keys.take(order)
+        keys = part.keys if order is None else part.keys[order]
         tokens = keys.ids * np.uint64(3) if part.tokens else None
         return ReadResult(rows_of(keys, part.prefix_bytes), keys.ids % 3 != 0, order, tokens, keys.ids % 3 == 0 if part.foreign else None)
 

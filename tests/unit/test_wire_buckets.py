@@ -168,7 +168,7 @@ def test_a_bucket_of_a_compact_table_holds_rows_only() -> None:
     fast, server = grouped(np.arange(9, dtype=np.uint64), 2), HashServer()
     compact = BucketKeys(fast.tag, fast.ids, 2, compact=True)
     assert compact[2:].compact
-    assert compact.take(np.arange(3)).compact
+    assert compact[np.arange(3)].compact
     assert coalesce_keys([compact, compact]).coalesce_key == (2, True) != fast.coalesce_key
     write(server, RespCodec(), compact, np.full((9, 64), 7, np.uint8), [1 << 20])
     assert sorted(field for fields in server.hashes.values() for field in fields) == sorted(bytes(field) for field in fast.fields())

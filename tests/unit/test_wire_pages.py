@@ -144,7 +144,7 @@ def test_what_was_written_is_read_whatever_the_order_of_the_rows(
     ids = [row for row, _, _ in rows]
     records = np.random.default_rng(len(rows)).integers(1, 256, (len(rows), size)).astype(np.uint8)
     written = np.array([there for _, there, _ in rows])
-    said = keys_of(ids, [new for _, _, new in rows], page_layout(size)).take(np.flatnonzero(written))
+    said = keys_of(ids, [new for _, _, new in rows], page_layout(size))[np.flatnonzero(written)]
     write(server, codec, said, records[written])
     keys = keys_of(ids, None, page_layout(size))
     for wanted in {12, size}:

@@ -10,7 +10,17 @@ from kvemb.errors import ProtocolError
 from kvemb.wire.buffer_scan import find
 from kvemb.wire.fixed_size_values import FixedSizeValuesReply
 from kvemb.wire.memcached.memcached_replies import CasValuesReply, CasWriteReply
-from kvemb.wire.replies import BlobReply, CodeReply, LineReply, RepliesInOrder, ReplyReader, RowsReader, UnexpectedValueError
+from kvemb.wire.replies import (
+    FOREIGN,
+    MAX_BLOB_BYTES,
+    BlobReply,
+    CodeReply,
+    LineReply,
+    RepliesInOrder,
+    ReplyReader,
+    RowsReader,
+    UnexpectedValueError,
+)
 from kvemb.wire.resp.integer_replies import IntegerReplies
 
 TRAILING = b"+OK\r\n$-1\r\nEN\r\nHD\r\nVA 4 c1\r\nabcd\r\n"
@@ -161,6 +171,15 @@ def test_a_stream_is_read_alike_whole_cut_in_two_anywhere_and_byte_by_byte(case:
         assert feed(reply, pieces) == b""
         assert reply.done, pieces
         assert values(reply) == case.expected, pieces
+
+
+def test_a_value_too_large_to_be_ours_is_passed_over_among_others_however_it_is_cut() -> None:
+    stream = b"$%d\r\n" % (MAX_BLOB_BYTES + 1) + b"x" * (MAX_BLOB_BYTES + 1) + b"\r\n$2\r\nab\r\n"
+    for cuts in ([len(stream)], [11], [12], [500_000, 1_000_000], [len(stream) - 10]):
+        reply = RepliesInOrder([BlobReply(miss=b"$-1"), BlobReply(miss=b"$-1")])
+        assert feed(reply, [stream[i:j] for i, j in zip([0, *cuts], [*cuts, len(stream)], strict=True)]) == b""
+        assert reply.done
+        assert values(reply) == [(FOREIGN, None), (b"ab", None)]
 
 
 def test_a_reply_ends_with_its_last_byte_and_leaves_what_follows(case: Case) -> None:

@@ -19,7 +19,7 @@ class Ack:
 def test_a_push_is_over_when_it_is_released_whatever_the_order() -> None:
     changes, first, second = WriteCounter(), Ack(), Ack()
     for ack in (first, second):
-        changes.begin_push()
+        changes.count()
         changes.pushed(ack)
     assert changes.now() == 2
     second.released = True
@@ -32,8 +32,8 @@ def test_what_fails_may_have_changed_rows_too() -> None:
     changes = WriteCounter()
     with pytest.raises(OSError, match="no shard"), changes.change():
         raise OSError("no shard")
-    changes.begin_push()
-    changes.failed()
+    changes.count()
+    changes.count()
     assert changes.now() == 4
 
 
@@ -41,10 +41,10 @@ def test_what_was_released_before_storage_has_it_is_waited_for() -> None:
     changes, pushed, released, stored = WriteCounter(), Ack(), Ack(), Ack()
     stored.released = stored.settled = True
     for ack in (pushed, stored):
-        changes.begin_push()
+        changes.count()
         changes.pushed(ack)
     assert changes.all_stored()
-    changes.begin_push()
+    changes.count()
     changes.pushed(released)
     assert changes.all_stored(), "nothing was released to this connection that storage lacks"
     released.released = True

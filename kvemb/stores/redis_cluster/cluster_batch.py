@@ -180,7 +180,7 @@ class ClusterBatch(ABC):
         return [self._share(index, part, positions[nodes == node], slot_map.addresses[int(node)], codec) for node in np.unique(nodes)]
 
     def _share(self, index: int, part: _PartInProgress, rows: Rows, address: str, codec: Codec, *, asking: bool = False) -> NodeShare:
-        keys = part.keys[rows] if isinstance(rows, slice) else part.keys.take(rows)
+        keys = part.keys[rows]
         steps, buffers = self._steps(index, keys, rows, codec)
         slot = int(part.slots[rows][-1])
         return NodeShare(address, index, rows, slot, asking, NodeSteps(address, keys, steps), buffers)

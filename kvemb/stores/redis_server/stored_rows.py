@@ -181,7 +181,7 @@ def count_rows(
                 counted.append(None)
                 continue
             buckets = WholeBuckets(table.tag, _numbers(table.n_buckets), table.n_buckets)
-            keys = [bytes(key) for key in buckets.take(np.flatnonzero(repair.keys_of(address, buckets))).encode()]
+            keys = [bytes(key) for key in buckets[np.flatnonzero(repair.keys_of(address, buckets))].encode()]
             asked = [[("HLEN", key) for key in keys[some]] for some in chunks(len(keys), _PIPELINED)]
             sizes = [size for commands in asked for size in ask_all(link, commands, deadline)]
             fillers = int(needs_filler(table.record.size_bytes, compact=table.layout == "compact"))

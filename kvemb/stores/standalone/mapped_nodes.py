@@ -52,7 +52,7 @@ class MappedNodes(StoreNodes):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        return self._links.addresses
+        return self._links.view.addresses
 
     @property
     def cluster_map(self) -> ClusterMap:
@@ -94,7 +94,7 @@ class MappedNodes(StoreNodes):
             if (cluster_map.version, places) == (now.map.version, now.places) or cluster_map.version < now.map.version:
                 return now is not before
             self._links.view = now.changed(cluster_map, places)
-        if (addresses := self._links.addresses) != now.addresses:
+        if (addresses := self._links.view.addresses) != now.addresses:
             log.warning("storage nodes are now at %s; until now %s", ", ".join(addresses), ", ".join(now.addresses))
         return True
 
@@ -129,7 +129,7 @@ class MappedNodes(StoreNodes):
 
     def renew_markers(self, deadline: Deadline) -> list[str]:
         missed = []
-        for address in self._links.addresses:
+        for address in self._links.view.addresses:
             try:
                 self._renew_marker(address, deadline)
             except StorageError as error:

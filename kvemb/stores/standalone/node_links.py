@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.coordination.markers import MARKER_KEY, Marker, Placements, accept, why_lost
+from kvemb.coordination.markers import MARKER_KEY, accept, why_lost
 from kvemb.coordination.replicated_values import ValueCell
 from kvemb.coordination.shard_owners import OwnerFence
 from kvemb.errors import DeadlineExceededError, NodeUnavailableError, StorageError
@@ -21,7 +21,6 @@ from kvemb.net.exchange import Conversation, run
 from kvemb.net.link import Link
 from kvemb.net.pool import Doubts, LinkPool
 from kvemb.schema.bucket_limits import BucketLimits
-from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.keys import Containers, RowKeys
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.read_retry import ABSENT
@@ -35,6 +34,7 @@ from kvemb.wire.codec import Codec
 from kvemb.wire.replies import BlobReply, Step
 
 R = TypeVar("R")
+_MOST_VIEWS = 4  # of nodes or map, that have changed one after the other
 
 
 class NodeServer(ABC):
@@ -122,31 +122,17 @@ class NodeLinks:
         self.plain_pool = LinkPool(self._plain_link, server.dropped, doubts)  # to nodes in any state, for repair
         self.meta_pool = self.pool
 
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Of the nodes that there are, in the order of their numbers."""
-        return self.view.addresses
-
-    @property
-    def map(self) -> ClusterMap:
-        """Which node holds which slot."""
-        return self.view.map
-
-    def number_of(self, address: str) -> int:
-        """The number of a node."""
-        return self.view.number_of(address)
-
     def close(self) -> None:
         """Drop every connection."""
         self.pool.close()
         self.plain_pool.close()
 
-    def following(self, call: Callable[[], R], first_view: NodesView | None = None, n_times: int = 4) -> Callable[[], R]:
+    def following(self, call: Callable[[], R], first_view: NodesView | None = None) -> Callable[[], R]:
         """Return a function that calls, and calls again when the nodes or their map have changed; first by `first_view`."""
 
         def again() -> R:
             nonlocal first_view
-            for _ in range(n_times):
+            for _ in range(_MOST_VIEWS):
                 before, first_view = first_view or self.view, None
                 try:
                     return call()
@@ -192,13 +178,6 @@ class NodeLinks:
 
     # --- what a repair asks --------------------------------------------------------------------------------------------------------
 
-    def expected(self, address: str) -> Marker:
-        return self.view.expected(address)
-
-    @property
-    def placements(self) -> Placements:
-        return self.view.placements
-
     def look(self, address: str, deadline: Deadline) -> tuple[bytes | None, str]:
         with self.plain_pool.lease([address], deadline) as links:
             return self._ask(links[address], [MARKER_KEY], deadline)[0], links[address].run_id
@@ -210,14 +189,11 @@ class NodeLinks:
     def owners_elsewhere(self, address: str, deadline: Deadline) -> list[bytes | None]:
         """The other nodes' copies of the owner record."""
         key, found = self._fence.name.encode(), []
-        for other in self.addresses:
+        for other in self.view.addresses:
             if other != address:
                 with suppress(NodeUnavailableError, DeadlineExceededError):
                     found += self.first_look(other, [key], deadline)
         return found
-
-    def swap(self, address: str, key: bytes, old: bytes | None, new: bytes, run_id: str, deadline: Deadline) -> bool:
-        return self._server.swap(address, key, old, new, run_id, deadline)
 
     def cell(self, address: str, name: str, run_id: str, deadline: Deadline, *, joins: bool = False) -> ValueCell:
         """A node's copy of a small value, whatever its marker says; written only while the server process has this run id.
@@ -229,7 +205,7 @@ class NodeLinks:
             f"node {address}",
             name,
             lambda: peek(address, [key], deadline)[0],
-            lambda old, new: self.swap(address, key, old, new, run_id, deadline),
+            lambda old, new: self._server.swap(address, key, old, new, run_id, deadline),
         )
 
     # --- small values -----------------------------------------------------------------------------------------------------------

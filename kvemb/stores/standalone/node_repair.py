@@ -38,7 +38,7 @@ class NodesByNumber(MarkedNodes):
 
     def make_way(self, containers: Containers, deadline: Deadline, lane: RepairLane | None) -> int:
         n_changed = 0
-        for address in self._links.addresses if lane is None else [lane.address]:
+        for address in self._links.view.addresses if lane is None else [lane.address]:
             names = [bytes(key) for key in containers.keys.encode()[self.slots_of(address)[containers.keys.slots()]]]
             if names:
                 run_id = self._links.look(address, deadline)[1] if lane is None else lane.process
@@ -46,25 +46,25 @@ class NodesByNumber(MarkedNodes):
         return n_changed
 
     def addresses(self, deadline: Deadline) -> Sequence[str]:
-        return self._links.addresses
+        return self._links.view.addresses
 
     def state(self, address: str, deadline: Deadline, lane: RepairLane | None = None) -> MarkedState:
         got, run_id = self._links.look(address, deadline)
-        judged = why_lost(address, self._links.expected(address), got, run_id, self._links.placements)
-        return MarkedState(address, run_id, np.array([self._links.number_of(address)]), [got], [judged])
+        judged = why_lost(address, self._links.view.expected(address), got, run_id, self._links.view.placements)
+        return MarkedState(address, run_id, np.array([self._links.view.number_of(address)]), [got], [judged])
 
     def expected(self, state: MarkedState, at: int) -> Marker:
         # Naming the map in force: a shard that has seen a flip writes no marker from before it.
-        return replace(self._links.expected(state.address), run_id=state.process).naming(self._links.map)
+        return replace(self._links.view.expected(state.address), run_id=state.process).naming(self._links.view.map)
 
     def swap(self, state: MarkedState, changes: Mapping[int, Marker], deadline: Deadline) -> bool:
         return all(
-            self._links.swap(state.address, MARKER_KEY, state.values[at], marker.encode(), state.process, deadline)
+            self._server.swap(state.address, MARKER_KEY, state.values[at], marker.encode(), state.process, deadline)
             for at, marker in changes.items()
         )
 
     def slots_of(self, address: str, lane: RepairLane | None = None) -> NDArray[np.bool_]:
-        cluster_map, number = self._links.map, self._links.number_of(address)
+        cluster_map, number = self._links.view.map, self._links.view.number_of(address)
         mine: NDArray[np.bool_] = cluster_map.slot_nodes == number
         if cluster_map.second_nodes is not None:  # rows that a move brings there belong there, too
             mine |= cluster_map.second_nodes == number
@@ -84,6 +84,6 @@ class NodesByNumber(MarkedNodes):
             try:
                 elsewhere = partial(self._links.owners_elsewhere, state.address, share)
                 self._fence.keep(self.cell(state.address, self._fence.name, state.process, share), elsewhere)
-                put_newer(self.cell(state.address, MAP_NAME, state.process, share), self._links.map)
+                put_newer(self.cell(state.address, MAP_NAME, state.process, share), self._links.view.map)
             except (NodeUnavailableError, DeadlineExceededError) as error:
                 log.warning("%s", error)

@@ -97,7 +97,7 @@ class NodeRows:
         for part in parts:
             kinds = self._codec.write_kinds(part.keys, part.tokens)
             grouped = group_by_node(part.keys, _nodes_of(part.keys, view, lane, owners), kinds)
-            out = np.zeros(len(part.keys), dtype=np.uint8)
+            out = np.zeros(len(part.records), dtype=np.uint8)
             order = slice(None) if grouped.order is None else grouped.order
             keys, records = grouped.keys, RecordsToWrite(part.records, grouped.order)
             tokens = part.tokens[order].copy() if part.tokens is not None and self._cas else None

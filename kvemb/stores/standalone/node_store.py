@@ -156,10 +156,10 @@ class NodeValues(StoreValues):
             raise next(error for error in errors if error is not None)
 
     def copies_on(self, name: str) -> tuple[str, ...]:
-        return tuple(f"node {address}" for address in self._links.addresses)
+        return tuple(f"node {address}" for address in self._links.view.addresses)
 
     def mend(self, name: str, copies: Sequence[bytes | None], damaged: Sequence[bool], value: bytes, deadline: Deadline) -> None:
-        for address, copy, wrong in zip(self._links.addresses, copies, damaged, strict=True):
+        for address, copy, wrong in zip(self._links.view.addresses, copies, damaged, strict=True):
             if wrong:
                 run_id = self._links.look(address, deadline)[1]
                 self._links.cell(address, name, run_id, deadline).mend(copy, value)
@@ -187,7 +187,7 @@ class NodeStore(Store):
         batches = NodeRows(links, codec, cas=server.capabilities.cas)
         self.nodes = MappedNodes(links, server, config, writes=not reads_only)
         self.values = NodeValues(links, self._retry)
-        self.repair = StoreRepair(NodesByNumber(links, server, self._fence), batches, self._fence, lambda: links.map)
+        self.repair = StoreRepair(NodesByNumber(links, server, self._fence), batches, self._fence, lambda: links.view.map)
         refresh_map = self.nodes.refresh_map if reads_only else None
         self.rows = PlacedRows(batches, links, server, retry=self._retry, repair=self.repair, refresh_map=refresh_map)
 

@@ -51,26 +51,12 @@ class CasValuesReply(RowsReader):
     found: NDArray[np.bool_]
     tokens: NDArray[np.uint64]
     foreign: NDArray[np.bool_] | None = None
-    errors: list[tuple[int, bytes]] = field(default_factory=list)
-    _at: int = 0
-    _skip: int = 0  # bytes still to come of a value that is passed over
 
     def __post_init__(self) -> None:
+        self.n_rows = len(self.found)
         self._head = b"VA %d c" % self.size_bytes
 
-    @property
-    def n_rows(self) -> int:
-        return len(self.found)
-
-    @property
-    def done(self) -> bool:
-        return self._at == len(self.found) and not self._skip
-
     def take(self, data: Bytes) -> int:
-        if self._skip:
-            taken = min(self._skip, len(data))
-            self._skip -= taken
-            return taken
         return self._take_rows(data) or self._take_odd(data)
 
     def _take_rows(self, data: Bytes) -> int:
@@ -168,12 +154,9 @@ class CasWriteReply(RowsReader):
     out: NDArray[np.uint8]
     tokens: NDArray[np.uint64]
     found: NDArray[np.bool_] | None = None
-    errors: list[tuple[int, bytes]] = field(default_factory=list)
-    _at: int = 0
 
-    @property
-    def n_rows(self) -> int:
-        return len(self.out)
+    def __post_init__(self) -> None:
+        self.n_rows = len(self.out)
 
     def feed(self, data: Bytes) -> int:
         return 0 if self._may_wait(data) else super().feed(data)

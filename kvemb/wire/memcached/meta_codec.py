@@ -19,7 +19,7 @@ from kvemb.wire.request_arrays import Bytes, SharedRows, chunks, columns, decima
 
 
 class MetaCodec:
-    """Builds requests in memcached's meta commands (>= 1.6), and the readers of their replies.
+    """Builds requests in memcached's meta commands (>= 1.6), and the readers of their replies; see `Codec`.
 
     Args:
         rows_per_step: rows of one request.
@@ -37,7 +37,6 @@ class MetaCodec:
         tokens: NDArray[np.uint64] | None,
         foreign: NDArray[np.bool_] | None = None,
     ) -> list[RowsStep]:
-        """See `Codec.read_steps`."""
         alone = tokens is not None and not out.shape[1]  # tokens without values: a tenth of the bytes, and half of the server's time
         tail = b" v\r\n" if tokens is None else b" c\r\n" if alone else b" v c\r\n"
         head = b"VA %d\r\n" % record_bytes
@@ -77,7 +76,6 @@ class MetaCodec:
         return steps
 
     def erase_steps(self, keys: RowKeys, out: NDArray[np.uint8], tokens: NDArray[np.uint64] | None = None) -> list[RowsStep]:
-        """See `Codec.erase_steps`."""
         codes = (b"HD\r\n", b"NF\r\n", b"EX\r\n")
         return [
             RowsStep(partial(_erase_request, keys[rows], None if tokens is None else tokens[rows]), CodeReply(codes, out[rows]))
@@ -85,7 +83,6 @@ class MetaCodec:
         ]
 
     def read_kinds(self, keys: RowKeys, prefix_bytes: int) -> NDArray[np.int8] | None:
-        """See `Codec.read_kinds`."""
         return None
 
     def write_kinds(self, keys: RowKeys, tokens: NDArray[np.uint64] | None) -> NDArray[np.int8] | None:
@@ -93,12 +90,10 @@ class MetaCodec:
         return None if tokens is None else (tokens != 0).view(np.int8)
 
     def get_step(self, key: bytes) -> tuple[Step, BlobReply]:
-        """See `Codec.get_step`."""
         reply = BlobReply(miss=b"EN")
         return Step(memoryview(b"mg %s v\r\n" % key), reply), reply
 
     def put_step(self, key: bytes, value: bytes) -> tuple[Step, CodeReply]:
-        """See `Codec.put_step`."""
         reply = CodeReply((b"HD\r\n",), np.zeros(1, dtype=np.uint8))
         return Step(memoryview(b"ms %s %d\r\n%s\r\n" % (key, len(value), value)), reply), reply
 

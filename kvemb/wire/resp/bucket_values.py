@@ -88,15 +88,13 @@ class BucketValuesReply(RowsReader):
     found: NDArray[np.bool_]
     asked: bytes = b""
     foreign: NDArray[np.bool_] | None = None
-    errors: list[tuple[int, bytes]] = field(default_factory=list)
-    _at: int = 0
     _announced: int = 0  # runs whose announcement has come
-    _skip: int = 0  # bytes still to come of a value that is passed over
     _frame: _Frame = field(init=False)  # once prepared
     _prepared: bool = False
     _misses: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))  # where each row would begin if all were missing
 
     def __post_init__(self) -> None:
+        self.n_rows = len(self.found)
         self._head = b"$%d\r\n" % self.size_bytes
         self._stride = len(self._head) + self.size_bytes + len(EOL)
         self._values = as_items(self.out)  # [n] items of m bytes, in the memory of out
@@ -119,23 +117,11 @@ class BucketValuesReply(RowsReader):
         return places
 
     @property
-    def n_rows(self) -> int:
-        return len(self.found)
-
-    @property
     def reply_bytes(self) -> int:
         """About how large the reply is if nothing is missing."""
         return self._stride * len(self.found) + (WORD_BYTES + len(self.asked)) * len(self.runs.firsts)
 
-    @property
-    def done(self) -> bool:
-        return self._at == len(self.found) and not self._skip
-
     def take(self, data: Bytes) -> int:
-        if self._skip:
-            taken = min(self._skip, len(data))
-            self._skip -= taken
-            return taken
         if not self._prepared:
             self.prepare()
         # An announcement may come next: its length, 0 where a row comes.

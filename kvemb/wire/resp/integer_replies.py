@@ -6,7 +6,7 @@ so every line end ends an answer.
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,16 +36,11 @@ class IntegerReplies(RowsReader):
     most: int
     out: NDArray[np.uint8]
     usual: int | None = None
-    errors: list[tuple[int, bytes]] = field(default_factory=list)
-    _at: int = 0
 
     def __post_init__(self) -> None:
+        self.n_rows = len(self.out)
         integer = b":%d\r\n" % (self.most if self.usual is None else self.usual)
         self._usual = b"".join(integer if line == _INTEGER else b"+OK\r\n" for line in self.lines)
-
-    @property
-    def n_rows(self) -> int:
-        return len(self.out)
 
     @property
     def fewest_bytes(self) -> int:

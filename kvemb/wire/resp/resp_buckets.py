@@ -5,7 +5,7 @@ of its number of words. Both are made for all commands of a step at once, and th
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import numpy as np
@@ -61,7 +61,7 @@ class BucketRequests:
         for rows, some, runs in self._pieces(keys, record_bytes):
             odd = None if foreign is None else foreign[rows]
             reply = BucketValuesReply(runs, record_bytes, out[rows], found[rows], self._asked, odd)
-            steps.append(RowsStep(partial(self._get_request, some, runs), reply, reply.reply_bytes))
+            steps.append(RowsStep(partial(self._fields_request, b"HMGET", some, runs), reply, reply.reply_bytes))
         return steps
 
     def write_steps(self, keys: BucketKeys, records: RecordsToWrite, out: NDArray[np.uint8]) -> list[RowsStep]:
@@ -76,7 +76,7 @@ class BucketRequests:
         if isinstance(keys, WholeBuckets):
             return self._unlink_steps(keys, out)
         return [
-            RowsStep(partial(self._del_request, some, runs), RunsDone(runs, self._asked, out[rows]))
+            RowsStep(partial(self._fields_request, b"HDEL", some, runs), RunsDone(runs, self._asked, out[rows]))
             for rows, some, runs in self._pieces(keys, FIELD_BYTES)
         ]
 
@@ -111,15 +111,12 @@ class BucketRequests:
         np.ndarray((len(commands),), "<u8", commands, at, (commands.itemsize,))[:] = keys.ids
         return commands.view(np.uint8).data
 
-    def _get_request(self, keys: BucketKeys, runs: BucketRuns) -> memoryview:
-        return self._request(b"HMGET", keys, runs, _fields(keys), 1)
-
-    def _del_request(self, keys: BucketKeys, runs: BucketRuns) -> memoryview:
-        return self._request(b"HDEL", keys, runs, _fields(keys), 1)
+    def _fields_request(self, name: bytes, keys: BucketKeys, runs: BucketRuns) -> memoryview:
+        return self._request(name, keys, runs, _fields(keys), 1)
 
     def _set_request(self, keys: BucketKeys, runs: BucketRuns, records: RecordsToWrite) -> memoryview:
         value = b"\r\n$%d\r\n" % records.size_bytes
-        rows = columns(len(keys), _FIELD_HEAD, keys.fields(), value, records.bytes(), EOL + _NEXT)
+        rows = columns(len(keys.ids), _FIELD_HEAD, keys.fields(), value, records.bytes(), EOL + _NEXT)
         filler = _FILLER_FIELD if needs_filler(records.size_bytes, compact=keys.compact) else b""
         return self._request(b"HSET", keys, runs, rows, 2, filler)
 
@@ -158,7 +155,7 @@ def _heads(keys: BucketKeys, which: NDArray[np.intp] | None, begin: bytes, end: 
     """The bytes of commands with their buckets' keys in the middle: one item for each of the rows `which`, [k], or for all."""
     tags = (keys.tag,) if keys.tables is None else keys.tables.tags
     if len(tags) * keys.n_buckets > _MOST_HEADS or not keys.named_by_tag:
-        names = (keys if which is None else keys.take(which)).encode()  # uint8 [k, key_bytes]
+        names = (keys if which is None else keys[which]).encode()  # uint8 [k, key_bytes]
         texts = columns(len(names), begin, names, end)  # uint8 [k, bytes of a head]
         return as_items(texts)
     at = keys.buckets if which is None else keys.buckets.take(which)  # int64 [k]: where each bucket stands in the table of heads
@@ -190,18 +187,13 @@ class RunsDone(RowsReader):
     runs: BucketRuns
     asked: bytes
     out: NDArray[np.uint8]
-    errors: list[tuple[int, bytes]] = field(default_factory=list)
-    _at: int = 0
 
     def __post_init__(self) -> None:
+        self.n_rows = len(self.out)
         lines = b"+:" if self.asked else b":"
         self._integers = IntegerReplies(
             lines, int(self.runs.sizes.max(initial=0)) + 1, np.zeros(len(self.runs.firsts), dtype=np.uint8), usual=0
         )
-
-    @property
-    def n_rows(self) -> int:
-        return len(self.out)
 
     @property
     def done(self) -> bool:

@@ -18,7 +18,7 @@ _MISS = b"$-1\r\n"
 
 
 class RespCodec:
-    """Builds steps for Redis, Valkey and Redis Cluster, where rows lie in buckets (`resp_buckets`) or in pages (`resp_pages`).
+    """A `Codec` for Redis, Valkey and Redis Cluster, where rows lie in buckets (`resp_buckets`) or in pages (`resp_pages`).
 
     Args:
         asking: send ASKING before every command, as a node wants that is importing the rows' slot.
@@ -62,20 +62,16 @@ class RespCodec:
         return self._buckets.erase_steps(keys, out)
 
     def read_kinds(self, keys: RowKeys, prefix_bytes: int) -> NDArray[np.int8] | None:
-        """See `Codec.read_kinds`."""
         return self._pages.read_kinds(keys, prefix_bytes) if isinstance(keys, PagedKeys) else None
 
     def write_kinds(self, keys: RowKeys, tokens: NDArray[np.uint64] | None) -> NDArray[np.int8] | None:
-        """See `Codec.write_kinds`."""
         return self._pages.write_kinds(keys) if isinstance(keys, PagedKeys) else None
 
     def get_step(self, key: bytes) -> tuple[Step, BlobReply]:
-        """See `Codec.get_step`."""
         reply = BlobReply(miss=_MISS[:-2])
         return Step(_get_request(key), reply), reply
 
     def put_step(self, key: bytes, value: bytes) -> tuple[Step, CodeReply]:
-        """See `Codec.put_step`."""
         reply = CodeReply((b"+OK\r\n",), np.zeros(1, dtype=np.uint8))
         return Step(memoryview(command(b"SET", key, value)), reply), reply
 

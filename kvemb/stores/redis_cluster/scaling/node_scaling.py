@@ -101,7 +101,7 @@ class NodeScaling:
             if change.kind == "replace" and view.nodes[change.leaving].failed:
                 return self._replace_dead(change, view)
             self._membership.admit(address)
-        if not self._begin(change):
+        if not self._values.swap(CHANGE_NAME, None, change.encode(), self._deadline()):
             raise ConfigError("a change of nodes is under way already: `kvemb moves` shows it. This one was not begun.")
         return self._go_on(change, progress, plan.sizes.record_bytes)
 
@@ -114,9 +114,6 @@ class NodeScaling:
         return self._take_over(progress, abort=True)
 
     # --- inside: carrying out ---------------------------------------------------------------------------------------------------
-
-    def _begin(self, change: NodeChange) -> bool:
-        return self._values.swap(CHANGE_NAME, None, change.encode(), self._deadline())
 
     def _replace_dead(self, change: NodeChange, view: ClusterView) -> list[str]:
         """Give a dead node's slots to another without keys: the shards bring its rows back there, as they do for one that came back empty.
