@@ -164,7 +164,7 @@ class ServingClient:
             UnknownTableError, InvalidInputError: as `Table.pull`.
             StorageError: storage did not answer in time, and there is no degraded answer for all ids.
         """
-        return self.rows_and_set({table: ids}, return_sources, timeout_ms)[0][table]
+        return self.lookup_tables({table: ids}, return_sources=return_sources, timeout_ms=timeout_ms)[table]
 
     def lookup_tables(
         self,
@@ -186,28 +186,29 @@ class ServingClient:
         Returns:
             By table what `lookup` returns; with `return_view` (that, name).
         """
-        found, rows = self.rows_and_set(ids, return_sources, timeout_ms)
+        rows, deadline = self.source.now(), Deadline.of_caller(self._timeout_s if timeout_ms is None else timeout_ms / 1e3)
+        try:
+            found = self.lookup_in(rows, ids, return_sources=return_sources, timeout_ms=timeout_ms)
+        except UnknownViewError as error:  # it was dropped meanwhile
+            self.source.again(error)
+            rows, left_ms = self.source.now(), 1e3 * max(deadline.remaining_s(), 1e-3)
+            found = self.lookup_in(rows, ids, return_sources=return_sources, timeout_ms=left_ms)
         return (found, rows.view) if return_view else found
 
-    def rows_and_set(
-        self, ids: Mapping[str, ArrayLike], return_sources: bool = False, timeout_ms: float | None = None
-    ) -> tuple[dict[str, Any], RowSet]:
-        """Return what `lookup_tables` does, and the set of rows that all of it is of."""
-        begun = self._begin(ids, timeout_ms)
-        try:
-            return self._end(begun, return_sources), begun[0]
-        except UnknownViewError as error:  # another view is in use since, and this one was dropped
-            self.source.again(error)
-            begun = self._begin(ids, 1e3 * max(begun[-1].remaining_s(), 1e-3))
-            return self._end(begun, return_sources), begun[0]
+    def lookup_in(
+        self, rows: RowSet, ids: Mapping[str, ArrayLike], *, return_sources: bool = False, timeout_ms: float | None = None
+    ) -> dict[str, Any]:
+        """Look up in one set of rows of `source`, as `lookup_tables`; UnknownViewError where it is not there any more."""
+        return self._end(self._begin(rows, ids, timeout_ms), return_sources)
 
     async def lookup_async(self, table: str, ids: ArrayLike, *, return_sources: bool = False, timeout_ms: float | None = None) -> Any:
         """As `lookup`; where storage has to be asked, a thread of the loop's pool waits for it."""
         loop = asyncio.get_running_loop()
         whole = partial(self.lookup, table, ids, return_sources=return_sources, timeout_ms=timeout_ms)
-        if table not in self.source.now().tables.by_name or isinstance(self._unknown.get(table), MeanOf):
+        rows = self.source.now()
+        if table not in rows.tables.by_name or isinstance(self._unknown.get(table), MeanOf):
             return await loop.run_in_executor(None, whole)
-        begun = self._begin({table: ids}, timeout_ms)
+        begun = self._begin(rows, {table: ids}, timeout_ms)
         if not len(begun[1][0].left):
             return self._end(begun, return_sources)[table]
         try:
@@ -251,8 +252,8 @@ class ServingClient:
 
     # --- one look-up -----------------------------------------------------------------------------------------------------------------
 
-    def _begin(self, ids: Mapping[str, ArrayLike], timeout_ms: float | None) -> _Begun:
-        rows, begun_s = self.source.now(), time.monotonic()
+    def _begin(self, rows: RowSet, ids: Mapping[str, ArrayLike], timeout_ms: float | None) -> _Begun:
+        begun_s = time.monotonic()
         deadline = Deadline.of_caller(self._timeout_s if timeout_ms is None else timeout_ms / 1e3)
         parts, shapes = [], []
         for name, wanted in ids.items():
