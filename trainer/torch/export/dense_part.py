@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from kvemb.errors import ConfigError, InvalidInputError
+from kvemb.process import ForkLock
 
 from ..lookup.table_module import TableModule
 from ..modules.embedding import EmbeddingBag, ScaledEmbedding
@@ -31,6 +32,7 @@ from ..optimizer.sparse_optimizer import leave_out
 from .materialize import table_modules
 
 _ABOUT = "kvemb.json"
+_loading = ForkLock()  # torch.export.load refuses a second thread
 _Arrays = dict[str, NDArray[Any]]
 
 
@@ -103,13 +105,19 @@ class DenseProgram:
     """
 
     def __init__(self, content: bytes, inputs: Mapping[str, str] | None) -> None:
-        self._module, self.rows, about = _loaded(content, inputs)
+        more = {_ABOUT: ""}
+        self._module = _loaded(content, more)
+        about = json.loads(more[_ABOUT]) if more[_ABOUT] else {}
+        if (inputs is None) != bool(about):
+            what = "names its inputs of rows itself; leave `inputs` out" if about else "does not say which inputs take rows; give `inputs`"
+            raise ConfigError(f"the dense file {what}")
+        self.rows = dict(inputs or {name: one["table"] for name, one in about["rows"].items()})
         """By name of each input of rows, its table."""
         self._dtypes: dict[str, str] = about.get("inputs", {})
         self._given = {name: one["ids"] for name, one in about["rows"].items()} if about else {name: name for name in self.rows}
         self._by_keyword = not about
         computing = base64.b64decode(about.get("computing", ""))
-        self._computing = torch.export.load(io.BytesIO(computing)).module() if computing else None
+        self._computing = _loaded(computing, {}) if computing else None
         self.inputs = set(self._dtypes) or None
         """Names of the caller's inputs; None where any are taken."""
 
@@ -268,19 +276,13 @@ def _save_onnx(program: torch.export.ExportedProgram, about: dict[str, Any], nam
     written.save(file)
 
 
-def _loaded(content: bytes, inputs: Mapping[str, str] | None) -> tuple[Any, dict[str, str], dict[str, Any]]:
-    more = {_ABOUT: ""}
+def _loaded(content: bytes, more: dict[str, Any]) -> Any:
+    """Return the program in a file; `more` gets the contents that lie beside it under these names."""
     try:
-        module = torch.export.load(io.BytesIO(content), extra_files=more).module()
+        with _loading:
+            return torch.export.load(io.BytesIO(content), extra_files=more).module()
     except Exception as error:  # torch's own are of many kinds
         raise ConfigError(f"the dense file is no program of torch.export that this torch reads: {error}") from error
-    about = json.loads(more[_ABOUT]) if more[_ABOUT] else {}
-    if (inputs is None) != bool(about):
-        reason = (
-            "names its inputs of rows itself; leave `inputs` out" if about else "does not say which of its inputs take rows; give `inputs`"
-        )
-        raise ConfigError(f"the dense file {reason}")
-    return module, dict(inputs or {name: one["table"] for name, one in about["rows"].items()}), about
 
 
 def _as_arrays(value: Any) -> Any:
