@@ -53,7 +53,7 @@ class RowSet:
         return "" if self.projected is None else self.projected.name
 
 
-class RowSource(ABC):
+class ServingSource(ABC):
     """One set of rows at a time.
 
     Attributes:
@@ -79,7 +79,7 @@ class RowSource(ABC):
         """End threads and connections. Idempotent."""
 
 
-class ClusterRows(RowSource):
+class ClusterSource(ServingSource):
     """The rows of a cluster, as they are now; with the first look-up of a process the feed is followed.
 
     Args:
@@ -115,7 +115,7 @@ class ClusterRows(RowSource):
         self._cluster.close()
 
 
-class ViewRows(RowSource):
+class ViewSource(ServingSource):
     """The rows of one view, or of whichever is in use; with the first look-up of a process a thread looks which one that is.
 
     Args:

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvemb.errors import ConfigError, InvalidInputError, UnknownViewError
 from kvemb.net.deadline import Deadline
 from kvemb.projection.views import View
-from kvemb.serve.row_sources import RowSet, ViewRows
+from kvemb.serve.row_sources import RowSet, ViewSource
 from kvemb.serve.serving_client import ServingClient
 
 _KEPT = 2  # parts: of the view in use, and of the one before
@@ -56,7 +56,7 @@ class Model:
         self._lock, self._of_views = threading.Lock(), dict[View, _Program]()
         self._fixed = None if dense is None else _loaded(os.fspath(dense), _content(dense), inputs)
         if self._fixed is None:
-            if not isinstance(client.source, ViewRows):
+            if not isinstance(client.source, ViewSource):
                 raise ConfigError("Model: give the path of the dense part; only a view has one of its own")
             self._program(client.source.now())
             client.source.before_use.append(self._program)

@@ -31,7 +31,7 @@ from kvemb.process.metrics import SECONDS, BucketCounts, MetricFamilies
 from kvemb.projection.projection_reader import ProjectionReader
 from kvemb.projection.projection_target import TargetUrl
 from kvemb.schema.table_def import TableDef
-from kvemb.serve.row_sources import ClusterRows, RowSet, RowSource, ViewRows
+from kvemb.serve.row_sources import ClusterSource, RowSet, ServingSource, ViewSource
 from kvemb.serve.served_tables import RowsFound, ServedFrom, ServedTable, ServedTables
 
 if TYPE_CHECKING:
@@ -98,23 +98,23 @@ def connect(
     for name, value in (("cache_mb", cache_mb), ("filter_mb", filter_mb), ("max_age_ms", max_age_ms)):
         if not 0 <= value <= _LONGEST_MS:
             raise InvalidInputError(f"{name} is {value!r}; give a number from 0 to {_LONGEST_MS:g}")
-    rows: RowSource
+    rows: ServingSource
     if isinstance(source, str) and re.match("rediss?://", source):
         timeout_s = _TARGET_TIMEOUT_S if timeout_ms is None else timeout_ms / 1e3
         rows = _rows_of_target(source, lambda: ServedTables(cache_mb, 0, max_age_ms / 1e3), Deadline.of_caller(timeout_s))
     else:
         cluster = connect_cluster(source, read_only=True)
         timeout_s = cluster.config.storage.timeout_s if timeout_ms is None else timeout_ms / 1e3
-        rows = ClusterRows(cluster, ServedTables(cache_mb, filter_mb, max_age_ms / 1e3))
+        rows = ClusterSource(cluster, ServedTables(cache_mb, filter_mb, max_age_ms / 1e3))
     return ServingClient(rows, timeout_s=timeout_s, defaults=degraded == "default", unknown=dict(unknown or {}))
 
 
-def _rows_of_target(source: str, new_tables: Callable[[], ServedTables], deadline: Deadline) -> ViewRows:
+def _rows_of_target(source: str, new_tables: Callable[[], ServedTables], deadline: Deadline) -> ViewSource:
     url = TargetUrl.parse(source)
     tls = TlsConfig(ca=url.options["ca"]) if "ca" in url.options else None
     reader = ProjectionReader(url.address, url.access(os.environ, url.options.get("password_env", ""), tls))
     try:
-        return ViewRows(reader, url.options.get("view", ""), new_tables, deadline)
+        return ViewSource(reader, url.options.get("view", ""), new_tables, deadline)
     except BaseException:
         reader.close()
         raise
@@ -130,7 +130,7 @@ class ServingClient:
         unknown: the rules, by table.
     """
 
-    def __init__(self, source: RowSource, *, timeout_s: float, defaults: bool, unknown: Mapping[str, UnknownRule]) -> None:
+    def __init__(self, source: ServingSource, *, timeout_s: float, defaults: bool, unknown: Mapping[str, UnknownRule]) -> None:
         self.source = source
         """Where the rows come from."""
         self._timeout_s, self._defaults, self._unknown = timeout_s, defaults, unknown
