@@ -7,7 +7,6 @@ switch from one view to another is one attribute that is set. What must not live
 import logging
 import os
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,33 +52,7 @@ class RowSet:
         return "" if self.projected is None else self.projected.name
 
 
-class ServingSource(ABC):
-    """One set of rows at a time.
-
-    Attributes:
-        name: of the cluster, or the target's address.
-    """
-
-    name: str
-
-    @abstractmethod
-    def now(self) -> RowSet:
-        """Return the rows for a look-up that begins now."""
-
-    @abstractmethod
-    def again(self, error: UnknownViewError) -> None:
-        """Find other rows, since those that `now` gave are not there any more; raise the error where there are none."""
-
-    @abstractmethod
-    def wait(self, timeout_s: float) -> None:
-        """Wait, unless it is closed."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End threads and connections. Idempotent."""
-
-
-class ClusterSource(ServingSource):
+class ClusterSource:
     """The rows of a cluster, as they are now; with the first look-up of a process the feed is followed.
 
     Args:
@@ -93,6 +66,7 @@ class ClusterSource(ServingSource):
         self._follower, self._pid, self._lock = FeedFollower(cluster, tables), os.getpid(), ForkLock()
 
     def now(self) -> RowSet:
+        """Return the rows for a look-up that begins now."""
         if os.getpid() != self._pid:  # a forked child begins with nothing
             with self._lock:
                 if os.getpid() != self._pid:
@@ -105,17 +79,20 @@ class ClusterSource(ServingSource):
         return self._set
 
     def again(self, error: UnknownViewError) -> None:
+        """Find other rows, since those that `now` gave are not there any more; raise the error where there are none."""
         raise error
 
     def wait(self, timeout_s: float) -> None:
+        """Wait, unless it is closed."""
         self._follower.wait(timeout_s)
 
     def close(self) -> None:
+        """End threads and connections. Idempotent."""
         self._follower.close()
         self._cluster.close()
 
 
-class ViewSource(ServingSource):
+class ViewSource:
     """The rows of one view, or of whichever is in use; with the first look-up of a process a thread looks which one that is.
 
     Args:
@@ -138,6 +115,7 @@ class ViewSource(ServingSource):
         self._set = self._opened(deadline)
 
     def now(self) -> RowSet:
+        """Return the rows for a look-up that begins now."""
         if os.getpid() != self._pid:
             with self._lock:
                 if os.getpid() != self._pid:
@@ -149,6 +127,7 @@ class ViewSource(ServingSource):
         return self._set
 
     def again(self, error: UnknownViewError) -> None:
+        """Find other rows, since those that `now` gave are not there any more; raise the error where there are none."""
         before = self._set
         try:
             self._look()
@@ -158,9 +137,11 @@ class ViewSource(ServingSource):
             raise error
 
     def wait(self, timeout_s: float) -> None:
+        """Wait, unless it is closed."""
         self._closed.wait(timeout_s)
 
     def close(self) -> None:
+        """End threads and connections. Idempotent."""
         self._closed.set()
         if self._thread.ident is not None and self._pid == os.getpid():
             self._thread.join(_JOIN_S)
@@ -196,3 +177,7 @@ class ViewSource(ServingSource):
         if projected.view is not None:
             tables.follow(0.0)  # its rows never change: what is kept is good for ever
         return RowSet(tables, projected.definition, projected.pull, projected)
+
+
+ServingSource = ClusterSource | ViewSource
+"""What a serving client is given."""
