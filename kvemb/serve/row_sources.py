@@ -78,7 +78,7 @@ class ClusterSource:
             self._follower.start()
         return self._set
 
-    def again(self, error: UnknownViewError) -> None:
+    def again(self, error: UnknownViewError, deadline: Deadline) -> None:
         """Find other rows, since those that `now` gave are not there any more; raise the error where there are none."""
         raise error
 
@@ -99,20 +99,20 @@ class ViewSource:
         reader: of the target; closed with this.
         wanted: name of the view; "" to follow the one in use.
         new_tables: makes what is kept of one view.
-        deadline: of finding the view.
+        timeout_s: of looking which view it is, and of opening it.
 
     Raises:
         UnknownViewError, StorageError: as `ProjectionReader.open`.
     """
 
-    def __init__(self, reader: ProjectionReader, wanted: str, new_tables: Callable[[], ServedTables], deadline: Deadline) -> None:
+    def __init__(self, reader: ProjectionReader, wanted: str, new_tables: Callable[[], ServedTables], timeout_s: float) -> None:
         self.name, self._reader, self._wanted, self._new_tables = reader.address, reader, wanted, new_tables
-        self._timeout_s = deadline.timeout_s
+        self._timeout_s = timeout_s
         self._lock, self._closed, self._waiting = ForkLock(), threading.Event(), WhyWaiting()
         self._pid, self._thread = 0, threading.Thread()  # none looks yet
         self.before_use: list[Callable[[RowSet], None]] = []
         """Each is called with a set before it is used; what it raises keeps the set before in use."""
-        self._set = self._opened(deadline)
+        self._set = self._opened(Deadline.after(timeout_s))
 
     def now(self) -> RowSet:
         """Return the rows for a look-up that begins now."""
@@ -126,11 +126,11 @@ class ViewSource:
                     self._pid = os.getpid()
         return self._set
 
-    def again(self, error: UnknownViewError) -> None:
+    def again(self, error: UnknownViewError, deadline: Deadline) -> None:
         """Find other rows, since those that `now` gave are not there any more; raise the error where there are none."""
         before = self._set
         try:
-            self._look()
+            self._look(deadline)
         except UnknownViewError:
             raise error from None
         if self._set is before:
@@ -150,16 +150,15 @@ class ViewSource:
     def _follow(self) -> None:
         while not self._closed.wait(_LOOK_S):
             try:
-                self._look()
+                self._look(Deadline.after(self._timeout_s))
                 self._waiting.over()
             except Exception as error:  # also of those who are called before a set is used
                 if not self._closed.is_set() and self._waiting.is_news(str(error)):
                     level = logging.WARNING if isinstance(error, KvembError) else logging.ERROR
                     log.log(level, "look-ups stay with view %r: %s: %s", self._set.view, type(error).__name__, error)
 
-    def _look(self) -> None:
+    def _look(self, deadline: Deadline) -> None:
         """See whether the rows are still the ones that are wanted; otherwise bring those into use."""
-        deadline = Deadline.after(self._timeout_s)
         with self._lock:
             projected = self._set.projected
             if projected is None or not self._reader.wants(self._wanted, projected, deadline):

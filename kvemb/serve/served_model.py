@@ -112,14 +112,14 @@ class Model:
             StorageError: as of `ServingClient.lookup`.
         """
         inputs = {name: np.asarray(value) for name, value in {**ids, **others}.items()}
-        deadline = None if timeout_ms is None else Deadline.of_caller(timeout_ms / 1e3)
+        deadline = Deadline.of_caller(self._client.timeout_s if timeout_ms is None else timeout_ms / 1e3)
         try:
             rows = self._client.source.now()
             answer = self._answer(rows, inputs, timeout_ms)
         except UnknownViewError as error:  # it was dropped meanwhile
-            self._client.source.again(error)
+            self._client.source.again(error, deadline)
             rows = self._client.source.now()
-            answer = self._answer(rows, inputs, None if deadline is None else 1e3 * max(deadline.remaining_s(), 1e-3))
+            answer = self._answer(rows, inputs, 1e3 * max(deadline.remaining_s(), 1e-3))
         return (answer, rows.view) if return_view else answer
 
     def _answer(self, rows: RowSet, inputs: _Arrays, timeout_ms: float | None) -> Any:
