@@ -25,7 +25,6 @@ from kvemb.arrays.hashing import mix64
 from kvemb.arrays.ids import normalize, unique
 from kvemb.errors import InvalidInputError, StorageError, UnknownViewError
 from kvemb.net.deadline import Deadline, WhyWaiting
-from kvemb.net.tls_config import TlsConfig
 from kvemb.process import ForkLock
 from kvemb.process.metrics import SECONDS, BucketCounts, MetricFamilies
 from kvemb.projection.projection_reader import ProjectionReader
@@ -114,8 +113,7 @@ def connect(
 
 def _rows_of_target(source: str, new_tables: Callable[[], ServedTables]) -> ViewSource:
     url = TargetUrl.parse(source)
-    tls = TlsConfig(ca=url.options["ca"]) if "ca" in url.options else None
-    reader = ProjectionReader(url.address, url.access(os.environ, url.options.get("password_env", ""), tls))
+    reader = ProjectionReader(url.address, url.access(os.environ, url.options.get("password_env", ""), None))
     try:
         return ViewSource(reader, url.options.get("view", ""), new_tables, _TARGET_TIMEOUT_S)
     except BaseException:
