@@ -27,6 +27,7 @@ from benchmarks import (
     scale,
     serve,
     storage_optimizes,
+    switch,
     train,
 )
 from benchmarks.report import Report, as_text, load_average, this_command, write_json
@@ -61,11 +62,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "index": Benchmark(index.index, index.add_arguments),
     "scale": Benchmark(scale.scale, scale.add_arguments),
     "serve": Benchmark(serve.serve, serve.add_arguments),
+    "switch": Benchmark(switch.switch, switch.add_arguments),
     "storage_optimizes": Benchmark(storage_optimizes.storage_optimizes, storage_optimizes.add_arguments),
 }
 
 
-BY_NAME_ONLY = ("dlrm", "elastic", "evictions", "frameworks", "index", "policies", "publish", "serve", "storage_optimizes")
+BY_NAME_ONLY = ("dlrm", "elastic", "evictions", "frameworks", "index", "policies", "publish", "serve", "storage_optimizes", "switch")
 """Left out when no name is given: they take minutes of their own, and all others together are to take less than fifteen."""
 
 

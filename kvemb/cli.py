@@ -16,6 +16,7 @@ from kvemb.commands.verb_options import (
     add_bench,
     add_plan,
     add_publish,
+    add_view,
     example_text,
     large,
     moment,
@@ -157,6 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_foreign_verbs(verbs)
     _add_move_verbs(verbs)
     add_publish(verbs).set_defaults(run=_runs("publish_command", "publish_command"))
+    add_view(verbs).set_defaults(run=_runs("publish_command", "view_command"))
     add_plan(verbs).set_defaults(run=_runs("plan_command", "plan_command"))
     add_bench(verbs).set_defaults(run=_runs("bench_command", "bench_command"))
     completion = verbs.add_parser("completion", help="print a script that lets a shell complete this command's words")

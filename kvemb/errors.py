@@ -56,6 +56,10 @@ class TableAlteredError(TableDroppedError):
     """The table has another definition now than the caller opened. Nothing of this call was accepted; open the table again."""
 
 
+class UnknownViewError(KvembError):
+    """No view of that name is whole in the target, or the one that was read is not there any more. The message lists those that are."""
+
+
 class TableMismatchError(KvembError):
     """A table of that name exists with another identity; the message shows both definitions."""
 

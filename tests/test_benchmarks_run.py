@@ -31,6 +31,7 @@ TINY: dict[str, Sequence[str]] = {
     "index": ("--rows", "20000", "--batch", "500", "--repeats", "1"),
     "storage_optimizes": ("--rows", "5000", "--seconds", "0.05", *_ONCE),
     "serve": ("--rows", "4000", "--pushes", "5", "--calls", "10", "--unseen", "5000", "--seconds", "0.05", *_ONCE),
+    "switch": ("--rows", "4000", "--lookups", "20", "--switches", "2"),
     "scale": ("--nodes", "2", "--trainers", "2", "--rows", "4000", "--seconds", "0.5", *_ONCE),
 }
 

@@ -37,6 +37,8 @@ SCRAPED = "tests/integration/test_metrics.py:test_every_shard_serves_its_figures
 INDEX_ON_DISK = "tests/integration/test_index_on_disk.py:test_rows_that_do_not_fit_into_the_memory_for_indexes_are_known_by_the_row_log"
 
 SERVING = "tests/integration/test_serving.py"
+DENSE = "tests/torch/test_dense_part.py"
+SERVED = f"{DENSE}:test_a_view_of_rows_and_dense_part_computes_what_the_trainers_model_computed"
 
 SHOWN_BY = {
     "kvemb/serve/serving_client.py:connect": {
@@ -48,6 +50,12 @@ SHOWN_BY = {
         "degraded": f"{SERVING}:test_lost_nodes_give_a_degraded_answer_and_the_right_one_when_they_are_back",
         "unknown": f"{SERVING}:test_each_table_has_a_rule_for_ids_without_a_row",
     },
+    "kvemb/serve/served_model.py:Model.__init__": {
+        "client": SERVED,
+        "dense": f"{DENSE}:test_ragged_bags_with_weights_are_pooled_as_the_trainers_model_does",
+        "inputs": f"{DENSE}:test_what_cannot_be_exported_or_run_is_refused_by_name",
+    },
+    "trainer/torch/export/dense_part.py:export_dense": {"model": SERVED, "inputs": SERVED, "file": SERVED},
     "kvemb/api/connector.py:connect": {
         "source": "tests/unit/test_config.py:test_a_mapping_is_read_as_a_file_would_be",
         "read_only": f"{TABLE}:test_read_only_pulls_and_refuses_the_rest",

@@ -1,8 +1,8 @@
 """Options of the verbs. Imports nothing that a verb's start would have to wait for.
 
 The cluster's file stands in front of a verb's other words, or is given as `--config FILE`. Here are also the options of `kvemb plan`,
-`kvemb bench`, `kvemb publish` and `kvemb shard`, and the example in each verb's help: tests/integration/test_cli.py checks that every verb
-has one that its parser takes.
+`kvemb bench`, `kvemb publish`, `kvemb view` and `kvemb shard`, and the example in each verb's help: tests/integration/test_cli.py checks
+that every verb has one that its parser takes.
 """
 
 import argparse
@@ -124,15 +124,41 @@ def add_publish(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     """Add `kvemb publish`."""
     publish = verbs.add_parser("publish", help="keep a copy of tables' weights in another Redis or Valkey server, until it is ended")
     takes_config(publish)
-    publish.add_argument("--to", required=True, metavar="URL", help="redis://[USER@]HOST:PORT; or rediss://, with the files of storage.tls")
-    publish.add_argument("--password-env", default="", metavar="NAME", help="environment variable that holds the password there")
-    publish.add_argument("--tables", required=True, metavar="A,B", help="their names")
-    publish.add_argument(
-        "--dtype", choices=("float32", "float16", "int8"), default="float32", help="of the weights there; int8 with a scale for each row"
-    )
+    _takes_target(publish)
+    _takes_rows(publish)
     publish.add_argument("--layout", choices=("kvemb", "nve"), default="kvemb", help="nve: one hash a table, for NVIDIA's embedding cache")
     publish.add_argument("--part", default="1/1", metavar="I/N", help="this is publisher I of N, which share the slots")
     return publish
+
+
+def add_view(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
+    """Add `kvemb view`."""
+    view = verbs.add_parser("view", help="named copies of tables' weights with a dense file, that change no more; which one readers use")
+    actions = view.add_subparsers(dest="action", required=True, metavar="ACTION")
+    create = actions.add_parser("create", help="make one; broken off, it is made by the same command again")
+    use = actions.add_parser("use", help="have all readers follow one; `live` is what `kvemb publish` maintains")
+    drop = actions.add_parser("drop", help="delete one that is not in use")
+    listed = actions.add_parser("list", help="show those that there are")
+    for action in (create, use, drop, listed):
+        takes_config(action)
+        if action is not listed:
+            action.add_argument("name", help="its name")
+        _takes_target(action)
+    _takes_rows(create)
+    create.add_argument("--model", default="", metavar="FILE", help="the dense part, of any kind: model.onnx, model.pt2")
+    return view
+
+
+def _takes_target(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--to", required=True, metavar="URL", help="redis://[USER@]HOST:PORT; or rediss://, with the files of storage.tls")
+    verb.add_argument("--password-env", default="", metavar="NAME", help="environment variable that holds the password there")
+
+
+def _takes_rows(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--tables", required=True, metavar="A,B", help="their names")
+    verb.add_argument(
+        "--dtype", choices=("float32", "float16", "int8"), default="float32", help="of the weights there; int8 with a scale for each row"
+    )
 
 
 def shard_options() -> argparse.ArgumentParser:
@@ -210,6 +236,11 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "publish": (
         "kvemb publish --to redis://10.1.0.1:6379 --tables user,item --dtype int8",
         "kvemb publish kvemb.yaml --to redis://10.1.0.1:6379 --tables user --part 2/4",
+    ),
+    "view": (
+        "kvemb view create v12 --to redis://10.1.0.1:6379 --tables user,item --model model.pt2",
+        "kvemb view use v12 --to redis://10.1.0.1:6379",
+        "kvemb view list --to redis://10.1.0.1:6379",
     ),
     "init": ("kvemb init --store redis --nodes 10.0.0.1:6379 10.0.0.2:6379 --shards 10.0.1.1:7070",),
     "doctor": ("kvemb doctor", "kvemb doctor --json kvemb.yaml"),

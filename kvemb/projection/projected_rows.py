@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from kvemb.arrays.rounding import LARGEST, round_nearest
 from kvemb.errors import ConfigError, ForeignRowsError
-from kvemb.foreign.narrow_weights import NARROW, to_int8
+from kvemb.foreign.narrow_weights import NARROW, from_int8, to_int8
 from kvemb.process.cached_property import batch_value
 from kvemb.schema.buckets import BucketKeys, WholeBuckets, buckets_for
 from kvemb.schema.slots import N_SLOTS, Placement
 from kvemb.schema.table_def import TableDef
+from kvemb.wire.request_arrays import columns
 
 LAYOUTS = ("kvemb", "nve")
 DTYPES = ("float32", *NARROW)
@@ -88,6 +89,27 @@ class _OneHash(BucketKeys):
         return _OneHash(b"", self.ids[rows], 1, name=self.name, compact=True, key=self.key)
 
 
+@batch_value
+class _PrefixedKeys(BucketKeys):
+    """The keys of n rows whose hashes have the usual names behind a prefix."""
+
+    prefix: bytes = field(default=b"", kw_only=True)
+    named_by_tag: ClassVar[bool] = False
+
+    @property
+    def key_bytes(self) -> int:
+        return len(self.prefix) + super().key_bytes
+
+    def encode(self) -> NDArray[np.uint8]:
+        usual = BucketKeys.with_buckets(BucketKeys(self.tag, self.ids, self.n_buckets), self.buckets)
+        return columns(len(self.ids), self.prefix, usual.encode())
+
+    def _some(self, rows: slice | NDArray[np.intp]) -> "_PrefixedKeys":
+        some = _PrefixedKeys(self.tag, self.ids[rows], self.n_buckets, name=self.name, compact=self.compact, prefix=self.prefix)
+        some.__dict__["buckets"] = self.buckets[rows]
+        return some
+
+
 @dataclass(frozen=True)
 class ProjectedTable:
     """A table as it lies in a target.
@@ -98,6 +120,7 @@ class ProjectedTable:
         life: how many tables of this name were dropped before: another life is another table.
         tag, n_buckets, compact: of its hashes in the layout "kvemb".
         hash_key: the name of its hash in the layout "nve"; else "".
+        prefix: of the names of its hashes in a view; else "".
     """
 
     name: str
@@ -108,9 +131,10 @@ class ProjectedTable:
     n_buckets: int
     compact: bool
     hash_key: str
+    prefix: str = ""
 
     @staticmethod
-    def of(definition: TableDef, dtype: str, layout: str, number: int) -> "ProjectedTable":
+    def of(definition: TableDef, dtype: str, layout: str, number: int, prefix: str = "") -> "ProjectedTable":
         """Return how a table lies in a target.
 
         Args:
@@ -118,13 +142,14 @@ class ProjectedTable:
             dtype: of `DTYPES`.
             layout: of `LAYOUTS`.
             number: of the table among those published, which names its hash in the layout "nve".
+            prefix: see above; of the layout "kvemb" alone.
         """
         dtype = "bytes" if definition.row_dtype == np.uint8 else dtype
         name, dim, life = definition.name, definition.dim, definition.life
         if layout == "nve":
             return ProjectedTable(name, dim, dtype, life, "", 1, True, f"nv_nve_table{{{number}/0}}")
         n_buckets = definition.n_buckets or buckets_for(definition.num_ids, 4 * dim)
-        return ProjectedTable(name, dim, dtype, life, definition.tag.decode(), n_buckets, definition.layout == "compact", "")
+        return ProjectedTable(name, dim, dtype, life, definition.tag.decode(), n_buckets, definition.layout == "compact", "", prefix)
 
     def described(self) -> dict[str, Any]:
         """Return the description for readers, as JSON has it. `keys` are the names of the hashes, in order, unless they are very many."""
@@ -140,7 +165,10 @@ class ProjectedTable:
         """Return the keys of rows, ids uint64 [n]."""
         if self.hash_key:
             return _OneHash(b"", ids, 1, name=self.name, compact=True, key=self.hash_key.encode())
-        return BucketKeys(self.tag.encode(), ids, self.n_buckets, name=self.name, compact=self.compact)
+        tag, prefix = self.tag.encode(), self.prefix.encode()
+        if prefix:
+            return _PrefixedKeys(tag, ids, self.n_buckets, name=self.name, compact=self.compact, prefix=prefix)
+        return BucketKeys(tag, ids, self.n_buckets, name=self.name, compact=self.compact)
 
     def hash_keys(self, share: SlotShare) -> Iterator[list[bytes]]:
         """Yield the names of the hashes of a share of the slots, some thousands at a time."""
@@ -151,7 +179,8 @@ class ProjectedTable:
             numbers = np.arange(start, min(start + _LISTED_KEYS, self.n_buckets), dtype=np.uint64)
             mine = numbers[share.owns(Placement(self.n_buckets).slots_of(numbers.astype(np.int64)))]
             if len(mine):
-                yield [bytes(key) for key in WholeBuckets(self.tag.encode(), mine, self.n_buckets).encode()]
+                names = WholeBuckets(self.tag.encode(), mine, self.n_buckets).encode()
+                yield [self.prefix.encode() + bytes(name) for name in names]
 
     def values(self, ids: NDArray[np.uint64], rows: NDArray[Any]) -> NDArray[np.uint8]:
         """Return the values of rows: uint8 [n, row_bytes].
@@ -170,6 +199,14 @@ class ProjectedTable:
             return np.concatenate([integers.view(np.uint8), scale[:, None].view(np.uint8)], axis=1)
         narrow = round_nearest(rows, "float16") if self.dtype == "float16" else rows
         return np.ascontiguousarray(narrow).view(np.uint8)
+
+    def rows(self, values: NDArray[np.uint8]) -> NDArray[Any]:
+        """Return the rows in values, uint8 [n, row_bytes]: [n, dim], float32, or uint8 of opaque bytes."""
+        if self.dtype == "bytes":
+            return values
+        if self.dtype == "int8":
+            return from_int8(values[:, : self.dim].view(np.int8), np.ascontiguousarray(values[:, self.dim :]).view("<f4")[:, 0])
+        return values.view("<f2" if self.dtype == "float16" else "<f4").astype(np.float32, copy=False)
 
     def _check(self, ids: NDArray[np.uint64], rows: NDArray[np.float32]) -> None:
         limit = LARGEST["float16" if self.dtype == "float16" else "float32"]

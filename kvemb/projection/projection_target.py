@@ -2,25 +2,32 @@
 
 The target's own small values: `kvemb:projection` describes the projection (JSON), `kvemb:projection:1/4` is the record of a share of the
 slots (JSON: the feed's position behind the rows there), `kvemb:publisher:1/4` names the publisher of that share. A record is replaced only
-where there is one: a target that was flushed meanwhile says so.
+where there is one: a target that was flushed meanwhile says so. Those of a view (`kvemb.projection.views`) have its prefix for `kvemb:`.
 
 A write without a reply may land later. So a publisher ends its predecessors' connections, and each broken one of its own, before anything
 else is written; and every connection looks whether the share is still this publisher's before it carries rows.
 """
 
 import json
+import logging
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError, FencedError, NodeFullError, NodeUnavailableError, UnsafeNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import Conversation, run
 from kvemb.net.link import Link
-from kvemb.projection.projected_rows import SlotShare
+from kvemb.net.name_lookup import is_loopback
+from kvemb.net.tls_config import TlsConfig
+from kvemb.net.tls_link import connector_of
+from kvemb.projection.projected_rows import ProjectedTable, SlotShare
 from kvemb.schema.buckets import BucketKeys
 from kvemb.stores.node_batch import NodeSteps, group_by_node, raise_row_errors
 from kvemb.stores.redis_server.redis_admin import info
@@ -32,9 +39,72 @@ from kvemb.wire.replies import RowsStep, Step
 from kvemb.wire.resp.resp_codec import RespCodec
 from kvemb.wire.resp.resp_value import Value
 
-ABOUT = "kvemb:projection"
+PREFIX = "kvemb:"
 _MARKER = "kvemb:marker"  # of a storage node
 _TIMEOUT_S = 30.0  # of one exchange
+_READER_OPTIONS = ("view", "password_env", "ca")
+log = logging.getLogger("kvemb")
+
+
+@dataclass(frozen=True)
+class TargetUrl:
+    """A target as users name it: redis://[USER@]HOST:PORT, or rediss:// with TLS.
+
+    Args:
+        address: "host:port".
+        username: None for the default user.
+        encrypted: whether it is rediss://.
+        options: of a reader's URL, behind "?": `view`, `password_env`, `ca`.
+
+    Example:
+        >>> url = TargetUrl.parse("redis://serving@10.1.0.1/?view=v12")
+        >>> url.address, url.username, dict(url.options)
+        ('10.1.0.1:6379', 'serving', {'view': 'v12'})
+    """
+
+    address: str
+    username: str | None
+    encrypted: bool
+    options: Mapping[str, str]
+
+    @staticmethod
+    def parse(text: str, allowed: Sequence[str] = _READER_OPTIONS) -> "TargetUrl":
+        """Read it.
+
+        Raises:
+            ConfigError: it is no such URL, holds a password, or an option that is not allowed.
+        """
+        parts = urlsplit(text)
+        options = dict(parse_qsl(parts.query, keep_blank_values=True))
+        if parts.scheme not in ("redis", "rediss") or not parts.hostname or parts.path.strip("/") or parts.password is not None:
+            raise ConfigError(
+                "a target is redis://[USER@]HOST:PORT, or rediss:// for TLS, without a path; a password is given by the name of an "
+                "environment variable that holds it (--password-env, or ?password_env= of a reader)"
+            )
+        if unknown := sorted(options.keys() - set(allowed)):
+            raise ConfigError(
+                f"target {parts.hostname}: its URL has the option {unknown[0]!r}; it may have: {', '.join(allowed) or 'none'}"
+            )
+        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        return TargetUrl(f"{host}:{parts.port or 6379}", parts.username, parts.scheme == "rediss", options)
+
+    def access(self, environ: Mapping[str, str], password_env: str, tls: TlsConfig | None) -> RedisAccess:
+        """Return how it is reached.
+
+        Args:
+            environ: the environment.
+            password_env: the variable that holds the password; "" for none.
+            tls: files for rediss://; None for the authorities that the system trusts.
+
+        Raises:
+            ConfigError: the variable is not set.
+        """
+        if password_env and password_env not in environ:
+            raise ConfigError(f"target {self.address}: the environment variable {password_env} is not set")
+        if not self.encrypted and not is_loopback(self.address):
+            log.warning("rows of %s travel in the clear; rediss:// encrypts them", self.address)
+        storage = StorageConfig("redis", (self.address,), username=self.username, password=environ.get(password_env))
+        return RedisAccess(storage, connector_of((tls or TlsConfig()) if self.encrypted else None))
 
 
 class ProjectionTarget:
@@ -44,12 +114,16 @@ class ProjectionTarget:
         address: "host:port".
         access: credentials, and how to connect.
         share: of the slots.
+        prefix: of the small values, and of the hashes of a view; `PREFIX` of the projection that is maintained.
     """
 
-    def __init__(self, address: str, access: RedisAccess, share: SlotShare) -> None:
+    def __init__(self, address: str, access: RedisAccess, share: SlotShare, prefix: str = PREFIX) -> None:
         self.address, self._access, self._share = address, access, share
-        self._record_key, self._publisher_key = f"{ABOUT}:{share}", f"kvemb:publisher:{share}"
-        self._roles, self._codec = RoleLinks(access, f"publisher:{share}"), RespCodec()
+        self._about_key, self._record_key = f"{prefix}projection", f"{prefix}projection:{share}"
+        self._publisher_key = f"{prefix}publisher:{share}"
+        self._roles, self._codec = RoleLinks(access, self._publisher_key.removeprefix(PREFIX)), RespCodec()
+        self.hash_prefix = "" if prefix == PREFIX else prefix
+        """Of the names of hashes."""
         self._number, self._name = 0, secrets.token_hex(8)  # the number rises from publisher to publisher
         self._link: Link | None = None
 
@@ -122,7 +196,7 @@ class ProjectionTarget:
         """Return the description of the projection there, whoever writes it; None where there is none."""
         deadline = Deadline.after(_TIMEOUT_S)
         with logged_in(self.address, self._access, deadline) as link:
-            return self._json(ABOUT, ask(link, deadline, "GET", ABOUT))
+            return self._json(self._about_key, ask(link, deadline, "GET", self._about_key))
 
     def record(self) -> dict[str, Any] | None:
         """Return the record of the share; None where there is none."""
@@ -130,12 +204,16 @@ class ProjectionTarget:
 
     def begin(self, about: Mapping[str, Any], record: Mapping[str, Any]) -> None:
         """Write the description, and the record of a share that is to be filled."""
-        self._ask("SET", ABOUT, json.dumps(about))
+        self._ask("SET", self._about_key, json.dumps(about))
         self._ask("SET", self._record_key, json.dumps(record))
 
     def note(self, record: Mapping[str, Any]) -> bool:
         """Replace the record, behind the rows that were written; return False, and do nothing, where there is none any more."""
         return self._ask("SET", self._record_key, json.dumps(record), "XX") is not None
+
+    def put(self, key: bytes, value: bytes) -> None:
+        """Set another value, as a publisher writes rows. Raises as `write`."""
+        self._ask("SET", key, value)
 
     def _json(self, key: str, raw: Value) -> dict[str, Any] | None:
         try:
@@ -172,9 +250,16 @@ class ProjectionTarget:
         """Return how many of these there are."""
         return number_of(self._linked(), self._ask("EXISTS", *hash_keys), "EXISTS")
 
-    def remove(self, hash_keys: Sequence[bytes]) -> None:
-        """Delete whole hashes."""
-        self._ask("UNLINK", *hash_keys)
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Delete whole hashes, or other values."""
+        self._ask("UNLINK", *keys)
+
+    def remove_all(self, more: Sequence[bytes]) -> None:
+        """Delete the rows and the small values of a target with one publisher, and other values, after `take_over`."""
+        for fields in (self.record() or {"tables": {}})["tables"].values():
+            for keys in ProjectedTable(**fields).hash_keys(self._share):
+                self.remove(keys)
+        self.remove([*more, *(key.encode() for key in (self._record_key, self._about_key, self._publisher_key))])
 
     def _exchange(self, keys: Any, steps: Sequence[RowsStep]) -> None:
         if not len(keys):

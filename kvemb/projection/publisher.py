@@ -9,13 +9,15 @@ A session is one connection to the cluster, one feed, one position. Whatever bre
 position that the target has.
 """
 
+import json
 import logging
+import math
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,7 +71,7 @@ class Projection:
 
 
 class Publisher:
-    """Publishes until it is ended from outside. One thread.
+    """Publishes until it is ended from outside, or the target has all that was applied before a given time. One thread.
 
     Args:
         projection: what.
@@ -97,8 +99,11 @@ class Publisher:
         self._sweeps = False  # whether rows that were not told are to be found once all are
         self._noted_s = 0.0
 
-    def run(self) -> NoReturn:
+    def run(self, until_s: float = math.inf) -> None:
         """Publish.
+
+        Args:
+            until_s: unix time; return once all that was applied before is in the target, and noted there.
 
         Raises:
             ConfigError: the target holds something else.
@@ -111,7 +116,7 @@ class Publisher:
         while True:
             try:
                 with self._connect() as cluster:
-                    self._session(cluster)
+                    return self._session(cluster, until_s)
             except (_BeginAgainError, FeedBehindError, StorageError, ShardUnavailableError) as error:
                 if self._well_s > failed_s:
                     waiting.over()
@@ -127,24 +132,30 @@ class Publisher:
                 self._target.close()
             threading.Event().wait(next(tries))
 
-    def _session(self, cluster: Cluster) -> NoReturn:
+    def _session(self, cluster: Cluster, until_s: float) -> None:
         position = self._begin(cluster)
         with cluster.feed(self._projection.tables, from_=position or "start") as feed:
             self._untold = set() if position else set(feed.position)
-            while True:
+            while self._tally.until_s < until_s:
                 self._step(cluster, feed)
 
     def _begin(self, cluster: Cluster) -> Mapping[int, tuple[int, ...]] | None:
         """Find out what the target has, and prepare it where that is not what is published; return the position to go on from."""
         projection, share = self._projection, self._projection.share
-        self._tables = {}
+        definitions: dict[str, TableDef] = {}
         for name in projection.tables:
             try:
-                self._tables[name] = self._projected(cluster.table(name).definition)
+                definitions[name] = cluster.table(name).definition
             except UnknownTableError:  # dropped meanwhile; it may come again
                 if not self._begun:
                     raise
-        about = {"format": _FORMAT, "cluster": cluster.cluster_id.hex(), "dtype": projection.dtype, "layout": projection.layout}
+        self._tables = {name: self._projected(definition) for name, definition in definitions.items()}
+        about: dict[str, Any] = {
+            "format": _FORMAT,
+            "cluster": cluster.cluster_id.hex(),
+            "dtype": projection.dtype,
+            "layout": projection.layout,
+        }
         about["parts"] = share.of
         there = self._target.about()
         for key, value in about.items():
@@ -153,7 +164,8 @@ class Publisher:
                     f"target {self._target.address} holds a projection with {key} {there.get(key)!r}, and this one has {value!r}. "
                     "Give another server, or empty this one"
                 )
-        about["tables"] = {name: table.described() for name, table in self._tables.items()}
+        tables = {name: table.described() | {"definition": definitions[name].to_dict()} for name, table in self._tables.items()}
+        about = json.loads(json.dumps(about | {"tables": tables}))  # as it comes back
         self._target.take_over()
         self._begun, record = True, self._target.record()
         told = record is not None and record["tables"] == self._record()["tables"]
@@ -229,7 +241,7 @@ class Publisher:
 
     def _projected(self, definition: TableDef) -> ProjectedTable:
         number = self._projection.tables.index(definition.name)
-        return ProjectedTable.of(definition, self._projection.dtype, self._projection.layout, number)
+        return ProjectedTable.of(definition, self._projection.dtype, self._projection.layout, number, self._target.hash_prefix)
 
     def _mirror(self, cluster: Cluster, name: str, ids: Ids, erased: Ids) -> None:
         """Make the target have of these ids what storage has.

@@ -7,7 +7,8 @@
 See docs/serve.md.
 """
 
+from kvemb.serve.served_model import Model
 from kvemb.serve.served_tables import ServedFrom
 from kvemb.serve.serving_client import MeanOf, ServingClient, connect
 
-__all__ = ["MeanOf", "ServedFrom", "ServingClient", "connect"]
+__all__ = ["MeanOf", "Model", "ServedFrom", "ServingClient", "connect"]

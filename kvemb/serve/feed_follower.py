@@ -143,7 +143,7 @@ class FeedFollower:
 
     def _build(self, served: ServedTable, shards: "_FeedShards") -> None:
         """Add every id that there is: those that the feed tells from its start on, up to where it is followed already."""
-        name = served.table.name
+        name = served.definition.name
         building = self._tables.begin_filter(served, shards.count(name))
         if building is None:
             log.warning("table %r has no filter of ids: filter_mb has no byte for each", name)

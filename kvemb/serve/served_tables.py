@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.api.table import Table
 from kvemb.arrays.hashing import mix64
 from kvemb.arrays.id_filter import IdFilter
 from kvemb.process import ForkLock
+from kvemb.schema.table_def import TableDef
 from kvemb.serve.cached_rows import CachedRows
 
 Ids = NDArray[np.uint64]
@@ -51,7 +51,7 @@ class ServedTable:
         unfilterable: no filter is to be built.
     """
 
-    table: Table
+    definition: TableDef
     cache: CachedRows | None
     filter: IdFilter | None = None
     building: IdFilter | None = None
@@ -113,12 +113,11 @@ class ServedTables:
         self.by_name = {}
         self._since_s, self._broken_s = math.inf, -math.inf
 
-    def add(self, table: Table) -> ServedTable:
+    def add(self, definition: TableDef) -> ServedTable:
         """Serve a table; return it."""
-        definition = table.definition
         cache = CachedRows(definition.dim, definition.row_dtype, self._cache_bytes) if self._cache_bytes else None
         with self.lock:
-            return self.by_name.setdefault(table.name, ServedTable(table, cache, unfilterable=not self._filter_bytes))
+            return self.by_name.setdefault(definition.name, ServedTable(definition, cache, unfilterable=not self._filter_bytes))
 
     def drop(self, name: str) -> None:
         """Forget a table."""

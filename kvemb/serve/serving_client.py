@@ -10,8 +10,9 @@ from __future__ import annotations  # help() shows types as they are written her
 import asyncio
 import logging
 import os
+import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -19,25 +20,28 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvemb.api.cluster import Cluster
 from kvemb.api.connector import connect as connect_cluster
 from kvemb.arrays.hashing import mix64
 from kvemb.arrays.ids import normalize, unique
-from kvemb.errors import InvalidInputError, StorageError
+from kvemb.errors import InvalidInputError, StorageError, UnknownViewError
 from kvemb.net.deadline import Deadline, WhyWaiting
+from kvemb.net.tls_config import TlsConfig
 from kvemb.process import ForkLock
 from kvemb.process.metrics import SECONDS, BucketCounts, MetricFamilies
+from kvemb.projection.projection_reader import ProjectionReader
+from kvemb.projection.projection_target import TargetUrl
 from kvemb.schema.table_def import TableDef
-from kvemb.serve.feed_follower import FeedFollower
+from kvemb.serve.row_sources import ClusterSource, RowSet, ServingSource, ViewSource
 from kvemb.serve.served_tables import RowsFound, ServedFrom, ServedTable, ServedTables
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
 log = logging.getLogger("kvemb")
-_Begun = tuple[list[RowsFound], list[tuple[int, ...]], Deadline]
-"""A look-up under way: each table's share, the shape of its ids, and until when."""
+_Begun = tuple[RowSet, list[RowsFound], list[tuple[int, ...]], Deadline]
+"""A look-up under way: which rows, each table's share, the shape of its ids, and until when."""
 _LONGEST_MS = 1e9
+_TARGET_TIMEOUT_S = 5.0  # unless given; that of clusters is storage.timeout_s
 
 
 class MeanOf:
@@ -94,32 +98,45 @@ def connect(
     for name, value in (("cache_mb", cache_mb), ("filter_mb", filter_mb), ("max_age_ms", max_age_ms)):
         if not 0 <= value <= _LONGEST_MS:
             raise InvalidInputError(f"{name} is {value!r}; give a number from 0 to {_LONGEST_MS:g}")
-    cluster = connect_cluster(source, read_only=True)
-    tables = ServedTables(cache_mb, filter_mb, max_age_ms / 1e3)
-    timeout_s = cluster.config.storage.timeout_s if timeout_ms is None else timeout_ms / 1e3
-    return ServingClient(cluster, tables, timeout_s=timeout_s, defaults=degraded == "default", unknown=dict(unknown or {}))
+    rows: ServingSource
+    if isinstance(source, str) and re.match("rediss?://", source):
+        timeout_s = _TARGET_TIMEOUT_S if timeout_ms is None else timeout_ms / 1e3
+        rows = _rows_of_target(source, lambda: ServedTables(cache_mb, 0, max_age_ms / 1e3), Deadline.of_caller(timeout_s))
+    else:
+        cluster = connect_cluster(source, read_only=True)
+        timeout_s = cluster.config.storage.timeout_s if timeout_ms is None else timeout_ms / 1e3
+        rows = ClusterSource(cluster, ServedTables(cache_mb, filter_mb, max_age_ms / 1e3))
+    return ServingClient(rows, timeout_s=timeout_s, defaults=degraded == "default", unknown=dict(unknown or {}))
+
+
+def _rows_of_target(source: str, new_tables: Callable[[], ServedTables], deadline: Deadline) -> ViewSource:
+    url = TargetUrl.parse(source)
+    tls = TlsConfig(ca=url.options["ca"]) if "ca" in url.options else None
+    reader = ProjectionReader(url.address, url.access(os.environ, url.options.get("password_env", ""), tls))
+    try:
+        return ViewSource(reader, url.options.get("view", ""), new_tables, deadline)
+    except BaseException:
+        reader.close()
+        raise
 
 
 class ServingClient:
     """Looks rows up; made by `connect`. Close it, or use it as a context manager. Thread-safe, fork-aware.
 
     Args:
-        cluster: opened read-only; closed with the client.
-        tables: what is kept of them.
+        source: of rows; closed with the client.
         timeout_s: of a look-up.
         defaults: whether ids of which nothing is known get the table's rule when storage does not answer.
         unknown: the rules, by table.
     """
 
-    def __init__(
-        self, cluster: Cluster, tables: ServedTables, *, timeout_s: float, defaults: bool, unknown: Mapping[str, UnknownRule]
-    ) -> None:
-        self._cluster, self._tables, self._timeout_s, self._defaults = cluster, tables, timeout_s, defaults
-        self._unknown, self._means = unknown, dict[str, tuple[float, NDArray[Any]]]()
+    def __init__(self, source: ServingSource, *, timeout_s: float, defaults: bool, unknown: Mapping[str, UnknownRule]) -> None:
+        self.source = source
+        """Where the rows come from."""
+        self._timeout_s, self._defaults, self._unknown = timeout_s, defaults, unknown
         self._lock, self._waiting = ForkLock(), WhyWaiting()
         self._counts: dict[str, NDArray[np.int64]] = {}  # of each table the ids by source, and last those that storage was asked for
         self._took_s, self._ages_s = BucketCounts(SECONDS), BucketCounts(SECONDS)
-        self._follower, self._pid = FeedFollower(cluster, tables), os.getpid()
 
     @overload
     def lookup(
@@ -147,40 +164,71 @@ class ServingClient:
             UnknownTableError, InvalidInputError: as `Table.pull`.
             StorageError: storage did not answer in time, and there is no degraded answer for all ids.
         """
-        begun = self._begin({table: ids}, timeout_ms)
-        return self._end(begun, return_sources)[table]
+        return self.lookup_tables({table: ids}, return_sources=return_sources, timeout_ms=timeout_ms)[table]
 
     def lookup_tables(
-        self, ids: Mapping[str, ArrayLike], *, return_sources: bool = False, timeout_ms: float | None = None
+        self,
+        ids: Mapping[str, ArrayLike],
+        *,
+        return_sources: bool = False,
+        return_view: bool = False,
+        timeout_ms: float | None = None,
+    ) -> Any:
+        """Look up in several tables, with one round trip per node.
+
+        Args:
+            ids: by table, as of `lookup`.
+            return_sources: as of `lookup`.
+            return_view: also return the name of the view that all these rows are of: "live" for the projection that is maintained, "" for
+                a cluster's.
+            timeout_ms: as of `lookup`.
+
+        Returns:
+            By table what `lookup` returns; with `return_view` (that, name).
+        """
+        rows, deadline = self.source.now(), Deadline.of_caller(self._timeout_s if timeout_ms is None else timeout_ms / 1e3)
+        try:
+            found = self.lookup_in(rows, ids, return_sources=return_sources, timeout_ms=timeout_ms)
+        except UnknownViewError as error:  # it was dropped meanwhile
+            self.source.again(error)
+            rows, left_ms = self.source.now(), 1e3 * max(deadline.remaining_s(), 1e-3)
+            found = self.lookup_in(rows, ids, return_sources=return_sources, timeout_ms=left_ms)
+        return (found, rows.view) if return_view else found
+
+    def lookup_in(
+        self, rows: RowSet, ids: Mapping[str, ArrayLike], *, return_sources: bool = False, timeout_ms: float | None = None
     ) -> dict[str, Any]:
-        """Look up in several tables, with one round trip per node; by table what `lookup` returns."""
-        return self._end(self._begin(ids, timeout_ms), return_sources)
+        """Look up in one set of rows of `source`, as `lookup_tables`; UnknownViewError where it is not there any more."""
+        return self._end(self._begin(rows, ids, timeout_ms), return_sources)
 
     async def lookup_async(self, table: str, ids: ArrayLike, *, return_sources: bool = False, timeout_ms: float | None = None) -> Any:
         """As `lookup`; where storage has to be asked, a thread of the loop's pool waits for it."""
         loop = asyncio.get_running_loop()
-        if table not in self._tables.by_name or isinstance(self._unknown.get(table), MeanOf):
-            whole = partial(self.lookup_tables, {table: ids}, return_sources=return_sources, timeout_ms=timeout_ms)
-            return (await loop.run_in_executor(None, whole))[table]
-        begun = self._begin({table: ids}, timeout_ms)
-        if not len(begun[0][0].left):
+        whole = partial(self.lookup, table, ids, return_sources=return_sources, timeout_ms=timeout_ms)
+        rows = self.source.now()
+        if table not in rows.tables.by_name or isinstance(self._unknown.get(table), MeanOf):
+            return await loop.run_in_executor(None, whole)
+        begun = self._begin(rows, {table: ids}, timeout_ms)
+        if not len(begun[1][0].left):
             return self._end(begun, return_sources)[table]
-        return (await loop.run_in_executor(None, self._end, begun, return_sources))[table]
+        try:
+            return (await loop.run_in_executor(None, self._end, begun, return_sources))[table]
+        except UnknownViewError:
+            return await loop.run_in_executor(None, whole)
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Return whether, within the time, the feed is followed, and the tables that were looked up have their filters."""
-        self._check_process()
-        deadline = Deadline.of_caller(timeout_s)
-        while not (self._tables.followed and self._tables.unfiltered() is None):
+        tables, deadline = self.source.now().tables, Deadline.of_caller(timeout_s)
+        while not (tables.followed and tables.unfiltered() is None):
             if deadline.expired:
                 return False
-            self._follower.wait(min(0.01, deadline.remaining_s()))
+            self.source.wait(min(0.01, deadline.remaining_s()))
         return True
 
     def collect(self) -> Iterable[Metric]:
         """Return this client's figures, as a collector for a registry of prometheus-client: `REGISTRY.register(client)`."""
-        families = MetricFamilies({"cluster": self._cluster.config.cluster})
-        counts, tables = sorted(self._counts.items()), sorted(self._tables.by_name.items())
+        families, kept = MetricFamilies({"cluster": self.source.name}), self.source.now().tables
+        counts, tables = sorted(self._counts.items()), sorted(kept.by_name.items())
         ids = [({"table": name, "source": source.name.lower()}, float(some[source])) for name, some in counts for source in ServedFrom]
         asked = [({"table": name}, float(some[-1])) for name, some in counts]
         filters = [({"table": name}, 0.0 if one.filter is None else one.filter.size_bytes) for name, one in tables]
@@ -188,14 +236,13 @@ class ServingClient:
         families.counter("kvemb_serve_asked_ids_total", "Ids looked up that storage was asked for.", asked)
         families.histogram("kvemb_serve_lookup_seconds", "Time of a look-up.", [({}, self._took_s)])
         families.histogram("kvemb_serve_age_seconds", "How long ago a look-up's oldest row was known to be current.", [({}, self._ages_s)])
-        families.gauge("kvemb_serve_following", "1 while the feed tells every change.", float(self._tables.followed))
+        families.gauge("kvemb_serve_following", "1 while the feed tells every change.", float(kept.followed))
         families.gauge("kvemb_serve_filter_bytes", "Memory of a table's filter of ids; 0 while there is none.", filters)
         return families
 
     def close(self) -> None:
         """End the feed and close every connection. Idempotent."""
-        self._follower.close()
-        self._cluster.close()
+        self.source.close()
 
     def __enter__(self) -> ServingClient:
         return self
@@ -205,38 +252,30 @@ class ServingClient:
 
     # --- one look-up -----------------------------------------------------------------------------------------------------------------
 
-    def _begin(self, ids: Mapping[str, ArrayLike], timeout_ms: float | None) -> _Begun:
-        self._check_process()
+    def _begin(self, rows: RowSet, ids: Mapping[str, ArrayLike], timeout_ms: float | None) -> _Begun:
         begun_s = time.monotonic()
         deadline = Deadline.of_caller(self._timeout_s if timeout_ms is None else timeout_ms / 1e3)
         parts, shapes = [], []
         for name, wanted in ids.items():
-            served = self._tables.by_name.get(name) or self._open(name)
-            definition = served.table.definition
+            served = rows.tables.by_name.get(name) or self._open(rows, name)
+            definition = served.definition
             flat, shape = normalize(wanted, definition.id_dtype, name, definition.num_ids, minus_one=False)
-            parts.append(self._found(served, flat.copy(), begun_s))  # the caller may change its array meanwhile
+            parts.append(_found(rows, served, flat.copy(), begun_s))  # the caller may change its array meanwhile
             shapes.append(shape)
-        return parts, shapes, deadline
-
-    def _found(self, served: ServedTable, ids: NDArray[np.uint64], now_s: float) -> RowsFound:
-        definition, m = served.table.definition, len(ids)
-        rows = np.empty((m, definition.dim), definition.row_dtype)
-        found = RowsFound(served, ids, mix64(ids), rows, np.zeros(m, np.uint64), np.zeros(m, np.uint8))
-        self._tables.find(found, now_s)
-        return found
+        return rows, parts, shapes, deadline
 
     def _end(self, begun: _Begun, return_sources: bool) -> dict[str, Any]:
-        parts, shapes, deadline = begun
-        self._ask(parts, deadline)
+        origin, parts, shapes, deadline = begun
+        self._ask(origin, parts, deadline)
         answers: dict[str, Any] = {}
         for found, shape in zip(parts, shapes, strict=True):
-            self._fill_unknown(found, deadline)
+            self._fill_unknown(origin, found, deadline)
             rows = found.rows.reshape(*shape, found.rows.shape[1])
-            answers[found.served.table.name] = (rows, found.sources.reshape(shape)) if return_sources else rows
+            answers[found.served.definition.name] = (rows, found.sources.reshape(shape)) if return_sources else rows
         self._count(parts, time.monotonic() - deadline.at_s + deadline.timeout_s)
         return answers
 
-    def _ask(self, parts: Sequence[RowsFound], deadline: Deadline) -> None:
+    def _ask(self, origin: RowSet, parts: Sequence[RowsFound], deadline: Deadline) -> None:
         """Ask storage for what is left; where it does not answer, fill in what is known."""
         asking = [found for found in parts if len(found.left)]
         if not asking:
@@ -246,14 +285,14 @@ class ServingClient:
             found.n_asked = len(found.left)
         began_s = time.monotonic()
         try:
-            each = [(found.served.table.definition, one.ids) for found, one in zip(asking, wanted, strict=True)]
-            pulled = self._cluster.pull_known(each, max(deadline.remaining_s(), 1e-3))
+            each = [(found.served.definition, one.ids) for found, one in zip(asking, wanted, strict=True)]
+            pulled = origin.pull(each, max(deadline.remaining_s(), 1e-3))
         except StorageError as error:
-            self._degrade(asking, error)
+            self._degrade(origin, asking, error)
             return
         self._waiting.over()
         for found, one, (rows, versions) in zip(asking, wanted, pulled, strict=True):
-            self._tables.keep(found, one.ids, rows, versions, began_s)
+            origin.tables.keep(found, one.ids, rows, versions, began_s)
             if one.inverse is not None:
                 rows, versions = rows[one.inverse], versions[one.inverse]
             if found.n_asked == len(found.ids):
@@ -261,21 +300,22 @@ class ServingClient:
             else:
                 found.rows[found.left], found.versions[found.left] = rows, versions
 
-    def _degrade(self, parts: Sequence[RowsFound], error: StorageError) -> None:
+    def _degrade(self, origin: RowSet, parts: Sequence[RowsFound], error: StorageError) -> None:
         with self._lock:
             news = self._waiting.is_news(type(error).__name__)
         if news:
             log.warning("look-ups are answered from the cache as far as it goes, since storage does not answer: %s", error)
         for found in parts:
-            self._tables.find_old(found, time.monotonic())
+            origin.tables.find_old(found, time.monotonic())
             if len(found.left) and not self._defaults:
                 raise error
             found.sources[found.left] = ServedFrom.DEFAULT
             found.absent = np.concatenate([found.absent, found.left])
 
-    def _fill_unknown(self, found: RowsFound, deadline: Deadline) -> None:
+    def _fill_unknown(self, origin: RowSet, found: RowsFound, deadline: Deadline) -> None:
         """Give ids without a row what the table's rule says; those that storage or the cache had no row for have the initializer's."""
-        definition, rule = found.served.table.definition, self._unknown.get(found.served.table.name, "initializer")
+        definition = found.served.definition
+        rule = self._unknown.get(definition.name, "initializer")
         none = np.flatnonzero(found.versions == 0)
         if not len(none):
             return
@@ -284,53 +324,51 @@ class ServingClient:
             if len(found.absent):
                 found.rows[found.absent] = definition.initial_rows(found.ids[found.absent])
             return
-        found.rows[none] = self._default_row(found.served, rule, deadline)
+        found.rows[none] = self._default_row(origin, found.served, rule, deadline)
 
-    def _default_row(self, served: ServedTable, rule: UnknownRule, deadline: Deadline) -> NDArray[Any]:
+    def _default_row(self, origin: RowSet, served: ServedTable, rule: UnknownRule, deadline: Deadline) -> NDArray[Any]:
         if not isinstance(rule, MeanOf):
-            return _row_of(served.table.definition, rule)
-        name, now_s = served.table.name, time.monotonic()
-        at_s, kept = self._means.get(name, (-np.inf, np.empty(0, np.float32)))
-        if now_s - at_s <= self._tables.max_age_s:
+            return _row_of(served.definition, rule)
+        definition, now_s = served.definition, time.monotonic()
+        name = definition.name
+        at_s, kept = origin.means.get(name, (-np.inf, np.empty(0, np.float32)))
+        if now_s - at_s <= origin.tables.max_age_s:
             return kept
-        definition = served.table.definition
         ids, _ = normalize(rule.ids, definition.id_dtype, name, definition.num_ids, minus_one=False)
-        found = self._found(served, ids, now_s)
-        self._ask([found], deadline)
+        found = _found(origin, served, ids, now_s)
+        self._ask(origin, [found], deadline)
         if len(found.absent):
             found.rows[found.absent] = definition.initial_rows(found.ids[found.absent])
         row: NDArray[Any] = found.rows.mean(axis=0, dtype=np.float32)
-        self._means[name] = now_s, row
+        origin.means[name] = now_s, row
         return row
 
-    def _open(self, name: str) -> ServedTable:
-        table = self._cluster.table(name)
+    def _open(self, rows: RowSet, name: str) -> ServedTable:
+        definition = rows.definition(name)
         rule = self._unknown.get(name, "initializer")
-        if isinstance(rule, MeanOf) and table.definition.row_dtype == np.uint8:
+        if isinstance(rule, MeanOf) and definition.row_dtype == np.uint8:
             raise InvalidInputError(f"table {name!r} holds opaque bytes, which have no mean")
         if not isinstance(rule, MeanOf) and not (isinstance(rule, str) and rule == "initializer"):
-            _row_of(table.definition, rule)  # a rule that is none is refused before anything is asked
-        return self._tables.add(table)
+            _row_of(definition, rule)  # a rule that is none is refused before anything is asked
+        return rows.tables.add(definition)
 
     def _count(self, parts: Sequence[RowsFound], took_s: float) -> None:
         with self._lock:
             self._took_s.add(took_s)
             self._ages_s.add(max((found.age_s for found in parts), default=0.0))
             for found in parts:
-                counts = self._counts.setdefault(found.served.table.name, np.zeros(len(ServedFrom) + 1, np.int64))
+                counts = self._counts.setdefault(found.served.definition.name, np.zeros(len(ServedFrom) + 1, np.int64))
                 counts[:-1] += np.bincount(found.sources, minlength=len(ServedFrom))
                 counts[-1] += found.n_asked
 
-    def _check_process(self) -> None:
-        """Follow the feed, from the first look-up of this process on; a forked child begins with nothing."""
-        if os.getpid() != self._pid:
-            with self._lock:
-                if os.getpid() != self._pid:
-                    self._tables.reset()
-                    self._means, self._follower = {}, FeedFollower(self._cluster, self._tables, forked=self._follower.started)
-                    self._pid = os.getpid()
-        if not self._follower.started:
-            self._follower.start()
+
+def _found(origin: RowSet, served: ServedTable, ids: NDArray[np.uint64], now_s: float) -> RowsFound:
+    """Begin with what is kept."""
+    definition, m = served.definition, len(ids)
+    rows = np.empty((m, definition.dim), definition.row_dtype)
+    found = RowsFound(served, ids, mix64(ids), rows, np.zeros(m, np.uint64), np.zeros(m, np.uint8))
+    origin.tables.find(found, now_s)
+    return found
 
 
 def _row_of(definition: TableDef, rule: ArrayLike) -> NDArray[Any]:

@@ -11,6 +11,7 @@ from .collections.embedding_collections import EmbeddingBagCollection, Embedding
 from .collections.jagged_tensors import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from .collections.keyed_recipes import EmbeddingBagConfig, EmbeddingConfig
 from .conversion.distribute import distribute
+from .export.dense_part import DenseProgram, export_dense
 from .export.materialize import materialize
 from .loaders.prepared_loader import Prepared, prepare
 from .modules.dense_features import DenseFeatures
@@ -20,6 +21,7 @@ from .optimizer.sparse_optimizer import SparseOptimizer
 
 __all__ = [
     "DenseFeatures",
+    "DenseProgram",
     "Embedding",
     "EmbeddingBag",
     "EmbeddingBagCollection",
@@ -35,6 +37,7 @@ __all__ = [
     "SparseOptimizer",
     "clip_grad_norm_",
     "distribute",
+    "export_dense",
     "hugging_face_callback",
     "lightning_callback",
     "materialize",

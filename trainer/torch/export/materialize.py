@@ -76,7 +76,7 @@ def materialize(model: nn.Module, ids: Mapping[str, ArrayLike] | None = None, *,
         >>> plain(torch.tensor([8]))
         tensor([[0.5000, 0.5000]], grad_fn=<EmbeddingBackward0>)
     """
-    found = dict(_modules(model))
+    found = dict(table_modules(model))
     chosen = _chosen(found, {} if ids is None else ids)
     _check_size(found, chosen, max_bytes)
     for cluster in {id(module.table.cluster): module.table.cluster for module in found.values()}.values():
@@ -109,7 +109,7 @@ def _tie(plain: nn.Module, weights: set[int]) -> None:
             module._parameters[name] = vars(module).pop(name)
 
 
-def _modules(model: nn.Module) -> Iterator[tuple[str, TableModule]]:
+def table_modules(model: nn.Module) -> Iterator[tuple[str, TableModule]]:
     """Find the modules over one table each; those of collections are modules, too."""
     for path, module in model.named_modules():
         if not isinstance(module, LookupModule):

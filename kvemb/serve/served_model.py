@@ -1,0 +1,180 @@
+"""Model: the rows of a request and the dense part that takes them, of one view.
+
+A dense part is a program with rows among its inputs: of ONNX, run by onnxruntime, or of torch.export. Which table an input's rows are of
+stands in the file (`kvemb.torch.export_dense`), or is told. Where the part is that of a view, it is loaded before the view is used; rows
+and part are then switched together. What must not live here: how rows are looked up (kvemb.serve.serving_client).
+"""
+
+import json
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvemb.errors import ConfigError, InvalidInputError, UnknownViewError
+from kvemb.net.deadline import Deadline
+from kvemb.projection.views import View
+from kvemb.serve.row_sources import RowSet, ViewSource
+from kvemb.serve.serving_client import ServingClient
+
+_KEPT = 2  # parts: of the view in use, and of the one before
+_LOAD_S = 30.0
+_Arrays = dict[str, NDArray[Any]]
+_ONNX_DTYPES = {"float": "float32", "double": "float64"}  # others are named as NumPy names them
+
+
+class _Program(Protocol):
+    """A dense part: `kvemb.torch.DenseProgram`, or one of ONNX."""
+
+    rows: dict[str, str]
+    inputs: set[str] | None
+
+    def asked(self, inputs: _Arrays) -> _Arrays: ...
+    def run(self, inputs: _Arrays, rows: _Arrays) -> Any: ...
+
+
+class Model:
+    """Answers requests: looks rows up, and runs the dense part on them. Thread-safe.
+
+    Args:
+        client: that looks rows up; closed by its owner.
+        dense: path of the dense part, .onnx or .pt2; None for that of the view, with which it is switched.
+        inputs: by name of an input that takes rows, float32 [*ids.shape, dim], the table. None for a file that tells it itself.
+
+    Raises:
+        ConfigError: the file cannot be used, or there is none, or the package that runs it is not installed.
+
+    Example: see docs/serve.md.
+    """
+
+    def __init__(self, client: ServingClient, dense: str | os.PathLike[str] | None = None, inputs: Mapping[str, str] | None = None) -> None:
+        self._client, self._inputs = client, inputs
+        self._lock, self._of_views = threading.Lock(), dict[View, _Program]()
+        self._fixed = None if dense is None else _loaded(os.fspath(dense), _content(dense), inputs)
+        if self._fixed is None:
+            if not isinstance(client.source, ViewSource):
+                raise ConfigError("Model: give the path of the dense part; only a view has one of its own")
+            self._program(client.source.now())
+            client.source.before_use.append(self._program)
+
+    def __call__(
+        self, ids: Mapping[str, ArrayLike], /, *, return_view: bool = False, timeout_ms: float | None = None, **others: ArrayLike
+    ) -> Any:
+        """Answer a request.
+
+        Args:
+            ids: by name of the input: ids. For a file of `kvemb.torch.export_dense` the arguments of the model's forward; for others an
+                input that takes rows, the ids of these.
+            return_view: also return the name of the view that rows and dense part are of.
+            timeout_ms: of the look-up.
+            others: further inputs of the part, by name.
+
+        Returns:
+            What the part returns, as arrays: one, a tuple, or a dict; with `return_view` (that, name).
+
+        Raises:
+            InvalidInputError: an input is missing, or there is no such.
+            StorageError: as of `ServingClient.lookup`.
+        """
+        inputs = {name: np.asarray(value) for name, value in {**ids, **others}.items()}
+        deadline = None if timeout_ms is None else Deadline.of_caller(timeout_ms / 1e3)
+        try:
+            rows = self._client.source.now()
+            answer = self._answer(rows, inputs, timeout_ms)
+        except UnknownViewError as error:  # it was dropped meanwhile
+            self._client.source.again(error)
+            rows = self._client.source.now()
+            answer = self._answer(rows, inputs, None if deadline is None else 1e3 * max(deadline.remaining_s(), 1e-3))
+        return (answer, rows.view) if return_view else answer
+
+    def _answer(self, rows: RowSet, inputs: _Arrays, timeout_ms: float | None) -> Any:
+        program = self._program(rows)
+        if program.inputs is not None and program.inputs != inputs.keys():
+            raise InvalidInputError(f"the dense part has the inputs {sorted(program.inputs)}; got {sorted(inputs)}")
+        if program.inputs is None and not program.rows.keys() <= inputs.keys():
+            raise InvalidInputError(f"the dense part takes rows for {sorted(program.rows)}; give ids for each, got {sorted(inputs)}")
+        asked = program.asked(inputs)
+        by_table: dict[str, list[str]] = {}
+        for name, table in program.rows.items():
+            by_table.setdefault(table, []).append(name)
+        wanted = {table: np.concatenate([asked[name].reshape(-1) for name in names]) for table, names in by_table.items()}
+        found = self._client.lookup_in(rows, wanted, timeout_ms=timeout_ms)
+        given: _Arrays = {}
+        for table, names in by_table.items():
+            ends = np.cumsum([asked[name].size for name in names])
+            for name, some in zip(names, np.split(found[table], ends[:-1]), strict=True):
+                given[name] = some.reshape(*asked[name].shape, some.shape[1])
+        return program.run(inputs, given)
+
+    def _program(self, rows: RowSet) -> _Program:
+        """Return the dense part that goes with rows; load it if that was not done."""
+        if self._fixed is not None:
+            return self._fixed
+        projected = rows.projected
+        if projected is None or projected.view is None or projected.view.dense is None:
+            raise ConfigError(f"view {rows.view!r} has no dense file; make one with --model, or give Model the path of a file")
+        view, dense = projected.view, projected.view.dense
+        found = self._of_views.get(view)
+        if found is None:
+            with self._lock:
+                found = self._of_views.get(view)
+                if found is None:
+                    found = _loaded(dense.name, projected.dense(Deadline.after(_LOAD_S)), self._inputs)
+                    kept = dict([*self._of_views.items()][1 - _KEPT :])
+                    self._of_views = {**kept, view: found}
+        return found
+
+
+class _OnnxProgram:
+    """A dense part of ONNX. Thread-safe."""
+
+    def __init__(self, content: bytes, inputs: Mapping[str, str] | None) -> None:
+        try:
+            import onnxruntime
+        except ImportError as error:
+            raise ConfigError("a dense part of ONNX is run by onnxruntime: pip install onnxruntime") from error
+        try:
+            self._session = onnxruntime.InferenceSession(content)
+        except Exception as error:  # its own are of many kinds
+            raise ConfigError(f"the dense file is no ONNX model that this onnxruntime runs: {error}") from error
+        about = json.loads(self._session.get_modelmeta().custom_metadata_map.get("kvemb", "{}"))
+        if (inputs is None) != bool(about):
+            reason = (
+                "names its inputs of rows itself; leave `inputs` out" if about else "does not say which inputs take rows; give `inputs`"
+            )
+            raise ConfigError(f"the dense file {reason}")
+        self._ids = {name: one["ids"] for name, one in about["rows"].items()} if about else {name: name for name in inputs or {}}
+        self.rows = dict(inputs or {name: one["table"] for name, one in about["rows"].items()})
+        self._dtypes = {one.name: one.type.removeprefix("tensor(").removesuffix(")") for one in self._session.get_inputs()}
+        self.inputs = set(about["inputs"]) if about else set(self._dtypes)
+
+    def asked(self, inputs: _Arrays) -> _Arrays:
+        return {name: inputs[ids] for name, ids in self._ids.items()}
+
+    def run(self, inputs: _Arrays, rows: _Arrays) -> Any:
+        fed = {name: value for name, value in {**inputs, **rows}.items() if name in self._dtypes}
+        typed = {name: np.asarray(value, _ONNX_DTYPES.get(self._dtypes[name], self._dtypes[name])) for name, value in fed.items()}
+        found = self._session.run(None, typed)
+        return found[0] if len(found) == 1 else tuple(found)
+
+
+def _content(path: str | os.PathLike[str]) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"the dense file {path} cannot be read: {error.strerror}") from error
+
+
+def _loaded(name: str, content: bytes, inputs: Mapping[str, str] | None) -> _Program:
+    if name.endswith(".onnx"):
+        return _OnnxProgram(content, inputs)
+    if name.endswith(".pt2"):
+        from kvemb.torch import DenseProgram  # only who serves such a part has torch
+
+        program: _Program = DenseProgram(content, inputs)
+        return program
+    raise ConfigError(f"the dense file {name!r} ends in neither .onnx nor .pt2, which say how it is run")
