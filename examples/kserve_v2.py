@@ -61,13 +61,12 @@ class InferenceServer(services.GRPCInferenceServiceServicer):
         timeout_s = LONGEST_S if left_s is None else min(left_s, LONGEST_S)
         try:
             wanted = _outputs(request)
-            items, scores, degraded = self._recommender.recommend(_users(request), K, timeout_s * 1e3)
+            items, scores = self._recommender.recommend(_users(request), K, timeout_s * 1e3)
         except InvalidInputError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except StorageError as error:
             context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         answer = words.ModelInferResponse(model_name=MODEL, model_version="1", id=request.id)
-        answer.parameters["degraded"].bool_param = degraded
         for name in wanted:
             values, datatype = (items, "INT64") if name == "item" else (scores, "FP32")
             output = answer.outputs.add(name=name, datatype=datatype, shape=values.shape)

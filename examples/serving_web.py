@@ -51,17 +51,13 @@ def app_of(recommender: Recommender, take_click: Callable[[tuple[int, int]], Non
         if not 1 <= k <= len(recommender.items):
             raise HTTPException(422, f"k is {k}; there are {len(recommender.items)} items")
         try:
-            items, scores, degraded = recommender.recommend([user], k)
+            items, scores = recommender.recommend([user], k)
         except InvalidInputError as error:
             raise HTTPException(422, str(error)) from error
         except StorageError as error:
             raise HTTPException(503, str(error)) from error
         found = zip(items[0].tolist(), scores[0].tolist(), strict=True)
-        return {
-            "user": user,
-            "degraded": degraded,
-            "items": [{"item": item, "interest": int(interests[item]), "score": round(score, 6)} for item, score in found],
-        }
+        return {"user": user, "items": [{"item": item, "interest": int(interests[item]), "score": score} for item, score in found]}
 
     @app.post("/click", status_code=202)
     def click(click: Click) -> dict[str, str]:

@@ -87,7 +87,7 @@ def _train(url: str, folder: Path, clicks: Any, ready: Any, n_users: int, n_item
             for batch in prepare(model, Batches(pairs, BATCH, rng)):
                 _step(model, batch, rows, towers)
         cluster.flush()
-        export(folder, model.user_tower, model.item_tower, DIM, n_items)
+        export(model, folder, n_items)
         ready.set()
         while (click := clicks.get()) is not None:
             for _ in range(STEPS_PER_CLICK):

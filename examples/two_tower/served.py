@@ -1,7 +1,7 @@
-"""A trained two-tower model as servers use it: rows from storage as they are now, and scores of an exported torch program.
+"""A trained two-tower model as servers use it: rows as they are now, and scores by the dense part that the trainer exported.
 
-The trainer writes a folder with `export`: scores.pt2, from rows of users [b, dim] and of items [n, dim] to scores [b, n], and items.npy,
-the items to choose from. A server needs no model code and no trainer for it.
+The trainer writes a folder with `export`: scores.pt2, the dense part, and items.npy, the items to choose from. A server needs no model code
+and no trainer for it.
 """
 
 from pathlib import Path
@@ -10,33 +10,28 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import kvemb.serve
-from kvemb.serve import ServedFrom
+from kvemb.torch import export_dense
 
 USERS, ITEMS = "two_tower.user", "two_tower.item"
 
 
 class Scores(nn.Module):
-    """The products of users' and items' vectors."""
+    """How well users and items go together, by the vectors of a two-tower model."""
 
-    def __init__(self, user_tower: nn.Module, item_tower: nn.Module) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.user_tower, self.item_tower = user_tower, item_tower
+        self.model = model
 
-    def forward(self, users: Tensor, items: Tensor) -> Tensor:
-        """float32 [b, dim] and [n, dim] -> [b, n]."""
-        return F.normalize(self.user_tower(users), dim=1) @ F.normalize(self.item_tower(items), dim=1).T
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        """int64 [b] and [n] -> float32 [b, n]."""
+        return self.model.user_vectors(user) @ self.model.item_vectors(item).T
 
 
-def export(folder: Path, user_tower: nn.Module, item_tower: nn.Module, dim: int, n_items: int) -> None:
+def export(model: nn.Module, folder: Path, n_items: int) -> None:
     """Write what a server needs beside the rows."""
-    any_number = ({0: torch.export.Dim("users")}, {0: torch.export.Dim("items")})
-    program = torch.export.export(
-        Scores(user_tower, item_tower).eval(), (torch.zeros(2, dim), torch.zeros(3, dim)), dynamic_shapes=any_number
-    )
-    torch.export.save(program, folder / "scores.pt2")
+    export_dense(Scores(model), {"user": torch.arange(2), "item": torch.arange(3)}, folder / "scores.pt2")
     np.save(folder / "items.npy", np.arange(n_items))
 
 
@@ -50,19 +45,17 @@ class Recommender:
 
     def __init__(self, url: str, folder: Path) -> None:
         self.items: NDArray[np.int64] = np.load(folder / "items.npy")
-        self._scores = torch.export.load(folder / "scores.pt2").module()
-        self.client = kvemb.serve.connect(url, timeout_ms=1000)
+        self._client = kvemb.serve.connect(url, timeout_ms=1000)
+        self._model = kvemb.serve.Model(self._client, folder / "scores.pt2")
 
     def __enter__(self) -> "Recommender":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.client.close()
+        self._client.close()
 
-    def recommend(self, users: ArrayLike, k: int, timeout_ms: float | None = None) -> tuple[NDArray[np.int64], NDArray[np.float32], bool]:
-        """Return the k best items of each of b users and their scores, [b, k] both, and whether rows are older than they should be."""
-        found = self.client.lookup_tables({USERS: users, ITEMS: self.items}, return_sources=True, timeout_ms=timeout_ms)
-        with torch.inference_mode():
-            rows = (torch.from_numpy(found[name][0]) for name in (USERS, ITEMS))
-            best = self._scores(*rows).topk(min(k, len(self.items)))
-        return self.items[best.indices.numpy()], best.values.numpy(), any(bool((found[name][1] >= ServedFrom.OLD).any()) for name in found)
+    def recommend(self, users: ArrayLike, k: int, timeout_ms: float | None = None) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Return the k best items of each of b users, and their scores: [b, k] both."""
+        scores = self._model({"user": users, "item": self.items}, timeout_ms=timeout_ms)
+        best = np.argsort(-scores, axis=1)[:, :k]
+        return self.items[best], np.take_along_axis(scores, best, axis=1)
