@@ -69,6 +69,7 @@ FULL = (
     "tests/torch/test_example_ngram_lm.py",
     "tests/torch/test_example_two_tower.py",
     "tests/torch/test_page_examples.py",
+    "tests/torch/test_serving_examples.py",
     "tests/torch/test_tutorial.py",
     # Optimizers beside those of torch, in whole clusters: tests/parity says it of every rule.
     "tests/torch/test_distribute_equality.py::test_losses_and_rows_are_those_of_the_original_model[memcached-adagrad",

@@ -21,14 +21,21 @@ def add_arguments(parser: argparse.ArgumentParser, *, local: bool = True) -> Non
 
 
 @contextmanager
+def started(args: argparse.Namespace) -> Iterator[str]:
+    """Start the cluster that was asked for, unless it runs; its kvemb.yaml."""
+    if args.config:
+        yield args.config
+    else:
+        with kvemb.local(args.store, nodes=3 if args.store == "redis-cluster" else 1, shards=2) as url:
+            yield url
+
+
+@contextmanager
 def opened(args: argparse.Namespace) -> Iterator[Any]:
     """Open the cluster that was asked for; None for --local."""
     if args.local:
         yield None
-    elif args.config:
-        with kvemb.connect(args.config) as cluster:
-            yield cluster
     else:
-        nodes = 3 if args.store == "redis-cluster" else 1
-        with kvemb.local(args.store, nodes=nodes, shards=2) as url, kvemb.connect(url, timeout_s=60) as cluster:  # all share one machine
+        patience_s = None if args.config else 60  # all share one machine
+        with started(args) as url, kvemb.connect(url, timeout_s=patience_s) as cluster:
             yield cluster

@@ -8,9 +8,14 @@ Pairs = NDArray[np.int64]
 """[n, 2]: a user and an item."""
 
 
+def interests_of(n_items: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Draw which of N_INTERESTS each item is of, [n_items]; the first that `draw` draws."""
+    return rng.permutation(n_items) % N_INTERESTS
+
+
 def draw(n_users: int, n_items: int, rng: np.random.Generator) -> tuple[Pairs, Pairs]:
     """Draw PER_USER pairs per user to train on, and one more to be found: every user has two interests and mostly takes items of these."""
-    interest = rng.permutation(n_items) % N_INTERESTS
+    interest = interests_of(n_items, rng)
     by_interest = [np.flatnonzero(interest == one) for one in range(N_INTERESTS)]
     users = np.repeat(np.arange(n_users), PER_USER + 1)
     own = rng.integers(0, N_INTERESTS, (n_users, 2))[users, rng.integers(0, 2, len(users))]

@@ -22,14 +22,16 @@ from shard_moves import N_IDS as N_HASTY
 from shard_moves import HastyTrainer, ShardMoves
 
 import kvemb
+import kvemb.evict
 import kvemb.init
 import kvemb.optim
 import kvemb.serve
-from kvemb.errors import AccessDeniedError, InvalidInputError, StorageError, UnknownTableError
+from kvemb.errors import AccessDeniedError, InvalidInputError, NodeUnavailableError, StorageError, UnknownTableError
 from kvemb.local_cluster import LocalCluster
 from kvemb.schema.cluster_map import equal_runs
 from kvemb.schema.slots import N_SLOTS
 from kvemb.serve import ServedFrom, ServingClient
+from kvemb.stores.standalone.mapped_nodes import SeenNodes
 from tests.integration.counting_trainers import KINDS, PATIENCE_S, wait_for
 from tests.integration.tls_clusters import TlsCluster, running
 
@@ -182,6 +184,36 @@ def test_lost_nodes_give_a_degraded_answer_and_the_right_one_when_they_are_back(
         for client in (cached, default):
             wait_for(lambda client=client: right(client, expected))  # type: ignore[misc]
         assert {ServedFrom.STORAGE} == sources_of(cached, IDS)
+
+
+def test_a_look_up_ends_in_its_time_though_the_map_of_nodes_is_looked_for_longer(
+    local: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, released, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def for_long(self: SeenNodes, *args: Any) -> Any:
+        begun.set()
+        released.wait(PATIENCE_S / 10)
+        ended.set()
+        raise NodeUnavailableError("nobody answers")
+
+    options: dict[str, Any] = {"cache_mb": 0, "timeout_ms": 200, "degraded": "default", "unknown": {"t": "zeros"}}
+    with trained(local), kvemb.serve.connect(local.url, **options) as client:  # a file, which is asked for nodes at other addresses, too
+        assert sources_of(client, IDS) == {ServedFrom.STORAGE}
+        monkeypatch.setattr(SeenNodes, "places", for_long)
+        for server in local.servers:
+            server.process.signal(signal.SIGSTOP)
+        try:
+            for _ in range(3):
+                assert sources_of(client, IDS) == {ServedFrom.DEFAULT}
+            assert not ended.is_set()
+            assert begun.wait(PATIENCE_S), "they are looked for all the same"
+        finally:
+            released.set()
+            monkeypatch.undo()
+            for server in local.servers:
+                server.process.signal(signal.SIGCONT)
+        wait_for(lambda: sources_of(client, IDS) == {ServedFrom.STORAGE})
 
 
 def right(client: ServingClient, expected: np.ndarray) -> bool:
@@ -369,12 +401,29 @@ def test_a_reader_is_served_and_can_neither_push_nor_drop_nor_move(require_serve
             push(table, IDS)
             wait_for(lambda: bool((client.lookup("t", IDS) == -1.0).all()))
             with kvemb.connect(reader) as other:
+                one, ones, saved = other.table("t"), np.ones((1, DIM), np.float32), str(tmp_path / "saved")
+                cluster.save(saved)
                 for write in (
-                    lambda: other.table("t").push([1], np.ones((1, DIM))).wait(PATIENCE_S),
-                    lambda: other.table("t").assign([1], np.ones((1, DIM))),
+                    lambda: one.push([1], ones).wait(PATIENCE_S),
+                    lambda: one.assign([1], ones),
+                    lambda: one.erase([1]),
+                    lambda: one.set_policies(eviction=kvemb.evict.keep(1)),
+                    lambda: one.set_optimizer(kvemb.optim.adam()),
+                    lambda: other.alter_table("t", dim=DIM + 1),
                     lambda: other.drop_table("t"),
+                    lambda: other.create_table("other", dim=1, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros()),
+                    lambda: other.import_rows("t", iter([(np.ones(1, np.int64), ones)])),
+                    lambda: other.flush(),
+                    lambda: other.save(str(tmp_path / "other")),
+                    lambda: other.load(saved),
+                    lambda: other.load(saved, tables=["t"]),
                     lambda: other.nodes.begin(other.nodes.add("127.0.0.1:1")),
+                    lambda: other.nodes.replace_dead(secured.tree["storage"]["nodes"][0], "127.0.0.1:1"),
+                    lambda: other.nodes.abort(),
+                    lambda: other.shards.begin(other.shards.rebalance()),
                 ):
                     with pytest.raises(AccessDeniedError):
                         write()
-            assert len(table) == len(IDS)
+            assert cluster.tables() == ["t"]
+            assert sorted(table.export()[0]) == IDS.tolist()
+            assert (table.pull(IDS) == -1.0).all()

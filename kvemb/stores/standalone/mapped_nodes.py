@@ -5,6 +5,7 @@ cluster they are of, which number each has, and the newest map they know.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -49,6 +50,7 @@ class MappedNodes(StoreNodes):
         self._links, self._server, self._config, self._writes = links, server, config, writes
         self._nodes_now: Callable[[], tuple[str, ...]] | None = None
         self._changing, self._not_before_s = ForkLock(), 0.0
+        self._look: threading.Thread | None = None
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -98,8 +100,11 @@ class MappedNodes(StoreNodes):
             log.warning("storage nodes are now at %s; until now %s", ", ".join(addresses), ", ".join(now.addresses))
         return True
 
-    def follow_error(self, error: StorageError) -> bool:
-        """Follow nodes at other addresses, or another map, where these explain an error; return whether there are any."""
+    def follow_error(self, error: StorageError, deadline: Deadline | None = None) -> bool:
+        """Follow nodes at other addresses, or another map, where these explain an error; return whether there are any.
+
+        A deadline that leaves no time to look is kept: a thread of its own looks, for those who come later.
+        """
         if not isinstance(error, MapChangedError):
             if time.monotonic() < self._not_before_s:  # a node that is down for long is asked for again and again
                 return False
@@ -111,7 +116,26 @@ class MappedNodes(StoreNodes):
                 raise type(error)(f"{error} {why}") from error
         elif not isinstance(error, (MapChangedError, NodeUnavailableError, WrongNodeError)):
             return False
-        return self._refresh_map(Deadline.after(min(self._config.timeout_s, _FOLLOW_TIMEOUT_S)))
+        looks_s = min(self._config.timeout_s, _FOLLOW_TIMEOUT_S)
+        if deadline is None or deadline.remaining_s() >= looks_s:
+            return self._refresh_map(Deadline.after(looks_s))
+        before = self._links.view
+        with self._changing:
+            if self._look is None or not self._look.is_alive():
+                self._look = threading.Thread(target=self._look_beside, args=(looks_s,), name="kvemb-nodes", daemon=True)
+                self._look.start()
+            look = self._look
+        look.join(deadline.remaining_s())
+        return self._links.view is not before
+
+    def _look_beside(self, looks_s: float) -> None:
+        with suppress(KvembError):
+            self._refresh_map(Deadline.after(looks_s))
+
+    def close(self) -> None:
+        """Wait for a thread that looks for nodes; its look is bounded."""
+        if self._look is not None:
+            self._look.join(_FOLLOW_TIMEOUT_S)
 
     # --- changing the map ---------------------------------------------------------------------------------------------------------
 

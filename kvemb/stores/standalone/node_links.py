@@ -108,7 +108,8 @@ class NodeLinks:
     Attributes:
         view: the nodes there are, and their expected markers; replaced as a whole. A batch takes it once.
         in_file: the addresses that kvemb.yaml says.
-        follow: called after an error that nodes at other addresses, or another map, would explain; returns whether there is a new view.
+        follow: called after an error that nodes at other addresses, or another map, would explain, and with the deadline of whoever waits
+            for it; returns whether there is a new view.
         meta_pool: the pool for small values of every node.
     """
 
@@ -116,7 +117,7 @@ class NodeLinks:
         self._server, self._codec, self._fence = server, codec, fence
         self.in_file = nodes
         self.view = NodesView.unopened(nodes)
-        self.follow: Callable[[StorageError], bool] = lambda error: False
+        self.follow: Callable[[StorageError, Deadline | None], bool] = lambda error, deadline: False
         doubts = Doubts()
         self.pool = LinkPool(self._checked_link, server.dropped, doubts)
         self.plain_pool = LinkPool(self._plain_link, server.dropped, doubts)  # to nodes in any state, for repair
@@ -127,7 +128,7 @@ class NodeLinks:
         self.pool.close()
         self.plain_pool.close()
 
-    def following(self, call: Callable[[], R], first_view: NodesView | None = None) -> Callable[[], R]:
+    def following(self, call: Callable[[], R], deadline: Deadline, first_view: NodesView | None = None) -> Callable[[], R]:
         """Return a function that calls, and calls again when the nodes or their map have changed; first by `first_view`."""
 
         def again() -> R:
@@ -137,7 +138,7 @@ class NodeLinks:
                 try:
                     return call()
                 except (*ABSENT, DeadlineExceededError) as error:
-                    if self.view is before and not self.follow(error):  # another thread may have found them first
+                    if self.view is before and not self.follow(error, deadline):  # another thread may have found them first
                         raise
             return call()
 

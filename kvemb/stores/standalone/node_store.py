@@ -83,7 +83,7 @@ class PlacedRows(StoreRows):
                 raise failed.pop()  # of the first try, which had no retry around it
             return self._batches.read(parts, deadline)
 
-        return self._retry(self._links.following(again, before), deadline)
+        return self._retry(self._links.following(again, deadline, before), deadline)
 
     def write(self, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
         with self._map_known():
@@ -99,7 +99,7 @@ class PlacedRows(StoreRows):
         try:
             yield
         except MapChangedError as error:
-            self._links.follow(error)
+            self._links.follow(error, None)
             raise
 
     @property
@@ -139,7 +139,7 @@ class NodeValues(StoreValues):
         self._links, self._retry = links, retry
 
     def get(self, name: str, deadline: Deadline) -> list[bytes | None]:
-        return self._retry(self._links.following(lambda: self._links.blobs(name.encode(), deadline)), deadline)
+        return self._retry(self._links.following(lambda: self._links.blobs(name.encode(), deadline), deadline), deadline)
 
     def put(self, name: str, value: bytes, deadline: Deadline) -> None:
         self._links.put_blobs(name.encode(), value, deadline)
@@ -251,3 +251,4 @@ class NodeStore(Store):
 
     def close(self) -> None:
         self._links.close()
+        self.nodes.close()
