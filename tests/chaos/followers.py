@@ -24,12 +24,12 @@ from chaos.ledger import DRIFT, STEPS, TABLE
 from chaos.run import LedgerRun, chaos_env
 from chaos.subscriber import HeardEvent, entries, heard
 from kvemb.client.all_shards import AllShards
+from kvemb.client.shard_questions import ShardQuestions
 from kvemb.config import load
 from kvemb.errors import KvembError
 from kvemb.local_cluster.processes import LocalProcess, LocalProcessError, free_ports
 from kvemb.local_cluster.storage_servers import StorageServer
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.messages import Empty, ProgressReply
 
 SUBSCRIBER, PUBLISHER, TARGET, READER = "subscriber", "publisher", "target", "serving client"
 FOLLOWERS = (SUBSCRIBER, PUBLISHER, TARGET, READER)
@@ -200,16 +200,13 @@ class Followers:
             self._read.append(heard(entry))
             self._position, self._at = entry["position"], end
         with suppress(KvembError):
-            heads = self._progress()
-            return all(self._position.get(str(shard), (0, 0))[1] >= k for shard, k in heads.items())
+            return all(self._position.get(str(shard), (0, 0))[1] >= k for shard, k in self._heads().items())
         return False
 
-    def _progress(self) -> dict[int, int]:
-        """How far each shard is: k."""
-        config = load(self._run.cluster.config_path, os.environ)
-        servers = AllShards.of(config.servers)
+    def _heads(self) -> dict[int, int]:
+        servers = AllShards.of(load(self._run.cluster.config_path, os.environ).servers)
         try:
-            return {shard: one.k for shard, one in servers.call_each("Progress", Empty(), ProgressReply, Deadline.after(20)).items()}
+            return ShardQuestions(servers, 20.0).heads()
         finally:
             servers.close()
 
