@@ -212,11 +212,14 @@ class Publisher:
                 self._sweep(cluster)
 
     def _sweep(self, cluster: Cluster) -> None:
-        """Look at every row of the target: those that storage does not have any more go."""
+        """Look for every row of the target in storage: those that it does not have any more go. The others were told before."""
         for name, table in self._tables.items():
             for keys in table.hash_keys(self._projection.share):
-                for ids in self._target.ids(keys):
-                    self._mirror(cluster, name, ids, ids)
+                for there in self._target.ids(keys):
+                    ids = unique(there).ids
+                    gone = ids[cluster.table(name).pull_known(ids)[1] == 0]
+                    self._target.erase(table.keys(gone))
+                    self._tally.n_erased += len(gone)
         self._sweeps = False
 
     def _require_known(self, cluster: Cluster, name: str) -> None:
