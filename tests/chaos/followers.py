@@ -5,11 +5,10 @@ What must not live here: what a subscriber should have heard (heard), who kills 
 """
 
 import json
-import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from types import TracebackType
@@ -23,10 +22,6 @@ from chaos.heard import HeardJudge, HeardVerdict
 from chaos.ledger import DRIFT, STEPS, TABLE
 from chaos.run import LedgerRun, chaos_env
 from chaos.subscriber import HeardEvent, entries, heard
-from kvemb.client.all_shards import AllShards
-from kvemb.client.shard_questions import ShardQuestions
-from kvemb.config import load
-from kvemb.errors import KvembError
 from kvemb.local_cluster.processes import LocalProcess, LocalProcessError, free_ports
 from kvemb.local_cluster.storage_servers import StorageServer
 from kvemb.net.deadline import Deadline
@@ -164,9 +159,9 @@ class Followers:
             KvembError: the cluster cannot be read.
         """
         deadline, quiet_s = Deadline.after(_CATCH_UP_S), time.time()
-        self._await(SUBSCRIBER, self._all_heard, deadline)
         with kvemb.connect(self._run.cluster.url, timeout_s=_CATCH_UP_S) as cluster:
             table = cluster.table(TABLE)
+            self._await(SUBSCRIBER, lambda: self._has_heard(cluster.questions.heads(_CATCH_UP_S)), deadline)
             ids, rows = table.export()
             versions = table.pull_known(ids.view(np.uint64))[1]
             told = HeardJudge(self._run.plan, self._run.records(), self._run.cluster.slot_shards, self._read).run((ids, versions))
@@ -194,21 +189,12 @@ class Followers:
                 self.revive()
             time.sleep(_LOOK_S)
 
-    def _all_heard(self) -> bool:
-        """Read what the subscriber has noted; return whether that is all that the shards have done."""
+    def _has_heard(self, heads: Mapping[int, int]) -> bool:
+        """Read what the subscriber has noted; return whether that is all up to these batches."""
         for entry, end in entries(self._heard, self._at):
             self._read.append(heard(entry))
             self._position, self._at = entry["position"], end
-        with suppress(KvembError):
-            return all(self._position.get(str(shard), (0, 0))[1] >= k for shard, k in self._heads().items())
-        return False
-
-    def _heads(self) -> dict[int, int]:
-        servers = AllShards.of(load(self._run.cluster.config_path, os.environ).servers)
-        try:
-            return ShardQuestions(servers, 20.0).heads()
-        finally:
-            servers.close()
+        return all(self._position.get(str(shard), (0, 0))[1] >= k for shard, k in heads.items())
 
     def _compare(self, cluster: kvemb.Cluster, name: str, copies: CopiesVerdict) -> None:
         """Compare a table with its projection; again as long as rows of it go meanwhile, by its policy."""
