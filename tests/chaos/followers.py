@@ -53,7 +53,7 @@ class CopiesVerdict:
     extra: int = 0  # rows of the target that the cluster lacks
     other: int = 0  # rows of the target that are not as the cluster has them
     served_other: int = 0  # rows that the serving client gave otherwise
-    went_back: int = 0  # rows that it gave older than before, or torn
+    went_back: int = 0  # rows that it, or the target, gave older than before, or torn
     not_following: int = 0  # serving clients that did not follow the feed in the end
     examples: list[str] = field(default_factory=list)
 
@@ -132,7 +132,7 @@ class Followers:
             READER: ["-m", "chaos.serving_reader", "--config", config, "--folder", str(self._folder)],
         }[name]
         if name == READER:
-            command += ["--seed", str(plan.seed), "--trainers", str(plan.n_trainers)]
+            command += ["--seed", str(plan.seed), "--trainers", str(plan.n_trainers), "--target-port", str(self._target.port)]
         log = self._folder / f"{name.replace(' ', '-')}.log"
         self._processes[name] = LocalProcess(name, [sys.executable, *command], log, chaos_env())
 

@@ -1,4 +1,5 @@
 """A serving client as a process of its own: `python -m chaos.serving_reader …`. Looks rows of the ledger up and checks that none goes back.
+It reads the projection, too.
 
 What it has seen is kept in a file, a moment late, so that the client of a process started again must not be behind it either. When
 the harness has written what the table is in the end, it looks all of it up, says what came of it, and ends.
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import redis
 from numpy.typing import NDArray
 
 import kvemb.serve
@@ -75,17 +77,43 @@ class SeenRows:
             self._kept_s = time.monotonic()
 
 
+class ProjectionReader:
+    """Reads hashes of the ledger's projection as another program would.
+
+    Args:
+        port: of the target.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._client = redis.Redis(port=port, protocol=2, socket_timeout=_LOOKUP_MS / 1e3)
+        self._keys: list[str] = []
+        self._seen: dict[bytes, NDArray[np.float32]] = {}
+
+    def look(self, chance: random.Random) -> int:
+        """Read a hash; return how many of its rows are less than they were."""
+        try:
+            self._keys = self._keys or json.loads(self._client.get("kvemb:projection") or b"{}")["tables"][TABLE]["keys"]
+            found = self._client.hgetall(chance.choice(self._keys))
+        except (redis.RedisError, KeyError):  # it is down, or has nothing yet
+            return 0
+        rows = {row: np.frombuffer(value, np.float32) for row, value in found.items() if row != b"-"}
+        bad = sum(bool((now < self._seen[row]).any()) for row, now in rows.items() if row in self._seen)
+        self._seen.update(rows)
+        return bad
+
+
 class ServingReader:
     """Looks rows up.
 
     Args:
         config: kvemb.yaml.
         plan: of the run.
+        projection: of its table.
         folder: of its files.
     """
 
-    def __init__(self, config: str, plan: Plan, folder: Path) -> None:
-        self._config, self._plan, self._folder = config, plan, folder
+    def __init__(self, config: str, plan: Plan, projection: ProjectionReader, folder: Path) -> None:
+        self._config, self._plan, self._projection, self._folder = config, plan, projection, folder
         self._seen, self._random = SeenRows(folder / "seen.npy"), random.Random()
         self.stop = StopFlag()
 
@@ -104,6 +132,8 @@ class ServingReader:
             newest = self._seen.newest
             self._look(client, self._random.choice((newest, newest + 1, max(0, newest - self._random.randrange(_NEAR)))))
             self._look(client, self._random.randrange(newest + 1))
+            if bad := self._projection.look(self._random):
+                self._note({"went_back": bad, "in": "the target"})
             self._seen.keep()
             if (self._folder / "expected.npz").exists():
                 self._compare(client)
@@ -145,9 +175,10 @@ def main() -> int:
     parser.add_argument("--config", required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--trainers", type=int, required=True)
+    parser.add_argument("--target-port", type=int, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     args = parser.parse_args()
-    reader = ServingReader(args.config, Plan(args.seed, args.trainers), args.folder)
+    reader = ServingReader(args.config, Plan(args.seed, args.trainers), ProjectionReader(args.target_port), args.folder)
     signal.signal(signal.SIGTERM, lambda *_: reader.stop.set())
     reader.run()
     return 0

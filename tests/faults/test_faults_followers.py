@@ -1,17 +1,21 @@
 """Followers of a ledger are judged: every way in which feed, projection or serving client may be wrong is seen, and being right is not."""
 
+import json
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import redis
 from chaos.followers import CopiesVerdict
 from chaos.heard import HeardJudge, HeardVerdict
-from chaos.ledger import ACKED, DIM, ROWS_PER_GENERATION, SENT, LedgerFile, Plan, Record
-from chaos.serving_reader import SeenRows
+from chaos.ledger import ACKED, DIM, ROWS_PER_GENERATION, SENT, TABLE, LedgerFile, Plan, Record
+from chaos.serving_reader import ProjectionReader, SeenRows
 from chaos.subscriber import BEGUN, QUIET, ROW, HeardEvent, HeardFile, entries, heard
 
+from kvemb.local_cluster.storage_servers import start_servers
 from kvemb.schema.cluster_map import equal_runs
 from kvemb.schema.record import make_version
 from tests.owners import shard_of
@@ -213,3 +217,22 @@ def test_a_row_that_goes_back_is_seen_also_by_the_process_that_follows(tmp_path:
     assert SeenRows(tmp_path / "seen.npy").look(2, rows) == ROWS_PER_GENERATION - 1
     rows[:, DIM // 2 :] += 1
     assert seen.look(2, rows + 3) == ROWS_PER_GENERATION  # torn
+
+
+def test_a_row_of_the_target_that_goes_back_is_seen(require_server: Callable[[str], str], tmp_path: Path) -> None:
+    require_server("redis-server")
+    (server,) = start_servers("redis", 1, tmp_path, 64)
+    try:
+        reader, chance = ProjectionReader(server.port), random.Random(1)
+        assert reader.look(chance) == 0  # nothing is there yet
+        with redis.Redis(port=server.port, protocol=2) as client:
+            client.set("kvemb:projection", json.dumps({"tables": {TABLE: {"keys": ["h"]}}}))
+            counts = []
+            for value in (1.0, 2.0, 1.0):
+                client.hset(
+                    "h", mapping={"-": "", "12345678": np.full(DIM, value, np.float32).tobytes(), "x": np.ones(DIM, "<f4").tobytes()}
+                )
+                counts.append(reader.look(chance))
+        assert counts == [0, 0, 1]
+    finally:
+        server.process.kill()
