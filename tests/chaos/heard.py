@@ -62,7 +62,8 @@ class HeardJudge:
         self._plan, self._events = plan, events
         self._acked = [record.numbers(ACKED).tolist() for record in records]
         self._fates, self._fate_of_slot = fates_of(slot_shards)
-        self.verdict = HeardVerdict(len(events), begun_again=sum(event.kind == BEGUN for event in events))
+        begun = [event.why for event in events if event.kind == BEGUN]
+        self.verdict = HeardVerdict(len(events), begun_again=len(begun), examples=[f"begun again: {why}" for why in begun])
         sizes = [len(event.ids) for event in events]
         ids = np.concatenate([np.empty(0, np.int64), *(event.ids for event in events)])
         order = np.argsort(ids, kind="stable")  # by row, and of each row in the order in which it was told

@@ -42,6 +42,7 @@ class HeardEvent:
         ids: int64 [n].
         versions: uint64 [n], as they were read with the rows.
         rows: float32 [n, DIM].
+        why: of "begun", no position held.
     """
 
     kind: str
@@ -51,6 +52,7 @@ class HeardEvent:
     ids: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     versions: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     rows: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, DIM), np.float32))
+    why: str = ""
 
 
 class HeardFile:
@@ -74,8 +76,8 @@ class HeardFile:
         """Write one entry."""
         self.position = {str(shard): list(at) for shard, at in position.items()}
         arrays = {"ids": event.ids.tobytes(), "versions": event.versions.tobytes(), "rows": event.rows.tobytes()}
-        what = {"kind": event.kind, "shard": event.shard, "epoch": event.epoch, "k": event.k, **arrays, "position": self.position}
-        data = msgpack.packb(what)
+        what = {"kind": event.kind, "shard": event.shard, "epoch": event.epoch, "k": event.k, "why": event.why, **arrays}
+        data = msgpack.packb({**what, "position": self.position})
         os.write(self._fd, _FRAME.pack(len(data), zlib.crc32(data)) + data)
 
     def close(self) -> None:
@@ -99,7 +101,7 @@ def heard(entry: Mapping[str, Any]) -> HeardEvent:
     """Return the event of an entry."""
     ids, versions = np.frombuffer(entry["ids"], np.int64), np.frombuffer(entry["versions"], np.uint64)
     rows = np.frombuffer(entry["rows"], np.float32).reshape(len(ids), DIM)
-    return HeardEvent(entry["kind"], entry["shard"], entry["epoch"], entry["k"], ids, versions, rows)
+    return HeardEvent(entry["kind"], entry["shard"], entry["epoch"], entry["k"], ids, versions, rows, entry["why"])
 
 
 def listen(config: str, file: HeardFile, stop: StopFlag) -> None:
@@ -111,7 +113,7 @@ def listen(config: str, file: HeardFile, stop: StopFlag) -> None:
         except KvembError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
             if isinstance(error, FeedBehindError):
-                file.note(HeardEvent(BEGUN), {})
+                file.note(HeardEvent(BEGUN, why=str(error)), {})
             stop.wait(_PAUSE_S)
 
 
