@@ -210,6 +210,11 @@ def _follower_hangs(name: str) -> Callable[[Scene], None]:
     return act
 
 
+def target_flushed(scene: Scene) -> None:
+    """FLUSHALL while the publisher works."""
+    storage.flush(scene.followers.target)
+
+
 def operators_of(cluster: FaultyCluster, chance: random.Random) -> tuple[ShardOperator | ClusterOperator, ShardOperator]:
     """Return the operators that change the nodes of a cluster of its storage kind, and its shards."""
     shards = ShardOperator(cluster, chance)
@@ -321,6 +326,7 @@ FAULTS = (
     Fault("trainer rests", trainer_rests, alone=True),
     *(Fault(f"{name} killed", _follower_killed(name), beside=True) for name in FOLLOWERS),
     *(Fault(f"{name} hangs", _follower_hangs(name), beside=True) for name in FOLLOWERS),
+    Fault("target flushed", target_flushed, beside=True),
     Fault("slow network", _flows(Flow(delay_s=0.02, jitter_s=0.08), Flow(bytes_per_s=300_000)), beside=True),
     Fault("tiny packets", _flows(Flow(slice_bytes=1), Flow(slice_bytes=7, jitter_s=0.01)), beside=True),
     Fault("partition", _flows(Flow(swallow=True)), beside=True),

@@ -106,33 +106,33 @@ class Followers:
     def __enter__(self) -> "Followers":
         self._folder.mkdir()
         self._heard.touch()
-        self._target = DurableServer("redis", free_ports(1)[0], self._folder, _TARGET_MB)
+        self.target = DurableServer("redis", free_ports(1)[0], self._folder, _TARGET_MB)
         for name in (SUBSCRIBER, PUBLISHER, READER):
             self.start(name)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for process in (*self._processes.values(), self._target.process):
+        for process in (*self._processes.values(), self.target.process):
             process.signal(signal.SIGCONT)
             process.kill()
 
     def process(self, name: str) -> LocalProcess:
         """The present process of a follower."""
-        return self._target.process if name == TARGET else self._processes[name]
+        return self.target.process if name == TARGET else self._processes[name]
 
     def start(self, name: str) -> None:
         """Start (again) one of them."""
         if name == TARGET:
-            self._target.restart()
+            self.target.restart()
             return
         config, plan = str(self._run.cluster.config_path), self._run.plan
         command = {
             SUBSCRIBER: ["-m", "chaos.subscriber", "--config", config, "--file", str(self._heard)],
-            PUBLISHER: ["-m", "kvemb.cli", "publish", config, "--to", f"redis://{self._target.address}", "--tables", ",".join(_PUBLISHED)],
+            PUBLISHER: ["-m", "kvemb.cli", "publish", config, "--to", f"redis://{self.target.address}", "--tables", ",".join(_PUBLISHED)],
             READER: ["-m", "chaos.serving_reader", "--config", config, "--folder", str(self._folder)],
         }[name]
         if name == READER:
-            command += ["--seed", str(plan.seed), "--trainers", str(plan.n_trainers), "--target-port", str(self._target.port)]
+            command += ["--seed", str(plan.seed), "--trainers", str(plan.n_trainers), "--target-port", str(self.target.port)]
         log = self._folder / f"{name.replace(' ', '-')}.log"
         self._processes[name] = LocalProcess(name, [sys.executable, *command], log, chaos_env())
 
@@ -209,12 +209,12 @@ class Followers:
             time.sleep(_LOOK_S)
 
     def _published_until(self) -> float:
-        with redis.Redis(port=self._target.port, protocol=2) as client, suppress(redis.RedisError):
+        with redis.Redis(port=self.target.port, protocol=2) as client, suppress(redis.RedisError):
             return float(json.loads(client.get("kvemb:projection:1/1") or b"{}").get("until", 0))
         return 0.0
 
     def _rows_of(self, name: str) -> Iterator[tuple[int, bytes]]:
-        with redis.Redis(port=self._target.port, protocol=2) as client:
+        with redis.Redis(port=self.target.port, protocol=2) as client:
             for key in json.loads(client.get("kvemb:projection"))["tables"][name]["keys"]:
                 for row, value in client.hgetall(key).items():
                     if row != b"-":
