@@ -31,7 +31,7 @@ _STYLE: Any = {
 }  # fmt: skip
 _LANES = (  # the first one of which the fault's name has something
     ("moves", r"added|removed|exchanged|rebalanced|emptied"), ("nodes", r"\bnodes?\b"), ("shards", r"\bshards?\b"),
-    ("trainers", r"\btrainer\b"), ("network", r""),
+    ("trainers", r"\btrainer\b"), ("followers", r"subscriber|publisher|target|client"), ("network", r""),
 )  # fmt: skip
 _BOUND_MS = 1000
 

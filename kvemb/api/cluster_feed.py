@@ -75,6 +75,7 @@ class ClusterFeed:
         self._changes, self._open, self._weights = changes, table, weights
         self._tables: dict[str, Table] = {}  # as this feed has opened them: one that another process makes anew is another table
         self._position = dict(changes.begun)
+        self._left = set[int]()  # shards that were told to their end
         self._epochs: dict[int, int] = {shard: at.epoch for shard, at in changes.begun.items() if at.epoch}
         self._reply: tuple[int, FeedReply] | None = None  # whose events wait; its position holds when the last of them is handed out
         self._waiting: deque[FeedEvent] = deque()
@@ -84,6 +85,11 @@ class ClusterFeed:
     def position(self) -> dict[int, FeedPosition]:
         """How far each shard's events were handed out: `Cluster.feed(from_=…)` goes on from there, in this process or another one."""
         return dict(self._position)
+
+    def has_told(self, heads: Mapping[int, int]) -> bool:
+        """Return whether all was handed out up to these batches, a k of each shard; of one that has joined, the feed may not know yet."""
+        position = self._position
+        return all(position[shard].k >= k if shard in position else shard in self._left for shard, k in heads.items())
 
     @property
     def away_since_s(self) -> float | None:
@@ -166,8 +172,10 @@ class ClusterFeed:
         self._position[shard] = reply.position
         for taker, _ in reply.details.get("gone", ()):
             self._position.setdefault(int(taker), FeedPosition(0, 0, reply.serial))
+            self._left.discard(int(taker))
         if reply.details.get("left"):
             del self._position[shard]
+            self._left.add(shard)
 
     def _table(self, name: str) -> Table:
         if name not in self._tables:

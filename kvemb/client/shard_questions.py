@@ -109,5 +109,10 @@ class ShardQuestions:
         """Return how far each shard has come."""
         return list(self._servers.call_each("Progress", Empty(), ProgressReply, self._deadline(timeout_s)).values())
 
+    def heads(self, timeout_s: float | None = None) -> dict[int, int]:
+        """Return how far each shard that has slots has come: k."""
+        replies = self._servers.call_each("Progress", Empty(), ProgressReply, self._deadline(timeout_s))
+        return {shard: reply.k for shard, reply in replies.items() if shard in self._servers.cluster_map.writing_shards}
+
     def _deadline(self, timeout_s: float | None) -> Deadline:
         return Deadline.of_caller(self._timeout_s if timeout_s is None else timeout_s)

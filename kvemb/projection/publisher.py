@@ -136,6 +136,7 @@ class Publisher:
         position = self._begin(cluster)
         with cluster.feed(self._projection.tables, from_=position or "start") as feed:
             self._untold = set() if position else set(feed.position)
+            self._tally.begin()
             while self._tally.until_s < until_s:
                 self._step(cluster, feed)
 
@@ -204,7 +205,7 @@ class Publisher:
             self._heed(cluster, event)
         if not self._untold and time.monotonic() - self._noted_s >= _NOTE_S:
             position = feed.position
-            self._tally.date(cluster, position)
+            self._tally.date(cluster, feed)
             if not self._target.note(self._record(position, self._tally.until_s)):
                 raise _BeginAgainError(f"target {self._target.address} has lost what it had")
             self._noted_s = time.monotonic()
@@ -223,11 +224,14 @@ class Publisher:
                 self._sweep(cluster)
 
     def _sweep(self, cluster: Cluster) -> None:
-        """Look at every row of the target: those that storage does not have any more go."""
+        """Look for every row of the target in storage: those that it does not have any more go. The others were told before."""
         for name, table in self._tables.items():
             for keys in table.hash_keys(self._projection.share):
-                for ids in self._target.ids(keys):
-                    self._mirror(cluster, name, ids, ids)
+                for there in self._target.ids(keys):
+                    ids = unique(there).ids
+                    gone = ids[cluster.table(name).pull_known(ids)[1] == 0]
+                    self._target.erase(table.keys(gone))
+                    self._tally.n_erased += len(gone)
         self._sweeps = False
 
     def _require_known(self, cluster: Cluster, name: str) -> None:
@@ -289,15 +293,19 @@ class _Tally:
         self.until_s = 0.0
         self._asked_s, self._wanted, self._ask_s = 0.0, dict[int, int](), 0.0  # how far the shards were at a time; when to ask again
 
-    def date(self, cluster: Cluster, position: Mapping[int, FeedPosition]) -> None:
-        """See whether the position has reached what the shards had applied when they were asked last; ask again, now and then."""
-        if self._wanted and all(shard in position and position[shard].k >= k for shard, k in self._wanted.items()):
+    def begin(self) -> None:
+        """Another feed has begun: what the shards had applied is asked anew."""
+        self._wanted, self._ask_s = {}, 0.0
+
+    def date(self, cluster: Cluster, feed: ClusterFeed) -> None:
+        """See whether the feed has told what the shards had applied when they were asked last; ask again, now and then."""
+        if self._wanted and feed.has_told(self._wanted):
             self.until_s, self._wanted = self._asked_s, {}
         if not self._wanted and time.monotonic() >= self._ask_s:
             asked_s, wait_s = time.time(), _ASK_S
             try:
-                progress = cluster.progress(_ASK_S)
-                self._asked_s, self._wanted = asked_s, {shard: k for shard, (_, k) in zip(sorted(position), progress, strict=False)}
+                self._wanted = cluster.questions.heads(_ASK_S)
+                self._asked_s = asked_s
             except ShardUnavailableError:  # the others' rows are not to wait for it
                 wait_s = _REPORT_S
             self._ask_s = time.monotonic() + wait_s

@@ -19,11 +19,11 @@ from kvemb.api.cluster import Cluster
 from kvemb.api.cluster_feed import ClusterFeed, FeedEvent, open_feed
 from kvemb.errors import FeedBehindError, KvembError
 from kvemb.net.deadline import Deadline, WhyWaiting
-from kvemb.protocol.messages import CountReply, Empty, ProgressReply, TableRequest
 from kvemb.serve.served_tables import ServedTable, ServedTables
 
 if TYPE_CHECKING:
     from kvemb.client.all_shards import AllShards
+    from kvemb.client.shard_questions import ShardQuestions
 
 _TAKE_S = 0.1
 _PAUSE_S = 1.0
@@ -111,8 +111,8 @@ class FeedFollower:
                         self._tables.broken(away_s)
                         behind = None
                     elif behind is None:
-                        behind = shards.progress()
-                    if behind is not None and not self._tables.followed and _reached(feed.position, behind):
+                        behind = shards.questions.heads()
+                    if behind is not None and not self._tables.followed and feed.has_told(behind):
                         self._tables.follow()
         except FeedBehindError:
             self._position = {}
@@ -144,32 +144,32 @@ class FeedFollower:
     def _build(self, served: ServedTable, shards: "_FeedShards") -> None:
         """Add every id that there is: those that the feed tells from its start on, up to where it is followed already."""
         name = served.definition.name
-        building = self._tables.begin_filter(served, shards.count(name))
+        building = self._tables.begin_filter(served, shards.questions.count(name))
         if building is None:
             log.warning("table %r has no filter of ids: filter_mb has no byte for each", name)
             return
-        head = shards.progress()
         with shards.feed("start", (name,)) as feed:
-            missing = set(feed.position)
+            missing, heads = set(feed.position), shards.questions.heads()
             while not self._closed.is_set() and served.building is building:
                 event = feed.take(_TAKE_S)
                 if event is not None and event.kind == "caught-up":
                     missing.discard(event.shard)
                 elif event is not None and event.kind != "erase" and len(event.ids):
                     self._tables.fill(building, event.ids.view(np.uint64))
-                if not missing & set(feed.position) and _reached(feed.position, head):
+                if not missing & set(feed.position) and feed.has_told(heads):
                     self._tables.end_filter(served, building)
                     return
 
     @contextmanager
     def _shards(self) -> "Iterator[_FeedShards]":
         from kvemb.client.all_shards import AllShards  # imports gRPC, without which rows are served, too
+        from kvemb.client.shard_questions import ShardQuestions
 
         servers = AllShards.of(self._cluster.config.servers, self._cluster.store.nodes)
         self._asked.append(servers)
         try:
             servers.describe(self._cluster.config, Deadline.after(_AWAY_S))
-            yield _FeedShards(self._cluster, servers)
+            yield _FeedShards(self._cluster, servers, ShardQuestions(servers, _AWAY_S))
         finally:
             servers.close()
             self._asked.remove(servers)
@@ -181,20 +181,7 @@ class _FeedShards:
 
     cluster: Cluster
     servers: "AllShards"
+    questions: "ShardQuestions"
 
     def feed(self, from_: str | Mapping[int, Any], names: tuple[str, ...] | None = None) -> ClusterFeed:
         return open_feed(self.servers, self.cluster.table, names, from_, weights=False, max_mb=_MAX_MB, away_timeout_s=_AWAY_S)
-
-    def progress(self) -> dict[int, int]:
-        """How far each shard has come: k."""
-        replies = self.servers.call_each("Progress", Empty(), ProgressReply, Deadline.after(_AWAY_S))
-        return {shard: reply.k for shard, reply in replies.items()}
-
-    def count(self, table: str) -> int:
-        replies = self.servers.call_each("Count", TableRequest(table), CountReply, Deadline.after(_AWAY_S))
-        return sum(reply.n_rows for reply in replies.values())
-
-
-def _reached(position: Mapping[int, Any], head: Mapping[int, int]) -> bool:
-    """Whether all is told up to these batches; a shard that has left was told to its end."""
-    return all(position[shard].k >= k for shard, k in head.items() if shard in position)

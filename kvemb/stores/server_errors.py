@@ -53,8 +53,9 @@ def server_error(address: str, line: bytes, keys: RowKeys | None = None, row: in
             return NodeUnavailableError(f"{node}: does not serve now ({text}). {advice}")
     if text.startswith(_REFUSED):
         return NodeRefusesError(
-            f"storage.password_env: {node} refused the command: {text}. Check username_env and password_env, and the user's "
-            "permissions: `kvemb acl` prints what it takes, and `kvemb acl --check trainer` (or shard) asks the node."
+            f"storage.password_env, or --password-env of a projection's target: {node} refused the command: {text}. Check the user's name "
+            "(username_env, or --to), its password and permissions: `kvemb acl` prints what a node's user takes, and "
+            "`kvemb acl --check trainer` (or shard) asks the node."
         )
     if line.startswith(WRONG_TYPE):
         return _foreign(node, address, keys)

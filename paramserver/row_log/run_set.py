@@ -233,14 +233,20 @@ class Runs:
         if first is None:
             return
         writer, forget = self.begin(definition), 0 if first else self.cut  # the journal has nothing of rows that were gone by then
+        forgotten = np.uint64(0)  # the newest note of an erased row that is left out
         with dropped_on_error([writer]):
-            for part in merged(self.view.of(definition)[first:], forget_up_to=forget):
-                writer.add(*part)
+            for kind, keys, versions, rest in merged(self.view.of(definition)[first:], forget_up_to=0):
+                if kind == ERASED and forget:
+                    kept = versions > np.uint64(forget)
+                    forgotten = max(forgotten, versions[~kept].max(initial=np.uint64(0)))
+                    keys, versions, rest = keys[kept], versions[kept], rest[kept]
+                if len(keys):
+                    writer.add(kind, keys, versions, rest)
                 yield
             entry = writer.finish()
         table, behind = self._saved.now.of(definition), self._runs_of(definition)[len(entries) :]
         runs = (*entries[:first], *([entry] if entry else []), *behind)
-        self._replace(self._saved.now.with_table(replace(table, runs=runs, erased_since=max(table.erased_since, forget))))
+        self._replace(self._saved.now.with_table(replace(table, runs=runs, erased_since=max(table.erased_since, int(forgotten)))))
 
     def upgrade(self) -> None:
         """Bring runs of format 1 into the present one, once. The state that is saved next names them.

@@ -1,7 +1,7 @@
 """`make chaos`, or `PYTHONPATH=tests python -m chaos`: the ledger under a seeded random schedule of faults, and what came of it.
 
-Faults come one after the other, at times a fault of the network beside one of a process; after each, every trainer must get an
-acknowledgement again before the next. What happens follows from the seed; what exactly it meets depends on the machine's timing.
+Faults come one after the other, at times one of the network, or of what follows the run, beside another; after each, every trainer must
+get an acknowledgement again before the next. What happens follows from the seed; what exactly it meets depends on the machine's timing.
 """
 
 import argparse
@@ -19,6 +19,8 @@ import numpy as np
 from benchmarks import report as benchmark
 from chaos.catalogue import FAULTS, IDLE_STREAM_S, Fault, Scene, operators_of
 from chaos.cluster import FaultyCluster
+from chaos.followers import CopiesVerdict, Followers
+from chaos.heard import HeardVerdict
 from chaos.ledger import ACKED, StepsApartError, Verdict
 from chaos.proxy import Flow
 from chaos.run import LedgerRun
@@ -59,19 +61,23 @@ class Report:
     seed: int
     events: list[Event] = field(default_factory=list)
     verdict: Verdict | None = None
+    followed: tuple[HeardVerdict, CopiesVerdict] | None = None
+    n_ended: int = 0  # times that a publisher ended with an error of its own, and was started again
     stalls_s: dict[str, float] = field(default_factory=dict)  # longest time that a trainer went without an acknowledgement, by fault
     trouble: str = ""
 
     @property
     def kept(self) -> bool:
         """Whether everything recovered and the promise was kept."""
-        return not self.trouble and self.verdict is not None and self.verdict.kept and self.verdict.pushes_acked > 0
+        pushed = self.verdict is not None and self.verdict.kept and self.verdict.pushes_acked > 0
+        return not self.trouble and pushed and self.followed is not None and all(one.kept for one in self.followed)
 
     def __str__(self) -> str:
         lines = [f"{'FAULT':<24}{'TIMES':>6}{'LONGEST STALL':>16}"]
         for name in sorted(self.stalls_s):
             lines.append(f"{name:<24}{sum(event.name == name for event in self.events):>6}{self.stalls_s[name]:>14.2f} s")
         lines.append(f"faults injected {len(self.events)}, {self.verdict or 'nothing verified'}")
+        lines += [*map(str, self.followed or ("nothing followed",)), f"publishers that ended by themselves {self.n_ended}"]
         return "\n".join([*lines, *([self.trouble] if self.trouble else []), f"seed {self.seed}: {'kept' if self.kept else 'BROKEN'}"])
 
 
@@ -80,13 +86,14 @@ class Chaos:
 
     Args:
         run: of trainers that push.
+        followers: of the run.
         faults: to draw from.
         seed: of the draw.
         sync: whether the trainers go in step, and must stay so.
     """
 
-    def __init__(self, run: LedgerRun, faults: tuple[Fault, ...], seed: int, *, sync: bool = False) -> None:
-        self._run, self._faults, self._random, self._sync = run, faults, random.Random(seed), sync
+    def __init__(self, run: LedgerRun, followers: Followers, faults: tuple[Fault, ...], seed: int, *, sync: bool = False) -> None:
+        self._run, self._followers, self._faults, self._random, self._sync = run, followers, faults, random.Random(seed), sync
         self.report = Report(seed)
         self.start_s = time.monotonic()
 
@@ -108,10 +115,12 @@ class Chaos:
             for operator in operators_of(self._run.cluster, self._random):
                 self.report.trouble = self.report.trouble or operator.wait(_RECOVERY_S)
             self.report.verdict = self._run.finish()
+            self.report.followed = self._followers.finish()
         except (KvembError, OSError) as error:
             self.report.trouble = self.report.trouble or f"nothing could be verified: {type(error).__name__}: {error}"
         if not self.report.kept:
-            self.report.trouble += f"\n{self._run.last_words()}"
+            self.report.trouble += f"\n{self._run.last_words()}\n{self._followers.last_words()}"
+        self.report.n_ended = self._followers.n_ended
         for record in self._run.records():
             self._note_stalls(record.times(ACKED))
         return self.report
@@ -125,15 +134,15 @@ class Chaos:
 
     def _draw(self) -> list[Fault]:
         first = self._random.choice(self._faults)
-        network = [fault for fault in self._faults if fault.network]
-        if first.network or first.alone or not network or self._random.random() > 0.3:
+        others = [fault for fault in self._faults if fault.beside]
+        if first.beside or first.alone or not others or self._random.random() > 0.3:
             return [first]
-        return [first, self._random.choice(network)]
+        return [first, self._random.choice(others)]
 
     def _inject(self, faults: list[Fault]) -> list[Event]:
         """Let the faults happen at once; return when all are undone."""
         events = [Event(fault.name, time.monotonic()) for fault in faults]
-        scenes = [Scene(self._run, random.Random(self._random.random()), threading.Event()) for _ in faults]
+        scenes = [Scene(self._run, self._followers, random.Random(self._random.random()), threading.Event()) for _ in faults]
 
         def act(fault: Fault, scene: Scene, event: Event) -> None:
             try:
@@ -158,6 +167,7 @@ class Chaos:
             self._run.wait_for_acks(8, Deadline.after(_RECOVERY_S))  # more than were on their way
             if self._sync:
                 self._run.look_at_steps(Deadline.after(_RECOVERY_S))
+            self._followers.revive()
         except (TimeoutError, StepsApartError, KvembError) as error:
             self.report.trouble = f"no recovery from {' beside '.join(event.name for event in events)}: {str(error).splitlines()[0]}"
             return f"NOT RECOVERED: {error}"
@@ -179,7 +189,8 @@ def write_report(options: argparse.Namespace, chaos: Chaos, load_before: float) 
     assert verdict is not None
     told = f"{len(report.events)} faults, {verdict.pushes_acked:,} pushes acknowledged, {verdict.rows_verified:,} rows verified"
     note = f"{options.store}, {options.mode}: {told}, lost {verdict.lost}, duplicated {verdict.duplicated}"
-    section = benchmark.Section({"store": options.store, "mode": options.mode, "seed": report.seed}, notes=[note], series=[chaos.series()])
+    notes = [note, *map(str, report.followed or ())]
+    section = benchmark.Section({"store": options.store, "mode": options.mode, "seed": report.seed}, notes=notes, series=[chaos.series()])
     command = ["python", "-m", "chaos", *sys.argv[1:]]
     benchmark.write_json(options.json, benchmark.Report("chaos", [section]).to_dict(command, load_before))
 
@@ -222,8 +233,8 @@ def main(argv: list[str] | None = None) -> int:
     servers = _ON_DISK | ({"on_lost_trainer": "wait"} if sync else {})
     storage = {"timeout_s": _STORAGE_TIMEOUT_S}
     cluster = kind(args.store, args.nodes, shards=args.shards, storage=storage, servers=servers, shard_program=_SHARD, **job)
-    with cluster, LedgerRun(cluster, n_trainers=args.trainers, seed=seed, depth=2 if sync else 6) as run:
-        chaos = Chaos(run, faults, seed, sync=sync)
+    with cluster, LedgerRun(cluster, n_trainers=args.trainers, seed=seed, depth=2 if sync else 6) as run, Followers(run) as followers:
+        chaos = Chaos(run, followers, faults, seed, sync=sync)
         chaos.play(args.seconds)
         report = chaos.judge()
         if args.json and report.kept:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from chaos import processes, storage
 from chaos.cluster import FaultyCluster
 from chaos.cluster_node_moves import ClusterOperator
+from chaos.followers import FOLLOWERS, Followers
 from chaos.node_moves import MOVE_KINDS
 from chaos.proxy import DOWN, UP, FaultProxy, Flow
 from chaos.run import LedgerRun
@@ -30,9 +31,10 @@ IDLE_STREAM_S = 2.0
 
 @dataclass(frozen=True)
 class Scene:
-    """What a fault works on: the run, its own source of chance, and a clock that a stop ends early."""
+    """What a fault works on: the run, what follows it, its own source of chance, and a clock that a stop ends early."""
 
     run: LedgerRun
+    followers: Followers
     random: random.Random
     stopping: threading.Event
 
@@ -61,15 +63,15 @@ class Fault:
         name: for reports.
         act: does it, and undoes it before it returns.
         kinds: the storage kinds on which it makes sense.
-        network: whether it may happen beside a fault of a process.
-        alone: whether none of the network may happen beside it: it has something to say to all that must be heard.
+        beside: whether it may happen beside another one: of the network, and of what follows the run.
+        alone: whether none of these may happen beside it: it has something to say to all that must be heard.
         needs: abilities of the product: "journal", "takeover", "repair".
     """
 
     name: str
     act: Callable[[Scene], None]
     kinds: tuple[str, ...] = tuple(KINDS)
-    network: bool = False
+    beside: bool = False
     alone: bool = False
     needs: frozenset[str] = frozenset()
 
@@ -187,6 +189,32 @@ def trainer_rests(scene: Scene) -> None:
     run.start_trainer(trainer)
 
 
+def _follower_killed(name: str) -> Callable[[Scene], None]:
+    """SIGKILL, and a restart."""
+
+    def act(scene: Scene) -> None:
+        processes.kill(scene.followers.process(name))
+        scene.hold(0, 3)
+        scene.followers.start(name)
+
+    return act
+
+
+def _follower_hangs(name: str) -> Callable[[Scene], None]:
+    """SIGSTOP, and SIGCONT a moment later."""
+
+    def act(scene: Scene) -> None:
+        with processes.paused(scene.followers.process(name)):
+            scene.hold(0.3, 4)
+
+    return act
+
+
+def target_flushed(scene: Scene) -> None:
+    """FLUSHALL while the publisher works."""
+    storage.flush(scene.followers.target)
+
+
 def operators_of(cluster: FaultyCluster, chance: random.Random) -> tuple[ShardOperator | ClusterOperator, ShardOperator]:
     """Return the operators that change the nodes of a cluster of its storage kind, and its shards."""
     shards = ShardOperator(cluster, chance)
@@ -296,15 +324,18 @@ FAULTS = (
     Fault("trainer killed", trainer_killed),
     Fault("trainer hangs", trainer_hangs),
     Fault("trainer rests", trainer_rests, alone=True),
-    Fault("slow network", _flows(Flow(delay_s=0.02, jitter_s=0.08), Flow(bytes_per_s=300_000)), network=True),
-    Fault("tiny packets", _flows(Flow(slice_bytes=1), Flow(slice_bytes=7, jitter_s=0.01)), network=True),
-    Fault("partition", _flows(Flow(swallow=True)), network=True),
-    Fault("one-way partition", _flows(Flow(swallow=True), way="up"), network=True),
-    Fault("one-way partition back", _flows(Flow(swallow=True), way="down"), network=True),
-    Fault("late writes", _flows(Flow(hold=True), way="up"), network=True),
-    Fault("late replies", _flows(Flow(hold=True), way="down"), network=True),
-    Fault("resets", connections_reset, network=True),
-    Fault("half-closed", connections_half_closed, network=True),
-    Fault("refused", connections_refused, network=True),
-    Fault("cut in mid-value", _cut, network=True),
+    *(Fault(f"{name} killed", _follower_killed(name), beside=True) for name in FOLLOWERS),
+    *(Fault(f"{name} hangs", _follower_hangs(name), beside=True) for name in FOLLOWERS),
+    Fault("target flushed", target_flushed, beside=True),
+    Fault("slow network", _flows(Flow(delay_s=0.02, jitter_s=0.08), Flow(bytes_per_s=300_000)), beside=True),
+    Fault("tiny packets", _flows(Flow(slice_bytes=1), Flow(slice_bytes=7, jitter_s=0.01)), beside=True),
+    Fault("partition", _flows(Flow(swallow=True)), beside=True),
+    Fault("one-way partition", _flows(Flow(swallow=True), way="up"), beside=True),
+    Fault("one-way partition back", _flows(Flow(swallow=True), way="down"), beside=True),
+    Fault("late writes", _flows(Flow(hold=True), way="up"), beside=True),
+    Fault("late replies", _flows(Flow(hold=True), way="down"), beside=True),
+    Fault("resets", connections_reset, beside=True),
+    Fault("half-closed", connections_half_closed, beside=True),
+    Fault("refused", connections_refused, beside=True),
+    Fault("cut in mid-value", _cut, beside=True),
 )

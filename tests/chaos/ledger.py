@@ -229,15 +229,31 @@ class Verdict:
         return ", ".join(words) + "".join(f"\n  {example}" for example in self.examples[:20])
 
 
+def fates_of(slot_shards: Sequence[NDArray[np.uint16]]) -> tuple[NDArray[np.uint16], NDArray[np.intp]]:
+    """Return the fates of parts, [maps, n] shards, and the fate of each slot.
+
+    A push is a part of each shard, applied as a whole or not at all; a shard that has given slots away refuses a part as a whole, and it is
+    split again by the next map. So rows whose shards were the same in every map share their fate.
+
+    Args:
+        slot_shards: uint16 [16384] of each cluster map that there was, the writer of each slot.
+    """
+    fates, fate_of_slot = np.unique(np.stack(slot_shards), axis=1, return_inverse=True)
+    return fates, fate_of_slot.reshape(-1)
+
+
+def fates_of_rows(fate_of_slot: NDArray[np.intp], ids: Ids) -> NDArray[np.intp]:
+    """Return the fate of each row."""
+    return fate_of_slot[_PLACEMENT.slots(ids.view(np.uint64))]
+
+
 class Verifier:
     """Compares rows with records.
 
     Args:
         plan: of the run.
         records: one per trainer, in order.
-        slot_shards: uint16 [16384] of each cluster map that there was, the writer of each slot. A push is a part of each shard, applied as
-            a whole or not at all; a shard that has given slots away refuses a part as a whole, and it is split again by the next map. So
-            rows whose shards were the same in every map share their fate.
+        slot_shards: see `fates_of`.
         pull: int64 [m] ids to float32 [m, DIM] rows.
         pull_drift: the same of the table that drifts.
     """
@@ -251,8 +267,7 @@ class Verifier:
         pull_drift: Callable[[Ids], NDArray[np.float32]],
     ) -> None:
         self._plan, self._pull, self._pull_drift = plan, pull, pull_drift
-        self._fates, fate_of_slot = np.unique(np.stack(slot_shards), axis=1, return_inverse=True)
-        self._fate_of_slot = fate_of_slot.reshape(-1)
+        self._fates, self._fate_of_slot = fates_of(slot_shards)
         self._sent = [set(record.numbers(SENT).tolist()) for record in records]
         self._acked = [set(record.numbers(ACKED).tolist()) for record in records]
         self._bad_reads = sum(len(record.numbers(BAD_READ)) for record in records)
@@ -271,7 +286,7 @@ class Verifier:
             for row in np.flatnonzero(broken):
                 verdict.examples.append(f"row {ids[row]} of generation {generation} is torn: {rows[row].tolist()}")
             self._judge_drift(verdict, generation, rows, self._pull_drift(ids))
-            fates = self._fate_of_slot[_PLACEMENT.slots(ids.view(np.uint64))]
+            fates = fates_of_rows(self._fate_of_slot, ids)
             for trainer in range(self._plan.n_trainers):
                 for n in range(generation * per, (generation + 1) * per):
                     self._judge(verdict, trainer, n, self._plan.counts(rows, trainer, n), fates)

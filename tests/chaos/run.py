@@ -58,7 +58,7 @@ class LedgerRun:
         files = ["--config", str(self.cluster.config_path), "--file", str(self._files[trainer])]
         times = ["--pause-s", str(self._pause_s), "--grace-s", str(self._grace_s)]
         command = [sys.executable, "-m", "chaos.trainer", *plan, *files, *times, "--depth", str(self._depth)]
-        process = LocalProcess(f"trainer {trainer}", command, self.cluster.folder / f"trainer-{trainer}.log", _trainer_env())
+        process = LocalProcess(f"trainer {trainer}", command, self.cluster.folder / f"trainer-{trainer}.log", chaos_env())
         self.trainers[trainer : trainer + 1] = [process]
         return process
 
@@ -137,7 +137,7 @@ def _reader(table: kvemb.Table, timeout_s: float) -> Callable[[Ids], NDArray[np.
     return lambda ids: table.pull(ids, timeout_s=timeout_s)
 
 
-def _trainer_env() -> dict[str, str]:
-    """What a trainer's process needs to find this package, too."""
+def chaos_env() -> dict[str, str]:
+    """Return what a process needs to find this package, too."""
     env = python_env()
     return {**env, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), env["PYTHONPATH"]])}

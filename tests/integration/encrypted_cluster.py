@@ -29,6 +29,12 @@ class EncryptedCluster(LocalCluster):
             self._issue(folder)
         return start_tls_servers(store, n, folder, memory_mb, authority=self._authority, issued=self._node)
 
+    def further_server(self) -> TlsServer:
+        """Start a storage server that is none of the cluster's; whoever asks for it ends it."""
+        (server,) = self._start_servers(self.store, 1, self.folder, self._memory_mb)
+        assert isinstance(server, TlsServer)
+        return server
+
     def _issue(self, folder: Path) -> None:
         self._certificates = tempfile.TemporaryDirectory()
         self._authority = Authority(Path(self._certificates.name))

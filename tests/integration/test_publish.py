@@ -20,6 +20,7 @@ from kvemb.local_cluster import LocalCluster
 from kvemb.schema.cluster_map import equal_runs
 from kvemb.schema.slots import N_SLOTS
 from tests.integration.counting_trainers import wait_for
+from tests.integration.encrypted_cluster import EncryptedCluster
 from tests.integration.published import DIM, N_IDS, PATIENCE_S, Churn, Published, Watch, published, user_table
 
 
@@ -148,6 +149,23 @@ def test_rows_that_went_while_no_publisher_ran_go_also_where_nothing_is_known_of
         one.reach(cluster)
         one.check(cluster)
         assert "tells every row again" in one.output.read_text()
+
+
+def test_rows_of_the_target_that_are_looked_for_are_not_written_a_second_time(local: LocalCluster) -> None:
+    with kvemb.connect(local.url) as cluster, published(local) as one:
+        table = user_table(cluster)
+        push(table, np.arange(N_IDS))
+        one.start()
+        one.reach(cluster)
+        one.kill()
+        table.erase(np.arange(100))
+        record = json.loads(one.client.get("kvemb:projection:1/1"))
+        one.client.set("kvemb:projection:1/1", json.dumps(record | {"position": None}))
+        one.client.config_resetstat()
+        one.start()
+        one.reach(cluster)
+        one.check(cluster)
+        assert one.client.info("commandstats")["cmdstat_hset"]["calls"] < 1.5 * len(one.about()["keys"])  # one for each hash
 
 
 def test_a_second_publisher_takes_over_and_the_first_ends(local: LocalCluster) -> None:
@@ -294,3 +312,31 @@ def test_a_target_that_cannot_be_one_is_refused_by_name(local: LocalCluster) -> 
         one.start()
         one.reach(cluster)
         one.check(cluster)
+
+
+def test_a_target_is_reached_over_tls_as_a_user_that_may_do_what_is_documented(
+    require_server: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_server("redis-server")
+    with EncryptedCluster("redis", shards=1, memory_mb=64) as local, kvemb.connect(local.url) as cluster:
+        table = user_table(cluster)
+        push(table, np.arange(N_IDS))
+        server = local.further_server()
+        one = Published(local, server, "--to", f"rediss://writer@{server.tls_address}", "--password-env", "TARGET_PASSWORD")
+        try:
+            allowed = "+client +info +dbsize +get +set +exists +unlink +hset +hdel +hlen +hkeys +hscan"
+            one.client.execute_command("ACL", "SETUSER", "writer", "on", ">secret", "~*", "&*", *allowed.split())
+            monkeypatch.setenv("TARGET_PASSWORD", "wrong")
+            assert "or --password-env of a projection's target: node" in refused(one)
+            monkeypatch.setenv("TARGET_PASSWORD", "secret")
+            one.start()
+            one.reach(cluster)
+            one.kill()
+            table.erase(np.arange(10))
+            one.client.delete("kvemb:projection:1/1")
+            one.start()
+            one.reach(cluster)
+            one.check(cluster)
+        finally:
+            one.kill()
+            server.process.kill()

@@ -263,6 +263,20 @@ def test_erased_rows_stay_erased_when_only_the_newest_runs_are_merged(tmp_path: 
     runs.close()
 
 
+def test_erased_rows_are_known_since_the_newest_note_that_a_merge_forgot(tmp_path: Path) -> None:
+    runs = log_in(tmp_path, limit=1)
+    publish(runs, {1: (5, True), 2: (5, True)}, 9)
+    publish(runs, {3: (15, True)}, 19)
+    list(runs.merge(TABLE))
+    assert runs._saved.now.of(TABLE).erased_since == 0  # nothing was erased
+    publish(runs, {1: (25, False), 2: (21, False)}, 29)
+    publish(runs, {2: (35, True)}, 39)
+    list(runs.merge(TABLE))
+    assert runs._saved.now.of(TABLE).erased_since == 25
+    check(runs, {2: (35, True), 3: (15, True)})
+    runs.close()
+
+
 def test_a_row_that_came_back_from_another_shard_outlives_the_note_that_it_was_gone(tmp_path: Path) -> None:
     runs = log_in(tmp_path, limit=2)
     publish(runs, {1: (5, True), 2: (5, True)}, 9)
