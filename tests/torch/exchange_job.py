@@ -5,6 +5,7 @@
 What came of it is in FOLDER/WHAT-RANK.npz.
 """
 
+import itertools
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 
 import kvemb
 from kvemb.arrays.hashing import mix64
+from kvemb.errors import InvalidInputError, NodeUnavailableError
 from kvemb.torch import Embedding, EmbeddingBag, SparseOptimizer, prepare
 
 N_STEPS, BATCH, TIMEOUT_S, LR = 20, 16, 6.0, 0.05
@@ -87,6 +89,11 @@ def open_tables(cluster: kvemb.Cluster, suffix: str) -> dict[str, kvemb.Table]:
     return made
 
 
+def overflows(rank: int, step: int) -> bool:
+    """Whether gradients overflow in a step, so that this rank pushes none."""
+    return rank == 1 and step % 6 == 5
+
+
 def average(model: ClickModel) -> None:
     """Average dense gradients over the ranks, as DistributedDataParallel does."""
     for parameter in model.dense.parameters():
@@ -100,13 +107,17 @@ def train(
     *,
     at_step: Callable[[int], None] = lambda step: None,
     average: Callable[[ClickModel], None] = average,
+    losses: list[float] | None = None,
+    first: int = 0,
 ) -> list[float]:
-    """Train; return the loss of each step."""
-    optimizer, dense, losses = SparseOptimizer(model), torch.optim.SGD(model.dense.parameters(), lr=LR), []
-    for step, batch in enumerate(loader):
+    """Train; return the loss of each step, in `losses` if that is given."""
+    optimizer, dense = SparseOptimizer(model), torch.optim.SGD(model.dense.parameters(), lr=LR)
+    losses = [] if losses is None else losses
+    for step, batch in enumerate(loader, start=first):
         loss = F.binary_cross_entropy_with_logits(model(batch), batch["labels"])
         dense.zero_grad()
         loss.backward()
+        optimizer.found_inf = float(overflows(distributed.get_rank(), step))  # type: ignore[attr-defined]  # as GradScaler says it
         average(model)
         at_step(step)
         optimizer.step()
@@ -116,11 +127,13 @@ def train(
 
 
 @contextmanager
-def counted() -> Iterator[list[int]]:
-    """Count the rows that this process pulls from storage, and those that it pushes: [pulled, pushed]."""
-    counts, pull, push = [0, 0], kvemb.Cluster.pull_versions, kvemb.Cluster.push
+def counted(fails_at: int) -> Iterator[list[int]]:
+    """Count the rows that this process pulls from storage, and those that it pushes: [pulled, pushed]. The pull `fails_at` fails."""
+    n_pulls, counts, pull, push = itertools.count(1), [0, 0], kvemb.Cluster.pull_versions, kvemb.Cluster.push
 
     def counting_pull(self: kvemb.Cluster, ids: Any, **options: Any) -> Any:
+        if next(n_pulls) == fails_at:
+            raise NodeUnavailableError("the node is away, as this test says")
         counts[0] += sum(len(of) for of in ids.values())
         return pull(self, ids, **options)
 
@@ -142,14 +155,14 @@ def prepared(model: ClickModel, loader: Iterable[Batch], suffix: str, **options:
 
 
 def equal(url: str, rank: int) -> dict[str, Any]:
-    """The same training without exchange, with it, and with a first batch that is watched."""
+    """The same training without exchange, with it, with a first batch that is watched, and with a pull that fails on one rank."""
     came: dict[str, Any] = {}
-    for suffix in ("plain", "exchanged", "watched"):
+    for suffix in ("plain", "exchanged", "watched", "failing"):
         with kvemb.connect(url, trainer=f"trainer-{rank}") as cluster:
             tables = open_tables(cluster, suffix)
             model = ClickModel(tables)
             loader = prepared(model, batches(rank), suffix, **({"features": None} if suffix == "watched" else {}))
-            with counted() as counts:
+            with counted(fails_at=5 if suffix == "failing" and rank == 1 else 0) as counts:
                 came[f"losses.{suffix}"] = train(model, loader)
             came[f"rows.{suffix}"] = counts
             came[f"ahead.{suffix}"] = model.users.shared.n_ahead
@@ -161,15 +174,21 @@ def equal(url: str, rank: int) -> dict[str, Any]:
 
 
 def uneven(url: str, rank: int) -> dict[str, Any]:
-    """One rank has fewer batches, closes its cluster and so leaves; the other goes on. Dense weights stay as they are."""
+    """One rank has fewer batches, or a wrong one, closes its cluster and so leaves; the other goes on. Dense weights stay as they are."""
     came: dict[str, Any] = {}
-    for suffix in ("plain.uneven", "exchanged.uneven"):
+    for suffix in ("plain.uneven", "exchanged.uneven", "exchanged.wrong"):
         with kvemb.connect(url, trainer=f"trainer-{rank}") as cluster:
             tables = open_tables(cluster, suffix)
             model = ClickModel(tables)
             model.dense.requires_grad_(False)
-            loader = prepared(model, batches(rank, N_UNEVEN[rank]), suffix)
-            came[f"losses.{suffix}"] = train(model, loader, average=lambda model: None)
+            mine, losses = batches(rank, N_UNEVEN[rank]), list[float]()
+            if suffix == "exchanged.wrong" and rank == 1:
+                mine.append({})
+            try:
+                train(model, prepared(model, mine, suffix), average=lambda model: None, losses=losses)
+            except InvalidInputError as error:
+                came[f"error.{suffix}"] = str(error)
+            came[f"losses.{suffix}"] = losses
             if rank == 0:
                 came |= {f"{name}.{suffix}": table.pull(ids_of()[name]) for name, table in tables.items()}
         distributed.barrier()
@@ -210,7 +229,7 @@ def resumed(url: str, rank: int, folder: Path) -> dict[str, Any]:
         tables = open_tables(cluster, "exchanged")
         model = ClickModel(tables)
         model.dense.load_state_dict(torch.load(folder / "dense.pt", weights_only=True))
-        losses = train(model, prepared(model, batches(rank)[SAVED_AT:], "exchanged"))
+        losses = train(model, prepared(model, batches(rank)[SAVED_AT:], "exchanged"), first=SAVED_AT)
         return {"losses": losses, **{name: table.pull(ids_of()[name]) for name, table in tables.items()}}
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("torch.nn")  # not "torch": this directory could be taken fo
 
 import exchange_job
 import torch
-from exchange_job import DIM, N_STEPS, N_UNEVEN, PADDING, SAVED_AT, TIMEOUT_S, ClickModel, batches
+from exchange_job import DIM, N_STEPS, N_UNEVEN, PADDING, SAVED_AT, TIMEOUT_S, ClickModel, batches, overflows
 from memory_cluster import MemoryCluster
 
 import kvemb
@@ -63,7 +63,7 @@ def came(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         return {what: run_ranks(url, folder, what) for what in ("equal", "uneven")}
 
 
-@pytest.mark.parametrize("suffix", ["exchanged", "watched"])
+@pytest.mark.parametrize("suffix", ["exchanged", "watched", "failing"])
 def test_losses_and_rows_are_those_of_ranks_that_exchange_nothing_bit_for_bit(came: dict[str, Came], suffix: str) -> None:
     for rank in came["equal"]:
         for name in ("losses", "epoch 2", *DIM, *(f"{name} 2" for name in DIM)):
@@ -75,20 +75,26 @@ def test_losses_and_rows_are_those_of_ranks_that_exchange_nothing_bit_for_bit(ca
 def test_each_row_of_a_step_is_read_once_and_pushed_once(came: dict[str, Came]) -> None:
     plain, exchanged = (np.sum([rank[f"rows.{suffix}"] for rank in came["equal"]], axis=0).tolist() for suffix in ("plain", "exchanged"))
     shares = [batches(rank) for rank in range(WORLD)]
-    of_steps = [[np.concatenate([share[step][name] for share in shares]) for name in DIM] for step in range(N_STEPS)]
-    n_pushed = sum(len(np.setdiff1d(users, PADDING)) + len(np.unique(tags)) for users, tags in of_steps)
-    assert exchanged == [n_pushed + N_STEPS, n_pushed], "the padding's row is read, and never pushed"
-    alone = [of for share in shares for batch in share for of in (np.setdiff1d(batch["users"], PADDING), np.unique(batch["tags"]))]
-    assert plain == [sum(map(len, alone)) + WORLD * N_STEPS, sum(map(len, alone))]
+    read = [[[np.append(share[step]["users"], PADDING), share[step]["tags"]] for share in shares] for step in range(N_STEPS)]
+    pushed = [
+        [[np.setdiff1d(users, PADDING), tags] for rank, (users, tags) in enumerate(of) if not overflows(rank, step)]
+        for step, of in enumerate(read)
+    ]
+    assert plain == [sum(len(np.unique(ids)) for ranks in steps for rank in ranks for ids in rank) for steps in (read, pushed)]
+    together = [[np.concatenate(ids) for ids in zip(*ranks, strict=True)] for steps in (read, pushed) for ranks in steps]
+    once = [sum(len(np.unique(ids)) for ids in step) for step in together]
+    assert exchanged == [sum(once[:N_STEPS]), sum(once[N_STEPS:])]
 
 
-def test_a_rank_with_fewer_batches_leaves_and_the_other_goes_on(came: dict[str, Came]) -> None:
+@pytest.mark.parametrize("suffix", ["exchanged.uneven", "exchanged.wrong"])
+def test_a_rank_with_fewer_batches_or_a_wrong_one_leaves_and_the_other_goes_on(came: dict[str, Came], suffix: str) -> None:
     first, second = came["uneven"]
-    assert (len(first["losses.exchanged.uneven"]), len(second["losses.exchanged.uneven"])) == N_UNEVEN
+    assert (len(first[f"losses.{suffix}"]), len(second[f"losses.{suffix}"])) == N_UNEVEN
     for rank in (first, second):
-        assert rank["losses.exchanged.uneven"].tobytes() == rank["losses.plain.uneven"].tobytes()
+        assert rank[f"losses.{suffix}"].tobytes() == rank["losses.plain.uneven"].tobytes()
     for name in DIM:
-        assert first[f"{name}.exchanged.uneven"].tobytes() == first[f"{name}.plain.uneven"].tobytes()
+        assert first[f"{name}.{suffix}"].tobytes() == first[f"{name}.plain.uneven"].tobytes()
+    assert "has no part 'users'" in str(second["error.exchanged.wrong"])
 
 
 @pytest.fixture
