@@ -17,7 +17,7 @@ Messages are int32 words: of each table one record after another, of ids and ver
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -76,9 +76,10 @@ class RankExchange:
         described = f"{settings}; tables {', '.join(f'{t.name!r} (dim {t.dim}, {t.definition.id_dtype} ids)' for t in self._tables)}"
         self._check_same(described)
         timeout = min(backend.options._timeout, timedelta(seconds=_LONGEST_S))
-        self._lookups: ProcessGroup = distributed.new_group(
-            distributed.get_process_group_ranks(group), timeout=timeout, backend=backend.name(), use_local_synchronization=True
-        )
+        with self._together():
+            self._lookups: ProcessGroup = distributed.new_group(
+                distributed.get_process_group_ranks(group), timeout=timeout, backend=backend.name(), use_local_synchronization=True
+            )
         self.threads = PullThreads(1)
         """Runs the rounds of rows, in order."""
 
@@ -237,20 +238,26 @@ class RankExchange:
         return self._all_to_all(group, np.ascontiguousarray(counts.T).reshape(-1), each, each).reshape(self._world, -1).T
 
     def _all_to_all(self, group: "ProcessGroup", array: NDArray[Any], sent: list[int], coming: list[int]) -> NDArray[Any]:
-        if self._lost is not None:
-            raise self._lost
         given = torch.from_numpy(array).to(self._device)
         got = torch.empty(sum(coming), dtype=given.dtype, device=self._device)
-        try:
+        with self._together():
             distributed.all_to_all_single(got, given, coming, sent, group=group)
+        array = got.cpu().numpy()
+        return array
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Name what torch raises while ranks wait for one another, now and from now on: after it, ranks are no longer at one place."""
+        if self._lost is not None:
+            raise self._lost
+        try:
+            yield
         except RuntimeError as error:
             self._lost = RankLostError(
                 f"rank {self._rank} of {self._world}: another rank has ended, or did not answer within the group's timeout, while rows or "
                 f"gradients were exchanged ({error}). This rank has pushed nothing of the step. End all ranks, and start the job again"
             )
             raise self._lost from error
-        array = got.cpu().numpy()
-        return array
 
     def _check_same(self, described: str) -> None:
         ours = np.uint64(digest64(described)).view(np.int64)
