@@ -28,11 +28,12 @@ class ExchangedLossError(AssertionError):
 
 @dataclass(frozen=True)
 class RanksTurn:
-    """What the ranks did in a turn, per step: rows read and pushed, by all; wall time; CPU time of storage, shards and ranks."""
+    """What the ranks did in a turn, per step: rows read and pushed, by all; times, and CPU times, in seconds."""
 
     n_read: float
     n_pushed: float
     step_s: float
+    waited_s: float
     storage_cpu_s: float
     shards_cpu_s: float
     ranks_cpu_s: float
@@ -45,8 +46,9 @@ def exchange(options: argparse.Namespace) -> Report:
     rank; the model costs next to nothing, so that rows are most of the step. Rows are pulled ahead as "exact", in both ways: each rank for
     itself, and exchanged (`prepare(..., exchange=group)`). Both have tables of their own with equal rows, two Redis nodes and two shards in
     common, and take turns of --steps steps on the same batches. Read: rows read and pushed are those of a step, of all ranks together;
-    reads / and time / are this line's divided by those without exchange, within a round; CPU is in ms per step, of all storage servers, all
-    shards, all ranks. With more ranks than cores the step's time is the sum of all that CPU. Values are medians of the rounds with
+    reads / and time / are this line's divided by those without exchange, within a round; waited is the part of a step in which a rank
+    waited for rows that were pulled ahead, in ms, the mean of the ranks; CPU is in ms per step, of all storage servers, all shards, all
+    ranks. With more ranks than cores the step's time is the sum of all that CPU. Values are medians of the rounds with
     (smallest..largest). In every turn the losses of each rank must be those without exchange, bit for bit.
     """
     return Report("exchange", [_measure(world, options) for world in options.ranks], {})
@@ -74,6 +76,7 @@ def lines_of(rounds: Mapping[str, Sequence[RanksTurn]]) -> list[Line]:
             "rows pushed": Spread.of([one.n_pushed for one in turns]),
             "ms/step": Spread.of([1e3 * one.step_s for one in turns]),
             "time /": Spread.of([one.step_s / its.step_s for one, its in zip(turns, alone, strict=True)]),
+            "waited": Spread.of([1e3 * one.waited_s for one in turns]),
             "storage CPU": Spread.of([1e3 * one.storage_cpu_s for one in turns]),
             "shards CPU": Spread.of([1e3 * one.shards_cpu_s for one in turns]),
             "ranks CPU": Spread.of([1e3 * one.ranks_cpu_s for one in turns]),
@@ -121,9 +124,9 @@ def _take_turn(
     storage_s, shards_s = cpu_s(servers), cpu_s(shards)
     did = _all(pool, ranks, do="turn", way=way, first=first, n_steps=n_steps)
     storage_s, shards_s = cpu_s(servers) - storage_s, cpu_s(shards) - shards_s
-    n_read, n_pushed, ranks_s = (sum(one[name] for one in did) / n_steps for name in ("n_read", "n_pushed", "cpu_s"))
+    n_read, n_pushed, waited_s, ranks_s = (sum(one[name] for one in did) / n_steps for name in ("n_read", "n_pushed", "waited_s", "cpu_s"))
     step_s = max(one["wall_s"] for one in did) / n_steps
-    turn = RanksTurn(n_read, n_pushed, step_s, storage_s / n_steps, shards_s / n_steps, ranks_s)
+    turn = RanksTurn(n_read, n_pushed, step_s, waited_s / len(ranks), storage_s / n_steps, shards_s / n_steps, ranks_s)
     return turn, [one["losses"] for one in did]
 
 

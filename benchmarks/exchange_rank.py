@@ -80,13 +80,14 @@ class Rank:
         self._turn[:] = [self._batches[step % len(self._batches)] for step in range(first, first + n_steps)]
         self._counts.clear()
         distributed.barrier()
-        losses, began_s, cpu_s = [], time.perf_counter(), time.process_time()
+        losses, waited_s, began_s, cpu_s = [], loader.waited.working_s, time.perf_counter(), time.process_time()
         for ids, labels in loader:
             loss = binary_cross_entropy_with_logits(model(ids), labels)
             loss.backward()
             optimizer.step()
             losses.append(loss.item().hex())
         spent = {"wall_s": time.perf_counter() - began_s, "cpu_s": time.process_time() - cpu_s}
+        spent["waited_s"] = loader.waited.working_s - waited_s
         self._cluster.flush()
         return {"losses": losses, **spent, **self._counts}
 
