@@ -118,6 +118,7 @@ def test_a_rank_killed_is_a_typed_error_at_the_other_and_the_job_goes_on_from_it
             assert rank[name].tobytes() == whole[f"{name}.exchanged"].tobytes()
 
 
+@pytest.mark.full
 def test_a_rank_that_hangs_is_a_typed_error_at_the_other_within_the_groups_timeout(folder_and_url: tuple[Path, str]) -> None:
     folder, url = folder_and_url
     (first,) = run_ranks(url, folder, "stopped", lost=1)

@@ -158,11 +158,7 @@ class RankExchange:
             raise error
         if states.any():
             raise StorageError(f"rank {int(states.argmax())} could not pull its share of this batch's rows; its own error says why")
-        return {
-            table.name: _rows_of(_put_back(got, order))
-            for table, got, order in zip(self._tables, rows, orders, strict=True)
-            if table.name in ids
-        }
+        return {table.name: _rows_of(got, order) for table, got, order in zip(self._tables, rows, orders, strict=True) if table.name in ids}
 
     def merge(self, parts: Mapping[str, GradientPart]) -> dict[str, GradientPart]:
         """Exchange the gradients of a step: the parts of this rank for the sums of the rows that it owns.
@@ -327,15 +323,11 @@ def _longs(words: Words) -> NDArray[np.uint64]:
     return np.ascontiguousarray(words).view(np.uint64).reshape(-1)
 
 
-def _put_back(records: Words, order: NDArray[np.intp]) -> Words:
-    """Undo the order in which records went out: [n, words]."""
-    back = np.empty_like(records)
-    back[order] = records
-    return back
-
-
-def _rows_of(records: Words) -> tuple[NDArray[np.float32], NDArray[np.uint64]]:
-    return np.ascontiguousarray(records[:, 2:]).view(np.float32), _longs(records[:, :2])
+def _rows_of(records: Words, order: NDArray[np.intp]) -> tuple[NDArray[np.float32], NDArray[np.uint64]]:
+    """Take answers apart, and undo the order in which ids went out: rows [n, dim] and versions [n]."""
+    rows, versions = np.empty((len(records), records.shape[1] - 2), np.float32), np.empty(len(records), np.uint64)
+    rows[order], versions[order] = records[:, 2:].view(np.float32), _longs(records[:, :2])
+    return rows, versions
 
 
 def _nothing(dim: int) -> GradientPart:
