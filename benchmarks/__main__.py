@@ -15,6 +15,7 @@ from benchmarks import (
     durability,
     elastic,
     evictions,
+    exchange,
     frameworks,
     index,
     latency,
@@ -58,6 +59,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "evictions": Benchmark(evictions.evictions, evictions.add_arguments),
     "policies": Benchmark(policies.policies, policies.add_arguments),
     "publish": Benchmark(publish.publish, publish.add_arguments),
+    "exchange": Benchmark(exchange.exchange, exchange.add_arguments),
     "frameworks": Benchmark(frameworks.frameworks, frameworks.add_arguments),
     "index": Benchmark(index.index, index.add_arguments),
     "scale": Benchmark(scale.scale, scale.add_arguments),
@@ -67,7 +69,19 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 }
 
 
-BY_NAME_ONLY = ("dlrm", "elastic", "evictions", "frameworks", "index", "policies", "publish", "serve", "storage_optimizes", "switch")
+BY_NAME_ONLY = (
+    "dlrm",
+    "elastic",
+    "evictions",
+    "exchange",
+    "frameworks",
+    "index",
+    "policies",
+    "publish",
+    "serve",
+    "storage_optimizes",
+    "switch",
+)
 """Left out when no name is given: they take minutes of their own, and all others together are to take less than fifteen."""
 
 

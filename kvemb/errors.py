@@ -72,6 +72,10 @@ class ClosedError(KvembError):
     """The cluster, table or connection was closed before this call."""
 
 
+class RankLostError(KvembError, ConnectionError):
+    """Another rank of a job whose ranks exchange rows ended, or did not answer within the timeout of their group. Start the job again."""
+
+
 # --- storage ------------------------------------------------------------------------------------------------------------------------
 
 

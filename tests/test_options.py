@@ -119,6 +119,7 @@ SHOWN_BY = {
         "model": f"{PREPARE}:test_named_features_are_looked_up_ahead_and_nothing_is_pulled_in_forward",
         "loader": f"{PREPARE}:test_named_features_are_looked_up_ahead_and_nothing_is_pulled_in_forward",
         "features": f"{PREPARE}:test_parts_of_a_batch_are_named_in_several_ways",
+        "exchange": "tests/torch/test_rank_exchange.py:test_each_row_of_a_step_is_read_once_and_pushed_once",
     },
     "trainer/bridge/batches_ahead.py:AheadOptions": {
         "consistency": f"{CONSISTENCY}:test_exact_has_the_losses_of_training_without_prefetch_bit_for_bit",

@@ -9,13 +9,13 @@ forecast costs time and never gives wrong rows.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from kvemb.errors import InvalidInputError
 
-from ..lookahead.cluster_ports import AckPort, Changed, Prefetched
+from ..lookahead.cluster_ports import AckPort, Changed, GradientPart, Prefetched, PullPort
 from ..lookahead.consistency import Bounded, Consistency, Exact, check_consistency
 from ..lookahead.loader_runs import LoaderRuns
 from ..lookahead.pipeline import Pipeline, Waited
@@ -62,18 +62,19 @@ class Ahead:
     executor: Executor | None
     steps: StepReport | None
 
-    def rule(self, cluster: Any, state: Callable[[], int], pulls: Any = None) -> Consistency:
+    def rule(self, cluster: Any, state: Callable[[], int], pulls: Any = None, ahead: PullPort | None = None) -> Consistency:
         """Make the object that keeps the consistency.
 
         Args:
             cluster: of the tables.
             state: of the steps, see `SharedLookups.state`.
             pulls: pulls for it; the cluster itself unless given.
+            ahead: pulls rows before they are used; as `pulls` unless given.
         """
         pulls = cluster if pulls is None else pulls
         if self.consistency == "exact":
-            return Exact(pulls, state, lambda: cluster.changes, lambda: cluster.all_stored)
-        return Consistency(pulls) if self.k is None else Bounded(pulls, self.k)
+            return Exact(pulls, state, lambda: cluster.changes, lambda: cluster.all_stored, ahead=ahead)
+        return Consistency(pulls, ahead=ahead) if self.k is None else Bounded(pulls, self.k, ahead=ahead)
 
     def batches(self, loader: Iterable[Any], asked: AskedOf, shared: SharedLookups) -> "BatchesAhead":
         """Stand in a loader's place, for lookups that all share rows here; see `BatchesAhead`."""
@@ -179,6 +180,10 @@ class BatchesAhead(LoaderRuns[Any]):
     def released(self, changed: Changed | None) -> None:
         """Take over the rows that a step changed. See `LookaheadPort`."""
         self._consistency.released(changed)
+
+    def merge(self, parts: Mapping[str, GradientPart]) -> Mapping[str, GradientPart]:
+        """Return what is to be pushed of a step: all of it. See `LookaheadPort`."""
+        return parts
 
     def pushed(self, ack: AckPort) -> None:
         """Take note of a push. See `LookaheadPort`."""

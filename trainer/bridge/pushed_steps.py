@@ -13,13 +13,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvemb.arrays.ids import to_caller
 from kvemb.arrays.segment_sum import group_by_id
 from kvemb.errors import InvalidInputError, KvembError, ShardUnavailableError
 
-from ..lookahead.cluster_ports import AckPort, ClusterPort, Prefetched
+from ..lookahead.cluster_ports import AckPort, ClusterPort, GradientPart, LookaheadPort, Prefetched
 from ..report.step_report import current_report
 from .shared_lookups import SharedLookups
 
@@ -74,10 +73,6 @@ def check_max_unapplied(max_unapplied: object) -> None:
     """
     if isinstance(max_unapplied, bool) or not isinstance(max_unapplied, int) or max_unapplied < 0:
         raise InvalidInputError(f"max_unapplied is {max_unapplied!r}; give a whole number of pushes, 0 or more")
-
-
-GradientPart = tuple[NDArray[np.uint64], NDArray[np.float32], NDArray[np.uint64]]
-"""Unique ids [n], gradients [n, dim], versions [n] of one table."""
 
 
 class PushedSteps:
@@ -136,13 +131,16 @@ class PushedSteps:
         began_s = time.perf_counter()
         values = hyper()
         made = parts()
+        for lookahead in _loaders(sharing):
+            made = lookahead.merge(made)
         sync = self._cluster.mode == "sync"
         if not sync:
             made = {name: part for name, part in made.items() if len(part[0])}
         waited_s = 0.0 if sync or not made else self._timed(self._unapplied.wait_room)
         if sync or made:
             self._push(made, {name: values[name] for name in made}, prefetched)
-            _tell(sharing, self.last_ack)
+            for lookahead in _loaders(sharing) if self.last_ack is not None else ():
+                lookahead.pushed(self.last_ack)
         use_up()
         push_s = time.perf_counter() - began_s - waited_s
         if sync and self.last_ack is not None:
@@ -204,9 +202,6 @@ def _begin_step(sharing: Sequence[SharedLookups]) -> tuple[Prefetched | None, li
     return prefetched if holding else None, holding
 
 
-def _tell(sharing: Sequence[SharedLookups], ack: AckPort | None) -> None:
-    """Report a push to each loader that pulls ahead, once."""
-    ahead = {id(shared.lookahead): shared.lookahead for shared in sharing}
-    for lookahead in ahead.values():
-        if lookahead is not None and ack is not None:
-            lookahead.pushed(ack)
+def _loaders(sharing: Sequence[SharedLookups]) -> list[LookaheadPort]:
+    """Return each loader that pulls ahead, once."""
+    return list({id(shared.lookahead): shared.lookahead for shared in sharing if shared.lookahead is not None}.values())

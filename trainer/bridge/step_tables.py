@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from kvemb.arrays.ids import normalize
 from kvemb.errors import ClosedError, InvalidInputError
 
-from ..lookahead.cluster_ports import AckPort, ClusterPort, TablePort
-from .pushed_steps import GradientPart, PushedSteps, merge_parts
+from ..lookahead.cluster_ports import AckPort, ClusterPort, GradientPart, TablePort
+from .pushed_steps import PushedSteps, merge_parts
 from .shared_lookups import Asked, LookupResult, SharedLookups
 
 Gradient = tuple[str, LookupResult, NDArray[np.float32]]

@@ -15,6 +15,9 @@ Changed = Mapping[str, tuple[NDArray[np.uint64], NDArray[np.float32], NDArray[np
 Pushes = Mapping[str, tuple[NDArray[Any], NDArray[np.float32]]]
 """Per table: ids [n] and gradients float32 [n, dim]."""
 
+GradientPart = tuple[NDArray[np.uint64], NDArray[np.float32], NDArray[np.uint64]]
+"""Unique ids [n], gradients [n, dim], versions [n] of one table."""
+
 
 class AckPort(Protocol):
     """The fate of a push. `staleness` is known once the push was released."""
@@ -66,8 +69,22 @@ class LookaheadPort(Protocol):
         """Take over those of the prefetched rows that the step changed; None if that is not known."""
         ...
 
+    def merge(self, parts: Mapping[str, GradientPart]) -> Mapping[str, GradientPart]:
+        """Return what this trainer pushes of a step, by table: its parts, or its share of all ranks' parts where ranks exchange them."""
+        ...
 
-class ClusterPort(Protocol):
+
+class PullPort(Protocol):
+    """The pull of several tables at once."""
+
+    def pull_versions(
+        self, ids: Mapping[str, NDArray[Any]], *, stored: bool = True
+    ) -> Mapping[str, tuple[NDArray[np.float32], NDArray[np.uint64]]]:
+        """Fetch rows and versions of several tables at once, by table name; each as `TablePort.pull`."""
+        ...
+
+
+class ClusterPort(PullPort, Protocol):
     """The part of a cluster that a bridge needs: pulls and pushes of several tables at once."""
 
     @property
@@ -83,12 +100,6 @@ class ClusterPort(Protocol):
     @property
     def all_stored(self) -> bool:
         """Whether storage has every step that was released, see `Cluster.all_stored`."""
-        ...
-
-    def pull_versions(
-        self, ids: Mapping[str, NDArray[Any]], *, stored: bool = True
-    ) -> Mapping[str, tuple[NDArray[np.float32], NDArray[np.uint64]]]:
-        """Fetch rows and versions of several tables at once, by table name; each as `TablePort.pull`."""
         ...
 
     def push(

@@ -20,7 +20,7 @@ from typing import Any
 
 from kvemb.errors import InvalidInputError, StorageError
 
-from .cluster_ports import Changed, ClusterPort, Prefetched
+from .cluster_ports import Changed, ClusterPort, Prefetched, PullPort
 from .rows_ahead import RowsAhead, prefetched_of_all
 
 MODES = ("stale", "bounded", "exact")
@@ -28,14 +28,20 @@ _PUSH = 2  # changes that a push counts as
 
 
 class Consistency:
-    """The rule by which prefetched rows may be used, and the others are corrected. This one, "stale": they are used as they were pulled."""
+    """The rule by which prefetched rows may be used, and the others are corrected. This one, "stale": they are used as they were pulled.
 
-    def __init__(self, cluster: ClusterPort) -> None:
+    Args:
+        cluster: pulls.
+        ahead: pulls rows before they are used, where something else than the cluster does.
+    """
+
+    def __init__(self, cluster: ClusterPort, *, ahead: PullPort | None = None) -> None:
         self._cluster = cluster
+        self._ahead: PullPort = cluster if ahead is None else ahead
 
     def pull(self, rows: RowsAhead) -> None:
         """Look a batch's rows up."""
-        rows.pull(self._cluster)
+        rows.pull(self._ahead)
 
     def use(self, rows: RowsAhead) -> None:
         """Make rows fit for use when their batch comes: by another pull, if necessary."""
@@ -61,10 +67,11 @@ class Bounded(Consistency):
     Args:
         cluster: pulls, and tells the progress of its shards.
         k: batches, >= 0.
+        ahead: see `Consistency`.
     """
 
-    def __init__(self, cluster: Any, k: int) -> None:
-        super().__init__(cluster)
+    def __init__(self, cluster: Any, k: int, *, ahead: PullPort | None = None) -> None:
+        super().__init__(cluster, ahead=ahead)
         self._progress: Callable[[], Sequence[tuple[int, int]]] = cluster.progress
         self._k = k
         self._n_used = self._n_again = 0
@@ -72,7 +79,7 @@ class Bounded(Consistency):
     def pull(self, rows: RowsAhead) -> None:
         """Look a batch's rows up, and note the shards' progress that is at least in them."""
         rows.as_of = self._progress()
-        rows.pull(self._cluster)
+        rows.pull(self._ahead)
 
     def use(self, rows: RowsAhead) -> None:
         """Pull rows that are too old again. The new ones have all changes that were in storage when the shards were asked."""
@@ -95,10 +102,19 @@ class Exact(Consistency):
         state: of the steps: even between two of them, odd from before a push until its release.
         changes: the number of this connection's changes of rows: a push counts as two, one when it begins and one when it is released.
         all_stored: whether storage has everything that was released to this connection.
+        ahead: see `Consistency`.
     """
 
-    def __init__(self, cluster: ClusterPort, state: Callable[[], int], changes: Callable[[], int], all_stored: Callable[[], bool]) -> None:
-        super().__init__(cluster)
+    def __init__(
+        self,
+        cluster: ClusterPort,
+        state: Callable[[], int],
+        changes: Callable[[], int],
+        all_stored: Callable[[], bool],
+        *,
+        ahead: PullPort | None = None,
+    ) -> None:
+        super().__init__(cluster, ahead=ahead)
         self._state, self._changes, self._all_stored = state, changes, all_stored
         self._prefetched: Sequence[RowsAhead] = ()
         self._prefetched_at = 0
@@ -112,7 +128,7 @@ class Exact(Consistency):
         now = self._now()
         as_of = now if self._all_stored() else None
         try:
-            rows.pull(self._cluster, stored=False)
+            rows.pull(self._ahead, stored=False)
         except StorageError:
             as_of = None
         rows.as_of = as_of

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvemb.arrays.ids import Unique, to_caller, unique_ascending
 from kvemb.arrays.segment_sum import group_by_id
 
-from .cluster_ports import Changed, ClusterPort, Prefetched, TablePort
+from .cluster_ports import Changed, Prefetched, PullPort, TablePort
 
 Ids = NDArray[np.uint64]
 Pulled = tuple[NDArray[np.float32], Ids]
@@ -85,7 +85,7 @@ class RowsAhead:
         self.as_of: Any = None
         """When the rows were pulled: a value of the `Consistency` that pulls."""
 
-    def pull(self, cluster: ClusterPort, *, stored: bool = True) -> None:
+    def pull(self, cluster: PullPort, *, stored: bool = True) -> None:
         """Look everything up, in one pull; again if it was pulled before.
 
         Args:

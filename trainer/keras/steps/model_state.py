@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvemb.errors import InvalidInputError
 
-from ...bridge.pushed_steps import GradientPart
+from ...lookahead.cluster_ports import GradientPart
 
 
 class ModelState:

@@ -20,9 +20,10 @@ import keras
 import numpy as np
 
 from ...bridge.batches_ahead import AheadOptions, BatchesAhead, checked_ahead
-from ...bridge.pushed_steps import GradientPart, PushedSteps
+from ...bridge.pushed_steps import PushedSteps
 from ...bridge.shared_lookups import LookupResult, SharedLookups
 from ...bridge.step_tables import OwnProcess
+from ...lookahead.cluster_ports import GradientPart
 from ..layers.rows_at_hand import RowsAtHand
 from .fed_batches import AskedByLayers, FitAhead, capacity_of, fed_of, look_up, wanted_of
 from .ids_plan import Feature, IdsPlan, layers_over_tables

@@ -11,8 +11,9 @@ one after another. No pull is larger than the module's would be, and none is mad
 import logging
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import torch
@@ -23,12 +24,17 @@ from kvemb.errors import InvalidInputError
 
 from ...bridge.batches_ahead import Ahead, AheadOptions, BatchesAhead, checked_ahead
 from ...bridge.shared_lookups import Asked, SharedLookups
+from ...lookahead.cluster_ports import GradientPart
 from ...lookahead.consistency import Exact
 from ...lookahead.rows_ahead import RowsAhead
 from ..lookup.table_module import TableModule, modules_by_table, share_lookups
 from ..modules.table_collection import TableCollection
 from .batch_trace import Trace, TracedPlan
 from .feeds import Features, FeedPlan, named_plan
+from .rank_exchange import RankExchange, check_group, ordered
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class GroupedPulls:
@@ -77,11 +83,22 @@ _MISSES = 16
 class Prepared(BatchesAhead):
     """A loader whose batches come with their rows already pulled; made by `prepare`."""
 
-    def __init__(self, loader: Iterable[Any], model: nn.Module, plan: FeedPlan | None, ahead: Ahead) -> None:
-        modules = [module for ones in modules_by_table(model).values() for module in ones]
+    def __init__(
+        self, loader: Iterable[Any], model: nn.Module, plan: FeedPlan | None, ahead: Ahead, group: "ProcessGroup | None" = None
+    ) -> None:
+        modules_of = modules_by_table(model)
+        modules = [module for ones in modules_of.values() for module in ones]
         cluster = modules[0].table.cluster
-        consistency = ahead.rule(cluster, lambda: modules[0].shared.state, grouped(model, cluster))
-        super().__init__(loader, _nothing_asked if plan is None else _asked_of(plan), partial(_sharing, modules), consistency, ahead)
+        pulls = grouped(model, cluster)
+        self._exchange: RankExchange | None = None
+        if group is not None:
+            settings = f"consistency {ahead.consistency}, k={ahead.k}, capacity {ahead.sizes.capacity}"
+            self._exchange = RankExchange(group, {name: ones[0].table for name, ones in modules_of.items()}, pulls, settings)
+            ahead = replace(ahead, executor=self._exchange.threads)
+        self._n_used = 0  # batches of this run that were handed out with rows pulled ahead
+        consistency = ahead.rule(cluster, lambda: modules[0].shared.state, pulls, self._exchange)
+        asked = _nothing_asked if plan is None else _asked_of(plan, self._exchange)
+        super().__init__(loader, asked, partial(_sharing, modules), consistency, ahead)
         self._model, self._plan = model, plan
         self._served: dict[str, bool] = {}  # tables asked in this batch: whether any of that was foreseen
         self._misses_in_a_row: Counter[str] = Counter()
@@ -98,6 +115,11 @@ class Prepared(BatchesAhead):
         return f" ({_paths(self._model, table)})"
 
     def _unreported(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
+        run = self._planned(batches if self._exchange is None else self._exchange.reading(batches))
+        del batches  # the run's: a loader's processes end with it
+        return run if self._exchange is None else self._exchanged(run, self._exchange)
+
+    def _planned(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
         for n, batch in enumerate(self.waited.reading(batches) if self._plan is None else (), start=1):
             trace = Trace(self._model, batch)
             self._n_since_step += 1
@@ -116,11 +138,26 @@ class Prepared(BatchesAhead):
         if self._plan is None:
             return  # the loader ended before the model was called
         run = super()._unreported(batches)
-        del batches  # the run's: a loader's processes end with it
+        del batches
         yield from run
 
+    def _exchanged(self, run: Generator[Any, None, None], exchange: RankExchange) -> Generator[Any, None, None]:
+        """Let the other ranks know when this run begins and ends."""
+        self._n_used, ended = 0, False
+        exchange.begin()
+        try:
+            yield from run
+            ended = True
+        finally:
+            exchange.end(wait=ended)
+
+    def merge(self, parts: Mapping[str, GradientPart]) -> Mapping[str, GradientPart]:
+        """Return what is to be pushed of a step: this rank's share of all gradients, if the batch's rows were exchanged."""
+        exchange = self._exchange
+        return parts if exchange is None or not 0 < self._n_used <= exchange.n_rounds else exchange.merge(parts)
+
     def _take_plan(self, plan: TracedPlan) -> None:
-        self._plan, self._asked = plan, _asked_of(plan)
+        self._plan, self._asked = plan, _asked_of(plan, self._exchange)
         for path, why in plan.unforeseen.items():
             log.warning("rows of %s are pulled when it is called: %s", path or "the model", why)
 
@@ -139,6 +176,7 @@ class Prepared(BatchesAhead):
             raise InvalidInputError(
                 "consistency='exact' needs one SparseOptimizer, made from the model that was prepared, for all its tables"
             )
+        self._n_used += 1
         super()._install(rows)
 
 
@@ -157,14 +195,14 @@ def _nothing_asked(batch: Any) -> list[Asked]:
     return []
 
 
-def _asked_of(plan: FeedPlan) -> Callable[[Any], list[Asked]]:
+def _asked_of(plan: FeedPlan, exchange: RankExchange | None) -> Callable[[Any], list[Asked]]:
     """Return the plan's question for a thread; it must not know the loader or its run, which would then never be collected."""
 
     def asked(batch: Any) -> list[Asked]:
         with torch.no_grad():
             return plan.asked(batch)
 
-    return asked
+    return asked if exchange is None else exchange.asking(asked)
 
 
 def prepare(
@@ -172,9 +210,12 @@ def prepare(
     loader: Iterable[Any],
     *,
     features: Features | None = None,
+    exchange: "ProcessGroup | None" = None,
     **options: Unpack[AheadOptions],
 ) -> Prepared:
     """Pull the rows of batches before they are used. The model and the training loop stay as they are.
+
+    With `exchange` every rank of the group calls this, with the same tables and options.
 
     Args:
         model: with at least one module over a kvemb table.
@@ -183,12 +224,15 @@ def prepare(
             function of the batch that returns the module's argument, or a tuple of its arguments. None for a module whose rows are
             pulled when it is called. Without `features`, the first batch is watched while it is used. `Prepared.report` has the sources
             found, and the reason where none was.
+        exchange: a group of torch.distributed whose ranks train in step, in a cluster in sync mode. A row that several ranks need for their
+            batches is pulled by one of them, and its gradients are summed and pushed by one. What is trained stays the same.
         options: `AheadOptions`: consistency, k, threads_num, capacity, executor, report.
 
     Returns:
         An iterable to use instead of the loader; a context manager, with the length of the loader if that has one.
 
     Raises:
+        RankLostError: another rank of `exchange` ended, or did not answer within the group's timeout. Also while iterating, and in steps.
         InvalidInputError: a wrong argument. While iterating: any error of the loader, `features` or a pull, at the batch concerned; the
             iteration is over then.
 
@@ -206,6 +250,7 @@ def prepare(
         looked up ahead: the model: batch['words']
     """
     cluster = share_lookups(modules_by_table(model)).cluster
-    ahead = checked_ahead(cluster, **options)
+    group = None if exchange is None else check_group(exchange)
+    ahead = checked_ahead(cluster, **(options if group is None else ordered(options, cluster)))
     plan = None if features is None else named_plan(model, features)
-    return Prepared(loader, model, plan, ahead)
+    return Prepared(loader, model, plan, ahead, group)

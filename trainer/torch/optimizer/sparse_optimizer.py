@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from kvemb.errors import InvalidInputError
 from kvemb.process import ForkLock
 
-from ...bridge.pushed_steps import MAX_UNAPPLIED, GradientPart, PushedSteps, merge_parts
+from ...bridge.pushed_steps import MAX_UNAPPLIED, PushedSteps, merge_parts
 from ...bridge.shared_lookups import SharedLookups
-from ...lookahead.cluster_ports import AckPort, ClusterPort
+from ...lookahead.cluster_ports import AckPort, ClusterPort, GradientPart
 from ..lookup.parameter_walks import eager
 from ..lookup.pending_lookups import PendingLookups
 from ..lookup.table_module import modules_by_table, share_lookups
