@@ -3,11 +3,10 @@
 import argparse
 import logging
 import os
-from urllib.parse import urlsplit
 
 from kvemb.api import connect
-from kvemb.config import Config, StorageConfig, load
-from kvemb.errors import ConfigError
+from kvemb.commands.server_url import given_server
+from kvemb.config import Config, load
 from kvemb.net.name_lookup import is_loopback
 from kvemb.net.tls_config import TlsConfig
 from kvemb.net.tls_link import connector_of
@@ -36,15 +35,8 @@ def publish_command(args: argparse.Namespace) -> int:
 
 
 def _target(url: str, password_env: str, config: Config, share: SlotShare) -> ProjectionTarget:
-    parts = urlsplit(url)
-    if parts.scheme not in ("redis", "rediss") or not parts.hostname or parts.path.strip("/") or parts.query or parts.password is not None:
-        raise ConfigError("--to: give redis://[USER@]HOST:PORT, or rediss://; --password-env names the variable that holds a password")
-    if password_env and password_env not in os.environ:
-        raise ConfigError(f"--password-env: the environment variable {password_env} is not set")
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    address = f"{host}:{parts.port or 6379}"
-    tls = (config.storage.tls or TlsConfig()) if parts.scheme == "rediss" else None
-    if tls is None and not is_loopback(address):
-        log.warning("rows go to %s in the clear; rediss:// encrypts them", address)
-    storage = StorageConfig("redis", (address,), username=parts.username, password=os.environ.get(password_env))
-    return ProjectionTarget(address, RedisAccess(storage, connector_of(tls)), share)
+    server = given_server("--to", url, password_env)
+    tls = (config.storage.tls or TlsConfig()) if server.encrypted else None
+    if tls is None and not is_loopback(server.address):
+        log.warning("rows go to %s in the clear; rediss:// encrypts them", server.address)
+    return ProjectionTarget(server.address, RedisAccess(server.storage, connector_of(tls)), share)
