@@ -13,8 +13,8 @@ from kvemb.errors import ConfigError, n_of
 
 def conformance_command(args: argparse.Namespace) -> int:
     """Examine the server; the exit code is 1 if it lacks something that is needed."""
-    server = given_server("--conformance", args.conformance, args.password_env)
-    if server.encrypted:
+    server, encrypted = given_server("--conformance", args.conformance, args.password_env)
+    if encrypted:
         raise ConfigError("--conformance: takes redis:// alone, without encryption; which commands a server has does not depend on it")
     if find_spec("pytest") is None:
         raise ConfigError("--conformance: the contract of a store is written as tests: pip install pytest, or kvemb[dev]")
@@ -30,7 +30,7 @@ def conformance_command(args: argparse.Namespace) -> int:
         costs = f"\n    {'costs' if check.needed else 'would be good; without,'} {check.costs}" if check.costs else ""
         print(f"{words.get(check.outcome, check.outcome)}: {check.name}{said}{costs}", file=out, flush=True)
 
-    examination = ServerExamination(server.storage, report)
+    examination = ServerExamination(server, report)
     if not args.json:
         print(f"scratch keys begin with {examination.prefix} and are deleted at the end", file=out, flush=True)
     examination.run()
@@ -41,5 +41,5 @@ def conformance_command(args: argparse.Namespace) -> int:
     counts = [sum(check.outcome == outcome for check in examination.checks) for outcome in (HOLDS, MISSING)]
     tried = f"{n_of(counts[0], 'check')} hold, {counts[1]} miss, {len(examination.checks) - sum(counts)} were not tried"
     verdict = "can hold rows" if examination.fits else "is refused: kvemb's promises would not hold on it"
-    print(f"{server.address}, {examination.server}, {verdict} ({tried})", file=out)
+    print(f"{server.nodes[0]}, {examination.server}, {verdict} ({tried})", file=out)
     return 0 if examination.fits else 1

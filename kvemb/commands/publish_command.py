@@ -35,8 +35,9 @@ def publish_command(args: argparse.Namespace) -> int:
 
 
 def _target(url: str, password_env: str, config: Config, share: SlotShare) -> ProjectionTarget:
-    server = given_server("--to", url, password_env)
-    tls = (config.storage.tls or TlsConfig()) if server.encrypted else None
-    if tls is None and not is_loopback(server.address):
-        log.warning("rows go to %s in the clear; rediss:// encrypts them", server.address)
-    return ProjectionTarget(server.address, RedisAccess(server.storage, connector_of(tls)), share)
+    storage, encrypted = given_server("--to", url, password_env)
+    (address,) = storage.nodes
+    tls = (config.storage.tls or TlsConfig()) if encrypted else None
+    if tls is None and not is_loopback(address):
+        log.warning("rows go to %s in the clear; rediss:// encrypts them", address)
+    return ProjectionTarget(address, RedisAccess(storage, connector_of(tls)), share)

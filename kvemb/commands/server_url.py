@@ -1,32 +1,14 @@
 """A server that a verb is given beside the cluster's: redis://[USER@]HOST:PORT, and the environment variable of its password."""
 
 import os
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError
 
 
-class GivenServer(NamedTuple):
-    """What a URL says.
-
-    Args:
-        storage: address and credentials.
-        encrypted: whether it begins with rediss.
-    """
-
-    storage: StorageConfig
-    encrypted: bool
-
-    @property
-    def address(self) -> str:
-        """Its "host:port"."""
-        return self.storage.nodes[0]
-
-
-def given_server(option: str, url: str, password_env: str) -> GivenServer:
-    """Read a URL.
+def given_server(option: str, url: str, password_env: str) -> tuple[StorageConfig, bool]:
+    """Return address and credentials of a server, and whether its connections are encrypted.
 
     Args:
         option: its name, for messages.
@@ -46,4 +28,4 @@ def given_server(option: str, url: str, password_env: str) -> GivenServer:
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     address = f"{host}:{parts.port or 6379}"
     storage = StorageConfig("redis", (address,), username=parts.username, password=os.environ.get(password_env))
-    return GivenServer(storage, parts.scheme == "rediss")
+    return storage, parts.scheme == "rediss"

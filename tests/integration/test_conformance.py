@@ -153,6 +153,27 @@ def test_an_interrupted_examination_deletes_its_keys(start: Start, number: signa
     assert keys_of(url) == [b"of-another-program"]
 
 
+def test_a_server_that_goes_away_leaves_keys_and_they_are_named(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    words = [find_server("redis"), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path)]
+    server = LocalProcess(f"redis on {port}", words, tmp_path / "redis.log")
+    try:
+        server.wait_until(lambda: accepts(port), Deadline.after(20))
+        words = [sys.executable, "-m", "kvemb.cli", "doctor", "--conformance", f"redis://127.0.0.1:{port}"]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            prefix = process.stdout.readline().split()[4]
+            while "buckets: " not in process.stdout.readline():
+                assert process.poll() is None
+            server.kill()
+            process.stdout.read()
+            assert f"keys that begin with {prefix} remain" in process.stderr.read()
+            assert process.wait(60) == 1
+    finally:
+        server.kill()
+
+
 def test_a_users_credentials_are_used_and_the_rights_of_a_shard_are_enough(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     url = start(find_server("redis"))
     with closing(client(url)) as admin:
@@ -195,7 +216,7 @@ def test_every_command_that_a_shard_may_send_is_tried() -> None:
     assert {command.partition("|")[0] for command in SHARD.commands} - tried - elsewhere == set()
     assert all(probe.costs for probe in PROBES)
     assert all(COSTS.values())
-    assert given_server("--to", "redis://10.0.0.1", "").storage.nodes == ("10.0.0.1:6379",)
+    assert given_server("--to", "redis://10.0.0.1", "")[0].nodes == ("10.0.0.1:6379",)
     assert PREFIX.startswith("kvemb:"), "users of `kvemb acl` may write no other keys"
     with pytest.raises(ConfigError, match="KVEMB_TEST_UNSET"):
         given_server("--to", "redis://10.0.0.1", "KVEMB_TEST_UNSET")
