@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvemb.config import StorageConfig
-from kvemb.errors import KvembError, NodeUnavailableError, StorageError
+from kvemb.errors import ConfigError, KvembError, NodeUnavailableError, StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.stores.redis_server.compare_and_set import swap_words
 from kvemb.stores.redis_server.redis_commands import Word, ask_all, shown
@@ -166,6 +166,8 @@ class ServerExamination:
         self.server = "a server that does not tell its name"
         self.checks: list[ServerCheck] = []
         self._made: list[ScratchNodes] = []
+        self._costs: dict[str, str] = {}  # by test
+        self._ended: SystemExit | None = None
 
     @property
     def fits(self) -> bool:
@@ -178,6 +180,7 @@ class ServerExamination:
         Raises:
             NodeUnavailableError: nothing answers at the address.
             NodeRefusesError: the credentials are refused.
+            ConfigError: pytest is too old.
             StorageError: the server went away: scratch keys remain, and are named.
         """
         with logged_in(self._address, self._access, self._deadline()):
@@ -203,15 +206,6 @@ class ServerExamination:
         if failed:
             remaining = f"keys that begin with {self.prefix} remain; delete them: redis-cli --scan --pattern '{self.prefix}*'"
             raise StorageError(f"{remaining}. {_first_line(failed[0])}") from failed[0]
-
-    def note(self, name: str, outcome: str, said: str, costs: str) -> None:
-        """Add a check of the contract."""
-        self._add(ServerCheck(name, outcome, said, costs if outcome == MISSING else ""))
-
-    def new_nodes(self) -> ScratchNodes:
-        """Return new empty nodes in the server."""
-        self._made.append(ScratchNodes(self._config, f"{self.prefix}{len(self._made)}:"))
-        return self._made[-1]
 
     def _add(self, check: ServerCheck) -> None:
         self.checks.append(check)
@@ -258,51 +252,53 @@ class ServerExamination:
         return _judged(probe.name, next(found, ""), probe.costs, needed=probe.needed)
 
     def _run_contract(self) -> None:
-        contract = _RunningContract(self)
         suite = Path(__file__).with_name("resp_suite.py")
         options = ["--noconftest", "--disable-plugin-autoload", "-p", "no:cacheprovider", "-s", "-q", "-c", os.devnull]
         with redirect_stdout(io.StringIO()) as told:
-            code = pytest.main([str(suite), *options, "--rootdir", str(suite.parent)], plugins=[contract])
-        if contract.ended is not None:
-            raise contract.ended
+            code = pytest.main([str(suite), *options, "--rootdir", str(suite.parent)], plugins=[self])
+        if self._ended is not None:
+            raise self._ended
         if code == pytest.ExitCode.INTERRUPTED:
             raise KeyboardInterrupt
         if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-            raise AssertionError(f"the contract could not be run: {told.getvalue()[-2000:]}")
+            raise ConfigError(f"pytest {pytest.__version__} could not run the contract; it takes 8.4 or newer. {told.getvalue()[-1000:]}")
 
-
-class _RunningContract:
-    """Tells an examination of each test; a plugin of pytest."""
-
-    def __init__(self, examination: ServerExamination) -> None:
-        self._examination = examination
-        self._costs: dict[str, str] = {}
-        self.ended: SystemExit | None = None
+    # --- as a plugin of pytest --------------------------------------------------------------------------------------------------------
 
     @pytest.fixture
     def new_nodes(self) -> Callable[[], ScratchNodes]:
-        return self._examination.new_nodes
+        """Makes empty nodes in the server."""
+
+        def make() -> ScratchNodes:
+            self._made.append(ScratchNodes(self._config, f"{self.prefix}{len(self._made)}:"))
+            return self._made[-1]
+
+        return make
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Note what each test's failure would cost."""
         for item in items:
             assert isinstance(item, pytest.Function)
-            home = next((one for one in item.cls.__mro__ if item.originalname in vars(one)), object)
-            self._costs[item.nodeid] = COSTS[home]
+            self._costs[item.nodeid] = COSTS[next(one for one in item.cls.__mro__ if item.originalname in vars(one))]
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-        if call.excinfo is not None and isinstance(call.excinfo.value, SystemExit):  # a signal; pytest would take it for a failed test
-            self.ended = call.excinfo.value
-            item.session.shouldstop = "ended"
+        """End where a signal came; pytest would take it for a failed test."""
+        if call.excinfo is not None and isinstance(call.excinfo.value, SystemExit):
+            self._ended, item.session.shouldstop = call.excinfo.value, "ended"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if self.ended is not None or (report.passed and report.when != "call"):
+        """Add a test to the checks."""
+        if self._ended is not None or (report.passed and report.when != "call"):
             return
         layout, _, test = report.nodeid.split("::", 1)[1].partition("::")
         name = f"{layout.removeprefix('Test').lower()}: {test.removeprefix('test_').replace('_', ' ').replace('[', ' [')}"
-        outcome = {"passed": HOLDS, "failed": MISSING}.get(report.outcome, NOT_TRIED)
-        said = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
-        crash = getattr(report.longrepr, "reprcrash", None)
-        self._examination.note(name, outcome, said or (crash.message.splitlines()[0] if crash else ""), self._costs[report.nodeid])
+        if report.skipped:
+            said = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
+            self._add(ServerCheck(name, NOT_TRIED, said))
+        else:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            said = "" if report.passed else crash.message.splitlines()[0] if crash else "failed"
+            self._add(_judged(name, said, self._costs[report.nodeid]))
 
 
 def _judged(name: str, said: str, costs: str, *, needed: bool = True) -> ServerCheck:
