@@ -14,6 +14,7 @@ from types import FrameType
 from kvemb.commands.verb_options import (
     AddressesThenFile,
     add_bench,
+    add_conformance,
     add_plan,
     add_publish,
     add_view,
@@ -130,7 +131,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor = verbs.add_parser("doctor", help="examine nodes, shards, disks and files, and name each fault with its mend")
     takes_config(doctor)
     doctor.add_argument("--json", action="store_true", help="for programs: one line of JSON")
-    doctor.set_defaults(run=_runs("status_command", "doctor_command"))
+    add_conformance(doctor)
+    doctor.set_defaults(run=_doctor)
     certificates = verbs.add_parser(
         "certificates", help="make an authority and certificates for a trial of TLS: shards, trainers, admin, storage"
     )
@@ -305,6 +307,11 @@ def _demo(args: argparse.Namespace) -> int:
     nodes = args.nodes or max(2, KINDS[store].least_nodes)
     options = DemoOptions(store, nodes, args.shards or 2, args.trainers, args.seed, args.config, args.metrics_port)
     return 0 if run_demo(options, ProgressLine(sys.stdout, plain_every_s=5.0)) else 1
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    module = "conformance_command" if args.conformance else "status_command"
+    return _runs(module, "conformance_command" if args.conformance else "doctor_command")(args)
 
 
 def _shard(words: Sequence[str]) -> int:

@@ -28,6 +28,11 @@ FULL = (
     "tests/integration/test_shards_command.py",
     # Half a minute until a subscriber is cut off.
     "tests/integration/test_feed.py::test_a_subscriber_that_reads_nothing",
+    # The whole contract again, each time.
+    "tests/integration/test_conformance.py::test_a_server_whose",
+    "tests/integration/test_conformance.py::test_a_users",
+    "tests/integration/test_conformance.py::test_an_interrupted",
+    "tests/integration/test_conformance.py::test_what_only",
     # Starts and ends of processes, of which each test needs several.
     "tests/integration/test_publish.py::test_a_target_that_comes_back",
     "tests/integration/test_publish.py::test_no_row_goes_back",

@@ -76,8 +76,8 @@ ROOMS = {
     "trainer": (
         {"trainer.report"},
         {"trainer.lookahead"},
-        {"trainer", "trainer.bridge"},
-        {"trainer.columns", "trainer.jax", "trainer.keras.layers", "trainer.torch.lookup"},
+        {"trainer", "trainer.bridge", "trainer.columns"},
+        {"trainer.jax", "trainer.keras.layers", "trainer.torch.lookup"},
         {"trainer.keras.steps", "trainer.tensorflow", "trainer.torch.checkpoints", "trainer.torch.modules", "trainer.torch.optimizer"},
         {"trainer.keras.distributing", "trainer.torch.collections", "trainer.torch.conversion", "trainer.torch.loaders"},
         {"trainer.torch.export"},

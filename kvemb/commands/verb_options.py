@@ -120,6 +120,17 @@ def add_bench(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> a
     return bench
 
 
+def add_conformance(doctor: argparse.ArgumentParser) -> None:
+    """Add the options of `kvemb doctor` for a server that is not of the cluster."""
+    doctor.add_argument(
+        "--conformance",
+        default="",
+        metavar="URL",
+        help="instead: whether the server at redis://[USER@]HOST:PORT can hold rows, check by check, under scratch keys; needs pytest",
+    )
+    doctor.add_argument("--password-env", default="", metavar="NAME", help="environment variable that holds the password there")
+
+
 def add_publish(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
     """Add `kvemb publish`."""
     publish = verbs.add_parser("publish", help="keep a copy of tables' weights in another Redis or Valkey server, until it is ended")
@@ -243,7 +254,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "kvemb view list --to redis://10.1.0.1:6379",
     ),
     "init": ("kvemb init --store redis --nodes 10.0.0.1:6379 10.0.0.2:6379 --shards 10.0.1.1:7070",),
-    "doctor": ("kvemb doctor", "kvemb doctor --json kvemb.yaml"),
+    "doctor": ("kvemb doctor", "kvemb doctor --json kvemb.yaml", "kvemb doctor --conformance redis://10.1.0.1:6379"),
     "certificates": ("kvemb certificates kvemb.yaml", "kvemb certificates --days 7 --out trial"),
     "acl": ("kvemb acl > users.acl", "kvemb acl --check trainer"),
     "repair": ("kvemb repair --node 10.0.0.1:6379", "kvemb repair --all --timeout 7200"),

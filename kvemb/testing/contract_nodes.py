@@ -39,9 +39,9 @@ class Nodes:
     def __init__(self, config: StorageConfig) -> None:
         self.config = config
 
-    def store(self, *, nodes: Sequence[str] | None = None) -> Store:
+    def store(self, *, nodes: Sequence[str] | None = None, role: str = "shard:0") -> Store:
         """Return a store that is not opened yet, of these nodes or of some of them."""
-        return open_store(self.config if nodes is None else replace(self.config, nodes=tuple(nodes)), role="shard:0")
+        return open_store(self.config if nodes is None else replace(self.config, nodes=tuple(nodes)), role=role)
 
     def put_foreign(self, key: bytes, value: bytes) -> None:
         """Write a value where the key belongs, as another program would."""

@@ -21,7 +21,6 @@ from kvemb.errors import (
 from kvemb.net.deadline import Deadline
 from kvemb.stores import read_retry
 from kvemb.stores.row_io import WritePart
-from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
 from kvemb.testing.contract_nodes import Nodes, StoreOnNodes
 from kvemb.testing.contract_rows import CLUSTER, GENERATION, read, records_of, require_rows, within, write
@@ -136,7 +135,7 @@ class NodeContract(StoreOnNodes):
 
         store.values.put(MAP_NAME, b"junk", within())
         monkeypatch.setattr(read_retry, "pauses", mending)
-        with open_store(nodes.config, role="trainer") as trainer:
+        with nodes.store(role="trainer") as trainer:
             trainer.open(within())
             assert trainer.nodes.cluster_map.encode() == good
 

@@ -7,6 +7,7 @@ live here: storage, wire formats, update rules.
 
 from ..bridge.saved_rows import MixedStepsWarning
 from .distributing.distribute_keras import distribute, materialize
+from .layers.column_features import ColumnFeatures as DenseFeatures
 from .layers.distributed_embedding import DistributedEmbedding
 from .layers.feature_configs import FeatureConfig, TableConfig
 from .layers.row_embedding import RowEmbedding as Embedding
@@ -14,6 +15,7 @@ from .steps.kept_weights import KerasRowCheckpoints as RowCheckpoints
 from .steps.step_seam import prepare
 
 __all__ = [
+    "DenseFeatures",
     "DistributedEmbedding",
     "Embedding",
     "FeatureConfig",

@@ -175,7 +175,7 @@ def dense_ids(of: FeatureConfig, ids: Any, weights: Any) -> tuple[Any, Any]:
     factors = np.ones(len(flat), np.float32) if weights is None else _flat(of, weights)[0]
     if len(factors) != len(flat):
         raise InvalidInputError(f"feature {of.name!r}: {len(flat)} ids with {len(factors)} weights")
-    return _padded(flat, lengths, n), _padded(factors.astype(np.float32), lengths, n)
+    return padded_bags(flat, lengths, n), padded_bags(factors.astype(np.float32), lengths, n)
 
 
 def _flat(of: FeatureConfig, given: Any) -> tuple[NDArray[Any], NDArray[np.int64]]:
@@ -192,7 +192,8 @@ def _flat(of: FeatureConfig, given: Any) -> tuple[NDArray[Any], NDArray[np.int64
     return given.values.numpy(), np.bincount(rows, minlength=n_rows)
 
 
-def _padded(flat: NDArray[Any], lengths: NDArray[np.int64], n: int | None) -> NDArray[Any]:
+def padded_bags(flat: NDArray[Any], lengths: NDArray[np.int64], n: int | None) -> NDArray[Any]:
+    """Return values [m] of bags of these lengths [b] as [b, n], cut at n, filled up with 0; None: as long as the longest."""
     wide = int(lengths.max(initial=0)) if n is None else n
     row = np.repeat(np.arange(len(lengths)), lengths)  # [m], of each value
     column = np.arange(len(flat)) - np.repeat(np.cumsum(lengths) - lengths, lengths)  # [m], its place in its row

@@ -1,0 +1,181 @@
+"""DenseFeatures in Keras: blocks, order and missing values are TensorFlow's; it is trained, saved and loaded like any layer."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("keras", exc_type=ImportError)
+
+import keras
+from keras_models import CLOSE, SEED
+
+import kvemb
+from kvemb.columns import (
+    bucketized_column,
+    categorical_column_with_hash_bucket,
+    categorical_column_with_identity,
+    categorical_column_with_vocabulary_list,
+    embedding_column,
+    numeric_column,
+    shared_embedding_columns,
+    weighted_categorical_column,
+)
+from kvemb.errors import InvalidInputError
+from kvemb.keras import DenseFeatures, distribute
+
+RATE = 0.5
+VIEWED = [[4, 9], [], [9], [1]]
+
+
+def columns(name: str) -> list[Any]:
+    viewed, bought = (categorical_column_with_identity(f"{name}.{key}", 20) for key in ("viewed", "bought"))
+    word = weighted_categorical_column(categorical_column_with_hash_bucket(f"{name}.word", 50), f"{name}.weight")
+    device = categorical_column_with_vocabulary_list(f"{name}.device", ["phone", "tablet"], num_oov_buckets=1)
+    return [
+        *shared_embedding_columns([viewed, bought], 4, combiner="sqrtn"),
+        embedding_column(word, 3, combiner="mean"),
+        embedding_column(device, 2, combiner="sum"),
+        embedding_column(bucketized_column(numeric_column(f"{name}.age"), [18.0, 40.0]), 2),
+        numeric_column(f"{name}.price", normalizer_fn=keras.ops.tanh),
+    ]
+
+
+def features(name: str) -> dict[str, Any]:
+    of = {
+        "viewed": VIEWED,
+        "bought": np.array([[3, -1], [9, 9], [-1, -1], [0, 1]]),
+        "word": [["red", "shoes"], ["red"], [], ["hat", ""]],
+        "weight": [[1.0, 2.0], [0.5], [], [3.0, 0.0]],
+        "device": np.array(["phone", "fridge", "tablet", "phone"]),
+        "age": [17.0, 18.0, 40.0, 39.0],
+        "price": np.array([0.0, 1.0, -1.0, 2.0], np.float32),
+        "not-read": [1, 2, 3, 4],
+    }
+    return {f"{name}.{key}": value for key, value in of.items()}
+
+
+def functional(layer: Any) -> Any:
+    keras.utils.set_random_seed(SEED)
+    inputs = layer.symbolic_inputs()
+    return keras.Model(inputs, keras.layers.Dense(1)(layer(inputs)))
+
+
+class Subclassed(keras.Model):
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        keras.utils.set_random_seed(SEED)
+        self.blocks, self.top = layer, keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.top(self.blocks(x))
+
+
+def blocks_by_hand(name: str, made: dict[str, Any]) -> np.ndarray:
+    """The same from rows that are pulled, column by column."""
+    given, listed = features(name), {column.name: column for column in columns(name)}
+    blocks = []
+    for column in sorted(listed.values(), key=lambda column: column.name):
+        if not hasattr(column, "table_name"):
+            blocks.append(np.tanh(given[column.key])[:, None])
+            continue
+        table = made[column.table_name]
+        key = column.source.key.removeprefix(f"{name}.")
+        block = np.zeros((4, column.dimension), np.float32)
+        for at in range(4):
+            value = given[f"{name}.{key}"][at]
+            values = list(value) if isinstance(value, list | np.ndarray) else [value]
+            weights = given[f"{name}.weight"][at] if key == "word" else [1.0] * len(values)
+            kept = [(one, weight) for one, weight in zip(values, weights, strict=True) if one not in (-1, "") and weight > 0]
+            if kept:
+                dtype = np.float32 if key == "age" else object if isinstance(kept[0][0], str) else np.int64
+                rows = table.pull(column.source.buckets(np.array([one for one, _ in kept], dtype)))
+                by = np.array([weight for _, weight in kept], np.float32)
+                divisor = {"sum": 1.0, "mean": by.sum(), "sqrtn": np.sqrt((by**2).sum())}[column.combiner]
+                block[at] = (rows * by[:, None]).sum(axis=0) / divisor
+        blocks.append(block)
+    return np.concatenate(blocks, axis=1)
+
+
+@pytest.mark.parametrize("make", [functional, Subclassed])
+def test_blocks_order_and_missing_values_are_those_of_the_columns(cluster: kvemb.Cluster, name: str, make: Any) -> None:
+    layer = DenseFeatures(columns(name), optimizer=keras.optimizers.SGD(RATE))
+    model = make(layer)
+    model.compile("sgd", "mse")
+    made = {table.name: table for table in distribute(model, cluster, quiet=True).tables}
+    assert len(made) == 4, "two columns share a table"
+    ready = layer.preprocess(features(name))
+    kernel, bias = model.layers[-1].get_weights() if make is functional else (None, None)
+    got = model.predict(ready, verbose=0)
+    if kernel is None:
+        kernel, bias = model.top.get_weights()
+    np.testing.assert_allclose(got, blocks_by_hand(name, made) @ kernel + bias, **CLOSE)
+
+
+def test_fit_gives_the_losses_of_plain_layers(in_step: kvemb.Cluster, name: str) -> None:
+    rng = np.random.default_rng(1)
+    ids, price = rng.integers(0, 30, (200, 2)), rng.normal(size=(200, 1)).astype(np.float32)
+    y = (np.sin(ids).sum(axis=1, keepdims=True) + price).astype(np.float32)
+    column = embedding_column(categorical_column_with_identity(f"{name}.item", 30), 4)
+    layer = DenseFeatures([column, numeric_column(f"{name}.price")], optimizer=keras.optimizers.Adagrad(RATE))
+    model = functional(layer)
+    model.compile(keras.optimizers.Adagrad(RATE), "mse")
+    (table,) = distribute(model, in_step, quiet=True).tables
+    x = layer.preprocess({f"{name}.item": ids, f"{name}.price": price})
+
+    item, number = keras.Input((2,), dtype="int64"), keras.Input((1,))
+    own = keras.layers.Embedding(30, 4)
+    mean = keras.ops.mean(own(item), axis=1)
+    plain = keras.Model([item, number], keras.layers.Dense(1)(keras.layers.Concatenate()([mean, number])))
+    plain.compile(keras.optimizers.Adagrad(RATE), "mse")
+    own.set_weights([table.pull(np.arange(30))])
+    plain.layers[-1].set_weights(model.layers[-1].get_weights())
+
+    losses = model.fit(x, y, batch_size=40, epochs=4, shuffle=False, verbose=0).history["loss"]
+    expected = plain.fit([ids, price], y, batch_size=40, epochs=4, shuffle=False, verbose=0).history["loss"]
+    np.testing.assert_allclose(losses, expected, rtol=2e-4)
+    assert losses[-1] < 0.9 * losses[0]
+    np.testing.assert_allclose(table.pull(np.arange(30)), own.get_weights()[0], rtol=2e-3, atol=2e-5)
+
+
+def test_padding_trains_no_row(cluster: kvemb.Cluster, name: str) -> None:
+    layer = DenseFeatures([embedding_column(categorical_column_with_identity(f"{name}.viewed", 20), 4)], optimizer="adam")
+    model = functional(layer)
+    model.compile("sgd", "mse")
+    (table,) = distribute(model, cluster, quiet=True).tables
+    model.train_on_batch(layer.preprocess({f"{name}.viewed": VIEWED}), np.ones((4, 1), np.float32))
+    assert np.flatnonzero(table.pull(np.arange(20), return_versions=True)[1]).tolist() == [1, 4, 9]
+
+
+def test_a_saved_model_goes_on_with_its_tables(cluster: kvemb.Cluster, name: str, tmp_path: Any) -> None:
+    layer = DenseFeatures(columns(name), optimizer=keras.optimizers.SGD(RATE))
+    model = functional(layer)
+    model.compile("sgd", "mse")
+    distribute(model, cluster, quiet=True)
+    x, y = layer.preprocess(features(name)), np.ones((4, 1), np.float32)
+    first = model.train_on_batch(x, y)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    (again,) = (one for one in loaded.layers if isinstance(one, DenseFeatures))
+    distribute(loaded, cluster, quiet=True)
+    ready = again.preprocess(features(name))
+    for key, values in x.items():
+        np.testing.assert_array_equal(ready[key], values)
+    np.testing.assert_allclose(loaded.predict(ready, verbose=0), model.predict(x, verbose=0), **CLOSE)
+    assert loaded.train_on_batch(ready, y) < first
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda name: DenseFeatures([numeric_column(name)]), "no embedding column"),
+        (lambda name: DenseFeatures([categorical_column_with_identity(name, 3)]), "wrap it with embedding_column"),
+        (lambda name: DenseFeatures(columns(name)).preprocess({}), "no feature"),
+        (lambda name: DenseFeatures(columns(name)).preprocess({**features(name), f"{name}.viewed": [1.5] * 4}), "holds"),
+        (lambda name: DenseFeatures(columns(name)).preprocess({**features(name), f"{name}.weight": [1.0] * 4}), "a number for each value"),
+        (lambda name: DenseFeatures(columns(name))({f"{name}.viewed": np.array([1])}), r"its preprocess\(\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(name: str, make: Any, says: str) -> None:
+    with pytest.raises(InvalidInputError, match=says):
+        make(name)

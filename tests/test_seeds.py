@@ -1,0 +1,31 @@
+"""docs/seeds.md says what it counts, and names files that are there."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs/seeds.md").read_text(encoding="utf-8")
+ROWS = [line.split(" | ") for line in PAGE.splitlines() if re.match(r"\| .* \| (shown|open|not offered) \| ", line)]
+PATH = re.compile(r"`((?:tests|benchmarks)/[\w/.]+)`")
+
+
+def test_each_document_has_as_many_promises_as_it_makes() -> None:
+    sections = re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]
+    counts = [sum(line.startswith("| ") and not line.startswith("| promise |") for line in part.splitlines()) for part in sections]
+    assert counts == [14, 10, 9, 21, 20]
+    assert len(ROWS) == sum(counts), "each has one of the three states"
+
+
+def test_the_counts_at_its_head_are_those_of_its_rows() -> None:
+    of = Counter(row[1] for row in ROWS)
+    assert f"**{len(ROWS)} promises: {of['shown']} shown, {of['open']} open, {of['not offered']} not offered.**" in PAGE
+    assert of["not offered"] <= 6
+
+
+def test_what_is_shown_names_a_test_or_a_figure_that_is_there() -> None:
+    for promise, state, why in (row[:3] for row in ROWS):
+        paths = PATH.findall(why)
+        assert [path for path in paths if not (ROOT / path).is_file()] == [], promise
+        assert paths or state != "shown", f"{promise}: say what shows it"
+        assert all(path == "benchmarks/RESULTS.md" or re.search(r"def test_", (ROOT / path).read_text("utf-8")) for path in paths), promise

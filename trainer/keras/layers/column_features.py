@@ -1,0 +1,222 @@
+"""ColumnFeatures, `kvemb.keras.DenseFeatures`: feature columns as a Keras layer, in TensorFlow's words.
+
+What must not live here: the meaning of columns (`trainer.columns`), tables and rules (`distributing`). Strategy: text and hashes are no
+work for a compiled step, so `preprocess` turns features into ids in the input pipeline. The layer looks these up as a
+`DistributedEmbedding` of one bag for each embedding column, and puts the blocks side by side.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Self
+
+import keras
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.errors import InvalidInputError
+from kvemb.init import Initializer
+
+from ...columns import column_kinds
+from ...columns.column_kinds import NO_ROW, BucketizedColumn, DenseColumn, EmbeddingColumn, NumericColumn, WeightedColumn
+from ...columns.column_tables import ColumnOptions, tables_of
+from ...columns.feature_values import Bags, dense_bags, list_bags
+from .distributed_embedding import DistributedEmbedding
+from .feature_configs import FeatureConfig, TableConfig, padded_bags
+
+_FIRST = {
+    "truncated_normal": "TruncatedNormal",
+    "normal": "RandomNormal",
+    "uniform": "RandomUniform",
+    "constant": "Constant",
+    "zeros": "Zeros",
+}
+_WORDS = {"std": "stddev", "low": "minval", "high": "maxval"}
+_FACTORS = "_weights"
+
+
+@keras.saving.register_keras_serializable(package="kvemb", name="DenseFeatures")
+class ColumnFeatures(DistributedEmbedding):
+    """Put together the blocks of all columns, in the order of their names, as tf.keras.layers.DenseFeatures does.
+
+    `kvemb.keras.distribute(model, cluster)` makes the tables, or opens them, and connects the layer. Features go through `preprocess`
+    first.
+
+    Args:
+        feature_columns: numeric and embedding columns (`kvemb.columns`), of distinct names.
+        optimizer: of keras.optimizers, or its name: the tables' own.
+        kwargs: of keras.layers.Layer: name, dtype, trainable.
+
+    Raises:
+        InvalidInputError: columns that cannot be used together, or first rows that Keras has no initializer for.
+
+    Example:
+        >>> from kvemb.columns import categorical_column_with_hash_bucket, embedding_column, numeric_column
+        >>> from kvemb.keras import DenseFeatures
+        >>> word = embedding_column(categorical_column_with_hash_bucket("word", 1000), 4)
+        >>> layer = DenseFeatures([word, numeric_column("price")])
+        >>> ready = layer.preprocess({"word": [["red", "apple"], []], "price": [2.5, 3.0]})
+        >>> {name: values.shape for name, values in ready.items()}
+        {'price': (2, 1), 'word_embedding': (2, 2), 'word_embedding_weights': (2, 2)}
+    """
+
+    def __init__(self, feature_columns: Iterable[DenseColumn], *, optimizer: Any = "adagrad", **kwargs: Any) -> None:
+        columns = sorted(column_kinds.checked_dense_columns(feature_columns), key=lambda column: column.name)
+        embedded = [column for column in columns if isinstance(column, EmbeddingColumn)]
+        if not embedded:
+            raise InvalidInputError("feature_columns has no embedding column: numbers need no layer")
+        configs = {
+            column.name: FeatureConfig(column.name, table, (None, None), (None, table.embedding_dim))
+            for of in tables_of(embedded, ColumnOptions(None, "sum", "float32", "float32", False))
+            for table in [_table(of.columns[0], optimizer)]
+            for column in of.columns
+        }
+        super().__init__({name: configs[name] for name in sorted(configs)}, **kwargs)
+        object.__setattr__(self, "_columns", columns)
+        object.__setattr__(self, "_optimizer", optimizer)
+
+    def preprocess(self, inputs: Any, weights: Any = None, training: bool = False) -> Any:
+        """Make features ready for the layer; in a generator, or before `fit`. It pulls nothing.
+
+        Args:
+            inputs: features by name: integers or text, [b] or [b, l], where -1 and "" are missing; lists of b values, or of b lists. Of a
+                numeric column: numbers [b] or [b, *shape]. Features that no column reads may be there.
+            weights, training: have no effect; a weighted column reads its weights from a feature.
+
+        Returns:
+            By column: ids int64 [b, n] and, under its name with "_weights", their factors float32 [b, n]; numbers float32 [b, width]. n is
+            the longest bag's length, rounded up to a power of 2, so that a step is compiled a few times only.
+
+        Raises:
+            InvalidInputError: a feature is missing, or does not fit its column, naming it.
+        """
+        ready: dict[str, NDArray[Any]] = {}
+        for column in self._columns:
+            if isinstance(column, NumericColumn):
+                ready[column.name] = _numbers(column, inputs)
+                continue
+            bags = _ids(column, inputs)
+            factors = np.ones(len(bags.values), np.float32) if bags.weights is None else bags.weights
+            n = 1 << (max(1, int(bags.lengths.max(initial=0))) - 1).bit_length()
+            filled = padded_bags(np.ones(len(factors), np.bool_), bags.lengths, n)
+            # Padding repeats an id of the batch: no other row gets a gradient, of zeros.
+            ready[column.name] = np.where(filled, padded_bags(bags.values, bags.lengths, n), bags.values[:1].sum())
+            ready[column.name + _FACTORS] = padded_bags(factors, bags.lengths, n)
+        return ready
+
+    def symbolic_inputs(self) -> dict[str, Any]:
+        """Return keras.Input for all that `preprocess` returns: the inputs of a functional model."""
+        made = {}
+        for column in self._columns:
+            if isinstance(column, NumericColumn):
+                made[column.name] = keras.Input((column.width,), name=column.name)
+            else:
+                made[column.name] = keras.Input((None,), dtype="int64", name=column.name)
+                made[column.name + _FACTORS] = keras.Input((None,), name=column.name + _FACTORS)
+        return made
+
+    def call(self, inputs: Any, weights: Any = None) -> Any:
+        """Put the blocks together.
+
+        Args:
+            inputs: the result of `preprocess`.
+            weights: None: they are among the inputs.
+
+        Returns:
+            [b, width], of the layer's compute dtype.
+
+        Raises:
+            InvalidInputError: features that did not go through `preprocess`.
+        """
+        if not isinstance(inputs, Mapping) or any(of.name + _FACTORS not in inputs for of in self.features):
+            raise InvalidInputError(f"layer {self.name!r} takes what its preprocess() returns: put it into the input pipeline")
+        rows = {of.name: self._of_table[of.table.name](inputs[of.name], weights=inputs[of.name + _FACTORS]) for of in self.features}
+        blocks = [rows[one.name] if one.name in rows else inputs[one.name] for one in self._columns]
+        return keras.ops.concatenate([keras.ops.cast(block, self.compute_dtype) for block in blocks], axis=-1)
+
+    def compute_output_spec(self, inputs: Any, weights: Any = None) -> Any:
+        """Return shape and dtype of the result."""
+        width = sum(column.width if isinstance(column, NumericColumn) else column.dimension for column in self._columns)
+        return keras.KerasTensor((keras.tree.flatten(inputs)[0].shape[0], width), dtype=self.compute_dtype)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments that make an equal layer."""
+        optimizer = keras.saving.serialize_keras_object(self._optimizer)
+        return {**keras.layers.Layer.get_config(self), "feature_columns": [_plain(one) for one in self._columns], "optimizer": optimizer}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """Make a layer that `distribute` connects."""
+        rest = dict(config)
+        columns = [_column(one) for one in rest.pop("feature_columns")]
+        return cls(columns, optimizer=keras.saving.deserialize_keras_object(rest.pop("optimizer")), **rest)
+
+
+def _table(column: EmbeddingColumn, optimizer: Any) -> TableConfig:
+    first = column.initializer
+    if first.kind not in _FIRST:
+        raise InvalidInputError(f"column {column.name!r}: Keras has no initializer {first.kind!r}; take one of {', '.join(_FIRST)}")
+    made = getattr(keras.initializers, _FIRST[first.kind])(**{_WORDS.get(name, name): value for name, value in first.params})
+    return TableConfig(column.table_name, column.source.num_buckets, column.dimension, made, optimizer, column.combiner)
+
+
+def _feature(key: str, features: Mapping[str, Any]) -> Any:
+    if not isinstance(features, Mapping) or key not in features:
+        raise InvalidInputError(f"no feature {key!r}; there are {', '.join(sorted(features))}")
+    value = features[key]
+    return value if isinstance(value, list | tuple | np.ndarray) else keras.ops.convert_to_numpy(value)
+
+
+def _numbers(column: NumericColumn, features: Mapping[str, Any]) -> NDArray[np.float32]:
+    try:
+        values = np.asarray(_feature(column.key, features), np.float32).reshape(-1, *column.shape)
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(f"feature {column.key!r} holds no numbers of shape [b, {column.width}]: {error}") from error
+    values = values if column.normalizer_fn is None else np.asarray(column.normalizer_fn(values), np.float32)
+    return values.reshape(-1, column.width)
+
+
+def _bags(key: str, features: Mapping[str, Any]) -> Bags:
+    value = _feature(key, features)
+    try:
+        return list_bags(value) if isinstance(value, list | tuple) else dense_bags(value)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"feature {key!r}: {error}") from error
+
+
+def _ids(column: EmbeddingColumn, features: Mapping[str, Any]) -> Bags:
+    """The buckets of a column's values, bag after bag, with their weights."""
+    source = column.source
+    if isinstance(source, BucketizedColumn):
+        numbers = _numbers(source.source, features)
+        return Bags(source.buckets(numbers.reshape(-1)), np.full(len(numbers), source.source.width, np.int64))
+    bags = _bags(source.key, features)
+    if isinstance(source, WeightedColumn):
+        given = _bags(source.weight_key, features)
+        if not np.array_equal(given.lengths, bags.lengths) or given.values.dtype.kind not in "iuf":
+            raise InvalidInputError(f"feature {source.weight_key!r} must hold a number for each value of feature {source.key!r}")
+        bags = Bags(bags.values, bags.lengths, given.values.astype(np.float32))
+    bags = bags.present()
+    ids = source.buckets(bags.values)
+    bags = Bags(ids, bags.lengths, bags.weights).keep(ids != NO_ROW)
+    # A value of weight 0 or less has no place in a weighted mean, as in TensorFlow.
+    return bags if bags.weights is None or column.combiner == "sum" else bags.keep(bags.weights > 0)
+
+
+def _plain(value: Any) -> Any:
+    """A column as JSON takes it: its class under "kind", its fields."""
+    if is_dataclass(value):
+        return {"kind": type(value).__name__, "fields": {one.name: _plain(getattr(value, one.name)) for one in fields(value)}}
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    return {"function": keras.saving.serialize_keras_object(value)} if callable(value) else value
+
+
+def _column(plain: Any) -> Any:
+    if isinstance(plain, list):
+        return tuple(_column(one) for one in plain)
+    if not isinstance(plain, dict):
+        return plain
+    if "function" in plain:
+        return keras.saving.deserialize_keras_object(plain["function"])
+    made = Initializer if plain["kind"] == Initializer.__name__ else getattr(column_kinds, plain["kind"])
+    return made(**{name: _column(of) for name, of in plain["fields"].items()})
