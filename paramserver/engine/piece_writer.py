@@ -4,9 +4,7 @@ A row that meets a conflict goes the same way again. What must not live here: th
 Nor which rows make a piece, how an error of storage is met, and when the index learns of it (`paramserver.engine.engine`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,7 +24,6 @@ from .storage_pace import CHANGED_BY_ANOTHER_WRITER, AheadOfIndex
 # Rows are computed in blocks of so many weights: the arrays of one step are still in the processor's cache for the next. The optimizers
 # take blocks of the same size (measured there).
 _BLOCK_WEIGHTS = 1 << 17
-_ASKED_BESIDE = 2048  # rows from which on a thread beside costs less than it spares
 
 Computed = Callable[[Sequence[PreparedRows]], None]
 """Takes a whole batch's rows and new records, none of which is stored yet; good until the next batch."""
@@ -109,8 +106,7 @@ class PieceWriter:
         """Read (see `_fetch`), compute, write once; return the rows that met a conflict."""
         self.prepared = []
         self._tables.follow(self._store.nodes.cluster_map)
-        with self._asking(todo if looks else ()):
-            fetched = self._fetch(todo, looks=looks)
+        fetched = self._fetch(todo, looks=looks)
         prepared = [self._prepare(change, rows, got) for rows, got in zip(todo, fetched, strict=True)]
         computed, self._computed = self._computed, None  # only the first round begins with all rows
         if computed is not None and all(len(one.rows.ids) == len(rows.ids) for one, rows in zip(prepared, todo, strict=True)):
@@ -122,19 +118,6 @@ class PieceWriter:
             self._keep_done(todo, fetched, change.version)
         self.prepared = prepared
         return [rows for rows in conflicts if len(rows.ids)]
-
-    @contextmanager
-    def _asking(self, todo: Sequence[CheckedRows]) -> Iterator[None]:
-        """Ask the row log for versions while the caller waits for storage: the index has them when that is done (docs/adr/0112)."""
-        asked = [(state, rows.ids) for rows in todo if not (state := self._tables.state(rows.definition)).in_memory]
-        if sum(len(ids) for _, ids in asked) < _ASKED_BESIDE:
-            yield
-            return
-        with ThreadPoolExecutor(1, "kvemb-known") as beside:
-            answers = [beside.submit(state.versions, ids, keep=True) for state, ids in asked]
-            yield
-        for answer in answers:
-            answer.result()
 
     def _fetch(self, todo: Sequence[CheckedRows], *, looks: bool = True) -> list[Fetched]:
         """Take rows from the cache, and those that it lacks from storage, all tables in one read.

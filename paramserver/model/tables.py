@@ -106,18 +106,14 @@ class TableState:
         self._index = RowIndex(order=definition.order) if known is None else known.rows
         self._kept: IndexLookup | None = None  # of the batch under way
         self._asked: IndexLookup | None = None  # the same, once the log was asked for the rows that it lacks
-        self._log, self.in_memory = log, known is None or known.in_memory  # whether the index has all rows
+        self._log, self._in_memory = log, known is None or known.in_memory  # whether the index has all rows
         self._gone = RowIndex(order=definition.order) if known is None else known.gone  # and the versions as of which they are gone
         self._published = 0 if known is None else known.published  # version up to which the log has every change
         self._lock = threading.Lock()
-        self.goes_whole = False
+        self.goes_whole = False  # set while it is dropped: erased rows may stay in storage, since its buckets are deleted in the end
         if rows is not None:
             self._index.put(*rows)
         self.n_rows = len(self._index) if known is None or known.n_rows is None else known.n_rows
-
-    def let_go(self) -> None:
-        """From now on erased rows may stay in storage: the table is being dropped, and its buckets are deleted in the end."""
-        self.goes_whole = True
 
     @property
     def index_bytes(self) -> int:
@@ -134,17 +130,13 @@ class TableState:
         if keep:
             self._kept = self._find(ids)
         versions = self._index.at(self._kept) if keep and self._kept is not None else self._index.get(ids)
-        if not self.in_memory and (self._asked is None or self._asked.ids is not ids):
+        if not self._in_memory and (self._asked is None or self._asked.ids is not ids):
             self._fill_in(ids, versions, self._gone, keep=keep)
         return versions
 
-    def count_step(self) -> None:
-        """Record one more apply. Apply thread only."""
-        self.step += 1
-
     def applied(self, ids: Ids, version: int) -> None:
         """Record that n unique rows now have this version. Apply thread only."""
-        if not self.in_memory:
+        if not self._in_memory:
             self.versions(ids, keep=True)  # afterwards the index lacks new rows alone
         found, self._kept, self._asked = self._find(ids), None, None
         self.n_applied += len(ids)
@@ -204,7 +196,7 @@ class TableState:
             return
         oldest = versions[min(len(versions) - 1, int((1 - share) * len(versions)))]
         with self._lock:
-            self.in_memory = False
+            self._in_memory = False
             self._kept = self._asked = None
             self._index.forget_up_to(min(int(oldest), self._published))
 
@@ -226,7 +218,7 @@ class TableState:
         with self._lock:
             ids, versions, next_ = self._index.portion(low, high, n_rows, above=above)
             gone = self._gone
-        if self.in_memory or 0 < self._published <= above:  # 0: all rows are asked for, and the log may have some that were taken over
+        if self._in_memory or 0 < self._published <= above:  # 0: all rows are asked for, and the log may have some that were taken over
             return ids, versions, next_
         found = [(ids, versions)]
         for logged, as_logged in self._in_log.between(self.definition, low, next_):
@@ -272,7 +264,7 @@ class TableState:
         """Return the version of each id, 0 where it does not exist: uint64 [n]. Any thread; `versions` is that of the apply thread."""
         with self._lock:
             versions, gone = self._index.get(ids), self._gone
-        if not self.in_memory:
+        if not self._in_memory:
             self._fill_in(ids, versions, gone)
         return versions
 

@@ -1,17 +1,15 @@
 """Large batches are applied in pieces: stored pieces are not tried again, and one that is too slow is tried as smaller ones."""
 
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
 
 from kvemb.config import StorageConfig
-from kvemb.errors import DeadlineExceededError, JournalDamagedError, NodeLostError, NodeUnavailableError, RecordError, StorageError
+from kvemb.errors import DeadlineExceededError, NodeLostError, NodeUnavailableError, RecordError, StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.record import make_version
-from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from paramserver.checkpoint.unconditional_writer import UnconditionalWriter
 from paramserver.engine import storage_pace
@@ -27,43 +25,6 @@ from tests.unit.lonely_engine import ALONE, NoRepair
 from tests.unit.memory_nodes import unused_nodes
 
 IDS = list(range(0, 3000, 3))
-MANY = list(range(4000))  # rows for which it pays to ask beside
-
-
-class WaitingLog:
-    """A row log that answers when storage is being read, if that happens within a moment: no row."""
-
-    def __init__(self) -> None:
-        self.read_begun, self.asked = threading.Event(), threading.Event()
-        self.n_asked = 0
-
-    def versions(self, definition: TableDef, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        assert self.read_begun.wait(10)
-        self.n_asked += len(ids)
-        self.asked.set()
-        return np.zeros(len(ids), np.uint64), np.zeros(len(ids), bool)
-
-    def between(self, definition: TableDef, low: int, high: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        yield from ()
-
-
-class ReadBesideLog(Storage):
-    """Storage that answers a read when the log was asked."""
-
-    log = WaitingLog()
-
-    def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
-        self.log.read_begun.set()
-        assert self.log.asked.wait(10)
-        return super().read(parts, deadline)
-
-
-class DamagedLog(WaitingLog):
-    """A row log with a damaged run."""
-
-    def versions(self, definition: TableDef, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        self.asked.set()
-        raise JournalDamagedError("a run is damaged")
 
 
 class SlowStorage(Storage):
@@ -92,30 +53,6 @@ class SlowStorage(Storage):
     def _in_time(self, n_rows: int) -> None:
         if n_rows > self.most_rows:
             raise DeadlineExceededError(f"{n_rows} rows do not fit into the deadline")
-
-
-def waiting_engine(log: WaitingLog) -> Engine:
-    store = ReadBesideLog(StorageConfig("memory", unused_nodes()), role="shard:0")
-    store.log = log
-    store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
-    store.open(Deadline.after(5))
-    tables = Tables([], log=log, index_bytes=0)
-    tables.state(SGD).let_leave(0)
-    tables.state(SGD).applied(np.array([1 << 40], np.uint64), 1)
-    tables.state(SGD).let_leave(0)
-    return Engine(store, tables, Timeline(1), k=0, timeout_s=30, repair=ALONE)
-
-
-def test_the_row_log_is_asked_while_storage_is_read() -> None:
-    log = WaitingLog()
-    engine = waiting_engine(log)
-    assert engine.run(Batch(APPLY, (rows(SGD, MANY),)), make_version(1, 1), never).n_existed == 0
-    assert log.n_asked == len(MANY)
-
-
-def test_a_row_log_that_cannot_be_read_ends_the_batch_with_its_own_error() -> None:
-    with pytest.raises(JournalDamagedError, match="a run is damaged"):
-        waiting_engine(DamagedLog()).run(Batch(APPLY, (rows(SGD, MANY),)), make_version(1, 1), never)
 
 
 def slow_store() -> SlowStorage:
