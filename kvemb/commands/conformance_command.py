@@ -7,14 +7,15 @@ import os
 import sys
 from importlib.util import find_spec
 
-from kvemb.commands.server_url import given_server
 from kvemb.errors import ConfigError, n_of
+from kvemb.projection.projection_target import TargetUrl
 
 
 def conformance_command(args: argparse.Namespace) -> int:
     """Examine the server; the exit code is 1 if it lacks something that is needed."""
-    server, encrypted = given_server("--conformance", args.conformance, args.password_env)
-    if encrypted:
+    url = TargetUrl.parse(args.conformance, ())
+    server = url.server(os.environ, args.password_env)
+    if url.encrypted:
         raise ConfigError("--conformance: takes redis:// alone, without encryption; which commands a server has does not depend on it")
     if find_spec("pytest") is None:
         raise ConfigError("--conformance: the contract of a store is written as tests: pip install pytest, or kvemb[dev]")

@@ -90,22 +90,35 @@ class TargetUrl:
         host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
         return TargetUrl(f"{host}:{parts.port or 6379}", parts.username, parts.scheme == "rediss", options)
 
-    def access(self, environ: Mapping[str, str], password_env: str, tls: TlsConfig | None) -> RedisAccess:
-        """Return how it is reached.
+    def server(self, environ: Mapping[str, str], password_env: str) -> StorageConfig:
+        """Return its address and credentials.
 
         Args:
             environ: the environment.
             password_env: the variable that holds the password; "" for none.
-            tls: files for rediss://; None for those of the URL, without which the authorities are trusted that the system trusts.
 
         Raises:
-            ConfigError: the variable is not set.
+            ConfigError: the variable is not set, or a user has none.
         """
         if password_env and password_env not in environ:
             raise ConfigError(f"target {self.address}: the environment variable {password_env} is not set")
+        if self.username and not password_env:
+            raise ConfigError(f"target {self.address}: user {self.username!r} has no password: name the variable that holds it")
+        return StorageConfig("redis", (self.address,), username=self.username, password=environ.get(password_env))
+
+    def access(self, environ: Mapping[str, str], password_env: str, tls: TlsConfig | None) -> RedisAccess:
+        """Return how it is reached.
+
+        Args:
+            environ, password_env: as of `server`.
+            tls: files for rediss://; None for those of the URL, without which the authorities are trusted that the system trusts.
+
+        Raises:
+            ConfigError: as of `server`.
+        """
+        storage = self.server(environ, password_env)
         if not self.encrypted and not is_loopback(self.address):
             log.warning("rows of %s travel in the clear; rediss:// encrypts them", self.address)
-        storage = StorageConfig("redis", (self.address,), username=self.username, password=environ.get(password_env))
         files = TlsConfig(**{name: self.options.get(name) for name in _TLS_FILES}) if tls is None else tls
         return RedisAccess(storage, connector_of(files if self.encrypted else None))
 

@@ -13,11 +13,11 @@ import redis
 from matrix import one_of
 from nutcracker import running_nutcracker
 
-from kvemb.commands.server_url import given_server
 from kvemb.errors import ConfigError
 from kvemb.local_cluster.processes import LocalProcess, accepts, free_ports
 from kvemb.local_cluster.storage_servers import find_server
 from kvemb.net.deadline import Deadline
+from kvemb.projection.projection_target import TargetUrl
 from kvemb.stores.redis_server.acl_users import SHARD
 from kvemb.testing.conformance import COSTS, PROBES
 from kvemb.testing.scratch_nodes import PREFIX
@@ -216,7 +216,10 @@ def test_every_command_that_a_shard_may_send_is_tried() -> None:
     assert {command.partition("|")[0] for command in SHARD.commands} - tried - elsewhere == set()
     assert all(probe.costs for probe in PROBES)
     assert all(COSTS.values())
-    assert given_server("--to", "redis://10.0.0.1", "")[0].nodes == ("10.0.0.1:6379",)
+    url = TargetUrl.parse("redis://10.0.0.1")
+    assert url.server({}, "").nodes == ("10.0.0.1:6379",)
     assert PREFIX.startswith("kvemb:"), "users of `kvemb acl` may write no other keys"
     with pytest.raises(ConfigError, match="KVEMB_TEST_UNSET"):
-        given_server("--to", "redis://10.0.0.1", "KVEMB_TEST_UNSET")
+        url.server({}, "KVEMB_TEST_UNSET")
+    with pytest.raises(ConfigError, match="user 'serving' has no password"):
+        TargetUrl.parse("redis://serving@10.0.0.1").server({}, "")
