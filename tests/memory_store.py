@@ -95,7 +95,7 @@ def memory_node(address: str) -> MemoryNode:
 
 
 class MemoryNodes(StoreNodes):
-    """The nodes, as facet of the store and as a repair sees them (`NodeLinks`)."""
+    """The nodes, as facet of the store and as a repair sees them (`NodeLinks` and its view)."""
 
     placements = ()
 
@@ -113,6 +113,10 @@ class MemoryNodes(StoreNodes):
     @property
     def cluster_map(self) -> ClusterMap:
         return self.map
+
+    @property
+    def view(self) -> "MemoryNodes":
+        return self
 
     def stats(self, deadline: Deadline) -> list[NodeStats]:
         if self.closed:
@@ -239,7 +243,7 @@ class MemoryStore(Store, StoreRows):
         self.rows = self
         self.nodes = MemoryNodes(config.nodes, self._fence)
         self.values = MemoryValues(self.nodes)
-        marked = MarkedMemory(cast(NodeLinks, self.nodes), cast(NodeServer, None), self._fence)
+        marked = MarkedMemory(cast(NodeLinks, self.nodes), cast(NodeServer, self.nodes), self._fence)
         self.repair = StoreRepair(marked, MemoryBatches(self), self._fence, lambda: self.nodes.map)
 
     @property

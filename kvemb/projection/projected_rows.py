@@ -85,7 +85,7 @@ class _OneHash(BucketKeys):
     def encode(self) -> NDArray[np.uint8]:
         return np.full(len(self.ids), np.void(self.key)).view(np.uint8).reshape(-1, len(self.key))
 
-    def _some(self, rows: slice | NDArray[np.intp]) -> "_OneHash":
+    def __getitem__(self, rows: slice | NDArray[np.intp]) -> "_OneHash":
         return _OneHash(b"", self.ids[rows], 1, name=self.name, compact=True, key=self.key)
 
 
