@@ -36,6 +36,10 @@ class PullTimes:
         self.counted = False
         self._lock, self._tables = ForkLock(), dict[str, BucketCounts]()
 
+    def count(self) -> None:
+        """Count from now on."""
+        self.counted = True
+
     def add(self, requests: Sequence[PullRequest], took_s: float) -> None:
         """Count a pull that took so long; one that fails is not counted."""
         with self._lock:
@@ -136,7 +140,7 @@ class TrainerMetrics:
     @staticmethod
     def of(cluster: str, shared: SharedConnection) -> TrainerMetrics:
         """Return the collector of a connection, whose pulls are timed from now on."""
-        shared.pull_times.counted = True
+        shared.pull_times.count()
         return TrainerMetrics(cluster, shared)
 
     def collect(self) -> Iterable[Metric]:

@@ -173,7 +173,7 @@ class Committer:
     def _commit(self, group: Sequence[Work]) -> None:
         for at, work in enumerate(group, 1):
             if isinstance(work, EvictionWork):
-                work.unchanged = self._unchanged(work.rows, [rows for one in group[at:] for rows in _rows_of(one)])
+                work.decide(self._unchanged(work.rows, [rows for one in group[at:] for rows in _rows_of(one)]))
             self._group.append(self._append(work))
         self._ingest.state.trouble.until_there_is_room(self._fenced_log.commit, self.thread.wait)
         self._ingest.outcomes.journaled(group)

@@ -167,7 +167,7 @@ class Engine:
             n_pieces += 1
             self.rows_applied += sum(len(rows.ids) for rows in piece)
         for rows in batch.tables if batch.kind == APPLY else ():
-            self._tables.state(rows.definition).step += 1
+            self._tables.state(rows.definition).count_step()
         self.k = split_version(change.version)[1]
         return Applied(self.k, n_existed, [] if n_pieces > 1 else self._writer.prepared)
 

@@ -71,7 +71,7 @@ class Attendance:
                 self._record(trainer, granted[0])
             except JournalFullError as error:
                 raise ShardUnavailableError(f"a hello cannot be answered now: {error}") from error
-            session.recorded = True
+            session.record()
         return granted
 
     def first_step(self, trainer: str) -> int:

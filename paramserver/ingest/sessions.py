@@ -103,6 +103,10 @@ class Session:
         self.bytes_waiting += push.size_bytes
         return push
 
+    def record(self) -> None:
+        """Record that the last hello is in the journal."""
+        self.recorded = True
+
     def give_up_incomplete(self, reason: dict[str, str]) -> None:
         """Give up an incomplete push; its sequences are free again."""
         self.last_sequence -= len(self.incomplete)

@@ -264,7 +264,7 @@ def _sum(named: list[tuple[CheckedRows, PartTicket]], n_members: int, held_back:
     if (held := held_back(definition, groups)) is not None:
         ids, grads, left_out = ids[~held], grads[~held], held[groups.inverse]  # left_out: bool [m]
         for some, ticket in named:
-            ticket.held_back += int(np.count_nonzero(left_out[: len(some.ids)]))
+            ticket.hold_back(int(np.count_nonzero(left_out[: len(some.ids)])))
             left_out = left_out[len(some.ids) :]
     if definition.reduce == "mean" and n_members > 1:
         grads = grads / np.float32(n_members)

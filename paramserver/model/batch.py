@@ -75,6 +75,10 @@ class PartTicket:
     released: bool = False
     held_back: int = 0
 
+    def hold_back(self, n_ids: int) -> None:
+        """Count ids that were held back."""
+        self.held_back += n_ids
+
     def answer(self, sink: Sink) -> None:
         """Tell a sink the present state, and later ones as they come: "accepted" when the push is in the journal, then the outcome."""
         if self.accepted:
@@ -181,10 +185,14 @@ class EvictionWork(RowsWork):
     """An erase of rows by their table's policy: of those alone that no batch has changed since they were chosen.
 
     The committer finds them when the batch is numbered, before it is journaled; so a replay has no choice. `rows.versions` are the versions
-    as of the choice. `unchanged`, bool [n], says which of the rows are erased.
+    as of the choice.
     """
 
     unchanged: NDArray[np.bool_] | None = None
+
+    def decide(self, unchanged: NDArray[np.bool_]) -> None:
+        """Record which of the rows are erased: bool [n]."""
+        self.unchanged = unchanged
 
     @property
     def rows_left(self) -> CheckedRows:

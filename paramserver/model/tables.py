@@ -110,10 +110,14 @@ class TableState:
         self._gone = RowIndex(order=definition.order) if known is None else known.gone  # and the versions as of which they are gone
         self._published = 0 if known is None else known.published  # version up to which the log has every change
         self._lock = threading.Lock()
-        self.goes_whole = False  # set while it is dropped: erased rows may stay in storage, since its buckets are deleted in the end
+        self.goes_whole = False
         if rows is not None:
             self._index.put(*rows)
         self.n_rows = len(self._index) if known is None or known.n_rows is None else known.n_rows
+
+    def let_go(self) -> None:
+        """From now on erased rows may stay in storage: the table is being dropped, and its buckets are deleted in the end."""
+        self.goes_whole = True
 
     @property
     def index_bytes(self) -> int:
@@ -133,6 +137,10 @@ class TableState:
         if not self._in_memory and (self._asked is None or self._asked.ids is not ids):
             self._fill_in(ids, versions, self._gone, keep=keep)
         return versions
+
+    def count_step(self) -> None:
+        """Record one more apply. Apply thread only."""
+        self.step += 1
 
     def applied(self, ids: Ids, version: int) -> None:
         """Record that n unique rows now have this version. Apply thread only."""

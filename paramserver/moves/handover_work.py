@@ -148,10 +148,10 @@ class HandoverWork(PhaseWork):
             n_behind = sum(len(one.ids) for one in behind)
             if not n_behind or (n_before and not _FEW_ROWS < n_behind < _LESS * n_before):
                 return  # trainers wait while the rest is read: it is small, or another round would not make it smaller
-            progress.n_rows += n_behind
+            progress.expect(n_behind)
             n_before = n_behind
             for n_rows in self._taker.read_ahead(behind):
-                progress.rows += n_rows
+                progress.gone_through(n_rows)
                 yield 0.0
 
     def _hold(self, cluster_map: ClusterMap, progress: PhaseProgress) -> Iterator[float]:
@@ -160,7 +160,7 @@ class HandoverWork(PhaseWork):
             while steps.phase == UNKNOWN:
                 self._never = _STARTED_ANEW
                 yield _RETRY_S
-            progress.step = steps.last
+            progress.hold_at(steps.last)
 
     def _come_to_last_step(self, cluster_map: ClusterMap) -> Iterator[float]:
         while (steps := self._steps_of(cluster_map)) is not None and steps.phase != AT_LAST:

@@ -38,6 +38,18 @@ class PhaseProgress:
     step: int = 0
     done: bool = False
 
+    def expect(self, n_rows: int) -> None:
+        """So many rows more are to be gone through."""
+        self.n_rows += n_rows
+
+    def gone_through(self, n_rows: int) -> None:
+        """So many rows more are done."""
+        self.rows += n_rows
+
+    def hold_at(self, step: int) -> None:
+        """All hold behind this step."""
+        self.step = step
+
 
 class PhaseWork(ABC):
     """A shard's work in the phases of one kind of plan."""

@@ -73,7 +73,7 @@ class SlotMover(PhaseWork):
         assert other is not None
         copies = plan.phase == MOVING
         for _, ids in self._listed(other.slots):
-            progress.n_rows += len(ids)
+            progress.expect(len(ids))
             yield 0.0
         bytes_per_s = plan.max_bytes_per_s / len(cluster_map.shard_numbers)
         there = self._access.by(other)
@@ -85,7 +85,7 @@ class SlotMover(PhaseWork):
                 if not copies:
                     there.erase(state.definition, some)
                     self._figures.erased += len(some)
-                progress.rows += len(some)
+                progress.gone_through(len(some))
                 yield n_bytes / bytes_per_s if bytes_per_s else 0.0
 
     def _listed(self, slots: NDArray[np.bool_]) -> Iterator[tuple[TableState, Ids]]:

@@ -262,7 +262,7 @@ class Runs:
                     continue
                 with dropped_on_error(self.in_order(table.definition, merged([run], forget_up_to=0))) as writers:
                     new += [one for writer in writers if (one := writer.finish()) is not None]
-            self._saved.now = self._saved.now.with_table(replace(table, runs=tuple(new)))  # written by the next `replace`
+            self._saved.assume(self._saved.now.with_table(replace(table, runs=tuple(new))))
         self.view = self._viewed()
 
     def close(self) -> None:

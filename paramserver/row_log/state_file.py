@@ -135,6 +135,10 @@ class SavedState:
     def __init__(self, data: DataDir, now: ShardState, still_ours: Callable[[], None] = lambda: None) -> None:
         self._data, self.now, self._still_ours = data, now, still_ours
 
+    def assume(self, state: ShardState) -> None:
+        """Go on from a state that says the same in another form, which the next `replace` writes."""
+        self.now = state
+
     def replace(self, state: ShardState) -> None:
         """Put another state in its place, durably.
 

@@ -101,7 +101,7 @@ class TableChanging:
         parts.ingest.backlog.flush(deadline, table=definition.key)
         state = parts.tables.state(definition)
         if parts.registry.deletes_whole(definition):
-            state.goes_whole = True
+            state.let_go()
         ids, n_erased = state.page(0, _PORTION), 0
         if len(ids):
             with suppress(SlotsMovedError):  # slots changed their shard in between: the client asks again
