@@ -113,12 +113,11 @@ class Model:
         """
         inputs = {name: np.asarray(value) for name, value in {**ids, **others}.items()}
         deadline = Deadline.of_caller(self._client.timeout_s if timeout_ms is None else timeout_ms / 1e3)
+        rows = self._client.source.now()
         try:
-            rows = self._client.source.now()
             answer = self._answer(rows, inputs, timeout_ms)
         except UnknownViewError as error:  # it was dropped meanwhile
-            self._client.source.again(error, deadline)
-            rows = self._client.source.now()
+            rows = self._client.source.again(rows, error, deadline)
             answer = self._answer(rows, inputs, 1e3 * max(deadline.remaining_s(), 1e-3))
         return (answer, rows.view) if return_view else answer
 
