@@ -106,7 +106,8 @@ class TargetUrl:
         if not self.encrypted and not is_loopback(self.address):
             log.warning("rows of %s travel in the clear; rediss:// encrypts them", self.address)
         storage = StorageConfig("redis", (self.address,), username=self.username, password=environ.get(password_env))
-        files = TlsConfig(**{name: self.options.get(name) for name in _TLS_FILES}) if tls is None else tls
+        ca, cert, key = map(self.options.get, _TLS_FILES)
+        files = TlsConfig(ca, cert, key) if tls is None else tls
         return RedisAccess(storage, connector_of(files if self.encrypted else None))
 
 

@@ -110,7 +110,7 @@ class ViewSource:
         self._timeout_s = timeout_s
         self._lock, self._closed, self._waiting = ForkLock(), threading.Event(), WhyWaiting()
         self._pid, self._thread = 0, threading.Thread()  # none looks yet
-        self.before_use: list[Callable[[RowSet], None]] = []
+        self.before_use: list[Callable[[RowSet], object]] = []
         """Each is called with a set before it is used; what it raises keeps the set before in use."""
         self._set = self._opened(Deadline.after(timeout_s))
 

@@ -9,6 +9,7 @@ import json
 import os
 import threading
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -192,7 +193,6 @@ def _loaded(name: str, content: bytes, inputs: Mapping[str, str] | None) -> _Par
     if name.endswith(".onnx"):
         return _Part(_OnnxProgram(content), inputs)
     if name.endswith(".pt2"):
-        from kvemb.torch import DenseProgram  # only who serves such a part has torch
-
-        return _Part(DenseProgram(content), inputs)
+        bridge: Any = import_module("kvemb.torch")  # only who serves such a part has torch
+        return _Part(bridge.DenseProgram(content), inputs)
     raise ConfigError(f"the dense file {name!r} ends in neither .onnx nor .pt2, which say how it is run")
