@@ -79,8 +79,8 @@ class TargetUrl:
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
         if parts.scheme not in ("redis", "rediss") or not parts.hostname or parts.path.strip("/") or parts.password is not None:
             raise ConfigError(
-                "a target is redis://[USER@]HOST:PORT, or rediss:// for TLS, without a path; a password is given by the name of an "
-                "environment variable that holds it (--password-env, or ?password_env= of a reader)"
+                "a target is redis://[USER@]HOST:PORT, or rediss:// for TLS, without a path; --password-env names the environment variable "
+                "that holds a password, or in a reader's URL ?password_env="
             )
         allowed = [name for name in allowed if parts.scheme == "rediss" or name not in _TLS_FILES]
         if unknown := sorted(options.keys() - set(allowed)):
@@ -119,7 +119,8 @@ class TargetUrl:
         storage = self.server(environ, password_env)
         if not self.encrypted and not is_loopback(self.address):
             log.warning("rows of %s travel in the clear; rediss:// encrypts them", self.address)
-        files = TlsConfig(**{name: self.options.get(name) for name in _TLS_FILES}) if tls is None else tls
+        ca, cert, key = map(self.options.get, _TLS_FILES)
+        files = TlsConfig(ca, cert, key) if tls is None else tls
         return RedisAccess(storage, connector_of(files if self.encrypted else None))
 
 

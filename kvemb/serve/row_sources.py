@@ -23,7 +23,7 @@ from kvemb.schema.table_def import TableDef
 from kvemb.serve.feed_follower import FeedFollower
 from kvemb.serve.served_tables import ServedTables
 
-_LOOK_S = 0.1  # between two looks at which view is in use
+_LOOK_S, _PAUSE_S = 0.1, 1.0  # between two looks at which view is in use; after one that failed
 _JOIN_S = 5.0
 log = logging.getLogger("kvemb")
 
@@ -78,8 +78,8 @@ class ClusterSource:
             self._follower.start()
         return self._set
 
-    def again(self, error: UnknownViewError, deadline: Deadline) -> None:
-        """Find other rows, since those that `now` gave are not there any more; raise the error where there are none."""
+    def again(self, gone: RowSet, error: UnknownViewError, deadline: Deadline) -> RowSet:
+        """Return other rows, since these are not there any more; raise the error where there are none."""
         raise error
 
     def wait(self, timeout_s: float) -> None:
@@ -110,7 +110,7 @@ class ViewSource:
         self._timeout_s = timeout_s
         self._lock, self._closed, self._waiting = ForkLock(), threading.Event(), WhyWaiting()
         self._pid, self._thread = 0, threading.Thread()  # none looks yet
-        self.before_use: list[Callable[[RowSet], None]] = []
+        self.before_use: list[Callable[[RowSet], object]] = []
         """Each is called with a set before it is used; what it raises keeps the set before in use."""
         self._set = self._opened(Deadline.after(timeout_s))
 
@@ -126,15 +126,15 @@ class ViewSource:
                     self._pid = os.getpid()
         return self._set
 
-    def again(self, error: UnknownViewError, deadline: Deadline) -> None:
-        """Find other rows, since those that `now` gave are not there any more; raise the error where there are none."""
-        before = self._set
+    def again(self, gone: RowSet, error: UnknownViewError, deadline: Deadline) -> RowSet:
+        """Return other rows, since these are not there any more; raise the error where there are none."""
         try:
             self._look(deadline)
         except UnknownViewError:
             raise error from None
-        if self._set is before:
+        if self._set is gone:
             raise error
+        return self._set
 
     def wait(self, timeout_s: float) -> None:
         """Wait, unless it is closed."""
@@ -148,11 +148,14 @@ class ViewSource:
         self._reader.close()
 
     def _follow(self) -> None:
-        while not self._closed.wait(_LOOK_S):
+        pause_s = _LOOK_S
+        while not self._closed.wait(pause_s):
             try:
                 self._look(Deadline.after(self._timeout_s))
                 self._waiting.over()
+                pause_s = _LOOK_S
             except Exception as error:  # also of those who are called before a set is used
+                pause_s = _PAUSE_S
                 if not self._closed.is_set() and self._waiting.is_news(str(error)):
                     level = logging.WARNING if isinstance(error, KvembError) else logging.ERROR
                     log.log(level, "look-ups stay with view %r: %s: %s", self._set.view, type(error).__name__, error)

@@ -9,6 +9,7 @@ import json
 import os
 import threading
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -113,12 +114,11 @@ class Model:
         """
         inputs = {name: np.asarray(value) for name, value in {**ids, **others}.items()}
         deadline = Deadline.of_caller(self._client.timeout_s if timeout_ms is None else timeout_ms / 1e3)
+        rows = self._client.source.now()
         try:
-            rows = self._client.source.now()
             answer = self._answer(rows, inputs, timeout_ms)
         except UnknownViewError as error:  # it was dropped meanwhile
-            self._client.source.again(error, deadline)
-            rows = self._client.source.now()
+            rows = self._client.source.again(rows, error, deadline)
             answer = self._answer(rows, inputs, 1e3 * max(deadline.remaining_s(), 1e-3))
         return (answer, rows.view) if return_view else answer
 
@@ -193,7 +193,6 @@ def _loaded(name: str, content: bytes, inputs: Mapping[str, str] | None) -> _Par
     if name.endswith(".onnx"):
         return _Part(_OnnxProgram(content), inputs)
     if name.endswith(".pt2"):
-        from kvemb.torch import DenseProgram  # only who serves such a part has torch
-
-        return _Part(DenseProgram(content), inputs)
+        bridge: Any = import_module("kvemb.torch")  # only who serves such a part has torch
+        return _Part(bridge.DenseProgram(content), inputs)
     raise ConfigError(f"the dense file {name!r} ends in neither .onnx nor .pt2, which say how it is run")

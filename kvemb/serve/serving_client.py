@@ -191,8 +191,7 @@ class ServingClient:
         try:
             found = self.lookup_in(rows, ids, return_sources=return_sources, timeout_ms=timeout_ms)
         except UnknownViewError as error:  # it was dropped meanwhile
-            self.source.again(error, deadline)
-            rows, left_ms = self.source.now(), 1e3 * max(deadline.remaining_s(), 1e-3)
+            rows, left_ms = self.source.again(rows, error, deadline), 1e3 * max(deadline.remaining_s(), 1e-3)
             found = self.lookup_in(rows, ids, return_sources=return_sources, timeout_ms=left_ms)
         return (found, rows.view) if return_view else found
 
