@@ -5,8 +5,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -77,7 +77,7 @@ def _export(table: kvemb.Table, value: float, file: Path) -> None:
     import torch
     from torch import nn
 
-    from kvemb.torch import Embedding, export_dense
+    from trainer.torch import Embedding, export_dense
 
     class Tower(nn.Module):
         def __init__(self) -> None:
@@ -127,12 +127,12 @@ def _measured(options: argparse.Namespace) -> Section:
     return Section(setup, lines=[Line("switch and back", figures)])
 
 
-def _reach(readers: list[_Reader], running: list[object], name: str) -> None:
+def _reach(readers: list[_Reader], running: "Sequence[Future[None]]", name: str) -> None:
     deadline_s = time.monotonic() + _PATIENCE_S
     while any(reader.view != name for reader in readers):
         for one in running:
-            if one.done():  # type: ignore[attr-defined]
-                one.result()  # type: ignore[attr-defined]
+            if one.done():
+                one.result()
         if time.monotonic() > deadline_s:
             raise KvembError(f"benchmarks switch: not every reader has come to {name}")
         time.sleep(0.001)

@@ -42,7 +42,8 @@ from kvemb.wire.resp.resp_value import Value
 PREFIX = "kvemb:"
 _MARKER = "kvemb:marker"  # of a storage node
 _TIMEOUT_S = 30.0  # of one exchange
-_READER_OPTIONS = ("view", "password_env", "ca")
+_TLS_FILES = ("ca", "cert", "key")
+_READER_OPTIONS = ("view", "password_env", *_TLS_FILES)
 log = logging.getLogger("kvemb")
 
 
@@ -54,7 +55,7 @@ class TargetUrl:
         address: "host:port".
         username: None for the default user.
         encrypted: whether it is rediss://.
-        options: of a reader's URL, behind "?": `view`, `password_env`, `ca`.
+        options: of a reader's URL, behind "?": `view`, `password_env`, and of rediss:// `ca`, `cert`, `key`.
 
     Example:
         >>> url = TargetUrl.parse("redis://serving@10.1.0.1/?view=v12")
@@ -81,6 +82,7 @@ class TargetUrl:
                 "a target is redis://[USER@]HOST:PORT, or rediss:// for TLS, without a path; a password is given by the name of an "
                 "environment variable that holds it (--password-env, or ?password_env= of a reader)"
             )
+        allowed = [name for name in allowed if parts.scheme == "rediss" or name not in _TLS_FILES]
         if unknown := sorted(options.keys() - set(allowed)):
             raise ConfigError(
                 f"target {parts.hostname}: its URL has the option {unknown[0]!r}; it may have: {', '.join(allowed) or 'none'}"
@@ -94,7 +96,7 @@ class TargetUrl:
         Args:
             environ: the environment.
             password_env: the variable that holds the password; "" for none.
-            tls: files for rediss://; None for the authorities that the system trusts.
+            tls: files for rediss://; None for those of the URL, without which the authorities are trusted that the system trusts.
 
         Raises:
             ConfigError: the variable is not set.
@@ -104,7 +106,9 @@ class TargetUrl:
         if not self.encrypted and not is_loopback(self.address):
             log.warning("rows of %s travel in the clear; rediss:// encrypts them", self.address)
         storage = StorageConfig("redis", (self.address,), username=self.username, password=environ.get(password_env))
-        return RedisAccess(storage, connector_of((tls or TlsConfig()) if self.encrypted else None))
+        ca, cert, key = map(self.options.get, _TLS_FILES)
+        files = TlsConfig(ca, cert, key) if tls is None else tls
+        return RedisAccess(storage, connector_of(files if self.encrypted else None))
 
 
 class ProjectionTarget:

@@ -7,7 +7,6 @@ switch from one view to another is one attribute that is set. What must not live
 import logging
 import os
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +23,7 @@ from kvemb.schema.table_def import TableDef
 from kvemb.serve.feed_follower import FeedFollower
 from kvemb.serve.served_tables import ServedTables
 
-_LOOK_S = 0.1  # between two looks at which view is in use
+_LOOK_S, _PAUSE_S = 0.1, 1.0  # between two looks at which view is in use; after one that failed
 _JOIN_S = 5.0
 log = logging.getLogger("kvemb")
 
@@ -53,33 +52,7 @@ class RowSet:
         return "" if self.projected is None else self.projected.name
 
 
-class ServingSource(ABC):
-    """One set of rows at a time.
-
-    Attributes:
-        name: of the cluster, or the target's address.
-    """
-
-    name: str
-
-    @abstractmethod
-    def now(self) -> RowSet:
-        """Return the rows for a look-up that begins now."""
-
-    @abstractmethod
-    def again(self, error: UnknownViewError) -> None:
-        """Find other rows, since those that `now` gave are not there any more; raise the error where there are none."""
-
-    @abstractmethod
-    def wait(self, timeout_s: float) -> None:
-        """Wait, unless it is closed."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End threads and connections. Idempotent."""
-
-
-class ClusterSource(ServingSource):
+class ClusterSource:
     """The rows of a cluster, as they are now; with the first look-up of a process the feed is followed.
 
     Args:
@@ -93,6 +66,7 @@ class ClusterSource(ServingSource):
         self._follower, self._pid, self._lock = FeedFollower(cluster, tables), os.getpid(), ForkLock()
 
     def now(self) -> RowSet:
+        """Return the rows for a look-up that begins now."""
         if os.getpid() != self._pid:  # a forked child begins with nothing
             with self._lock:
                 if os.getpid() != self._pid:
@@ -104,40 +78,44 @@ class ClusterSource(ServingSource):
             self._follower.start()
         return self._set
 
-    def again(self, error: UnknownViewError) -> None:
+    def again(self, gone: RowSet, error: UnknownViewError, deadline: Deadline) -> RowSet:
+        """Return other rows, since these are not there any more; raise the error where there are none."""
         raise error
 
     def wait(self, timeout_s: float) -> None:
+        """Wait, unless it is closed."""
         self._follower.wait(timeout_s)
 
     def close(self) -> None:
+        """End threads and connections. Idempotent."""
         self._follower.close()
         self._cluster.close()
 
 
-class ViewSource(ServingSource):
+class ViewSource:
     """The rows of one view, or of whichever is in use; with the first look-up of a process a thread looks which one that is.
 
     Args:
         reader: of the target; closed with this.
         wanted: name of the view; "" to follow the one in use.
         new_tables: makes what is kept of one view.
-        deadline: of finding the view.
+        timeout_s: of looking which view it is, and of opening it.
 
     Raises:
         UnknownViewError, StorageError: as `ProjectionReader.open`.
     """
 
-    def __init__(self, reader: ProjectionReader, wanted: str, new_tables: Callable[[], ServedTables], deadline: Deadline) -> None:
+    def __init__(self, reader: ProjectionReader, wanted: str, new_tables: Callable[[], ServedTables], timeout_s: float) -> None:
         self.name, self._reader, self._wanted, self._new_tables = reader.address, reader, wanted, new_tables
-        self._timeout_s = deadline.timeout_s
+        self._timeout_s = timeout_s
         self._lock, self._closed, self._waiting = ForkLock(), threading.Event(), WhyWaiting()
         self._pid, self._thread = 0, threading.Thread()  # none looks yet
-        self.before_use: list[Callable[[RowSet], None]] = []
+        self.before_use: list[Callable[[RowSet], object]] = []
         """Each is called with a set before it is used; what it raises keeps the set before in use."""
-        self._set = self._opened(deadline)
+        self._set = self._opened(Deadline.after(timeout_s))
 
     def now(self) -> RowSet:
+        """Return the rows for a look-up that begins now."""
         if os.getpid() != self._pid:
             with self._lock:
                 if os.getpid() != self._pid:
@@ -148,37 +126,42 @@ class ViewSource(ServingSource):
                     self._pid = os.getpid()
         return self._set
 
-    def again(self, error: UnknownViewError) -> None:
-        before = self._set
+    def again(self, gone: RowSet, error: UnknownViewError, deadline: Deadline) -> RowSet:
+        """Return other rows, since these are not there any more; raise the error where there are none."""
         try:
-            self._look()
+            self._look(deadline)
         except UnknownViewError:
             raise error from None
-        if self._set is before:
+        if self._set is gone:
             raise error
+        return self._set
 
     def wait(self, timeout_s: float) -> None:
+        """Wait, unless it is closed."""
         self._closed.wait(timeout_s)
 
     def close(self) -> None:
+        """End threads and connections. Idempotent."""
         self._closed.set()
         if self._thread.ident is not None and self._pid == os.getpid():
             self._thread.join(_JOIN_S)
         self._reader.close()
 
     def _follow(self) -> None:
-        while not self._closed.wait(_LOOK_S):
+        pause_s = _LOOK_S
+        while not self._closed.wait(pause_s):
             try:
-                self._look()
+                self._look(Deadline.after(self._timeout_s))
                 self._waiting.over()
+                pause_s = _LOOK_S
             except Exception as error:  # also of those who are called before a set is used
+                pause_s = _PAUSE_S
                 if not self._closed.is_set() and self._waiting.is_news(str(error)):
                     level = logging.WARNING if isinstance(error, KvembError) else logging.ERROR
                     log.log(level, "look-ups stay with view %r: %s: %s", self._set.view, type(error).__name__, error)
 
-    def _look(self) -> None:
+    def _look(self, deadline: Deadline) -> None:
         """See whether the rows are still the ones that are wanted; otherwise bring those into use."""
-        deadline = Deadline.after(self._timeout_s)
         with self._lock:
             projected = self._set.projected
             if projected is None or not self._reader.wants(self._wanted, projected, deadline):
@@ -196,3 +179,7 @@ class ViewSource(ServingSource):
         if projected.view is not None:
             tables.follow(0.0)  # its rows never change: what is kept is good for ever
         return RowSet(tables, projected.definition, projected.pull, projected)
+
+
+ServingSource = ClusterSource | ViewSource
+"""What a serving client is given."""

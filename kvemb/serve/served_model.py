@@ -9,6 +9,7 @@ import json
 import os
 import threading
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,13 +29,44 @@ _ONNX_DTYPES = {"float": "float32", "double": "float64"}  # others are named as 
 
 
 class _Program(Protocol):
-    """A dense part: `kvemb.torch.DenseProgram`, or one of ONNX."""
+    """A program: `kvemb.torch.DenseProgram`, which describes the attributes, or one of ONNX."""
 
-    rows: dict[str, str]
+    about: dict[str, Any]
     inputs: set[str] | None
 
-    def asked(self, inputs: _Arrays) -> _Arrays: ...
-    def run(self, inputs: _Arrays, rows: _Arrays) -> Any: ...
+    def computed(self, inputs: _Arrays) -> _Arrays: ...
+    def run(self, inputs: _Arrays) -> Any: ...
+
+
+class _Part:
+    """A program, and which of its inputs take rows of which table.
+
+    Args:
+        program: loaded.
+        inputs: by name of an input of rows its table, where the program does not tell.
+
+    Raises:
+        ConfigError: `inputs` is missing, or not needed, or names an input that there is not.
+    """
+
+    def __init__(self, program: _Program, inputs: Mapping[str, str] | None) -> None:
+        about, all_inputs = program.about, program.inputs
+        if (inputs is None) != bool(about):
+            what = "names its inputs of rows itself; leave `inputs` out" if about else "does not say which inputs take rows; give `inputs`"
+            raise ConfigError(f"the dense file {what}")
+        told = about["rows"] if about else {name: {"table": table, "ids": name} for name, table in (inputs or {}).items()}
+        if all_inputs is not None and not told.keys() <= all_inputs:
+            raise ConfigError(f"the dense file has the inputs {sorted(all_inputs)}; `inputs` names {sorted(told)}")
+        self.program, self.tables = program, {name: one["table"] for name, one in told.items()}
+        self._given = {name: one["ids"] for name, one in told.items() if one["ids"]}
+        self._callers = set(about["inputs"]) if about else all_inputs
+
+    def asked(self, inputs: _Arrays) -> _Arrays:
+        """Return the ids of each input of rows. Raises InvalidInputError: an input is missing, or there is no such."""
+        wanted = set(self.tables) if self._callers is None else self._callers
+        if not wanted <= inputs.keys() or (self._callers is not None and not inputs.keys() <= wanted):
+            raise InvalidInputError(f"the dense part has the inputs {sorted(wanted)}; got {sorted(inputs)}")
+        return {name: inputs[ids] for name, ids in self._given.items()} | self.program.computed(inputs)
 
 
 class Model:
@@ -53,13 +85,13 @@ class Model:
 
     def __init__(self, client: ServingClient, dense: str | os.PathLike[str] | None = None, inputs: Mapping[str, str] | None = None) -> None:
         self._client, self._inputs = client, inputs
-        self._lock, self._of_views = threading.Lock(), dict[View, _Program]()
+        self._lock, self._of_views = threading.Lock(), dict[View, _Part]()
         self._fixed = None if dense is None else _loaded(os.fspath(dense), _content(dense), inputs)
         if self._fixed is None:
             if not isinstance(client.source, ViewSource):
                 raise ConfigError("Model: give the path of the dense part; only a view has one of its own")
-            self._program(client.source.now())
-            client.source.before_use.append(self._program)
+            self._part(client.source.now())
+            client.source.before_use.append(self._part)
 
     def __call__(
         self, ids: Mapping[str, ArrayLike], /, *, return_view: bool = False, timeout_ms: float | None = None, **others: ArrayLike
@@ -81,25 +113,20 @@ class Model:
             StorageError: as of `ServingClient.lookup`.
         """
         inputs = {name: np.asarray(value) for name, value in {**ids, **others}.items()}
-        deadline = None if timeout_ms is None else Deadline.of_caller(timeout_ms / 1e3)
+        deadline = Deadline.of_caller(self._client.timeout_s if timeout_ms is None else timeout_ms / 1e3)
+        rows = self._client.source.now()
         try:
-            rows = self._client.source.now()
             answer = self._answer(rows, inputs, timeout_ms)
         except UnknownViewError as error:  # it was dropped meanwhile
-            self._client.source.again(error)
-            rows = self._client.source.now()
-            answer = self._answer(rows, inputs, None if deadline is None else 1e3 * max(deadline.remaining_s(), 1e-3))
+            rows = self._client.source.again(rows, error, deadline)
+            answer = self._answer(rows, inputs, 1e3 * max(deadline.remaining_s(), 1e-3))
         return (answer, rows.view) if return_view else answer
 
     def _answer(self, rows: RowSet, inputs: _Arrays, timeout_ms: float | None) -> Any:
-        program = self._program(rows)
-        if program.inputs is not None and program.inputs != inputs.keys():
-            raise InvalidInputError(f"the dense part has the inputs {sorted(program.inputs)}; got {sorted(inputs)}")
-        if program.inputs is None and not program.rows.keys() <= inputs.keys():
-            raise InvalidInputError(f"the dense part takes rows for {sorted(program.rows)}; give ids for each, got {sorted(inputs)}")
-        asked = program.asked(inputs)
+        part = self._part(rows)
+        asked = part.asked(inputs)
         by_table: dict[str, list[str]] = {}
-        for name, table in program.rows.items():
+        for name, table in part.tables.items():
             by_table.setdefault(table, []).append(name)
         wanted = {table: np.concatenate([asked[name].reshape(-1) for name in names]) for table, names in by_table.items()}
         found = self._client.lookup_in(rows, wanted, timeout_ms=timeout_ms)
@@ -108,9 +135,9 @@ class Model:
             ends = np.cumsum([asked[name].size for name in names])
             for name, some in zip(names, np.split(found[table], ends[:-1]), strict=True):
                 given[name] = some.reshape(*asked[name].shape, some.shape[1])
-        return program.run(inputs, given)
+        return part.program.run({**inputs, **given})
 
-    def _program(self, rows: RowSet) -> _Program:
+    def _part(self, rows: RowSet) -> _Part:
         """Return the dense part that goes with rows; load it if that was not done."""
         if self._fixed is not None:
             return self._fixed
@@ -132,7 +159,7 @@ class Model:
 class _OnnxProgram:
     """A dense part of ONNX. Thread-safe."""
 
-    def __init__(self, content: bytes, inputs: Mapping[str, str] | None) -> None:
+    def __init__(self, content: bytes) -> None:
         try:
             import onnxruntime
         except ImportError as error:
@@ -141,24 +168,17 @@ class _OnnxProgram:
             self._session = onnxruntime.InferenceSession(content)
         except Exception as error:  # its own are of many kinds
             raise ConfigError(f"the dense file is no ONNX model that this onnxruntime runs: {error}") from error
-        about = json.loads(self._session.get_modelmeta().custom_metadata_map.get("kvemb", "{}"))
-        if (inputs is None) != bool(about):
-            reason = (
-                "names its inputs of rows itself; leave `inputs` out" if about else "does not say which inputs take rows; give `inputs`"
-            )
-            raise ConfigError(f"the dense file {reason}")
-        self._ids = {name: one["ids"] for name, one in about["rows"].items()} if about else {name: name for name in inputs or {}}
-        self.rows = dict(inputs or {name: one["table"] for name, one in about["rows"].items()})
-        self._dtypes = {one.name: one.type.removeprefix("tensor(").removesuffix(")") for one in self._session.get_inputs()}
-        self.inputs = set(about["inputs"]) if about else set(self._dtypes)
+        self.about: dict[str, Any] = json.loads(self._session.get_modelmeta().custom_metadata_map.get("kvemb", "{}"))
+        types = {one.name: one.type.removeprefix("tensor(").removesuffix(")") for one in self._session.get_inputs()}
+        self._dtypes = {name: _ONNX_DTYPES.get(dtype, dtype) for name, dtype in types.items()}
+        self.inputs: set[str] | None = set(self._dtypes)
 
-    def asked(self, inputs: _Arrays) -> _Arrays:
-        return {name: inputs[ids] for name, ids in self._ids.items()}
+    def computed(self, inputs: _Arrays) -> _Arrays:
+        return {}
 
-    def run(self, inputs: _Arrays, rows: _Arrays) -> Any:
-        fed = {name: value for name, value in {**inputs, **rows}.items() if name in self._dtypes}
-        typed = {name: np.asarray(value, _ONNX_DTYPES.get(self._dtypes[name], self._dtypes[name])) for name, value in fed.items()}
-        found = self._session.run(None, typed)
+    def run(self, inputs: _Arrays) -> Any:
+        taken = {name: np.asarray(inputs[name], dtype) for name, dtype in self._dtypes.items()}  # ids that only look rows up are none
+        found = self._session.run(None, taken)
         return found[0] if len(found) == 1 else tuple(found)
 
 
@@ -169,12 +189,10 @@ def _content(path: str | os.PathLike[str]) -> bytes:
         raise ConfigError(f"the dense file {path} cannot be read: {error.strerror}") from error
 
 
-def _loaded(name: str, content: bytes, inputs: Mapping[str, str] | None) -> _Program:
+def _loaded(name: str, content: bytes, inputs: Mapping[str, str] | None) -> _Part:
     if name.endswith(".onnx"):
-        return _OnnxProgram(content, inputs)
+        return _Part(_OnnxProgram(content), inputs)
     if name.endswith(".pt2"):
-        from kvemb.torch import DenseProgram  # only who serves such a part has torch
-
-        program: _Program = DenseProgram(content, inputs)
-        return program
+        bridge: Any = import_module("kvemb.torch")  # only who serves such a part has torch
+        return _Part(bridge.DenseProgram(content), inputs)
     raise ConfigError(f"the dense file {name!r} ends in neither .onnx nor .pt2, which say how it is run")

@@ -25,7 +25,6 @@ from kvemb.arrays.hashing import mix64
 from kvemb.arrays.ids import normalize, unique
 from kvemb.errors import ClosedError, InvalidInputError, StorageError, UnknownViewError
 from kvemb.net.deadline import Deadline, WhyWaiting
-from kvemb.net.tls_config import TlsConfig
 from kvemb.process import ForkLock
 from kvemb.process.metrics import SECONDS, BucketCounts, MetricFamilies
 from kvemb.projection.projection_reader import ProjectionReader
@@ -41,7 +40,7 @@ log = logging.getLogger("kvemb")
 _Begun = tuple[RowSet, list[RowsFound], list[tuple[int, ...]], Deadline]
 """A look-up under way: which rows, each table's share, the shape of its ids, and until when."""
 _LONGEST_MS = 1e9
-_TARGET_TIMEOUT_S = 5.0  # unless given; that of clusters is storage.timeout_s
+_TARGET_TIMEOUT_S = 5.0  # what storage.timeout_s is for clusters
 
 
 class MeanOf:
@@ -70,12 +69,14 @@ def connect(
     """Open a cluster to serve its rows; needs storage, and no parameter server. See docs/serve.md.
 
     Args:
-        source: as of `kvemb.connect`. With TLS between clients and shards its certificate needs the role `reader`, for the feed.
+        source: as of `kvemb.connect`. With TLS between clients and shards its certificate needs the role `reader`, for the feed. Or
+            redis://HOST:PORT of a projection's target, which is read in the cluster's place; with `?view=NAME` always this view.
         cache_mb: memory for rows, of each table that is looked up; 0: none is kept.
         filter_mb: memory for filters of ids that exist, 2 to 2.5 bytes an id, of all tables; a table whose filter would have less than a
             byte for each has none. 0: none is built.
         max_age_ms: how old a cached row may be where no feed is followed.
-        timeout_ms: of each look-up; storage.timeout_s unless given, which is also that of connecting and of opening a table.
+        timeout_ms: of each look-up; storage.timeout_s unless given, which is also that of connecting and of opening a table. 5 s of a
+            target.
         degraded: the answer where storage does not give one in time. "cached": rows of the cache, however old; where an id has none, the
             storage's error is raised. "default": these ids get the table's rule for unknown ids.
         unknown: by table, what an id without a row gets; "initializer" unless given.
@@ -83,6 +84,7 @@ def connect(
     Raises:
         InvalidInputError: an option is out of range.
         ConfigError, StorageError: as of `kvemb.connect`.
+        UnknownViewError: the target has no such view, or none in use and no projection.
 
     Example:
         >>> import kvemb.serve
@@ -105,7 +107,7 @@ def connect(
     rows: ServingSource
     if isinstance(source, str) and re.match("rediss?://", source):
         timeout_s = _TARGET_TIMEOUT_S if timeout_ms is None else timeout_ms / 1e3
-        rows = _rows_of_target(source, lambda: ServedTables(cache_mb, 0, max_age_ms / 1e3), Deadline.of_caller(timeout_s))
+        rows = _rows_of_target(source, lambda: ServedTables(cache_mb, 0, max_age_ms / 1e3))
     else:
         cluster = connect_cluster(source, read_only=True)
         timeout_s = cluster.config.storage.timeout_s if timeout_ms is None else timeout_ms / 1e3
@@ -113,12 +115,11 @@ def connect(
     return ServingClient(rows, timeout_s=timeout_s, defaults=degraded == "default", unknown=dict(unknown or {}))
 
 
-def _rows_of_target(source: str, new_tables: Callable[[], ServedTables], deadline: Deadline) -> ViewSource:
+def _rows_of_target(source: str, new_tables: Callable[[], ServedTables]) -> ViewSource:
     url = TargetUrl.parse(source)
-    tls = TlsConfig(ca=url.options["ca"]) if "ca" in url.options else None
-    reader = ProjectionReader(url.address, url.access(os.environ, url.options.get("password_env", ""), tls))
+    reader = ProjectionReader(url.address, url.access(os.environ, url.options.get("password_env", ""), None))
     try:
-        return ViewSource(reader, url.options.get("view", ""), new_tables, deadline)
+        return ViewSource(reader, url.options.get("view", ""), new_tables, _TARGET_TIMEOUT_S)
     except BaseException:
         reader.close()
         raise
@@ -137,7 +138,7 @@ class ServingClient:
     def __init__(self, source: ServingSource, *, timeout_s: float, defaults: bool, unknown: Mapping[str, UnknownRule]) -> None:
         self.source = source
         """Where the rows come from."""
-        self._timeout_s, self._defaults, self._unknown = timeout_s, defaults, unknown
+        self.timeout_s, self._defaults, self._unknown = timeout_s, defaults, unknown
         self._lock, self._waiting, self._closed = ForkLock(), WhyWaiting(), False
         self._counts: dict[str, NDArray[np.int64]] = {}  # of each table the ids by source, and last those that storage was asked for
         self._took_s, self._ages_s = BucketCounts(SECONDS), BucketCounts(SECONDS)
@@ -190,12 +191,11 @@ class ServingClient:
         Returns:
             By table what `lookup` returns; with `return_view` (that, name).
         """
-        rows, deadline = self.source.now(), Deadline.of_caller(self._timeout_s if timeout_ms is None else timeout_ms / 1e3)
+        rows, deadline = self.source.now(), Deadline.of_caller(self.timeout_s if timeout_ms is None else timeout_ms / 1e3)
         try:
             found = self.lookup_in(rows, ids, return_sources=return_sources, timeout_ms=timeout_ms)
         except UnknownViewError as error:  # it was dropped meanwhile
-            self.source.again(error)
-            rows, left_ms = self.source.now(), 1e3 * max(deadline.remaining_s(), 1e-3)
+            rows, left_ms = self.source.again(rows, error, deadline), 1e3 * max(deadline.remaining_s(), 1e-3)
             found = self.lookup_in(rows, ids, return_sources=return_sources, timeout_ms=left_ms)
         return (found, rows.view) if return_view else found
 
@@ -261,7 +261,7 @@ class ServingClient:
         if self._closed:
             raise ClosedError("this serving client was closed; kvemb.serve.connect(source) opens another one")
         begun_s = time.monotonic()
-        deadline = Deadline.of_caller(self._timeout_s if timeout_ms is None else timeout_ms / 1e3)
+        deadline = Deadline.of_caller(self.timeout_s if timeout_ms is None else timeout_ms / 1e3)
         parts, shapes = [], []
         for name, wanted in ids.items():
             served = rows.tables.by_name.get(name) or self._open(rows, name)

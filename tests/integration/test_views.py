@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlencode
 
 import numpy as np
 import pytest
 import redis
+import yaml
 from matrix import one_of
 
 import kvemb
@@ -30,6 +32,7 @@ from kvemb.projection.projection_target import TargetUrl
 from kvemb.projection.views import BUILDING, COMPLETE, DROPPING, TargetViews, ViewList
 from kvemb.serve import ServedFrom
 from tests.integration.counting_trainers import PATIENCE_S, wait_for
+from tests.integration.tls_storage import TlsNodes, TlsServer
 
 DIMS = {"user": 4, "item": 8}
 IDS = np.arange(2000)
@@ -146,7 +149,7 @@ def test_the_same_command_again_is_the_same_view_and_another_content_is_refused(
     assert "no projection that `kvemb publish` maintains" in ended(on.started("use", "live"), 1)
     with pytest.raises(UnknownViewError, match="there are: v1"):
         kvemb.serve.connect(f"{on.url}/?view=v2")
-    with pytest.raises(ConfigError, match="it may have: view, password_env, ca"):
+    with pytest.raises(ConfigError, match=r"it may have: view, password_env$"):
         kvemb.serve.connect(f"{on.url}/?vew=v2")
 
 
@@ -158,6 +161,33 @@ def test_a_target_with_a_password_is_read_by_the_name_of_its_variable(on: Viewed
         assert values_of(client.lookup_tables({"user": IDS, "item": IDS})) == {1.0}
     with pytest.raises(ConfigError, match="the environment variable NOWHERE is not set"):
         kvemb.serve.connect(f"{on.url}/?view=v1&password_env=NOWHERE")
+
+
+def test_a_target_is_written_and_read_over_tls(require_server: Callable[[str], str], tmp_path: Path) -> None:
+    require_server("redis-server")
+    nodes = TlsNodes("redis", 1, tmp_path)
+    try:
+        (server,) = nodes.servers
+        assert isinstance(server, TlsServer)
+        with LocalCluster("valkey", memory_mb=64) as local, kvemb.connect(local.url) as cluster:
+            on = Viewed(local, cluster, server)
+            on.create("v1", 1.0)
+            on.views.use("v1")
+            files = {"ca": nodes.tls.ca, "cert": nodes.tls.cert, "key": nodes.tls.key}
+            url = f"rediss://{server.tls_address}/"
+            with kvemb.serve.connect(f"{url}?{urlencode(files)}") as client:
+                assert values_of(client.lookup_tables({"user": IDS, "item": IDS})) == {1.0}
+            with pytest.raises(StorageError):  # an authority that the system does not trust
+                kvemb.serve.connect(url)
+            with pytest.raises(ConfigError, match="has the option 'ca'"):
+                kvemb.serve.connect(f"{on.url}?ca={nodes.tls.ca}")
+            tree = yaml.safe_load(local.config_path.read_text(encoding="utf-8"))
+            tree["storage"]["tls"] = files
+            local.config_path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+            on.url = f"rediss://{server.tls_address}"
+            assert "view v1: tables" in ended(on.started("list", "--config", str(local.config_path)))
+    finally:
+        nodes.close()
 
 
 # --- readers ------------------------------------------------------------------------------------------------------------------------

@@ -94,48 +94,41 @@ def export_dense(model: nn.Module, inputs: Mapping[str, Tensor], file: str | os.
 
 
 class DenseProgram:
-    """A dense part in the format of torch.export. Thread-safe.
+    """A dense part in the format of torch.export, which need not be of `export_dense`. Thread-safe.
 
     Args:
         content: of the file.
-        inputs: of a file that `export_dense` has not written: by name of an input that takes rows, the table.
+
+    Attributes:
+        about: what `export_dense` notes: "inputs", the caller's, with their dtypes; "rows", by name of an input of rows its "table" and the
+            input that its "ids" are, "" where they are computed. Empty for other files, which are called by keywords.
+        inputs: all names; None where they are not known.
 
     Raises:
-        ConfigError: it is no such file, or `inputs` is missing, or not needed.
+        ConfigError: it is no such file.
     """
 
-    def __init__(self, content: bytes, inputs: Mapping[str, str] | None) -> None:
+    def __init__(self, content: bytes) -> None:
         more = {_ABOUT: ""}
         self._module = _loaded(content, more)
-        about = json.loads(more[_ABOUT]) if more[_ABOUT] else {}
-        if (inputs is None) != bool(about):
-            what = "names its inputs of rows itself; leave `inputs` out" if about else "does not say which inputs take rows; give `inputs`"
-            raise ConfigError(f"the dense file {what}")
-        self.rows = dict(inputs or {name: one["table"] for name, one in about["rows"].items()})
-        """By name of each input of rows, its table."""
-        self._dtypes: dict[str, str] = about.get("inputs", {})
-        self._given = {name: one["ids"] for name, one in about["rows"].items()} if about else {name: name for name in self.rows}
-        self._by_keyword = not about
-        computing = base64.b64decode(about.get("computing", ""))
+        self.about: dict[str, Any] = json.loads(more[_ABOUT] or "{}")
+        self._dtypes: dict[str, str] = self.about.get("inputs", {})
+        self.inputs: set[str] | None = {*self._dtypes, *self.about["rows"]} if self.about else None
+        computing = base64.b64decode(self.about.get("computing", ""))
         self._computing = _loaded(computing, {}) if computing else None
-        self.inputs = set(self._dtypes) or None
-        """Names of the caller's inputs; None where any are taken."""
 
-    def asked(self, inputs: _Arrays) -> _Arrays:
-        """Return the ids of each input of rows."""
+    def computed(self, inputs: _Arrays) -> _Arrays:
+        """Return the ids of each input of rows that the part computes."""
         if self._computing is None:
-            return {name: inputs[ids] for name, ids in self._given.items()}
+            return {}
         with torch.no_grad():
             return {name: ids.numpy() for name, ids in self._computing(self._tensors(inputs)).items()}
 
-    def run(self, inputs: _Arrays, rows: _Arrays) -> Any:
-        """Return what the program computes, its tensors as arrays."""
-        if self._by_keyword:
-            tensors = self._tensors({name: value for name, value in inputs.items() if name not in rows} | rows)
-            with torch.no_grad():
-                return _as_arrays(self._module(**tensors))
+    def run(self, inputs: _Arrays) -> Any:
+        """Return what the program makes of its inputs, rows among them; its tensors as arrays."""
+        tensors = self._tensors(inputs)
         with torch.no_grad():
-            return _as_arrays(self._module(self._tensors(inputs) | self._tensors(rows)))
+            return _as_arrays(self._module(tensors) if self.about else self._module(**tensors))
 
     def _tensors(self, arrays: _Arrays) -> dict[str, Tensor]:
         return {name: torch.tensor(np.asarray(value, self._dtypes.get(name))) for name, value in arrays.items()}
