@@ -20,19 +20,22 @@ import kvemb.init
 import kvemb.optim
 import kvemb.serve
 from benchmarks import peers
+from benchmarks.feature_store import feast_rows
 from benchmarks.ids import row_ids
 from benchmarks.measure import Contender, Spread, Turn, run_rounds
 from benchmarks.options import positive, whole
+from benchmarks.peers import PeerAbsentError
 from benchmarks.report import Line, Report, Section
 from kvemb.api.table import Table
 from kvemb.errors import KvembError
 from kvemb.local_cluster import LocalCluster
 from kvemb.serve import ServingClient
 
-PARTS = ("freshness", "cached", "uncached", "threads", "unseen")
+PARTS = ("freshness", "cached", "uncached", "threads", "unseen", "feast")
 LOOKUP_IDS, CACHED_SHARE = 512, 0.95
 _TRAINED_IDS = 2000  # of one push of the training beside
 _PROBE = np.arange(10) + (1 << 40)
+_FEAST_ROWS = 50_000
 _READY_S, _ASSIGNED_AT_ONCE, _SET_AT_ONCE = 120.0, 50_000, 10_000
 
 
@@ -44,8 +47,9 @@ def serve(options: argparse.Namespace) -> Report:
     it was sent. On Redis and memcached. cached: look-ups of 512 ids of which 95 % are in the cache, and no training. uncached: look-ups
     of 26 and 512 ids that storage is asked for, without a cache and with one that has none of them, in turn with redis-py's (hiredis) MGET
     of as many values of the same size and one numpy.frombuffer over them, call by call. threads: four threads look up without a cache,
-    beside redis-benchmark (C). unseen: a million ids without a row; of how many is storage asked? Read: times are of single calls in
-    µs: of each round p10, which says what a quiet machine would take, p50 and p99, and of these medians with (smallest..largest).
+    beside redis-benchmark (C). unseen: a million ids without a row; of how many is storage asked? feast: look-ups of 512 ids without a
+    cache, in turn with those of Feast's online store of the same rows on the same server, where it is installed. Read: times are of single
+    calls in µs: of each round p10, which says what a quiet machine would take, p50 and p99, and of these medians with (smallest..largest).
     """
     sections = []
     if "freshness" in options.parts:
@@ -56,6 +60,7 @@ def serve(options: argparse.Namespace) -> Report:
         "uncached": _uncached,
         "threads": _threads,
         "unseen": _unseen,
+        "feast": _feast,
     }
     for part in [part for part in parts if part in options.parts]:
         with _filled("redis", options) as (table, local):
@@ -240,6 +245,37 @@ def _unseen(table: Table, local: LocalCluster, options: argparse.Namespace) -> S
     }
     lines = [Line(f"{options.unseen} ids", figures | _percentiles([took]) | {"target": ">= 98 %"})]
     return Section({"part": "unseen", "store": "redis", "dim": options.dim, "rows": options.rows}, lines=lines)
+
+
+def _feast(table: Table, local: LocalCluster, options: argparse.Namespace) -> Section:
+    rng, lines, notes = np.random.default_rng(5), list[Line](), list[str]()
+    positions = np.arange(min(options.rows, _FEAST_ROWS))
+    ids = row_ids(positions) >> np.uint64(1)  # Feast's are signed
+    rows = rng.normal(size=(len(ids), options.dim)).astype(np.float32)
+    table.assign(ids, rows)
+    try:
+        with (
+            kvemb.serve.connect(local.url, cache_mb=0, filter_mb=0) as client,
+            feast_rows(local.servers[0].port, ids.astype(np.int64), rows) as theirs,
+        ):
+            rounds: list[list[list[float]]] = []
+            for _ in range(options.repeats + 1):
+                took: list[list[float]] = [[], []]
+                for _ in range(max(1, options.calls // 20)):
+                    some = rng.integers(0, len(ids), LOOKUP_IDS)
+                    calls = (partial(client.lookup, "bench", ids[some]), partial(theirs, ids[some].astype(np.int64)))
+                    for mine, call in zip(took, calls, strict=True):
+                        mine.append(_timed(call))
+                    _require(all(np.array_equal(call(), rows[some]) for call in calls), "rows differ")
+                rounds.append(took)
+        for number, name in enumerate(("ours, no cache", "Feast")):
+            ratio = Spread.of([sum(took[1]) / sum(took[number]) for took in rounds[1:]])
+            rate = Spread.of([1e6 * LOOKUP_IDS * len(took[number]) / sum(took[number]) for took in rounds[1:]])
+            figures = {"rows/s": rate} | _percentiles([took[number] for took in rounds[1:]]) | {"rows/s / Feast": ratio}
+            lines.append(Line(f"{LOOKUP_IDS} ids: {name}", figures | {"target": "–" if number else ">= 5"}))
+    except PeerAbsentError as absent:
+        notes.append(f"Peer skipped: {absent}")
+    return Section({"part": "feast", "store": "redis", "dim": options.dim, "rows": len(ids)}, lines=lines, notes=notes)
 
 
 @contextmanager

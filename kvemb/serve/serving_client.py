@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvemb.api.connector import connect as connect_cluster
 from kvemb.arrays.hashing import mix64
 from kvemb.arrays.ids import normalize, unique
-from kvemb.errors import InvalidInputError, StorageError, UnknownViewError
+from kvemb.errors import ClosedError, InvalidInputError, StorageError, UnknownViewError
 from kvemb.net.deadline import Deadline, WhyWaiting
 from kvemb.process import ForkLock
 from kvemb.process.metrics import SECONDS, BucketCounts, MetricFamilies
@@ -48,6 +48,8 @@ class MeanOf:
 
     def __init__(self, ids: ArrayLike) -> None:
         self.ids = np.array(ids).reshape(-1)
+        if not len(self.ids):
+            raise InvalidInputError("MeanOf: there is no id to take the mean of; name one at least")
 
 
 UnknownRule = Literal["initializer", "zeros"] | MeanOf | ArrayLike
@@ -100,6 +102,8 @@ def connect(
     for name, value in (("cache_mb", cache_mb), ("filter_mb", filter_mb), ("max_age_ms", max_age_ms)):
         if not 0 <= value <= _LONGEST_MS:
             raise InvalidInputError(f"{name} is {value!r}; give a number from 0 to {_LONGEST_MS:g}")
+    if timeout_ms is not None and not 0 < timeout_ms <= _LONGEST_MS:
+        raise InvalidInputError(f"timeout_ms is {timeout_ms!r}; give a number above 0, up to {_LONGEST_MS:g}")
     rows: ServingSource
     if isinstance(source, str) and re.match("rediss?://", source):
         timeout_s = _TARGET_TIMEOUT_S if timeout_ms is None else timeout_ms / 1e3
@@ -135,7 +139,7 @@ class ServingClient:
         self.source = source
         """Where the rows come from."""
         self.timeout_s, self._defaults, self._unknown = timeout_s, defaults, unknown
-        self._lock, self._waiting = ForkLock(), WhyWaiting()
+        self._lock, self._waiting, self._closed = ForkLock(), WhyWaiting(), False
         self._counts: dict[str, NDArray[np.int64]] = {}  # of each table the ids by source, and last those that storage was asked for
         self._took_s, self._ages_s = BucketCounts(SECONDS), BucketCounts(SECONDS)
 
@@ -242,6 +246,7 @@ class ServingClient:
 
     def close(self) -> None:
         """End the feed and close every connection. Idempotent."""
+        self._closed = True
         self.source.close()
 
     def __enter__(self) -> ServingClient:
@@ -253,6 +258,8 @@ class ServingClient:
     # --- one look-up -----------------------------------------------------------------------------------------------------------------
 
     def _begin(self, rows: RowSet, ids: Mapping[str, ArrayLike], timeout_ms: float | None) -> _Begun:
+        if self._closed:
+            raise ClosedError("this serving client was closed; kvemb.serve.connect(source) opens another one")
         begun_s = time.monotonic()
         deadline = Deadline.of_caller(self.timeout_s if timeout_ms is None else timeout_ms / 1e3)
         parts, shapes = [], []

@@ -26,7 +26,7 @@ import kvemb.evict
 import kvemb.init
 import kvemb.optim
 import kvemb.serve
-from kvemb.errors import AccessDeniedError, InvalidInputError, NodeUnavailableError, StorageError, UnknownTableError
+from kvemb.errors import AccessDeniedError, ClosedError, InvalidInputError, NodeUnavailableError, StorageError, UnknownTableError
 from kvemb.local_cluster import LocalCluster
 from kvemb.schema.cluster_map import equal_runs
 from kvemb.schema.slots import N_SLOTS
@@ -322,9 +322,22 @@ def test_each_table_has_a_rule_for_ids_without_a_row(local: LocalCluster) -> Non
                 assert client.wait_ready(PATIENCE_S)
         with kvemb.serve.connect(local.url, unknown={"a": [1.0]}) as client, pytest.raises(InvalidInputError, match="rule for unknown ids"):
             client.lookup("a", [1])
-    for wrong in ({"degraded": "perhaps"}, {"cache_mb": -1}, {"max_age_ms": float("nan")}):
+    for wrong in ({"degraded": "perhaps"}, {"cache_mb": -1}, {"max_age_ms": float("nan")}, {"timeout_ms": 0}):
         with pytest.raises(InvalidInputError, match=next(iter(wrong))):
             kvemb.serve.connect(local.url, **wrong)
+    with pytest.raises(InvalidInputError, match="no id"):
+        kvemb.serve.MeanOf([])
+
+
+def test_a_closed_client_answers_nothing_not_even_from_its_cache(local: LocalCluster) -> None:
+    with trained(local):
+        client = kvemb.serve.connect(local.url, max_age_ms=NEVER_MS)
+        client.lookup("t", IDS)
+        client.close()
+        client.close()
+        for look_up in (lambda: client.lookup("t", IDS), lambda: asyncio.run(client.lookup_async("t", IDS))):
+            with pytest.raises(ClosedError, match=r"kvemb\.serve\.connect"):
+                look_up()
 
 
 def test_any_number_of_threads_and_tasks_look_up(local: LocalCluster) -> None:
