@@ -13,7 +13,6 @@ from kvemb.coordination.shard_notes import ShardNote
 from kvemb.coordination.shard_owners import newest_owner, owner_name
 from kvemb.errors import ClosedError, FencedError, JournalFullError, KvembError, NodeLostError, StorageError, UnsafeNodeError
 from kvemb.net.deadline import Deadline
-from kvemb.schema.record import make_version
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
 
@@ -84,7 +83,7 @@ class Shard:
         sync, timeout_s, engine = parts.config.servers.mode == "sync", parts.config.storage.timeout_s, parts.engine
         self.fenced = False
         look = threading.Event()  # at map and reports: set where they have changed
-        rows = GivenRows(parts.tables, lambda: make_version(engine.epoch, engine.k))
+        rows = GivenRows(parts.tables, lambda: engine.version)
         offers = SlotOffers(store.nodes, rows, parts.shard, lambda: engine.epoch, parts.ingest.attendance.members)
         self._moved = MoveFigures()
         self._events = FeedEvents(parts.shard, parts.fenced_log, self._mark, parts.maps, data, parts.claim.require)
@@ -290,7 +289,7 @@ class Shard:
         read = from_storage(self._store, parts.config.storage.timeout_s)
         return FlushSchedule(
             parts.fenced_log,
-            LogFlush(parts.runs, parts.tables, read, lambda: make_version(parts.engine.epoch, parts.engine.k)),
+            LogFlush(parts.runs, parts.tables, read, lambda: parts.engine.version),
             parts.tables,
             state=lambda position: state_of(parts, position),
             max_bytes=parts.config.servers.journal_max_mb << 20,
