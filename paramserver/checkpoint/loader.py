@@ -185,7 +185,7 @@ class Loader:
 
     def _flush(self, parts: ShardParts) -> None:
         """Bring the row log up to the journal's end, so that no table needs the journal."""
-        end, applied = parts.fenced_log.journal.end, make_version(parts.engine.epoch, parts.engine.k)
+        end, applied = parts.fenced_log.journal.end, parts.engine.version
         flush = LogFlush(parts.runs, parts.tables, from_storage(self._store, self._timeout_s), lambda: applied)
         for _ in flush.steps(lambda: state_of(parts, end)):
             pass

@@ -155,7 +155,12 @@ class Engine:
 
     def rise(self, epoch: int, k: int) -> None:
         """Go on in a higher epoch, in which all batches behind k are numbered. Between batches, apply thread only."""
-        self._timeline.rise(epoch, k)
+        self._timeline.rise(epoch, k, self.k)
+
+    @property
+    def version(self) -> int:
+        """Of the last batch applied, or below: every row that a later batch writes has a higher one, also a batch of the epoch before."""
+        return self._timeline.version(self.k)
 
     def _run(self, change: Change, batch: Batch, pause: Pause, between: Callable[[], None]) -> Applied:
         left, n_existed, n_pieces = list(batch.tables), 0, 0

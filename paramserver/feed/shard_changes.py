@@ -102,7 +102,7 @@ class ShardChanges:
             raise ShardUnavailableError(f"shard {self._parts.shard}: {self._registry.unfinished}; ask again")
         if start == NOW:
             self._k, self._at = self._mark.now
-            self._epoch, (self._serial, _) = engine.epoch, self._events.told
+            self._epoch, (self._serial, _) = split_version(engine.version)[0], self._events.told
             return None
         if start == START or (start == POSITION and not (self._k or self._at.segment)):
             self._foreign_until = self._mark.now[0]

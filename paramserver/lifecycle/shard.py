@@ -14,7 +14,6 @@ from kvemb.coordination.shard_notes import ShardNote
 from kvemb.coordination.shard_owners import newest_owner, owner_name
 from kvemb.errors import ClosedError, FencedError, JournalFullError, KvembError, NodeLostError, StorageError, UnsafeNodeError
 from kvemb.net.deadline import Deadline
-from kvemb.schema.record import make_version
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
 
@@ -86,7 +85,7 @@ class Shard:
         self.fenced = False
         self._shards = AllShards.of(parts.config.servers, store.nodes)
         look = threading.Event()  # at map and reports: set where they have changed
-        rows = GivenRows(parts.tables, lambda: make_version(engine.epoch, engine.k))
+        rows = GivenRows(parts.tables, lambda: engine.version)
         offers = SlotOffers(store.nodes, rows, parts.shard, lambda: engine.epoch, parts.ingest.attendance.members)
         self._moved = MoveFigures()
         self._events = FeedEvents(parts.shard, parts.fenced_log, self._mark, parts.maps, data, parts.claim.require)
@@ -292,7 +291,7 @@ class Shard:
         read = from_storage(self._store, parts.config.storage.timeout_s)
         return FlushSchedule(
             parts.fenced_log,
-            LogFlush(parts.runs, parts.tables, read, lambda: make_version(parts.engine.epoch, parts.engine.k)),
+            LogFlush(parts.runs, parts.tables, read, lambda: parts.engine.version),
             parts.tables,
             state=lambda position: state_of(parts, position),
             max_bytes=parts.config.servers.journal_max_mb << 20,

@@ -12,7 +12,7 @@ journal to its end, at batch k, no row can have a higher number from an earlier 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvemb.arrays.rounding import round_nearest, round_stochastic
 from kvemb.arrays.row_index import END, RowIndex
 from kvemb.errors import FencedError, JournalBehindError, LostRowError
-from kvemb.schema.record import MAX_K, split_version
+from kvemb.schema.record import MAX_K, make_version, split_version
 from kvemb.schema.table_def import TableDef
 
 from .batch import ASSIGN, CheckedRows
@@ -49,10 +49,16 @@ class Timeline:
     k: int = MAX_K
     where: str = "this shard's journal"
     roll_back: bool = False
+    _before: int = field(default=0, init=False)  # the epoch of batches up to k that are still to be applied; 0: there are none
 
-    def rise(self, epoch: int, k: int) -> None:
-        """Go on in a higher epoch; no batch above k was numbered before. Apply thread only."""
+    def rise(self, epoch: int, k: int, applied: int) -> None:
+        """Go on in a higher epoch; no batch above k was numbered before, none behind `applied` is applied yet. Apply thread only."""
+        self._before = self._before if self._before and applied < self.k else self.epoch
         self.epoch, self.k = epoch, k
+
+    def version(self, k: int) -> int:
+        """Return the version of batch k, the last one applied, or a lower one: those behind it, perhaps of the epoch before, are above."""
+        return make_version(self._before if self._before and k < self.k else self.epoch, k)
 
     def refuse_lost(self, definition: TableDef, ids: NDArray[np.uint64], stored: NDArray[np.uint64], known: NDArray[np.uint64]) -> None:
         """Refuse rows that only a batch which is missing in the journal can have written.

@@ -117,7 +117,7 @@ class Chaos:
             self.report.verdict = self._run.finish()
             self.report.followed = self._followers.finish()
         except (KvembError, OSError) as error:
-            self.report.trouble = self.report.trouble or f"nothing could be verified: {type(error).__name__}: {error}"
+            self.report.trouble += f"\nnot all could be verified: {type(error).__name__}: {error}"
         if not self.report.kept:
             self.report.trouble += f"\n{self._run.last_words()}\n{self._followers.last_words()}"
         self.report.n_ended = self._followers.n_ended

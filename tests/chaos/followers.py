@@ -146,7 +146,7 @@ class Followers:
             code = process.poll()
             if code is None:
                 continue
-            if name != PUBLISHER or code != 1:
+            if name != PUBLISHER or not process.log_tail().splitlines()[-1].startswith("  kvemb publish: "):
                 raise LocalProcessError(f"{name} ended with exit code {code}:\n{process.log_tail()}")
             self.n_ended += 1
             self.start(name)

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import redis
@@ -96,7 +96,8 @@ class ProjectionReader:
             found = self._client.hgetall(chance.choice(self._keys))
         except (redis.RedisError, KeyError):  # it is down, or has nothing yet
             return 0
-        rows = {row: np.frombuffer(value, np.float32) for row, value in found.items() if row != b"-"}
+        raw = cast("dict[bytes, bytes]", found)  # as this client gives them
+        rows = {row: np.frombuffer(value, np.float32) for row, value in raw.items() if row != b"-"}
         bad = sum(bool((now < self._seen[row]).any()) for row, now in rows.items() if row in self._seen)
         self._seen.update(rows)
         return bad

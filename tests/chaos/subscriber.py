@@ -64,20 +64,20 @@ class HeardFile:
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        self.position: Mapping[str, Sequence[int]] = {}
+        self.position: Mapping[int, Sequence[int]] = {}
         """Of the last entry; {} where the feed is to begin at the start."""
         whole = 0
         for entry, end in entries(path):
-            self.position, whole = entry["position"], end
+            self.position, whole = {int(shard): at for shard, at in entry["position"].items()}, end
         os.ftruncate(self._fd, whole)
         os.lseek(self._fd, whole, os.SEEK_SET)
 
     def note(self, event: HeardEvent, position: Mapping[int, Sequence[int]]) -> None:
         """Write one entry."""
-        self.position = {str(shard): list(at) for shard, at in position.items()}
+        self.position = {shard: list(at) for shard, at in position.items()}
         arrays = {"ids": event.ids.tobytes(), "versions": event.versions.tobytes(), "rows": event.rows.tobytes()}
         what = {"kind": event.kind, "shard": event.shard, "epoch": event.epoch, "k": event.k, "why": event.why, **arrays}
-        data = msgpack.packb({**what, "position": self.position})
+        data = msgpack.packb({**what, "position": {str(shard): at for shard, at in self.position.items()}})
         os.write(self._fd, _FRAME.pack(len(data), zlib.crc32(data)) + data)
 
     def close(self) -> None:

@@ -161,7 +161,7 @@ def test_a_subscriber_that_was_killed_while_it_wrote_goes_on_behind_its_last_who
     file.close()
     path.write_bytes(path.read_bytes()[:-1])
     again = HeardFile(path)
-    assert (again.position, path.stat().st_size) == ({"0": [1, 1]}, whole)
+    assert (again.position, path.stat().st_size) == ({0: [1, 1]}, whole)
     again.note(second, {0: (1, 1), 1: (1, 1)})
     again.close()
     read = [heard(entry) for entry, _ in entries(path)]

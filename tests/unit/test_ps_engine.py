@@ -407,3 +407,18 @@ def test_erased_rows_leave_the_cache() -> None:
     run(engine, Batch(APPLY, (rows(SGD, [1, 2]),)), never)
     weights = read(store, SGD, [1, 2])[2]
     np.testing.assert_allclose(weights, first_rows(SGD, [1, 2]) - np.array([[0.5], [1.0]]), rtol=1e-6)
+
+
+def test_what_is_applied_counts_in_the_old_epoch_while_batches_of_it_are_still_to_come() -> None:
+    """A flush that began then took the new epoch for its cut, above such batches: their rows were never flushed, and left the index."""
+    engine = engine_on(make_store(), epoch=1)
+    engine.k = 125
+    engine.rise(2, 127)  # 126 and 127 are in the journal
+    assert (engine.epoch, engine.version) == (2, make_version(1, 125))
+    engine.k = 126
+    engine.rise(3, 127)
+    assert engine.version == make_version(1, 126)
+    engine.k = 127
+    assert engine.version == make_version(3, 127)
+    engine.rise(4, 127)
+    assert engine.version == make_version(4, 127)
