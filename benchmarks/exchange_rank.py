@@ -46,7 +46,7 @@ class Rank:
         torch.set_num_threads(1)
         distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world)
         self._rank, self._options = rank, options
-        self._cluster = kvemb.connect(url, trainer=f"trainer-{rank}")
+        self._cluster = kvemb.connect(url, trainer=f"trainer-{rank}", timeout_s=60)
         self._batches = self._draw(world)
         self._turn: list[Any] = []
         self._counts = Counter[str]()

@@ -26,7 +26,9 @@ from kvemb.arrays.hashing import mix64
 from kvemb.errors import InvalidInputError, NodeUnavailableError
 from kvemb.torch import Embedding, EmbeddingBag, SparseOptimizer, prepare
 
-N_STEPS, BATCH, TIMEOUT_S, LR = 20, 16, 6.0, 0.05
+N_STEPS, BATCH, LR = 20, 16, 0.05
+TIMEOUT_S, PATIENT_S = 15.0, 120.0
+"""Of the ranks' group: where one of them hangs, and everywhere else."""
 N_USERS, N_TAGS = 40, 60
 SAVED_AT, DIES_AT = 10, 14
 N_UNEVEN = (12, 8)
@@ -236,7 +238,7 @@ def resumed(url: str, rank: int, folder: Path) -> dict[str, Any]:
 def main(url: str, rank: int, world: int, folder: Path, what: str) -> None:
     """Run one rank."""
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=TIMEOUT_S if what == "stopped" else 60)
+    timeout = timedelta(seconds=TIMEOUT_S if what == "stopped" else PATIENT_S)
     distributed.init_process_group("gloo", init_method=(folder / f"gloo-{what}").as_uri(), rank=rank, world_size=world, timeout=timeout)
     jobs = {
         "equal": lambda: equal(url, rank),
