@@ -46,7 +46,7 @@ class Rank:
         torch.set_num_threads(1)
         distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world)
         self._rank, self._options = rank, options
-        self._cluster = kvemb.connect(url, trainer=f"trainer-{rank}")
+        self._cluster = kvemb.connect(url, trainer=f"trainer-{rank}", timeout_s=60)
         self._batches = self._draw(world)
         self._turn: list[Any] = []
         self._counts = Counter[str]()
@@ -61,17 +61,22 @@ class Rank:
         """Make the tables, with equal rows, and the models."""
         self._count()
         for way in (ALONE, EXCHANGED):
-            made = {"dim": self._options["dim"], "optimizer": kvemb.optim.adam(_LR), "reduce": "mean", "exist_ok": True}
-            tables = [self._cluster.create_table(f"{at}: {way}", **made) for at in range(self._options["n_tables"])]
+            dim, adam = self._options["dim"], kvemb.optim.adam(_LR)
+            names = [f"{at}: {way}" for at in range(self._options["n_tables"])]
+            tables = [self._cluster.create_table(name, dim=dim, optimizer=adam, reduce="mean", exist_ok=True) for name in names]
             ids = np.arange(self._options["n_rows"])
             for at, table in enumerate(tables):
                 if at % distributed.get_world_size() == self._rank:
                     table.assign(ids, np.random.default_rng(at).uniform(-0.01, 0.01, (len(ids), table.dim)))
             distributed.barrier()
             model = _SumOfBags(tables)
-            group = {} if way == ALONE else {"exchange": distributed.group.WORLD}
+            group = None if way == ALONE else distributed.group.WORLD
             features = {f"bags.{at}": lambda batch, at=at: batch[0][at] for at in range(len(tables))}
-            self._ways[way] = model, SparseOptimizer(model), prepare(model, self._turn, features=features, consistency="exact", **group)
+            self._ways[way] = (
+                model,
+                SparseOptimizer(model),
+                prepare(model, self._turn, features=features, exchange=group, consistency="exact"),
+            )
         return {"torch": torch.__version__}
 
     def turn(self, way: str, first: int, n_steps: int) -> dict[str, object]:
@@ -83,9 +88,9 @@ class Rank:
         losses, waited_s, began_s, cpu_s = [], loader.waited.working_s, time.perf_counter(), time.process_time()
         for ids, labels in loader:
             loss = binary_cross_entropy_with_logits(model(ids), labels)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-            losses.append(loss.item().hex())
+            losses.append(float(loss.detach()).hex())
         spent = {"wall_s": time.perf_counter() - began_s, "cpu_s": time.process_time() - cpu_s}
         spent["waited_s"] = loader.waited.working_s - waited_s
         self._cluster.flush()

@@ -26,7 +26,9 @@ from kvemb.arrays.hashing import mix64
 from kvemb.errors import InvalidInputError, NodeUnavailableError
 from kvemb.torch import Embedding, EmbeddingBag, SparseOptimizer, prepare
 
-N_STEPS, BATCH, TIMEOUT_S, LR = 20, 16, 6.0, 0.05
+N_STEPS, BATCH, LR = 20, 16, 0.05
+TIMEOUT_S, PATIENT_S = 15.0, 120.0
+"""Of the ranks' group: where one of them hangs, and everywhere else."""
 N_USERS, N_TAGS = 40, 60
 SAVED_AT, DIES_AT = 10, 14
 N_UNEVEN = (12, 8)
@@ -158,7 +160,7 @@ def equal(url: str, rank: int) -> dict[str, Any]:
     """The same training without exchange, with it, with a first batch that is watched, and with a pull that fails on one rank."""
     came: dict[str, Any] = {}
     for suffix in ("plain", "exchanged", "watched", "failing"):
-        with kvemb.connect(url, trainer=f"trainer-{rank}") as cluster:
+        with kvemb.connect(url, trainer=f"trainer-{rank}", timeout_s=60) as cluster:
             tables = open_tables(cluster, suffix)
             model = ClickModel(tables)
             loader = prepared(model, batches(rank), suffix, **({"features": None} if suffix == "watched" else {}))
@@ -177,7 +179,7 @@ def uneven(url: str, rank: int) -> dict[str, Any]:
     """One rank has fewer batches, or a wrong one, closes its cluster and so leaves; the other goes on. Dense weights stay as they are."""
     came: dict[str, Any] = {}
     for suffix in ("plain.uneven", "exchanged.uneven", "exchanged.wrong"):
-        with kvemb.connect(url, trainer=f"trainer-{rank}") as cluster:
+        with kvemb.connect(url, trainer=f"trainer-{rank}", timeout_s=60) as cluster:
             tables = open_tables(cluster, suffix)
             model = ClickModel(tables)
             model.dense.requires_grad_(False)
@@ -211,7 +213,7 @@ def broken(url: str, rank: int, folder: Path, end: signal.Signals) -> dict[str, 
                 os.kill(os.getpid(), end)
 
     died_s: list[float] = []
-    with kvemb.connect(url, trainer=f"trainer-{rank}") as cluster:
+    with kvemb.connect(url, trainer=f"trainer-{rank}", timeout_s=60) as cluster:
         model = ClickModel(open_tables(cluster, "exchanged"))
         try:
             train(model, prepared(model, batches(rank), "exchanged"), at_step=at_step)
@@ -222,7 +224,7 @@ def broken(url: str, rank: int, folder: Path, end: signal.Signals) -> dict[str, 
 
 def resumed(url: str, rank: int, folder: Path) -> dict[str, Any]:
     """Load the checkpoint, and go on from there to the end."""
-    with kvemb.connect(url, trainer=f"trainer-{rank}") as cluster:
+    with kvemb.connect(url, trainer=f"trainer-{rank}", timeout_s=60) as cluster:
         if rank == 0:
             cluster.load(folder.joinpath("saved").as_uri())
         distributed.barrier()
@@ -236,7 +238,7 @@ def resumed(url: str, rank: int, folder: Path) -> dict[str, Any]:
 def main(url: str, rank: int, world: int, folder: Path, what: str) -> None:
     """Run one rank."""
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=TIMEOUT_S if what == "stopped" else 60)
+    timeout = timedelta(seconds=TIMEOUT_S if what == "stopped" else PATIENT_S)
     distributed.init_process_group("gloo", init_method=(folder / f"gloo-{what}").as_uri(), rank=rank, world_size=world, timeout=timeout)
     jobs = {
         "equal": lambda: equal(url, rank),

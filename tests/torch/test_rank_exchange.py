@@ -16,7 +16,7 @@ pytest.importorskip("torch.nn")  # not "torch": this directory could be taken fo
 
 import exchange_job
 import torch
-from exchange_job import DIM, N_STEPS, N_UNEVEN, PADDING, SAVED_AT, TIMEOUT_S, ClickModel, batches, overflows
+from exchange_job import DIM, N_STEPS, N_UNEVEN, PADDING, PATIENT_S, SAVED_AT, TIMEOUT_S, ClickModel, batches, overflows
 from memory_cluster import MemoryCluster
 
 import kvemb
@@ -111,7 +111,7 @@ def test_a_rank_killed_is_a_typed_error_at_the_other_and_the_job_goes_on_from_it
     (first,) = run_ranks(url, folder, "killed", lost=1)
     assert str(first["error"]) == "RankLostError", first
     assert "another rank has ended" in str(first["said"])
-    assert first["took_s"] < TIMEOUT_S
+    assert first["took_s"] < PATIENT_S / 4, "its connections are closed: no timeout is waited for"
     for rank, whole in zip(run_ranks(url, folder, "resumed"), came["equal"], strict=True):
         assert rank["losses"].tobytes() == whole["losses.exchanged"][SAVED_AT:].tobytes(), "nothing is missing, and nothing there twice"
         for name in DIM:
@@ -123,7 +123,7 @@ def test_a_rank_that_hangs_is_a_typed_error_at_the_other_within_the_groups_timeo
     folder, url = folder_and_url
     (first,) = run_ranks(url, folder, "stopped", lost=1)
     assert str(first["error"]) == "RankLostError", first
-    assert TIMEOUT_S - 1 < first["took_s"] < 2 * TIMEOUT_S
+    assert TIMEOUT_S - 1 < first["took_s"] < 3 * TIMEOUT_S
 
 
 @pytest.fixture

@@ -138,9 +138,9 @@ class PushedSteps:
             made = {name: part for name, part in made.items() if len(part[0])}
         waited_s = 0.0 if sync or not made else self._timed(self._unapplied.wait_room)
         if sync or made:
-            self._push(made, {name: values[name] for name in made}, prefetched)
-            for lookahead in _loaders(sharing) if self.last_ack is not None else ():
-                lookahead.pushed(self.last_ack)
+            pushed = self._push(made, {name: values[name] for name in made}, prefetched)
+            for lookahead in _loaders(sharing):
+                lookahead.pushed(pushed)
         use_up()
         push_s = time.perf_counter() - began_s - waited_s
         if sync and self.last_ack is not None:
@@ -160,11 +160,12 @@ class PushedSteps:
         wait(self._timeout_s)
         return time.perf_counter() - began_s
 
-    def _push(self, parts: Mapping[str, GradientPart], hyper: Mapping[str, dict[str, float]], prefetched: Prefetched | None) -> None:
+    def _push(self, parts: Mapping[str, GradientPart], hyper: Mapping[str, dict[str, float]], prefetched: Prefetched | None) -> AckPort:
         rows = {name: (to_caller(ids, self._id_dtypes[name]), grads) for name, (ids, grads, _) in parts.items()}
         versions = {name: part[2] for name, part in parts.items()}
         more = {} if prefetched is None else {"prefetched": prefetched}  # only those that pull ahead need a cluster that knows of it
         self.last_ack = self._cluster.push(rows, versions=versions, hyper=hyper, **more)
+        return self.last_ack
 
 
 def merge_parts(parts: Sequence[GradientPart], dim: int) -> GradientPart:
