@@ -158,21 +158,21 @@ class Followers:
             LocalProcessError: one does not come to its end.
             KvembError: the cluster cannot be read.
         """
-        deadline, quiet_s = Deadline.after(_CATCH_UP_S), time.time()
+        quiet_s = time.time()
         with kvemb.connect(self._run.cluster.url, timeout_s=_CATCH_UP_S) as cluster:
             table = cluster.table(TABLE)
-            self._await(SUBSCRIBER, lambda: self._has_heard(cluster.questions.heads(_CATCH_UP_S)), deadline)
+            self._await(SUBSCRIBER, lambda: self._has_heard(cluster.questions.heads(_CATCH_UP_S)))
             ids, rows = table.export()
             versions = table.pull_known(ids.view(np.uint64))[1]
             told = HeardJudge(self._run.plan, self._run.records(), self._run.cluster.slot_shards, self._read).run((ids, versions))
-            self._await(PUBLISHER, lambda: self._published_until() > quiet_s, deadline)
+            self._await(PUBLISHER, lambda: self._published_until() > quiet_s)
             copies = CopiesVerdict()
             for name in _PUBLISHED:
                 self._compare(cluster, name, copies)
         np.savez(self._folder / "expected.new.npz", ids=ids, rows=rows)
         (self._folder / "expected.new.npz").replace(self._folder / "expected.npz")
         reader = self._processes[READER]
-        self._await(READER, lambda: reader.poll() is not None, deadline)
+        self._await(READER, lambda: reader.poll() is not None)
         served = self._folder / "served.jsonl"
         copies.serve([json.loads(line) for line in served.read_text(encoding="utf-8").splitlines()] if served.exists() else [])
         return told, copies
@@ -181,7 +181,8 @@ class Followers:
         """The ends of all logs."""
         return "\n".join(f"{name} (exit code {self.process(name).poll()}):\n{self.process(name).log_tail()}" for name in FOLLOWERS)
 
-    def _await(self, name: str, done: Callable[[], bool], deadline: Deadline) -> None:
+    def _await(self, name: str, done: Callable[[], bool]) -> None:
+        deadline = Deadline.after(_CATCH_UP_S)
         while not done():
             if deadline.expired:
                 raise LocalProcessError(f"{name} has not caught up within {deadline.timeout_s:g} s:\n{self.process(name).log_tail()}")
