@@ -104,7 +104,7 @@ class _PrefixedKeys(BucketKeys):
         usual = BucketKeys.with_buckets(BucketKeys(self.tag, self.ids, self.n_buckets), self.buckets)
         return columns(len(self.ids), self.prefix, usual.encode())
 
-    def _some(self, rows: slice | NDArray[np.intp]) -> "_PrefixedKeys":
+    def __getitem__(self, rows: slice | NDArray[np.intp]) -> "_PrefixedKeys":
         some = _PrefixedKeys(self.tag, self.ids[rows], self.n_buckets, name=self.name, compact=self.compact, prefix=self.prefix)
         some.__dict__["buckets"] = self.buckets[rows]
         return some

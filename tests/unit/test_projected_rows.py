@@ -73,6 +73,17 @@ def test_one_hash_is_written_and_erased_by_its_name() -> None:
     assert bytes(erase.request) == command(b"HDEL", b"nv_nve_table{3/0}", *fields)
 
 
+@pytest.mark.parametrize("prefix", ["", "kvemb:view-7:"], ids=["maintained", "view"])
+@pytest.mark.parametrize("layout", ["kvemb", "nve"])
+def test_some_of_the_keys_lie_where_all_of_them_do(layout: str, prefix: str) -> None:
+    definition = TableDef("user", 4, kvemb.optim.sgd(), kvemb.init.zeros(), n_buckets=64)
+    keys = ProjectedTable.of(definition, "float32", layout, 3, prefix if layout == "kvemb" else "").keys(IDS)
+    names = keys.encode()
+    for some in (slice(1, 3), np.array([4, 0])):
+        assert np.array_equal(keys[some].encode(), names[some])
+        assert keys[some].ids.tolist() == IDS[some].tolist()
+
+
 @pytest.mark.parametrize("text", ["0/2", "3/2", "1", "1/0", "a/b", "1/2/3"])
 def test_a_share_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="no share"):
