@@ -93,6 +93,7 @@ class RowIndex:
         self._tags = np.zeros(_MIN_BUCKETS, np.uint64)  # of the 8 places of each bucket, the first in the lowest byte
         self._pairs = np.zeros(2 * WIDTH * _MIN_BUCKETS, np.uint64)  # id and version of each place, one behind the other
         self._n_rows = self._n_used = self._n_strange = 0
+        self._room = int(_MAX_LOAD * WIDTH * _MIN_BUCKETS)  # places that may be taken
         self._layout = 0  # rises when an id gets a place, or another place
 
     def __len__(self) -> int:
@@ -119,16 +120,16 @@ class RowIndex:
             versions: uint64 [n], neither 0 nor 2**64 - 1.
         """
         assert not ((versions == 0) | (versions == _ERASED)).any()
-        if len(ids) > _BLOCK_ROWS and (self._is_full(len(ids)) or self._homes.starts is not None):
+        if len(ids) > _BLOCK_ROWS and (self._n_used + len(ids) > self._room or self._homes.starts is not None):
             # For all blocks at once: in the order of keys the first ones would crowd in a few buckets of a table that is too small.
             self.make_room(ids[self.get(ids) == 0])
-        n_placed = 0 if self._n_used or self._is_full(len(ids)) else self._place_in_order(ids, versions)
+        n_placed = 0 if self._n_used or len(ids) > self._room else self._place_in_order(ids, versions)
         for block in _blocks(len(ids) - n_placed):
             self._put(self.find(ids[n_placed:][block]), versions[n_placed:][block])
 
     def make_room(self, ids: Ids) -> None:
         """Grow now, so that n more rows can be put without that: uint64 [n]."""
-        if self._is_full(len(ids)) or self._would_crowd(ids):
+        if self._n_used + len(ids) > self._room or self._would_crowd(ids):
             self._rebuild(len(ids), ids)
 
     def find(self, ids: Ids) -> IndexLookup:
@@ -246,7 +247,7 @@ class RowIndex:
 
     def _put(self, found: IndexLookup, versions: Versions) -> None:
         new = np.flatnonzero(found.places < 0)
-        if self._is_full(len(new)) or self._would_crowd(found.ids[new]):
+        if self._n_used + len(new) > self._room or (self._homes.starts is not None and self._would_crowd(found.ids[new])):
             # Erased ids lose their places in a rebuild: those among the ids to be put need room like new ones.
             n_more = len(new) if self._n_used == self._n_rows else int(np.count_nonzero(self._versions(found.places) == 0))
             self._rebuild(n_more, found.ids)
@@ -305,9 +306,6 @@ class RowIndex:
             every_tag[at[won]] = tags[won]
             lost = np.flatnonzero(~won)
             ids, versions, tags, buckets = ids[lost], versions[lost], tags[lost], buckets[lost]
-
-    def _is_full(self, n_more: int) -> bool:
-        return self._n_used + n_more > _MAX_LOAD * WIDTH * len(self._tags)
 
     def _would_crowd(self, new: Ids) -> bool:
         """Return whether too many ids, with those before, are such as the table has no buckets for."""
@@ -375,6 +373,7 @@ class RowIndex:
         # refcheck counts references that are none to the memory; views of these two arrays never outlive a method.
         self._pairs.resize(2 * WIDTH * n_buckets, refcheck=False)  # first: when there is no memory for it, nothing has changed
         self._tags.resize(n_buckets, refcheck=False)
+        self._room = int(_MAX_LOAD * WIDTH * n_buckets)
 
 
 def _blocks(n: int) -> Iterator[slice]:
