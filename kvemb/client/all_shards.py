@@ -48,6 +48,8 @@ class MapReader(MapSource, Protocol):
 class AllShards:
     """The channels to the shards of a cluster, by number, for requests that go to each. They follow the cluster map. Thread-safe.
 
+    They are opened when one is first asked for: a shard that never calls another one needs no certificate that is good for that.
+
     Args:
         addresses: "host:port" of each shard by kvemb.yaml.
         last_words: the file in which a shard that ended in trouble says why, where that is known; of this machine.
@@ -74,12 +76,17 @@ class AllShards:
         self._closed = False
         self.tables_serial = 0
         """The highest serial of the registry of tables that a shard has told this process."""
-        self._follow(self.cluster_map)
 
     @staticmethod
     def of(servers: ServersConfig, maps: MapReader | None = None) -> "AllShards":
-        """Return the shards of a kvemb.yaml."""
-        return AllShards(servers.shards, servers.last_words, servers.tls, maps)
+        """Return the shards of a kvemb.yaml, for a client.
+
+        Raises:
+            ConfigError: they would refuse its certificate.
+        """
+        shards = AllShards(servers.shards, servers.last_words, servers.tls, maps)
+        shards._follow(shards.cluster_map)
+        return shards
 
     @property
     def cluster_map(self) -> ClusterMap:

@@ -83,7 +83,7 @@ class Shard:
         self._parts, self._store, self._data, self._on_fenced = parts, store, data, on_fenced
         sync, timeout_s, engine = parts.config.servers.mode == "sync", parts.config.storage.timeout_s, parts.engine
         self.fenced = False
-        self._shards = AllShards.of(parts.config.servers, store.nodes)
+        self._shards = AllShards(parts.config.servers.shards, tls=parts.config.servers.tls, maps=store.nodes)
         look = threading.Event()  # at map and reports: set where they have changed
         rows = GivenRows(parts.tables, lambda: engine.version)
         offers = SlotOffers(store.nodes, rows, parts.shard, lambda: engine.epoch, parts.ingest.attendance.members)

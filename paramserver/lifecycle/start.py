@@ -191,7 +191,8 @@ class _Start:
                     there[table.name].require_same(table.opened_as(there[table.name]))
 
         def left() -> list[tuple[str, int, int]]:
-            shards, request, left_s = AllShards.of(servers, self._store.nodes), LeftSessionsRequest(shard), self._start_timeout_s
+            shards = AllShards(servers.shards, tls=servers.tls, maps=self._store.nodes)
+            request, left_s = LeftSessionsRequest(shard), self._start_timeout_s
 
             def ask() -> bytes:
                 return shards.call(0, "LeftSessions", request, WatermarksReply, Deadline.after(left_s)).sessions

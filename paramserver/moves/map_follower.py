@@ -98,10 +98,10 @@ class MapFollower:
 
     def _tell(self, shards: Iterable[int]) -> None:
         """Have other shards look at once. Lost news does no harm: they also look now and then."""
-        channels = self._shards.channels
-        for shard in channels.keys() & shards:
+        for shard in shards:
             with suppress(KvembError):
-                channels[shard].start("MoveNews", Empty(), Deadline.after(_NEWS_TIMEOUT_S))
+                if (channel := self._shards.channels.get(shard)) is not None:
+                    channel.start("MoveNews", Empty(), Deadline.after(_NEWS_TIMEOUT_S))
 
     def _report(self, cluster_map: ClusterMap) -> None:
         """Tell the nodes how far this shard is, at once when the plan waits for that, else now and then."""
