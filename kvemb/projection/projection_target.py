@@ -103,7 +103,9 @@ class TargetUrl:
         if password_env and password_env not in environ:
             raise ConfigError(f"target {self.address}: the environment variable {password_env} is not set")
         if self.username and not password_env:
-            raise ConfigError(f"target {self.address}: user {self.username!r} has no password: --password-env names the variable that holds it")
+            raise ConfigError(
+                f"target {self.address}: user {self.username!r} has no password: --password-env names the variable that holds it"
+            )
         return StorageConfig("redis", (self.address,), username=self.username, password=environ.get(password_env))
 
     def access(self, environ: Mapping[str, str], password_env: str, tls: TlsConfig | None) -> RedisAccess:
