@@ -138,7 +138,8 @@ class Saver:
     def _cut(self, order: SaveOrder, definitions: list[TableDef]) -> SaveJob:
         """Between two batches: note which rows are newer than the row log, and take that as it is."""
         parts, slots = self._parts, self._nodes.cluster_map.slot_shards == self._parts.shard
-        cut, view = Cut(parts.shard, *split_version(parts.engine.version)), parts.runs.view
+        # Every acknowledged batch is applied; rows that the shard took over have versions up to its own epoch.
+        cut, view = Cut(parts.shard, parts.engine.epoch, parts.engine.k), parts.runs.view
         based = split_version(order.base_version)
         if order.base_version > cut.version or (based[0] < cut.epoch and based[1] > parts.timeline.k):
             raise BaseOutdatedError(
