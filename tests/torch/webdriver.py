@@ -46,8 +46,9 @@ class Browser:
         self._ask("POST", f"{self._session}/url", {"url": url})
 
     def texts(self, selector: str) -> list[str]:
-        """What stands in the elements that a CSS selector finds."""
-        return [self._ask("GET", f"{self._session}/element/{one}/text") for one in self._find(selector)]
+        """What stands in the elements that a CSS selector finds: in one call, since the page may draw others at any moment."""
+        script = "return Array.from(document.querySelectorAll(arguments[0]), (one) => one.innerText.trim())"
+        return list(self._ask("POST", f"{self._session}/execute/sync", {"script": script, "args": [selector]}))
 
     def click(self, selector: str) -> None:
         """Click the one element that a CSS selector finds, with the mouse, as a person would."""
