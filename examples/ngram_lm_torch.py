@@ -23,7 +23,7 @@ from torch import Tensor, distributed, multiprocessing, nn
 from torch.nn import functional as F
 
 import kvemb
-from kvemb.arrays.segment_sum import segment_sum
+from kvemb.arrays.segment_sum import group_by_id
 from kvemb.demo.corpus import source_files
 from kvemb.local_cluster.processes import free_ports
 from kvemb.schema.table_def import TableDef
@@ -76,7 +76,9 @@ class RowsOfEveryRank(nn.Module):
         gathered: list[Any] = [None] * WORLD
         assert self._leaf.grad is not None
         distributed.all_gather_object(gathered, (self._ids.numpy().astype(np.uint64), self._leaf.grad.numpy()))
-        ids, sums = segment_sum(*(np.concatenate(parts) for parts in zip(*gathered, strict=True)))
+        every_id, gradients = (np.concatenate(parts) for parts in zip(*gathered, strict=True))
+        groups = group_by_id(every_id)
+        ids, sums = groups.ids, groups.sum(gradients)
         self._n_steps += 1
         self._rows[ids], self._state[ids] = self._optimizer.update(
             self._rows[ids], self._state[ids], sums / np.float32(WORLD), {}, self._n_steps
