@@ -310,8 +310,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    module = "conformance_command" if args.conformance else "status_command"
-    return _runs(module, "conformance_command" if args.conformance else "doctor_command")(args)
+    return _runs("status_command", "conformance_command" if args.conformance else "doctor_command")(args)
 
 
 def _shard(words: Sequence[str]) -> int:

@@ -1,8 +1,8 @@
 """The verbs `kvemb status`, `doctor` and `repair`.
 
 `status` looks at every shard and node, once or again and again, and prints tables or JSON. `doctor` prints each finding and its mend; its
-exit code is 1 if one is an error. `repair` asks every shard at once to repair storage nodes. It does not touch storage itself: nodes that
-need a repair refuse usual connections.
+exit code is 1 if one is an error. With `--conformance` it examines a server that is no node yet. `repair` asks every shard at once to
+repair storage nodes. It does not touch storage itself: nodes that need a repair refuse usual connections.
 """
 
 import argparse
@@ -12,12 +12,13 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from kvemb.client.all_shards import AllShards
 from kvemb.commands.terminal_output import text_table
 from kvemb.config import Config, load
-from kvemb.errors import ShardUnavailableError, n_of
+from kvemb.errors import ConfigError, ShardUnavailableError, n_of
 from kvemb.net.deadline import Deadline
 from kvemb.operate.cluster_status import ClusterStatus, ShardStatus, healthy, survey
 from kvemb.operate.examination import examine
@@ -210,3 +211,40 @@ def _require_all(servers: AllShards, deadline: Deadline) -> None:
     away = [str(replies[shard]) for shard in servers.numbers if isinstance(replies[shard], ShardUnavailableError)]
     if away:
         raise ShardUnavailableError(f"away: {len(away)} of {n_of(len(servers.numbers), 'shard')}. Nothing was begun: {' '.join(away)}")
+
+
+def conformance_command(args: argparse.Namespace) -> int:
+    """Say whether a server that speaks RESP can hold rows, check by check; the exit code is 1 if it lacks something that is needed."""
+    from kvemb.projection.projection_target import TargetUrl
+
+    url = TargetUrl.parse(args.conformance, ())
+    server = url.server(os.environ, args.password_env)
+    if url.encrypted:
+        raise ConfigError("--conformance: takes redis:// alone, without encryption; which commands a server has does not depend on it")
+    if find_spec("pytest") is None:
+        raise ConfigError("--conformance: the contract of a store is written as tests: pip install pytest, or kvemb[dev]")
+    os.environ.pop("PYTEST_ADDOPTS", None)  # the user's, of tests of their own
+    from kvemb.testing.conformance import HOLDS, MISSING, ServerCheck, ServerExamination
+
+    out, words = sys.stdout, {HOLDS: "holds", MISSING: "MISSING"}
+
+    def report(check: ServerCheck) -> None:
+        if args.json:
+            return
+        said = f": {check.said}" if check.said else ""
+        costs = f"\n    {'costs' if check.needed else 'would be good; without,'} {check.costs}" if check.costs else ""
+        print(f"{words.get(check.outcome, check.outcome)}: {check.name}{said}{costs}", file=out, flush=True)
+
+    examination = ServerExamination(server, report)
+    if not args.json:
+        print(f"scratch keys begin with {examination.prefix} and are deleted at the end", file=out, flush=True)
+    examination.run()
+    if args.json:
+        checks = [dataclasses.asdict(check) for check in examination.checks]
+        print(json.dumps({"server": examination.server, "fits": examination.fits, "checks": checks}))
+        return 0 if examination.fits else 1
+    counts = [sum(check.outcome == outcome for check in examination.checks) for outcome in (HOLDS, MISSING)]
+    tried = f"{n_of(counts[0], 'check')} hold, {counts[1]} miss, {len(examination.checks) - sum(counts)} were not tried"
+    verdict = "can hold rows" if examination.fits else "is refused: kvemb's promises would not hold on it"
+    print(f"{server.nodes[0]}, {examination.server}, {verdict} ({tried})", file=out)
+    return 0 if examination.fits else 1
