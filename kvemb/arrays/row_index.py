@@ -246,6 +246,7 @@ class RowIndex:
     # --- changing ---------------------------------------------------------------------------------------------------------------
 
     def _put(self, found: IndexLookup, versions: Versions) -> None:
+        """Set the versions of n ids that were looked up just now; the table grows where the new ones do not fit."""
         new = np.flatnonzero(found.places < 0)
         if self._n_used + len(new) > self._room or (self._homes.starts is not None and self._would_crowd(found.ids[new])):
             # Erased ids lose their places in a rebuild: those among the ids to be put need room like new ones.
@@ -268,14 +269,13 @@ class RowIndex:
         Nothing needs to be looked for then: a row's place is the first one from its bucket on that no row before it has.
         """
         free, home, n_placed = 0, 0, 0  # the first place behind all taken ones; the bucket of the last row
-        every_tag = self._tags.view(np.uint8)
+        pairs, every_tag = self._pairs.reshape(-1, 2), self._tags.view(np.uint8)
         for block in _blocks(len(ids)):
             buckets, tags = self._homes.of(self._homes.order.hashes(ids[block]))  # [n] each
             rank = np.arange(len(buckets))
             at = np.maximum.accumulate(np.maximum(buckets * WIDTH - rank, free)) + rank  # [n]: the places
             if buckets[0] < home or (buckets[1:] < buckets[:-1]).any() or at[-1] >= len(every_tag):
                 break
-            pairs = self._pairs.reshape(-1, 2)
             pairs[at, 0], pairs[at, 1], every_tag[at] = ids[block], versions[block], tags
             free, home, n_placed = int(at[-1]) + 1, int(buckets[-1]), n_placed + len(at)
         self._n_rows = self._n_used = n_placed
