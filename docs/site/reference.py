@@ -95,6 +95,8 @@ class Reference:
                 case kinds.parameters:
                     _require_parameters(item, section.value)
                     shown.append(self._list("Args", [(one.name, one.description) for one in section.value], name))
+                case kinds.attributes:
+                    shown.append(self._list("Attributes", [(one.name, one.description) for one in section.value], name))
                 case kinds.returns | kinds.yields:
                     (one,) = section.value
                     shown.append(f"\n:{section.kind.value.capitalize()}: {_inner(self._prose(one.description, name))}\n")
