@@ -69,7 +69,8 @@ def _on(store: str, options: argparse.Namespace) -> Section:
 
 
 @contextmanager
-def _target(local: LocalCluster, memory_mb: int) -> Iterator[tuple[StorageServer, redis.Redis]]:
+def target_server(local: LocalCluster, memory_mb: int) -> Iterator[tuple[StorageServer, redis.Redis]]:
+    """A Redis of its own, and a connection to it."""
     (server,) = start_servers("redis", 1, local.folder, memory_mb)
     try:
         yield server, redis.Redis(port=server.port, protocol=2)
@@ -78,7 +79,8 @@ def _target(local: LocalCluster, memory_mb: int) -> Iterator[tuple[StorageServer
 
 
 @contextmanager
-def _publisher(local: LocalCluster, address: str, dtype: str) -> Iterator[int]:
+def publishing(local: LocalCluster, address: str, dtype: str) -> Iterator[int]:
+    """Run a publisher of the table `bench` meanwhile; its process id."""
     words = ["publish", str(local.config_path), "--to", f"redis://{address}", "--tables", "bench", "--dtype", dtype]
     with subprocess.Popen([sys.executable, "-m", "kvemb.cli", *words], stdout=subprocess.DEVNULL) as process:
         try:
@@ -91,7 +93,8 @@ def _whole(client: "redis.Redis") -> bool:
     return bool(json.loads(client.get("kvemb:projection:1/1") or b"{}").get("until"))
 
 
-def _wait_whole(client: "redis.Redis") -> None:
+def wait_whole(client: "redis.Redis") -> None:
+    """Wait until a target has every row."""
     deadline = Deadline.after(_PATIENCE_S)
     while not _whole(client):
         if deadline.expired:
@@ -109,14 +112,14 @@ def _n_rows(client: "redis.Redis") -> int:
 def _filled(local: LocalCluster, memory_mb: int, dtype: str, options: argparse.Namespace) -> Line:
     speeds: list[float] = []
     costs: dict[str, list[float]] = {"publisher": [], "storage": [], "target": []}
-    with _target(local, memory_mb) as (server, client), _publisher(local, server.address, dtype) as pid:
+    with target_server(local, memory_mb) as (server, client), publishing(local, server.address, dtype) as pid:
         pids = {"publisher": pid, "storage": local.servers[0].process.pid, "target": server.process.pid}
         for turn in range(options.repeats + 1):  # the first warms up
             client.flushall()
             while not (n_before := _n_rows(client)):
                 time.sleep(0.002)
             begun_s, begun = time.perf_counter(), {name: cpu_s([one]) for name, one in pids.items()}
-            _wait_whole(client)
+            wait_whole(client)
             took_s, ended = time.perf_counter() - begun_s, {name: cpu_s([one]) for name, one in pids.items()}
             n_rows = max(1, _n_rows(client) - n_before)
             if turn:
@@ -135,10 +138,10 @@ def _filled(local: LocalCluster, memory_mb: int, dtype: str, options: argparse.N
 
 def _fresh(local: LocalCluster, table: Table, options: argparse.Namespace) -> Line:
     with ExitStack() as stack:
-        server, client = stack.enter_context(_target(local, 1024))
+        server, client = stack.enter_context(target_server(local, 1024))
         network = stack.enter_context(Network(NetworkSpec(options.rtt_ms, 1.0), [("publisher", "target", server.address)]))
-        stack.enter_context(_publisher(local, network.addresses["publisher", "target"], "int8"))
-        _wait_whole(client)
+        stack.enter_context(publishing(local, network.addresses["publisher", "target"], "int8"))
+        wait_whole(client)
         end = threading.Event()
         trainer = threading.Thread(target=_train, args=(local.url, options, end))
         trainer.start()

@@ -2,6 +2,8 @@
 
 import argparse
 import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,13 +27,14 @@ from benchmarks.ids import row_ids
 from benchmarks.measure import Contender, Spread, Turn, run_rounds
 from benchmarks.options import positive, whole
 from benchmarks.peers import PeerAbsentError
+from benchmarks.publish import publishing, target_server, wait_whole
 from benchmarks.report import Line, Report, Section
 from kvemb.api.table import Table
 from kvemb.errors import KvembError
 from kvemb.local_cluster import LocalCluster
 from kvemb.serve import ServingClient
 
-PARTS = ("freshness", "cached", "uncached", "threads", "unseen", "feast")
+PARTS = ("freshness", "cached", "uncached", "threads", "unseen", "feast", "beside")
 LOOKUP_IDS, CACHED_SHARE = 512, 0.95
 _TRAINED_IDS = 2000  # of one push of the training beside
 _PROBE = np.arange(10) + (1 << 40)
@@ -48,8 +51,10 @@ def serve(options: argparse.Namespace) -> Report:
     of 26 and 512 ids that storage is asked for, without a cache and with one that has none of them, in turn with redis-py's (hiredis) MGET
     of as many values of the same size and one numpy.frombuffer over them, call by call. threads: four threads look up without a cache,
     beside redis-benchmark (C). unseen: a million ids without a row; of how many is storage asked? feast: look-ups of 512 ids without a
-    cache, in turn with those of Feast's online store of the same rows on the same server, where it is installed. Read: times are of single
-    calls in µs: of each round p10, which says what a quiet machine would take, p50 and p99, and of these medians with (smallest..largest).
+    cache, in turn with those of Feast's online store of the same rows on the same server, where it is installed. beside: a trainer pulls
+    and pushes as fast as it can, in turn alone and beside two serving processes that look up 26 ids at a time, --beside ids a second
+    together, and a publisher to a Redis of its own, which catches up with what was pushed while it stood. Read: times are of single calls
+    in µs: of each round p10, which says what a quiet machine would take, p50 and p99, and of these medians with (smallest..largest).
     """
     sections = []
     if "freshness" in options.parts:
@@ -61,6 +66,7 @@ def serve(options: argparse.Namespace) -> Report:
         "threads": _threads,
         "unseen": _unseen,
         "feast": _feast,
+        "beside": _beside,
     }
     for part in [part for part in parts if part in options.parts]:
         with _filled("redis", options) as (table, local):
@@ -77,7 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pushes", type=whole(1), default=500, metavar="N", help="of freshness (500)")
     parser.add_argument("--calls", type=whole(1), default=1000, metavar="N", help="look-ups in a round (1000)")
     parser.add_argument("--unseen", type=whole(1), default=1_000_000, metavar="N", help="ids without a row (1000000)")
-    parser.add_argument("--seconds", type=positive, default=1.0, metavar="S", help="length of a turn of `threads` (1)")
+    parser.add_argument("--beside", type=positive, default=20_000.0, metavar="X", help="ids a second that `beside` looks up (20000)")
+    parser.add_argument("--seconds", type=positive, default=1.0, metavar="S", help="length of a turn of `threads`; `beside` has 5 x (1)")
     parser.add_argument("--repeats", type=whole(1), default=4, metavar="N", help="rounds, after one to warm up (4)")
 
 
@@ -118,13 +125,17 @@ def _until_visible(table: Table, client: ServingClient) -> tuple[float, float]:
     return seen_s - applied_s, seen_s - pushed_s
 
 
-def _train(url: str, dim: int, n_rows: int, end: Event) -> None:
-    """Push to random rows until told to end; a process of its own."""
+def _train(url: str, dim: int, n_rows: int, end: Event, steps: Any = None) -> None:
+    """Push to random rows until told to end; if steps are counted, pull them before. A process of its own."""
     with kvemb.connect(url) as cluster:
         table, rng = cluster.table("bench"), np.random.default_rng(3)
         grads = np.ones((_TRAINED_IDS, dim), np.float32)
         while not end.is_set():
-            table.push(row_ids(rng.integers(0, n_rows, _TRAINED_IDS)), grads).wait_applied(_READY_S)
+            ids = row_ids(rng.integers(0, n_rows, _TRAINED_IDS))
+            if steps is not None:
+                table.pull(ids)
+                steps.value += 1
+            table.push(ids, grads).wait_applied(_READY_S)
 
 
 # --- look-ups -----------------------------------------------------------------------------------------------------------------------
@@ -276,6 +287,67 @@ def _feast(table: Table, local: LocalCluster, options: argparse.Namespace) -> Se
     except PeerAbsentError as absent:
         notes.append(f"Peer skipped: {absent}")
     return Section({"part": "feast", "store": "redis", "dim": options.dim, "rows": len(ids)}, lines=lines, notes=notes)
+
+
+# --- training beside it -------------------------------------------------------------------------------------------------------------
+
+
+def _beside(table: Table, local: LocalCluster, options: argparse.Namespace) -> Section:
+    spawned, turn_s = multiprocessing.get_context("spawn"), 5 * options.seconds
+    end, serves = spawned.Event(), spawned.Event()
+    steps, lookups = spawned.Value("q"), spawned.Value("q")
+    reading = (local.url, options.rows, options.beside / 2, serves, end, lookups)
+    processes = [spawned.Process(target=_train, args=(local.url, options.dim, options.rows, end, steps))]
+    processes += [spawned.Process(target=_look_up, args=reading) for _ in range(2)]
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    asked = []
+    with target_server(local, 1024) as (server, client), publishing(local, server.address, "float32") as publisher:
+        wait_whole(client)
+        for process in processes:
+            process.start()
+        try:
+            for number in range(2 * (options.repeats + 1)):
+                beside = bool(number % 2)
+                os.kill(publisher, signal.SIGCONT if beside else signal.SIGSTOP)
+                (serves.set if beside else serves.clear)()
+                time.sleep(turn_s / 5)
+                before, read, begun_s = steps.value, lookups.value, time.perf_counter()
+                time.sleep(turn_s)
+                took_s = time.perf_counter() - begun_s
+                rates[beside].append((steps.value - before) / took_s)
+                if beside:
+                    asked.append((lookups.value - read) / took_s)
+        finally:
+            os.kill(publisher, signal.SIGCONT)
+            end.set()
+            serves.set()
+            for process in processes:
+                process.join(_READY_S)
+    alone, with_them = rates[False][1:], rates[True][1:]
+    figures: dict[str, Spread | float | str] = {
+        "steps/s alone": Spread.of(alone),
+        "steps/s beside": Spread.of(with_them),
+        "ids looked up/s": Spread.of(asked[1:]),
+        "beside / alone": Spread.of([a / b for a, b in zip(with_them, alone, strict=True)]),
+        "target": ">= 0.9",
+    }
+    lines = [Line("two readers and a publisher", figures)]
+    return Section({"part": "beside", "store": "redis", "dim": options.dim, "rows": options.rows}, lines=lines)
+
+
+def _look_up(url: str, n_rows: int, ids_per_s: float, serves: Event, end: Event, n_done: Any) -> None:
+    """Look up at a pace while told to; a process of its own."""
+    rng, count = np.random.default_rng(), 26
+    with kvemb.serve.connect(url) as client:
+        while not end.is_set():
+            serves.wait()
+            next_s = time.perf_counter()
+            while serves.is_set() and not end.is_set():
+                client.lookup("bench", row_ids(rng.zipf(1.2, count) % n_rows))
+                with n_done:
+                    n_done.value += count
+                next_s += count / ids_per_s
+                time.sleep(max(0.0, next_s - time.perf_counter()))
 
 
 @contextmanager
