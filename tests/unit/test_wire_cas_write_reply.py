@@ -62,6 +62,40 @@ def test_tokens_that_were_asked_for_alone_come_with_misses_between_them(lines: l
     assert reply.tokens[reply.found].tolist() == [int(text[4:]) for text in lines if text != b"EN\r\n"]
 
 
+ERROR = b"SERVER_ERROR out of memory storing object\r\n"
+OUTCOME = st.sampled_from([b"STORED\r\n", b"STORED\r\n", b"STORED\r\n", b"EXISTS\r\n", b"NOT_FOUND\r\n", ERROR])
+PAIRS = st.lists(st.tuples(OUTCOME, st.one_of(LOOKED_AT, st.integers(0, 2**64 - 1).map(lambda token: b"HD c%d\r\n" % token))), min_size=1, max_size=30)
+
+
+@given(PAIRS, st.lists(st.integers(1, 60), min_size=1, max_size=5))
+def test_the_token_behind_a_cas_counts_only_where_it_has_stored(pairs: list[tuple[bytes, bytes]], sizes: list[int]) -> None:
+    n = len(pairs)
+    reply = CasWriteReply(np.full(n, 9, np.uint8), np.full(n, 77, np.uint64), after_cas=True)
+    data = b"".join(outcome + token for outcome, token in pairs)
+    assert feed_in_pieces(reply, data + TRAILING, sizes) == len(data)
+    assert reply.done
+    assert [row for row, _ in reply.errors] == [row for row, (outcome, _) in enumerate(pairs) if outcome == ERROR]
+    for row, (outcome, token) in enumerate(pairs):
+        if outcome != ERROR:
+            assert reply.out[row] == (outcome != b"STORED\r\n")
+        if outcome == b"STORED\r\n":
+            assert reply.tokens[row] == (0 if token == b"EN\r\n" else int(token[4:]))
+
+
+@pytest.mark.parametrize("data", [b"HD c1\r\n", b"STORED\r\nSTORED\r\n", b"STORED \r\nHD c1\r\n", b"STORED\r\nHD cx\r\n", b"OK\r\nHD c1\r\n"])
+def test_garbage_behind_a_cas_is_refused(data: bytes) -> None:
+    reply = CasWriteReply(np.zeros(2, np.uint8), np.zeros(2, np.uint64), after_cas=True)
+    with pytest.raises(ProtocolError):
+        reply.feed(np.frombuffer(b"STORED\r\nHD c1\r\n" + data + data, np.uint8))
+
+
+def test_an_error_in_the_place_of_the_token_behind_a_cas_is_told() -> None:
+    reply = CasWriteReply(np.zeros(2, np.uint8), np.zeros(2, np.uint64), after_cas=True)
+    data = b"STORED\r\n" + ERROR + b"STORED\r\nHD c7\r\n"
+    assert reply.feed(np.frombuffer(data, np.uint8)) == len(data)
+    assert (reply.done, reply.errors) == (True, [(0, ERROR[:-2])])
+
+
 def test_a_miss_is_no_answer_to_a_write() -> None:
     reply = CasWriteReply(np.zeros(2, np.uint8), np.zeros(2, np.uint64))
     with pytest.raises(ProtocolError, match="EN"):

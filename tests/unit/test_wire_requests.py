@@ -70,14 +70,16 @@ def test_mg_without_and_with_tokens() -> None:
     assert sent(codec.read_steps(KEYS, 5, *outputs(2, 5), tokens)) == b"mg " + A + b" v c\r\nmg " + B + b" v c\r\n"
 
 
-def test_ms_new_rows_must_not_exist_and_others_carry_their_token() -> None:
+def test_new_rows_must_not_exist_and_others_are_replaced_under_their_token_by_a_command_that_keeps_them_when_it_fails() -> None:
     out = np.zeros(2, dtype=np.uint8)
     both_new = MetaCodec().write_steps(KEYS, RECORDS, np.zeros(2, dtype=np.uint64), out)
     assert sent(both_new) == b"ms " + A + b" 5 ME c\r\nabc\r\n\r\nms " + B + b" 5 ME c\r\nxyz\r\n\r\n"
     mixed = MetaCodec().write_steps(KEYS, RECORDS, np.array([0, 2**64 - 1], dtype=np.uint64), out)
-    assert sent(mixed) == b"ms " + A + b" 5 ME c\r\nabc\r\n\r\nms " + B + b" 5 C18446744073709551615 c\r\nxyz\r\n\r\n"
+    second = b"cas " + B + b" 0 0 5 18446744073709551615\r\nxyz\r\n\r\nmg " + B + b" c\r\n"
+    assert sent(mixed) == b"ms " + A + b" 5 ME c\r\nabc\r\n\r\n" + second
     known = MetaCodec().write_steps(KEYS, RECORDS, np.array([7, 120], dtype=np.uint64), out)
-    assert sent(known) == b"ms " + A + b" 5 C007 c\r\nabc\r\n\r\nms " + B + b" 5 C120 c\r\nxyz\r\n\r\n"
+    replaced = [b"cas " + key + b" 0 0 5 " + what + b"\r\n\r\nmg " + key + b" c\r\n" for key, what in ((A, b"007\r\nabc"), (B, b"120\r\nxyz"))]
+    assert sent(known) == b"".join(replaced)
 
 
 def test_a_memcached_write_without_a_condition_is_never_sent() -> None:
@@ -94,7 +96,7 @@ def test_md_and_small_values_over_meta() -> None:
     tokens = np.array([0, 120], dtype=np.uint64)  # 0: the row was missing when it was read
     assert sent(codec.erase_steps(KEYS, out, tokens)) == b"md " + A + b" C000\r\nmd " + B + b" C120\r\n"
     assert bytes(codec.get_step(b"kvemb:marker")[0].request) == b"mg kvemb:marker v\r\n"
-    assert bytes(codec.put_step(b"k", b"EN\r\n")[0].request) == b"ms k 4\r\nEN\r\n\r\n"
+    assert bytes(codec.put_step(b"k", b"EN\r\n")[0].request) == b"add k 0 0 4\r\nEN\r\n\r\nreplace k 0 0 4\r\nEN\r\n\r\n"
 
 
 def test_every_codec_makes_no_step_of_no_rows() -> None:

@@ -5,9 +5,11 @@ constant there, so rows are found from the positions of all lines that look like
 gap. One that lies inside a value starts before its predecessor ends, and is dropped. All in vector operations.
 
 `CasWriteReply`: conditional writes, `HD c<token>` and its refusals, one line per row. Tokens that were asked for without their values look
-alike. Every line end ends a row's answer. memcached hands
+alike; behind a `cas` such a line follows the line of its outcome. memcached hands
 them over in small pieces. They gather first, since parsing costs the same for few lines as for many. Tokens count up, so usually all
 lines are equally wide and have a constant stride; others are parsed from the positions of their ends.
+
+`ClassicWriteReply`: outcomes of the classic commands, one line per value.
 
 `StatsReply`: lines of a name and a value, until END.
 """
@@ -27,8 +29,10 @@ _MAX_DIGITS = 20
 _STORED = int.from_bytes(b"HD", "little")
 # NS: "must not exist", but it does. EX: the token is an older one. NF: a token was given for a row that is not there.
 _REFUSED = tuple(int.from_bytes(code, "little") for code in (b"NS", b"EX", b"NF"))
-_HEAD = 4  # "HD c"
-_USUAL = b"HD c"
+_HEAD = b"HD c"
+_STORED_LINE = b"STORED\r\n"
+_REFUSED_LINES = (b"EXISTS\r\n", b"NOT_FOUND\r\n", b"NOT_STORED\r\n")
+_LONGEST_LINE = max(map(len, _REFUSED_LINES))
 _MOST_DIGITS = 19  # that 64 bits certainly hold
 _GATHERED_BYTES = 16 << 10
 _MOST_LINES = 1 << 14
@@ -143,44 +147,56 @@ def _without_inner(
 
 @dataclass(eq=False)
 class CasWriteReply(RowsReader):
-    """n answers to `ms` with the flag c, or to `mg` with that flag alone.
+    """n answers to `ms` with the flag c, or to `mg` with that flag alone; or to a `cas` and such a `mg` for each row.
 
     Args:
         out: uint8 [n], set to 0 for stored or found, 1 for a conflict or a miss.
         tokens: uint64 [n], set to the new token of rows stored, or the present one of values found.
-        found: bool [n] of `mg`, whose answer may be that there is no value: set here. None of `ms`.
+        found: bool [n] of `mg`, whose answer may be that there is no value: set here. None of writes.
+        after_cas: whether a line of a `cas` comes before each of a `mg`; a row that is gone already has the token 0.
     """
 
     out: NDArray[np.uint8]
     tokens: NDArray[np.uint64]
     found: NDArray[np.bool_] | None = None
+    after_cas: bool = False
+    _owed: bool = False  # whether the line of the `mg` behind a `cas` that failed is still to come
 
     def __post_init__(self) -> None:
         self.n_rows = len(self.out)
+        self._usual = _STORED_LINE + _HEAD if self.after_cas else _HEAD
+
+    @property
+    def done(self) -> bool:
+        return self._at == self.n_rows and not self._owed
 
     def feed(self, data: Bytes) -> int:
         return 0 if self._may_wait(data) else super().feed(data)
 
     def take(self, data: Bytes) -> int:
+        if self._owed:
+            return self._take_owed(data)
         return self._take_usual(data) or self._take_lines(data) or self._take_odd(data)
 
     def _may_wait(self, data: Bytes) -> bool:
         """Whether more is coming for sure: nothing in it can be an error, behind which the node may fall silent."""
-        if len(data) >= _GATHERED_BYTES or np.count_nonzero(data == ord("\n")) >= len(self.out) - self._at:
+        n_lines = (len(self.out) - self._at) * (1 + self.after_cas)
+        if len(data) >= _GATHERED_BYTES or self._owed or np.count_nonzero(data == ord("\n")) >= n_lines:
             return False
-        return not (data == ord("R")).any()  # which is in every ERROR, and in no other answer
+        return not len(find(data, b"RR"))  # which is in every ERROR, and in no other answer
 
     def _take_usual(self, data: Bytes) -> int:
         """Take lines of rows that were stored, as long as they are as wide as the first one."""
-        width = data[: _HEAD + _MOST_DIGITS + 2].tobytes().find(b"\n") + 1
-        n_digits = width - _HEAD - 2
+        head = len(self._usual)
+        width = data[: head + _MOST_DIGITS + 2].tobytes().find(b"\n", head) + 1
+        n_digits = width - head - 2
         if n_digits < 1:
             return 0
         count = min(len(self.out) - self._at, len(data) // width)
-        lines = data[: count * width].reshape(count, width)  # uint8 [count, width]: a line per row, if all are as wide
-        good = matches(lines, 0, _USUAL) & matches(lines, width - 2, EOL)  # bool [count]: `HD c`, digits, CR LF
+        lines = data[: count * width].reshape(count, width)  # uint8 [count, width]: the lines of a row, if all are as wide
+        good = matches(lines, 0, self._usual) & matches(lines, width - 2, EOL)  # bool [count]: `HD c`, digits, CR LF
         value = np.zeros(count, np.uint64)  # uint64 [count]: the tokens, up to the column reached
-        for column in range(_HEAD, _HEAD + n_digits):
+        for column in range(head, head + n_digits):
             digit = lines[:, column] - np.uint8(ord("0"))  # uint8 [count]; another byte than a digit wraps to more than 9
             good &= digit <= 9
             value *= np.uint64(10)
@@ -198,11 +214,17 @@ class CasWriteReply(RowsReader):
             self.found[rows] = stored
 
     def _take_lines(self, data: Bytes) -> int:
-        ends = np.flatnonzero(data == ord("\n"))[: len(self.out) - self._at]  # intp [k]: each line's LF
+        per_row = 1 + self.after_cas
+        ends = np.flatnonzero(data == ord("\n"))[: (len(self.out) - self._at) * per_row]  # intp [lines]: each line's LF
+        ends = ends[: len(ends) // per_row * per_row]
         if not len(ends):
             return 0
-        starts = np.concatenate([[0], ends[:-1] + 1])  # intp [k]: each line's first byte
-        n_digits = ends - starts - _HEAD - 1  # intp [k]: bytes between `HD c` and CR
+        starts = np.concatenate([[0], ends[:-1] + 1])  # intp [lines]: each line's first byte
+        written = right = np.True_  # bool [k] behind a `cas`: rows stored, and rows with a known outcome
+        if self.after_cas:
+            written, right = _outcomes(data, starts[::2], ends[::2])
+            starts, ends = starts[1::2], ends[1::2]  # intp [k] from here on
+        n_digits = ends - starts - len(_HEAD) - 1  # intp [k]: bytes between `HD c` and CR
         plausible = n_digits > 0  # bool [k]: long enough for a token
         lines, starts = starts, np.where(plausible, starts, 0)
         # uint16 [k]: the first two bytes of each line as one number: HD, NS, EX or NF
@@ -213,13 +235,14 @@ class CasWriteReply(RowsReader):
         good &= plausible & (data[np.minimum(starts + 3, len(data) - 1)] == ord("c")) & (data[ends - 1] == ord("\r"))
         # Every byte between head and line end must be a digit. n_before: intp [len(data)], digits up to each byte, that byte included.
         n_before = np.cumsum((data >= ord("0")) & (data <= ord("9")))
-        good &= n_before[np.maximum(ends - 2, 0)] - n_before[np.minimum(starts + _HEAD - 1, len(data) - 1)] == n_digits
-        if self.found is not None:  # such an answer is good, too
+        good &= n_before[np.maximum(ends - 2, 0)] - n_before[np.minimum(starts + len(_HEAD) - 1, len(data) - 1)] == n_digits
+        if self.found is not None or self.after_cas:  # such an answer is good, too
             good |= (ends - lines == len(_MISS) - 1) & matches_at(np.append(data, _PADDING), lines, _MISS, len(_MISS))
-        count = len(ends) if good.all() else int(np.argmin(good))  # good lines, from the first on
+        good &= right
+        count = len(ends) if good.all() else int(np.argmin(good))  # good rows, from the first on
         rows = slice(self._at, self._at + count)
-        self._note(rows, stored[:count])
-        self.tokens[rows] = parse_digits(data, starts[:count] + _HEAD, n_digits[:count])
+        self._note(rows, (written & good if self.after_cas else stored)[:count])
+        self.tokens[rows] = parse_digits(data, starts[:count] + len(_HEAD), n_digits[:count])
         self._at += count
         return int(ends[count - 1]) + 1 if count else 0
 
@@ -227,10 +250,66 @@ class CasWriteReply(RowsReader):
         line = take_line(data, 0)
         if line is None:
             return 0
-        if not is_error(line):
-            raise ProtocolError(f"reply {line[:40]!r}, expected HD, NS, EX or NF with a token")
-        self._refused(line)
-        return len(line) + 2
+        if is_error(line):
+            self._refused(line)
+            self._owed = self.after_cas
+            return len(line) + len(EOL)
+        if self.after_cas and line + EOL in (_STORED_LINE, *_REFUSED_LINES):
+            second = take_line(data, len(line) + len(EOL))
+            if second is None:
+                return 0
+            if is_error(second):
+                self._refused(second)
+                return len(line) + len(second) + 2 * len(EOL)
+            line = second
+        raise ProtocolError(f"reply {line[:40]!r}, expected HD, NS, EX or NF with a token, or the outcome of a cas before it")
+
+    def _take_owed(self, data: Bytes) -> int:
+        line = take_line(data, 0)
+        if line is None:
+            return 0
+        self._owed = False
+        return len(line) + len(EOL)
+
+
+def _outcomes(
+    data: Bytes, starts: NDArray[np.intp], ends: NDArray[np.intp]
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Read lines of classic commands: bool [k] each, which say that the value was stored, and which are good."""
+    padded = np.append(data, np.zeros(_LONGEST_LINE, np.uint8))
+    sizes = ends - starts + 1  # intp [k]
+
+    def are(line: bytes) -> NDArray[np.bool_]:
+        return (sizes == len(line)) & matches_at(padded, starts, line, _LONGEST_LINE)
+
+    stored = are(_STORED_LINE)
+    good = stored.copy()
+    for line in _REFUSED_LINES:
+        good |= are(line)
+    return stored, good
+
+
+@dataclass(eq=False)
+class ClassicWriteReply(RowsReader):
+    """n outcomes of classic commands that store; `stored`: bool [n], set here."""
+
+    stored: NDArray[np.bool_]
+
+    def __post_init__(self) -> None:
+        self.n_rows = len(self.stored)
+
+    def take(self, data: Bytes) -> int:
+        line = take_line(data, 0)
+        if line is None:
+            return 0
+        if is_error(line):
+            self._refused(line)
+        elif line + EOL in (_STORED_LINE, *_REFUSED_LINES):
+            self.stored[self._at] = line + EOL == _STORED_LINE
+            self._at += 1
+        else:
+            raise ProtocolError(f"reply {line[:40]!r}, expected the outcome of a write")
+        return len(line) + len(EOL)
 
 
 @dataclass(eq=False)
