@@ -127,12 +127,9 @@ class RecordCache:
         self._used[at] = False
 
     def forget_tokens(self, of: Callable[[Ids], NDArray[np.bool_]]) -> None:
-        """Drop those of the rows that `of` names which have tokens: given uint64 [n] ids, it returns bool [n].
-
-        Their records are good, but a row without a token is written as one that does not exist.
-        """
-        ids = self._ids[: self._n_taken][self.tokens[: self._n_taken] != 0]
-        self.forget(ids[of(ids)])
+        """Drop the tokens of the rows that `of` names: given uint64 [n] ids, it returns bool [n]."""
+        n = self._n_taken
+        self.tokens[:n][of(self._ids[:n])] = 0
 
     def release(self) -> None:
         """Give the budget back, since the table is gone; the cache is not to be used again."""

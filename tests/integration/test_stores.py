@@ -37,8 +37,8 @@ from kvemb.testing.repair_contract import RepairContract
 from kvemb.testing.store_contract import (
     CLUSTER,
     GENERATION,
-    Nodes,
     SIZE,
+    Nodes,
     PagedStoreContract,
     StoreContract,
     bucket_keys,

@@ -70,16 +70,18 @@ def test_mg_without_and_with_tokens() -> None:
     assert sent(codec.read_steps(KEYS, 5, *outputs(2, 5), tokens)) == b"mg " + A + b" v c\r\nmg " + B + b" v c\r\n"
 
 
-def test_new_rows_must_not_exist_and_others_are_replaced_under_their_token_by_a_command_that_keeps_them_when_it_fails() -> None:
+def test_new_rows_must_not_exist_and_others_carry_their_token_and_what_fails_deletes_nothing() -> None:
     out = np.zeros(2, dtype=np.uint8)
-    both_new = MetaCodec().write_steps(KEYS, RECORDS, np.zeros(2, dtype=np.uint64), out)
-    assert sent(both_new) == b"ms " + A + b" 5 ME c\r\nabc\r\n\r\nms " + B + b" 5 ME c\r\nxyz\r\n\r\n"
-    mixed = MetaCodec().write_steps(KEYS, RECORDS, np.array([0, 2**64 - 1], dtype=np.uint64), out)
-    second = b"cas " + B + b" 0 0 5 18446744073709551615\r\nxyz\r\n\r\nmg " + B + b" c\r\n"
-    assert sent(mixed) == b"ms " + A + b" 5 ME c\r\nabc\r\n\r\n" + second
-    known = MetaCodec().write_steps(KEYS, RECORDS, np.array([7, 120], dtype=np.uint64), out)
-    replaced = [b"cas " + key + b" 0 0 5 " + what + b"\r\n\r\nmg " + key + b" c\r\n" for key, what in ((A, b"007\r\nabc"), (B, b"120\r\nxyz"))]
-    assert sent(known) == b"".join(replaced)
+
+    def written(tokens: list[int]) -> list[bytes]:
+        steps = MetaCodec().write_steps(KEYS, RECORDS, np.array(tokens, dtype=np.uint64), out)
+        return sent(steps).split(b" c\r\n")[:-1]
+
+    new = [b"add " + A + b" 0 0 5\r\nabc\r\n\r\nmg " + A, b"add " + B + b" 0 0 5\r\nxyz\r\n\r\nmg " + B]
+    assert written([0, 0]) == new
+    assert written([0, 2**64 - 1]) == [new[0], b"cas " + B + b" 0 0 5 18446744073709551615\r\nxyz\r\n\r\nmg " + B]
+    old = [b"cas " + A + b" 0 0 5 007\r\nabc\r\n\r\nmg " + A, b"cas " + B + b" 0 0 5 120\r\nxyz\r\n\r\nmg " + B]
+    assert written([7, 120]) == old
 
 
 def test_a_memcached_write_without_a_condition_is_never_sent() -> None:

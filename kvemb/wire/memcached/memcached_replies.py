@@ -4,10 +4,10 @@
 constant there, so rows are found from the positions of all lines that look like a hit or a miss. Genuine ones follow each other without a
 gap. One that lies inside a value starts before its predecessor ends, and is dropped. All in vector operations.
 
-`CasWriteReply`: conditional writes, `HD c<token>` and its refusals, one line per row. Tokens that were asked for without their values look
-alike; behind a `cas` such a line follows the line of its outcome. memcached hands
-them over in small pieces. They gather first, since parsing costs the same for few lines as for many. Tokens count up, so usually all
-lines are equally wide and have a constant stride; others are parsed from the positions of their ends.
+`CasWriteReply`: tokens that were asked for without their values, `HD c<token>` or a miss, one line per row; behind a conditional write the
+line of its outcome comes first. memcached hands them over in small pieces. They gather first, since parsing costs the same for few lines as
+for many. Tokens count up, so usually all lines are equally wide and have a constant stride; others are parsed from the positions of their
+ends.
 
 `ClassicWriteReply`: outcomes of the classic commands, one line per value.
 
@@ -24,15 +24,12 @@ from kvemb.wire.buffer_scan import EOL, Bytes, find, is_error, matches, matches_
 from kvemb.wire.replies import ReplyReader, RowsReader, UnexpectedValueError
 
 _MISS = b"EN\r\n"
-_PADDING = np.zeros(len(_MISS), np.uint8)
 _MAX_DIGITS = 20
-_STORED = int.from_bytes(b"HD", "little")
-# NS: "must not exist", but it does. EX: the token is an older one. NF: a token was given for a row that is not there.
-_REFUSED = tuple(int.from_bytes(code, "little") for code in (b"NS", b"EX", b"NF"))
 _HEAD = b"HD c"
 _STORED_LINE = b"STORED\r\n"
+# There is an older or newer token; nothing; something, or nothing, although the value was to be added, or to be replaced.
 _REFUSED_LINES = (b"EXISTS\r\n", b"NOT_FOUND\r\n", b"NOT_STORED\r\n")
-_LONGEST_LINE = max(map(len, _REFUSED_LINES))
+_PADDING = np.zeros(max(map(len, _REFUSED_LINES)), np.uint8)
 _MOST_DIGITS = 19  # that 64 bits certainly hold
 _GATHERED_BYTES = 16 << 10
 _MOST_LINES = 1 << 14
@@ -147,24 +144,24 @@ def _without_inner(
 
 @dataclass(eq=False)
 class CasWriteReply(RowsReader):
-    """n answers to `ms` with the flag c, or to `mg` with that flag alone; or to a `cas` and such a `mg` for each row.
+    """n answers to `mg` with the flag c alone; or to a conditional write and such a `mg` for each row.
 
     Args:
         out: uint8 [n], set to 0 for stored or found, 1 for a conflict or a miss.
-        tokens: uint64 [n], set to the new token of rows stored, or the present one of values found.
-        found: bool [n] of `mg`, whose answer may be that there is no value: set here. None of writes.
-        after_cas: whether a line of a `cas` comes before each of a `mg`; a row that is gone already has the token 0.
+        tokens: uint64 [n], set to the token of the value that is there; 0 where there is none.
+        found: bool [n] of reads: set here.
+        written: whether the line of a conditional write comes before each of a `mg`.
     """
 
     out: NDArray[np.uint8]
     tokens: NDArray[np.uint64]
     found: NDArray[np.bool_] | None = None
-    after_cas: bool = False
-    _owed: bool = False  # whether the line of the `mg` behind a `cas` that failed is still to come
+    written: bool = False
+    _owed: bool = False  # whether the line of the `mg` behind a write that failed is still to come
 
     def __post_init__(self) -> None:
         self.n_rows = len(self.out)
-        self._usual = _STORED_LINE + _HEAD if self.after_cas else _HEAD
+        self._usual = _STORED_LINE + _HEAD if self.written else _HEAD
 
     @property
     def done(self) -> bool:
@@ -180,7 +177,7 @@ class CasWriteReply(RowsReader):
 
     def _may_wait(self, data: Bytes) -> bool:
         """Whether more is coming for sure: nothing in it can be an error, behind which the node may fall silent."""
-        n_lines = (len(self.out) - self._at) * (1 + self.after_cas)
+        n_lines = (len(self.out) - self._at) * (1 + self.written)
         if len(data) >= _GATHERED_BYTES or self._owed or np.count_nonzero(data == ord("\n")) >= n_lines:
             return False
         return not len(find(data, b"RR"))  # which is in every ERROR, and in no other answer
@@ -214,35 +211,25 @@ class CasWriteReply(RowsReader):
             self.found[rows] = stored
 
     def _take_lines(self, data: Bytes) -> int:
-        per_row = 1 + self.after_cas
+        per_row = 1 + self.written
         ends = np.flatnonzero(data == ord("\n"))[: (len(self.out) - self._at) * per_row]  # intp [lines]: each line's LF
         ends = ends[: len(ends) // per_row * per_row]
         if not len(ends):
             return 0
         starts = np.concatenate([[0], ends[:-1] + 1])  # intp [lines]: each line's first byte
-        written = right = np.True_  # bool [k] behind a `cas`: rows stored, and rows with a known outcome
-        if self.after_cas:
-            written, right = _outcomes(data, starts[::2], ends[::2])
-            starts, ends = starts[1::2], ends[1::2]  # intp [k] from here on
+        padded = np.append(data, _PADDING)
+        stored, good = _outcomes(padded, starts[::2], ends[::2]) if self.written else (np.True_, np.True_)  # bool [k] of k rows
+        starts, ends = starts[per_row - 1 :: per_row], ends[per_row - 1 :: per_row]  # intp [k]: of the lines with tokens
         n_digits = ends - starts - len(_HEAD) - 1  # intp [k]: bytes between `HD c` and CR
-        plausible = n_digits > 0  # bool [k]: long enough for a token
-        lines, starts = starts, np.where(plausible, starts, 0)
-        # uint16 [k]: the first two bytes of each line as one number: HD, NS, EX or NF
-        codes = data[starts].astype(np.uint16) | (data[np.minimum(starts + 1, len(data) - 1)].astype(np.uint16) << np.uint16(8))
-        stored = plausible & (codes == _STORED)  # bool [k]; the other good ones are conflicts
-        good = stored | (codes == _REFUSED[0]) | (codes == _REFUSED[1]) | (codes == _REFUSED[2])
-        # bool [k]: a known code, then `c`, then CR before LF
-        good &= plausible & (data[np.minimum(starts + 3, len(data) - 1)] == ord("c")) & (data[ends - 1] == ord("\r"))
+        there = (n_digits > 0) & matches_at(padded, starts, _HEAD, len(_PADDING)) & (data[ends - 1] == ord("\r"))  # bool [k]
         # Every byte between head and line end must be a digit. n_before: intp [len(data)], digits up to each byte, that byte included.
         n_before = np.cumsum((data >= ord("0")) & (data <= ord("9")))
-        good &= n_before[np.maximum(ends - 2, 0)] - n_before[np.minimum(starts + len(_HEAD) - 1, len(data) - 1)] == n_digits
-        if self.found is not None or self.after_cas:  # such an answer is good, too
-            good |= (ends - lines == len(_MISS) - 1) & matches_at(np.append(data, _PADDING), lines, _MISS, len(_MISS))
-        good &= right
+        there &= n_before[np.maximum(ends - 2, 0)] - n_before[np.minimum(starts + len(_HEAD) - 1, len(data) - 1)] == n_digits
+        good = good & (there | ((ends - starts == len(_MISS) - 1) & matches_at(padded, starts, _MISS, len(_PADDING))))
         count = len(ends) if good.all() else int(np.argmin(good))  # good rows, from the first on
         rows = slice(self._at, self._at + count)
-        self._note(rows, (written & good if self.after_cas else stored)[:count])
-        self.tokens[rows] = parse_digits(data, starts[:count] + len(_HEAD), n_digits[:count])
+        self._note(rows, (stored if self.written else there)[:count])
+        self.tokens[rows] = parse_digits(data, starts[:count] + len(_HEAD), np.where(there, n_digits, 0)[:count])
         self._at += count
         return int(ends[count - 1]) + 1 if count else 0
 
@@ -252,9 +239,9 @@ class CasWriteReply(RowsReader):
             return 0
         if is_error(line):
             self._refused(line)
-            self._owed = self.after_cas
+            self._owed = self.written
             return len(line) + len(EOL)
-        if self.after_cas and line + EOL in (_STORED_LINE, *_REFUSED_LINES):
+        if self.written and line + EOL in (_STORED_LINE, *_REFUSED_LINES):
             second = take_line(data, len(line) + len(EOL))
             if second is None:
                 return 0
@@ -262,7 +249,7 @@ class CasWriteReply(RowsReader):
                 self._refused(second)
                 return len(line) + len(second) + 2 * len(EOL)
             line = second
-        raise ProtocolError(f"reply {line[:40]!r}, expected HD, NS, EX or NF with a token, or the outcome of a cas before it")
+        raise ProtocolError(f"reply {line[:40]!r}, expected {self._usual!r}…, a refusal or {_MISS!r}")
 
     def _take_owed(self, data: Bytes) -> int:
         line = take_line(data, 0)
@@ -272,15 +259,12 @@ class CasWriteReply(RowsReader):
         return len(line) + len(EOL)
 
 
-def _outcomes(
-    data: Bytes, starts: NDArray[np.intp], ends: NDArray[np.intp]
-) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Read lines of classic commands: bool [k] each, which say that the value was stored, and which are good."""
-    padded = np.append(data, np.zeros(_LONGEST_LINE, np.uint8))
-    sizes = ends - starts + 1  # intp [k]
+def _outcomes(padded: Bytes, starts: NDArray[np.intp], ends: NDArray[np.intp]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Read the lines of writes: bool [k] each, which say that the value was stored, and which say something at all."""
 
     def are(line: bytes) -> NDArray[np.bool_]:
-        return (sizes == len(line)) & matches_at(padded, starts, line, _LONGEST_LINE)
+        there: NDArray[np.bool_] = (ends - starts == len(line) - 1) & matches_at(padded, starts, line, len(_PADDING))
+        return there
 
     stored = are(_STORED_LINE)
     good = stored.copy()

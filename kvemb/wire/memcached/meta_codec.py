@@ -4,9 +4,9 @@ Writes always carry a condition: a token from the read before, or "must not exis
 newer row. An erase that was given the tokens of its rows cannot delete one. Tokens are sent zero-padded to one width, which keeps the
 stride of a batch constant.
 
-What exists already is written by the classic `cas`, `replace` and `add`: where the server has no room for the new value, those leave the old
-one. `ms` and `set` delete it then, whatever their condition says, and a row that is gone looks like one that never was (docs/adr/0112). A
-`cas` does not tell the new token; a `mg` right behind it does.
+Writes are the classic `add`, `cas` and `replace`: where the server has no room for the new value, those leave the old one. `ms` and `set`
+delete it then, whatever their condition says, also when they come late; and a row that is gone looks like one that never was
+(docs/adr/0112). They do not tell the new token; a `mg` right behind each does.
 """
 
 from functools import partial
@@ -75,11 +75,9 @@ class MetaCodec:
         for first, last in ((0, n_new), (n_new, len(keys))):
             for rows in chunks(last - first, self._rows_per_step):
                 at = slice(first + rows.start, first + rows.stop)
-                if last == n_new:
-                    request = partial(_add_request, keys[at], records[at])
-                else:  # the reply puts new tokens in the place of these
-                    request = partial(_replace_request, keys[at], records[at], tokens[at].copy())
-                steps.append(RowsStep(request, CasWriteReply(out[at], tokens[at], after_cas=last != n_new)))
+                old = None if last == n_new else tokens[at].copy()  # the reply puts new tokens in the place of these
+                request = partial(_store_request, keys[at], records[at], old)
+                steps.append(RowsStep(request, CasWriteReply(out[at], tokens[at], written=True)))
         return steps
 
     def erase_steps(self, keys: RowKeys, out: NDArray[np.uint8], tokens: NDArray[np.uint64] | None = None) -> list[RowsStep]:
@@ -115,14 +113,8 @@ def _erase_request(keys: RowKeys, tokens: NDArray[np.uint64] | None) -> memoryvi
     return columns(len(keys), b"md ", keys.encode(), *condition, b"\r\n").reshape(-1).data
 
 
-def _add_request(keys: RowKeys, records: RecordsToWrite) -> memoryview:
-    """Store rows that must not exist."""
-    return columns(len(keys), b"ms ", keys.encode(), b" %d ME c\r\n" % records.size_bytes, records.bytes(), b"\r\n").reshape(-1).data
-
-
-def _replace_request(keys: RowKeys, records: RecordsToWrite, tokens: NDArray[np.uint64]) -> memoryview:
-    """Store rows that exist under their tokens, and ask for the new ones."""
-    names = keys.encode()
-    size = b" 0 0 %d " % records.size_bytes
-    parts = (b"cas ", names, size, decimals(tokens), b"\r\n", records.bytes(), b"\r\nmg ", names, b" c\r\n")
-    return columns(len(keys), *parts).reshape(-1).data
+def _store_request(keys: RowKeys, records: RecordsToWrite, tokens: NDArray[np.uint64] | None) -> memoryview:
+    """Store under a condition: the tokens, or None for rows that must not exist; and ask for the new ones."""
+    names, size = keys.encode(), b" 0 0 %d" % records.size_bytes
+    condition = (b"add ", names, size) if tokens is None else (b"cas ", names, size + b" ", decimals(tokens))
+    return columns(len(keys), *condition, b"\r\n", records.bytes(), b"\r\nmg ", names, b" c\r\n").reshape(-1).data
