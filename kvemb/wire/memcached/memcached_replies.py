@@ -218,17 +218,20 @@ class CasWriteReply(RowsReader):
             return 0
         starts = np.concatenate([[0], ends[:-1] + 1])  # intp [lines]: each line's first byte
         padded = np.append(data, _PADDING)
-        stored, good = _outcomes(padded, starts[::2], ends[::2]) if self.written else (np.True_, np.True_)  # bool [k] of k rows
+        outcomes = _outcomes(padded, starts[::2], ends[::2]) if self.written else None  # bool [k] each, of k rows
         starts, ends = starts[per_row - 1 :: per_row], ends[per_row - 1 :: per_row]  # intp [k]: of the lines with tokens
         n_digits = ends - starts - len(_HEAD) - 1  # intp [k]: bytes between `HD c` and CR
         there = (n_digits > 0) & matches_at(padded, starts, _HEAD, len(_PADDING)) & (data[ends - 1] == ord("\r"))  # bool [k]
         # Every byte between head and line end must be a digit. n_before: intp [len(data)], digits up to each byte, that byte included.
         n_before = np.cumsum((data >= ord("0")) & (data <= ord("9")))
         there &= n_before[np.maximum(ends - 2, 0)] - n_before[np.minimum(starts + len(_HEAD) - 1, len(data) - 1)] == n_digits
-        good = good & (there | ((ends - starts == len(_MISS) - 1) & matches_at(padded, starts, _MISS, len(_PADDING))))
+        good = there | ((ends - starts == len(_MISS) - 1) & matches_at(padded, starts, _MISS, len(_PADDING)))  # bool [k]
+        stored = there
+        if outcomes is not None:
+            stored, good = outcomes[0], good & outcomes[1]
         count = len(ends) if good.all() else int(np.argmin(good))  # good rows, from the first on
         rows = slice(self._at, self._at + count)
-        self._note(rows, (stored if self.written else there)[:count])
+        self._note(rows, stored[:count])
         self.tokens[rows] = parse_digits(data, starts[:count] + len(_HEAD), np.where(there, n_digits, 0)[:count])
         self._at += count
         return int(ends[count - 1]) + 1 if count else 0
