@@ -145,11 +145,12 @@ class ServedTables:
                 found.absent, found.left = found.left[~may], found.left[may]
 
     def find_old(self, found: RowsFound, now_s: float) -> None:
-        """Fill in whatever rows the cache has of those that are left, however old."""
+        """Fill in whatever rows the cache has of those that are left, however old; that an id had none then, says nothing of now."""
         with self.lock:
             if found.served.cache is None:
                 return
             records, kept = found.served.cache.peek(found.keys[found.left])
+            kept[kept] = found.served.cache.versions(records[kept]) != 0
             if not kept.any():
                 return
             self._take(found, found.left[kept], records[kept], ServedFrom.OLD, now_s)

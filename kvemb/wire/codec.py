@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from kvemb.arrays.ids import as_items, as_rows
 from kvemb.process.cached_property import batch_value
 from kvemb.schema.keys import RowKeys
-from kvemb.wire.replies import BlobReply, CodeReply, RowsStep, Step
+from kvemb.wire.replies import BlobReply, RowsReader, RowsStep, Step
 
 Bytes = NDArray[np.uint8]
 
@@ -79,5 +79,5 @@ class Codec(Protocol):
     def get_step(self, key: bytes) -> tuple[Step, BlobReply]:
         """Read one small value, such as a marker."""
 
-    def put_step(self, key: bytes, value: bytes) -> tuple[Step, CodeReply]:
-        """Write one small value unconditionally."""
+    def put_step(self, key: bytes, value: bytes) -> tuple[Step, RowsReader]:
+        """Write one small value unconditionally; where that fails, the old one stays."""

@@ -302,8 +302,7 @@ def _needs(*what: str) -> frozenset[str]:
 
 FAULTS = (
     Fault("node hangs", node_hangs),
-    # A full memcached deletes a row whose write it refuses: until there is room, readers get first values (docs/guarantees.md).
-    Fault("node full", node_full, _REDIS_KINDS, needs=_needs("full")),
+    Fault("node full", node_full, needs=_needs("full")),
     Fault("node flushed", node_flushed, needs=_needs("repair")),
     Fault("node lost", node_lost, needs=_needs("repair")),
     Fault("node rolled back", node_rolled_back, _REDIS_KINDS, needs=_needs("repair")),

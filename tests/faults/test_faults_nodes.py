@@ -37,20 +37,33 @@ def test_a_hung_node_costs_one_deadline_and_the_other_nodes_go_on_serving(local:
     require(table, IDS, 2)
 
 
-def test_a_full_node_delays_what_was_accepted_and_loses_nothing(kind: str) -> None:
-    # memcached deletes the old record when it refuses the new one, so this needs a cluster of its own. It takes a while
-    # to refuse so many rows, one by one: that is no reason to speak of a deadline.
+def test_a_full_node_delays_what_was_accepted_and_its_rows_are_read_as_they_were(kind: str) -> None:
+    # It takes a while to refuse so many rows, one by one: that is no reason to speak of a deadline.
     with FaultyCluster(kind, 3, shards=2, storage={"timeout_s": 2}) as local, kvemb.connect(local.url) as cluster:
         table = counting_table(cluster, "full")
         add(table, IDS).wait_applied(timeout_s=PATIENCE_S)
-        more = np.arange(60_000)
+        more, seen = np.arange(60_000), []
+
+        def read() -> None:
+            seen.extend(np.unique(table.pull(IDS, timeout_s=PATIENCE_S)).tolist())
+
         with storage.full(local.servers[0], record_bytes=table.definition.record.size_bytes):
             ack = add(table, more)
             eventually(lambda: any("is out of memory" in shard.reply.failure for shard in cluster.status().shards if shard.reply), "said")
+            for _ in range(10):
+                read()
+            eventually(lambda: any("is out of memory" in shard.reply.failure for shard in cluster.status().shards if shard.reply), "said")
+            if kind == "memcached":  # another server that is full refuses even the owner record that a shard begins with
+                processes.kill(local.shards[0])
+                read()
+                local.launch_shard(0)  # which serves once its journal is applied
+                eventually(lambda: "recovery waits for storage" in local.shards[0].log_tail(), "it has not come to its journal")
+            read()
             assert not ack.applied
         ack.wait_applied(timeout_s=PATIENCE_S)
         require(table, IDS, 2)
         require(table, more[3000:], 1)
+        assert set(seen) <= {1, 2}, "a row that was learned was read as one that does not exist"
 
 
 def test_a_node_that_was_set_to_evict_is_refused(local: FaultyCluster, connected: kvemb.Cluster) -> None:

@@ -8,7 +8,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import redis
 from memory_store import memory_node
+from pymemcache.client.base import Client
+from pymemcache.exceptions import MemcacheError
 
 from kvemb.config import StorageConfig
 from kvemb.coordination.map_copies import MAP_NAME
@@ -35,11 +37,13 @@ from kvemb.testing.repair_contract import RepairContract
 from kvemb.testing.store_contract import (
     CLUSTER,
     GENERATION,
+    SIZE,
     Nodes,
     PagedStoreContract,
     StoreContract,
     bucket_keys,
     keys_for,
+    read,
     records_of,
     require_rows,
     row_keys,
@@ -373,6 +377,34 @@ def test_a_full_node_says_so_and_the_rows_before_it_are_whole(launch: Launcher, 
         with pytest.raises(NodeFullError, match=rf"node {address}, id \d+.*memory"):
             fill()
         require_rows(store, small, records_of(small))  # and the connection is in step
+
+
+def test_a_full_memcached_refuses_new_values_and_keeps_every_old_one(launch: Launcher) -> None:
+    address = launch.memcached("-M", "-o", "no_slab_reassign", "-m", "4")
+    with opened(StorageConfig("memcached", (address,))) as store:
+        keys, names = keys_for(store, 300), [f"kvemb:note:{n:03}" for n in range(20)]
+        write(store, keys, records_of(keys))
+        for name in names:
+            store.values.put(name, b"old" * 20, within())
+        seen = read(store, keys, tokens=True)
+        host, port = address.split(":")
+        with closing(Client((host, int(port)))) as stranger:
+            for size in (len(b"old" * 20), SIZE):
+                with suppress(MemcacheError):
+                    for n in range(1_000_000):
+                        stranger.set(f"j{size:03}{n:010}", bytes(size), noreply=False)  # as long as a row's key
+        for some in np.split(np.arange(300), 6):
+            part = WritePart(keys[some], records_of(keys[some], salt=1), np.asarray(seen.tokens)[some])
+            with pytest.raises(NodeFullError, match=f"{address}.*out of memory"):
+                store.rows.write([part], within())
+            require_rows(store, keys, records_of(keys))
+        for name in names:
+            with pytest.raises(NodeFullError, match=address):
+                store.values.put(name, b"new" * 20, within())
+            assert store.values.get(name, within()) == [b"old" * 20]
+        with pytest.raises(NodeFullError, match=address):  # the marker of a repair is longer, and of the size of the junk
+            store.repair.begin(address, within(), even_if_whole=True)
+        require_rows(store, keys, records_of(keys))
 
 
 def test_a_memcached_record_above_the_item_limit_says_so(launch: Launcher) -> None:

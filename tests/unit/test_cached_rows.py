@@ -5,7 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvemb.arrays.hashing import mix64
+from kvemb.init import zeros
+from kvemb.optim import sgd
+from kvemb.schema.table_def import TableDef
+from kvemb.serve import ServedFrom
 from kvemb.serve.cached_rows import CachedRows
+from kvemb.serve.served_tables import RowsFound, ServedTables
 
 F4 = np.dtype(np.float32)
 
@@ -136,3 +141,17 @@ def test_of_eight_places_the_one_used_longest_ago_is_given_up_and_the_key_0_is_k
     records, there = rows.peek(np.arange(9, dtype=np.uint64))
     assert there.tolist() == [True] * 3 + [False] + [True] * 5
     assert rows.rows(records[there])[:, 0].tolist() == [0, 1, 2, 4, 5, 6, 7, 8]
+
+
+def test_in_a_degraded_answer_an_id_that_had_no_row_once_has_none_of_the_cache_and_rows_have_the_old_ones() -> None:
+    tables = ServedTables(1, 0, max_age_s=0)
+    served = tables.add(TableDef("t", dim=1, optimizer=sgd(lr=1.0), initializer=zeros()))
+
+    def asked() -> RowsFound:
+        ids = u64(1, 2)
+        return RowsFound(served, ids, mix64(ids), np.full((2, 1), np.nan, F4), u64(0, 0), np.zeros(2, np.uint8), left=np.arange(2))
+
+    tables.keep(asked(), u64(1, 2), np.array([[5], [0]], F4), u64(3, 0), began_s=1)  # 1 has a row, 2 has none yet
+    found = asked()
+    tables.find_old(found, 9)
+    assert (found.left.tolist(), found.rows[0, 0], found.sources.tolist()) == ([1], 5, [ServedFrom.OLD, 0])

@@ -70,14 +70,18 @@ def test_mg_without_and_with_tokens() -> None:
     assert sent(codec.read_steps(KEYS, 5, *outputs(2, 5), tokens)) == b"mg " + A + b" v c\r\nmg " + B + b" v c\r\n"
 
 
-def test_ms_new_rows_must_not_exist_and_others_carry_their_token() -> None:
+def test_new_rows_must_not_exist_and_others_carry_their_token_and_what_fails_deletes_nothing() -> None:
     out = np.zeros(2, dtype=np.uint8)
-    both_new = MetaCodec().write_steps(KEYS, RECORDS, np.zeros(2, dtype=np.uint64), out)
-    assert sent(both_new) == b"ms " + A + b" 5 ME c\r\nabc\r\n\r\nms " + B + b" 5 ME c\r\nxyz\r\n\r\n"
-    mixed = MetaCodec().write_steps(KEYS, RECORDS, np.array([0, 2**64 - 1], dtype=np.uint64), out)
-    assert sent(mixed) == b"ms " + A + b" 5 ME c\r\nabc\r\n\r\nms " + B + b" 5 C18446744073709551615 c\r\nxyz\r\n\r\n"
-    known = MetaCodec().write_steps(KEYS, RECORDS, np.array([7, 120], dtype=np.uint64), out)
-    assert sent(known) == b"ms " + A + b" 5 C007 c\r\nabc\r\n\r\nms " + B + b" 5 C120 c\r\nxyz\r\n\r\n"
+
+    def written(tokens: list[int]) -> list[bytes]:
+        steps = MetaCodec().write_steps(KEYS, RECORDS, np.array(tokens, dtype=np.uint64), out)
+        return sent(steps).split(b" c\r\n")[:-1]
+
+    new = [b"add " + A + b" 0 0 5\r\nabc\r\n\r\nmg " + A, b"add " + B + b" 0 0 5\r\nxyz\r\n\r\nmg " + B]
+    assert written([0, 0]) == new
+    assert written([0, 2**64 - 1]) == [new[0], b"cas " + B + b" 0 0 5 18446744073709551615\r\nxyz\r\n\r\nmg " + B]
+    old = [b"cas " + A + b" 0 0 5 007\r\nabc\r\n\r\nmg " + A, b"cas " + B + b" 0 0 5 120\r\nxyz\r\n\r\nmg " + B]
+    assert written([7, 120]) == old
 
 
 def test_a_memcached_write_without_a_condition_is_never_sent() -> None:
@@ -94,7 +98,7 @@ def test_md_and_small_values_over_meta() -> None:
     tokens = np.array([0, 120], dtype=np.uint64)  # 0: the row was missing when it was read
     assert sent(codec.erase_steps(KEYS, out, tokens)) == b"md " + A + b" C000\r\nmd " + B + b" C120\r\n"
     assert bytes(codec.get_step(b"kvemb:marker")[0].request) == b"mg kvemb:marker v\r\n"
-    assert bytes(codec.put_step(b"k", b"EN\r\n")[0].request) == b"ms k 4\r\nEN\r\n\r\n"
+    assert bytes(codec.put_step(b"k", b"EN\r\n")[0].request) == b"add k 0 0 4\r\nEN\r\n\r\nreplace k 0 0 4\r\nEN\r\n\r\n"
 
 
 def test_every_codec_makes_no_step_of_no_rows() -> None:

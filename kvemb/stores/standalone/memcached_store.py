@@ -7,6 +7,8 @@ whose settings allow any of that is refused.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
+
 from kvemb.config import StorageConfig
 from kvemb.errors import ProtocolError, UnsafeNodeError
 from kvemb.net.deadline import Deadline
@@ -19,9 +21,9 @@ from kvemb.stores.standalone.node_links import NodeServer
 from kvemb.stores.standalone.node_store import NodeStore
 from kvemb.stores.store import Capabilities
 from kvemb.stores.store_nodes import NodeStats
-from kvemb.wire.memcached.memcached_replies import StatsReply
+from kvemb.wire.memcached.memcached_replies import ClassicWriteReply, StatsReply
 from kvemb.wire.memcached.meta_codec import MetaCodec
-from kvemb.wire.replies import BlobReply, LineReply
+from kvemb.wire.replies import BlobReply
 
 _ITEM_OVERHEAD_BYTES = 64  # item header, token, flags and line end (memcached.h: sizeof(item) 48 + 8 + 2, rounded up)
 SAFE_OPTIONS = "-M -o no_slab_reassign"
@@ -82,19 +84,19 @@ class MemcachedServer(NodeServer):
 
     def swap(self, address: str, key: bytes, old: bytes | None, new: bytes, run_id: str, deadline: Deadline) -> bool:
         with _connected(self._connect, address, deadline) as link:
-            condition = b"ME"
+            request = b"add %s 0 0 %d\r\n%s\r\n" % (key, len(new), new)
             if old is not None:
                 found = BlobReply(miss=b"EN")
                 round_trip(link, b"mg %s c v\r\n" % key, [found], deadline)
                 token = found.line.rpartition(b" c")[2]
                 if found.value != old or not token.isdigit():
                     return False
-                condition = b"C" + token
-            answer = LineReply()
-            round_trip(link, b"ms %s %d %s\r\n%s\r\n" % (key, len(new), condition, new), [answer], deadline)
-        if answer.line not in (b"HD", b"NS", b"EX", b"NF"):
-            raise server_error(address, answer.line)
-        return answer.line == b"HD"
+                request = b"cas %s 0 0 %d %s\r\n%s\r\n" % (key, len(new), token, new)
+            answer = ClassicWriteReply(np.zeros(1, bool))
+            round_trip(link, request, [answer], deadline)
+        for _, line in answer.errors:
+            raise server_error(address, line)
+        return bool(answer.stored[0])
 
 
 class MemcachedStore(NodeStore):

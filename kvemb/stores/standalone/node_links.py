@@ -162,9 +162,9 @@ class NodeLinks:
         """A connection to our node, whatever state its rows are in, as long as no newer owner of our shard stands there."""
         link = self._server.open_link(address, deadline)
         try:
-            if self._fence.name:
-                (copy,) = self._ask(link, [self._fence.name.encode()], deadline)
-                self._fence.require_ours(copy, f"node {address}", lambda: self.owners_elsewhere(address, deadline))
+            if key := self.owner_key:
+                (copy,) = self._ask(link, [key], deadline)
+                self.require_owner(address, copy, deadline)
             if (view := self.view).markers:
                 why_lost(address, view.expected(address), self._ask(link, [MARKER_KEY], deadline)[0], link.run_id, view.placements)
         except BaseException:
@@ -176,6 +176,15 @@ class NodeLinks:
         made = [self._codec.get_step(key) for key in keys]
         run([Conversation(link, [step for step, _ in made])], deadline)
         return [value_of(link.address, reply) for _, reply in made]
+
+    @property
+    def owner_key(self) -> bytes:
+        """Where the record of the shard's owner stands; empty for a store that writes as none."""
+        return self._fence.name.encode()
+
+    def require_owner(self, address: str, copy: bytes | None, deadline: Deadline) -> None:
+        """Raise where a node's copy of the owner record, or another one where it names none, is a newer owner's; see `OwnerFence`."""
+        self._fence.require_ours(copy, f"node {address}", lambda: self.owners_elsewhere(address, deadline))
 
     # --- what a repair asks --------------------------------------------------------------------------------------------------------
 

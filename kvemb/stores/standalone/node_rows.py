@@ -105,7 +105,7 @@ class NodeRows:
             for node, rows in grouped.shares:
                 steps = self._codec.write_steps(keys[rows], records[rows], None if tokens is None else tokens[rows], out[rows])
                 plan.append((node, NodeSteps(view.places[node], grouped.keys[rows], steps)))
-        self._run(view, plan, deadline, lane)
+        self._run(view, plan, deadline, lane, owner_last=self._cas and lane is None)
         return [WriteResult(_ungroup(g, out == 0), None if tokens is None else _ungroup(g, tokens)) for g, out, tokens in outs]
 
     def erase(
@@ -128,9 +128,20 @@ class NodeRows:
         return [_ungroup(grouped, out < _CONFLICT) for grouped, out in outs]
 
     def _run(
-        self, view: NodesView, plan: Plan, deadline: Deadline, lane: RepairLane | None, meanwhile: Sequence[Callable[[], None]] = ()
+        self,
+        view: NodesView,
+        plan: Plan,
+        deadline: Deadline,
+        lane: RepairLane | None,
+        meanwhile: Sequence[Callable[[], None]] = (),
+        *,
+        owner_last: bool = False,
     ) -> None:
-        """Run a batch's steps at its nodes, the marker last on each connection."""
+        """Run a batch's steps at its nodes, the marker last on each connection.
+
+        `owner_last`: the owner record behind the rows, too. A token that was read after its row was written is of that write only if no
+        newer owner of the shard can have written the row in between. (A repair keeps no tokens.)
+        """
         by_node: dict[str, list[Step]] = {}
         for _, share in plan:
             by_node.setdefault(share.address, []).extend(share.steps)
@@ -142,13 +153,16 @@ class NodeRows:
                 if marker is None or marker.node != node:
                     raise moved_meanwhile(share.address)
                 expected[share.address] = marker
-            markers = {}
+            markers, owners = {}, {}
             for address, steps in by_node.items():
                 link, marker = links[address], expected[address]
                 if (
                     link.run_id != marker.run_id
                 ):  # a link from before the server was started again is dead; this one is newer than the marker
                     raise diagnose(address, replace(marker, run_id=link.run_id), marker.encoded)
+                if owner_last and self._links.owner_key:
+                    step, owners[address] = self._codec.get_step(self._links.owner_key)
+                    steps.append(step)
                 step, markers[address] = self._codec.get_step(MARKER_KEY)
                 steps.append(step)
             try:
@@ -161,6 +175,8 @@ class NodeRows:
             for address, reply in markers.items():
                 if reply.error is not None or reply.value != expected[address].encoded:
                     view.require(address, expected[address], value_of(address, reply))
+            for address, reply in owners.items():
+                self._links.require_owner(address, value_of(address, reply), deadline)
         raise_row_errors([share for _, share in plan])
 
 

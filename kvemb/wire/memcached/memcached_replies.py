@@ -4,10 +4,12 @@
 constant there, so rows are found from the positions of all lines that look like a hit or a miss. Genuine ones follow each other without a
 gap. One that lies inside a value starts before its predecessor ends, and is dropped. All in vector operations.
 
-`CasWriteReply`: conditional writes, `HD c<token>` and its refusals, one line per row. Tokens that were asked for without their values look
-alike. Every line end ends a row's answer. memcached hands
-them over in small pieces. They gather first, since parsing costs the same for few lines as for many. Tokens count up, so usually all
-lines are equally wide and have a constant stride; others are parsed from the positions of their ends.
+`CasWriteReply`: tokens that were asked for without their values, `HD c<token>` or a miss, one line per row; behind a conditional write the
+line of its outcome comes first. memcached hands them over in small pieces. They gather first, since parsing costs the same for few lines as
+for many. Tokens count up, so usually all lines are equally wide and have a constant stride; others are parsed from the positions of their
+ends.
+
+`ClassicWriteReply`: outcomes of the classic commands, one line per value.
 
 `StatsReply`: lines of a name and a value, until END.
 """
@@ -22,13 +24,12 @@ from kvemb.wire.buffer_scan import EOL, Bytes, find, is_error, matches, matches_
 from kvemb.wire.replies import ReplyReader, RowsReader, UnexpectedValueError
 
 _MISS = b"EN\r\n"
-_PADDING = np.zeros(len(_MISS), np.uint8)
 _MAX_DIGITS = 20
-_STORED = int.from_bytes(b"HD", "little")
-# NS: "must not exist", but it does. EX: the token is an older one. NF: a token was given for a row that is not there.
-_REFUSED = tuple(int.from_bytes(code, "little") for code in (b"NS", b"EX", b"NF"))
-_HEAD = 4  # "HD c"
-_USUAL = b"HD c"
+_HEAD = b"HD c"
+_STORED_LINE = b"STORED\r\n"
+# There is an older or newer token; nothing; something, or nothing, although the value was to be added, or to be replaced.
+_REFUSED_LINES = (b"EXISTS\r\n", b"NOT_FOUND\r\n", b"NOT_STORED\r\n")
+_PADDING = np.zeros(max(map(len, _REFUSED_LINES)), np.uint8)
 _MOST_DIGITS = 19  # that 64 bits certainly hold
 _GATHERED_BYTES = 16 << 10
 _MOST_LINES = 1 << 14
@@ -143,44 +144,56 @@ def _without_inner(
 
 @dataclass(eq=False)
 class CasWriteReply(RowsReader):
-    """n answers to `ms` with the flag c, or to `mg` with that flag alone.
+    """n answers to `mg` with the flag c alone; or to a conditional write and such a `mg` for each row.
 
     Args:
         out: uint8 [n], set to 0 for stored or found, 1 for a conflict or a miss.
-        tokens: uint64 [n], set to the new token of rows stored, or the present one of values found.
-        found: bool [n] of `mg`, whose answer may be that there is no value: set here. None of `ms`.
+        tokens: uint64 [n], set to the token of the value that is there; 0 where there is none.
+        found: bool [n] of reads: set here.
+        written: whether the line of a conditional write comes before each of a `mg`.
     """
 
     out: NDArray[np.uint8]
     tokens: NDArray[np.uint64]
     found: NDArray[np.bool_] | None = None
+    written: bool = False
+    _owed: bool = False  # whether the line of the `mg` behind a write that failed is still to come
 
     def __post_init__(self) -> None:
         self.n_rows = len(self.out)
+        self._usual = _STORED_LINE + _HEAD if self.written else _HEAD
+
+    @property
+    def done(self) -> bool:
+        return self._at == self.n_rows and not self._owed
 
     def feed(self, data: Bytes) -> int:
         return 0 if self._may_wait(data) else super().feed(data)
 
     def take(self, data: Bytes) -> int:
+        if self._owed:
+            return self._take_owed(data)
         return self._take_usual(data) or self._take_lines(data) or self._take_odd(data)
 
     def _may_wait(self, data: Bytes) -> bool:
         """Whether more is coming for sure: nothing in it can be an error, behind which the node may fall silent."""
-        if len(data) >= _GATHERED_BYTES or np.count_nonzero(data == ord("\n")) >= len(self.out) - self._at:
+        n_lines = (len(self.out) - self._at) * (1 + self.written)
+        if len(data) >= _GATHERED_BYTES or self._owed or np.count_nonzero(data == ord("\n")) >= n_lines:
             return False
-        return not (data == ord("R")).any()  # which is in every ERROR, and in no other answer
+        return not len(find(data, b"RR"))  # which is in every ERROR, and in no other answer
 
     def _take_usual(self, data: Bytes) -> int:
         """Take lines of rows that were stored, as long as they are as wide as the first one."""
-        width = data[: _HEAD + _MOST_DIGITS + 2].tobytes().find(b"\n") + 1
-        n_digits = width - _HEAD - 2
+        head = len(self._usual)
+        width = data[: head + _MOST_DIGITS + 2].tobytes().find(b"\n", head) + 1
+        n_digits = width - head - 2
         if n_digits < 1:
             return 0
         count = min(len(self.out) - self._at, len(data) // width)
-        lines = data[: count * width].reshape(count, width)  # uint8 [count, width]: a line per row, if all are as wide
-        good = matches(lines, 0, _USUAL) & matches(lines, width - 2, EOL)  # bool [count]: `HD c`, digits, CR LF
+        lines = data[: count * width].reshape(count, width)  # uint8 [count, width]: the lines of a row, if all are as wide
+        good = matches(lines, 0, self._usual) & matches(lines, width - 2, EOL)  # bool [count]: `HD c`, digits, CR LF
         value = np.zeros(count, np.uint64)  # uint64 [count]: the tokens, up to the column reached
-        for column in range(_HEAD, _HEAD + n_digits):
+        for column in range(head, head + n_digits):
             digit = lines[:, column] - np.uint8(ord("0"))  # uint8 [count]; another byte than a digit wraps to more than 9
             good &= digit <= 9
             value *= np.uint64(10)
@@ -198,28 +211,28 @@ class CasWriteReply(RowsReader):
             self.found[rows] = stored
 
     def _take_lines(self, data: Bytes) -> int:
-        ends = np.flatnonzero(data == ord("\n"))[: len(self.out) - self._at]  # intp [k]: each line's LF
+        per_row = 1 + self.written
+        ends = np.flatnonzero(data == ord("\n"))[: (len(self.out) - self._at) * per_row]  # intp [lines]: each line's LF
+        ends = ends[: len(ends) // per_row * per_row]
         if not len(ends):
             return 0
-        starts = np.concatenate([[0], ends[:-1] + 1])  # intp [k]: each line's first byte
-        n_digits = ends - starts - _HEAD - 1  # intp [k]: bytes between `HD c` and CR
-        plausible = n_digits > 0  # bool [k]: long enough for a token
-        lines, starts = starts, np.where(plausible, starts, 0)
-        # uint16 [k]: the first two bytes of each line as one number: HD, NS, EX or NF
-        codes = data[starts].astype(np.uint16) | (data[np.minimum(starts + 1, len(data) - 1)].astype(np.uint16) << np.uint16(8))
-        stored = plausible & (codes == _STORED)  # bool [k]; the other good ones are conflicts
-        good = stored | (codes == _REFUSED[0]) | (codes == _REFUSED[1]) | (codes == _REFUSED[2])
-        # bool [k]: a known code, then `c`, then CR before LF
-        good &= plausible & (data[np.minimum(starts + 3, len(data) - 1)] == ord("c")) & (data[ends - 1] == ord("\r"))
+        starts = np.concatenate([[0], ends[:-1] + 1])  # intp [lines]: each line's first byte
+        padded = np.append(data, _PADDING)
+        outcomes = _outcomes(padded, starts[::2], ends[::2]) if self.written else None  # bool [k] each, of k rows
+        starts, ends = starts[per_row - 1 :: per_row], ends[per_row - 1 :: per_row]  # intp [k]: of the lines with tokens
+        n_digits = ends - starts - len(_HEAD) - 1  # intp [k]: bytes between `HD c` and CR
+        there = (n_digits > 0) & matches_at(padded, starts, _HEAD, len(_PADDING)) & (data[ends - 1] == ord("\r"))  # bool [k]
         # Every byte between head and line end must be a digit. n_before: intp [len(data)], digits up to each byte, that byte included.
         n_before = np.cumsum((data >= ord("0")) & (data <= ord("9")))
-        good &= n_before[np.maximum(ends - 2, 0)] - n_before[np.minimum(starts + _HEAD - 1, len(data) - 1)] == n_digits
-        if self.found is not None:  # such an answer is good, too
-            good |= (ends - lines == len(_MISS) - 1) & matches_at(np.append(data, _PADDING), lines, _MISS, len(_MISS))
-        count = len(ends) if good.all() else int(np.argmin(good))  # good lines, from the first on
+        there &= n_before[np.maximum(ends - 2, 0)] - n_before[np.minimum(starts + len(_HEAD) - 1, len(data) - 1)] == n_digits
+        good = there | ((ends - starts == len(_MISS) - 1) & matches_at(padded, starts, _MISS, len(_PADDING)))  # bool [k]
+        stored = there
+        if outcomes is not None:
+            stored, good = outcomes[0], good & outcomes[1]
+        count = len(ends) if good.all() else int(np.argmin(good))  # good rows, from the first on
         rows = slice(self._at, self._at + count)
         self._note(rows, stored[:count])
-        self.tokens[rows] = parse_digits(data, starts[:count] + _HEAD, n_digits[:count])
+        self.tokens[rows] = parse_digits(data, starts[:count] + len(_HEAD), np.where(there, n_digits, 0)[:count])
         self._at += count
         return int(ends[count - 1]) + 1 if count else 0
 
@@ -227,10 +240,63 @@ class CasWriteReply(RowsReader):
         line = take_line(data, 0)
         if line is None:
             return 0
-        if not is_error(line):
-            raise ProtocolError(f"reply {line[:40]!r}, expected HD, NS, EX or NF with a token")
-        self._refused(line)
-        return len(line) + 2
+        if is_error(line):
+            self._refused(line)
+            self._owed = self.written
+            return len(line) + len(EOL)
+        if self.written and line + EOL in (_STORED_LINE, *_REFUSED_LINES):
+            second = take_line(data, len(line) + len(EOL))
+            if second is None:
+                return 0
+            if is_error(second):
+                self._refused(second)
+                return len(line) + len(second) + 2 * len(EOL)
+            line = second
+        raise ProtocolError(f"reply {line[:40]!r}, expected {self._usual!r}…, a refusal or {_MISS!r}")
+
+    def _take_owed(self, data: Bytes) -> int:
+        line = take_line(data, 0)
+        if line is None:
+            return 0
+        self._owed = False
+        return len(line) + len(EOL)
+
+
+def _outcomes(padded: Bytes, starts: NDArray[np.intp], ends: NDArray[np.intp]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Read the lines of writes: bool [k] each, which say that the value was stored, and which say something at all."""
+
+    def are(line: bytes) -> NDArray[np.bool_]:
+        there: NDArray[np.bool_] = (ends - starts == len(line) - 1) & matches_at(padded, starts, line, len(_PADDING))
+        return there
+
+    stored = are(_STORED_LINE)
+    good = stored.copy()
+    for line in _REFUSED_LINES:
+        good |= are(line)
+    return stored, good
+
+
+@dataclass(eq=False)
+class ClassicWriteReply(RowsReader):
+    """n outcomes of classic commands that store; `stored`: bool [n], set here."""
+
+    stored: NDArray[np.bool_]
+
+    def __post_init__(self) -> None:
+        self.n_rows = len(self.stored)
+
+    def take(self, data: Bytes) -> int:
+        line = take_line(data, 0)
+        if line is None:
+            return 0
+        if is_error(line):
+            self._refused(line)
+        elif line + EOL in (_STORED_LINE, *_REFUSED_LINES):
+            self.stored[self._at] = line + EOL == _STORED_LINE
+            self._at += 1
+        else:
+            raise ProtocolError(f"reply {line[:40]!r}, expected the outcome of a write")
+        return len(line) + len(EOL)
 
 
 @dataclass(eq=False)

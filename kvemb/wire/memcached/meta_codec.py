@@ -3,6 +3,10 @@
 Writes always carry a condition: a token from the read before, or "must not exist". So a write in doubt that lands late cannot overwrite a
 newer row. An erase that was given the tokens of its rows cannot delete one. Tokens are sent zero-padded to one width, which keeps the
 stride of a batch constant.
+
+Writes are the classic `add`, `cas` and `replace`: where the server has no room for the new value, those leave the old one. `ms` and `set`
+delete it then, whatever their condition says, also when they come late; and a row that is gone looks like one that never was
+(docs/adr/0112). They do not tell the new token; a `mg` right behind each does.
 """
 
 from functools import partial
@@ -13,8 +17,8 @@ from numpy.typing import NDArray
 from kvemb.schema.keys import RowKeys
 from kvemb.wire.codec import RecordsToWrite
 from kvemb.wire.fixed_size_values import FixedSizeValuesReply
-from kvemb.wire.memcached.memcached_replies import CasValuesReply, CasWriteReply
-from kvemb.wire.replies import BlobReply, CodeReply, RowsStep, Step
+from kvemb.wire.memcached.memcached_replies import CasValuesReply, CasWriteReply, ClassicWriteReply
+from kvemb.wire.replies import BlobReply, CodeReply, RowsReader, RowsStep, Step
 from kvemb.wire.request_arrays import Bytes, SharedRows, chunks, columns, decimals
 
 
@@ -71,8 +75,9 @@ class MetaCodec:
         for first, last in ((0, n_new), (n_new, len(keys))):
             for rows in chunks(last - first, self._rows_per_step):
                 at = slice(first + rows.start, first + rows.stop)
-                condition = None if last == n_new else tokens[at].copy()  # the reply puts new tokens in the place of these
-                steps.append(RowsStep(partial(_store_request, keys[at], records[at], condition), CasWriteReply(out[at], tokens[at])))
+                old = None if last == n_new else tokens[at].copy()  # the reply puts new tokens in the place of these
+                request = partial(_store_request, keys[at], records[at], old)
+                steps.append(RowsStep(request, CasWriteReply(out[at], tokens[at], written=True)))
         return steps
 
     def erase_steps(self, keys: RowKeys, out: NDArray[np.uint8], tokens: NDArray[np.uint64] | None = None) -> list[RowsStep]:
@@ -93,9 +98,10 @@ class MetaCodec:
         reply = BlobReply(miss=b"EN")
         return Step(memoryview(b"mg %s v\r\n" % key), reply), reply
 
-    def put_step(self, key: bytes, value: bytes) -> tuple[Step, CodeReply]:
-        reply = CodeReply((b"HD\r\n",), np.zeros(1, dtype=np.uint8))
-        return Step(memoryview(b"ms %s %d\r\n%s\r\n" % (key, len(value), value)), reply), reply
+    def put_step(self, key: bytes, value: bytes) -> tuple[Step, RowsReader]:
+        reply = ClassicWriteReply(np.zeros(2, bool))
+        what = b"%s 0 0 %d\r\n%s\r\n" % (key, len(value), value)
+        return Step(memoryview(b"add %sreplace %s" % (what, what)), reply), reply
 
 
 def _shared_request(shared: SharedRows, rows: slice) -> memoryview:
@@ -108,7 +114,7 @@ def _erase_request(keys: RowKeys, tokens: NDArray[np.uint64] | None) -> memoryvi
 
 
 def _store_request(keys: RowKeys, records: RecordsToWrite, tokens: NDArray[np.uint64] | None) -> memoryview:
-    """Store under a condition: the tokens, or None for rows that must not exist."""
-    condition = [b"ME c"] if tokens is None else [b"C", decimals(tokens), b" c"]
-    size = b" %d " % records.size_bytes
-    return columns(len(keys), b"ms ", keys.encode(), size, *condition, b"\r\n", records.bytes(), b"\r\n").reshape(-1).data
+    """Store under a condition: the tokens, or None for rows that must not exist; and ask for the new ones."""
+    names, size = keys.encode(), b" 0 0 %d" % records.size_bytes
+    condition = (b"add ", names, size) if tokens is None else (b"cas ", names, size + b" ", decimals(tokens))
+    return columns(len(keys), *condition, b"\r\n", records.bytes(), b"\r\nmg ", names, b" c\r\n").reshape(-1).data
