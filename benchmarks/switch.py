@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +25,7 @@ from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.storage_servers import start_servers
 from kvemb.projection.projection_target import TargetUrl
 from kvemb.projection.views import TargetViews
+from kvemb.serve.row_sources import ViewSource
 
 DIM, LOOKUP_IDS = 16, 512
 _ASSIGNED_AT_ONCE, _PATIENCE_S = 100_000, 600.0
@@ -39,7 +40,7 @@ def switch(options: argparse.Namespace) -> Report:
     answer requests of 512 random ids all the while, one of them without a cache, a third asks at once for what it is to see. Views are
     switched --switches times, forth and back, as soon as all have the one before, until the readers have made --lookups look-ups. Read:
     seconds from before `use` is called until the last reader answers by the new view, which the look after which view is in use bounds
-    (every 0.1 s), and the dense part's load where it is not there yet; `use` alone; and mixed look-ups.
+    (every 0.1 s); `use` alone; and mixed look-ups. Views are switched once the readers have made the other one ready, which they do ahead.
     """
     return Report("switch", [_measured(options)])
 
@@ -57,12 +58,13 @@ class _Reader:
 
     def __init__(self, url: str, n_rows: int, cache_mb: float) -> None:
         self._url, self._n_rows, self._cache_mb = url, n_rows, cache_mb
-        self.end, self.view, self.n_lookups, self.n_mixed = threading.Event(), "", 0, 0
+        self.end, self.view, self.n_lookups, self.n_mixed, self.ready = threading.Event(), "", 0, 0, False
         self.longest_s = 0.0
 
     def run(self) -> None:
         rng = np.random.default_rng()
         with kvemb.serve.connect(self._url, cache_mb=self._cache_mb) as client:
+            assert isinstance(client.source, ViewSource)
             model = kvemb.serve.Model(client)
             while not self.end.is_set():
                 ids, begun_s = rng.integers(0, self._n_rows, LOOKUP_IDS), time.perf_counter()
@@ -70,6 +72,7 @@ class _Reader:
                 self.longest_s = max(self.longest_s, time.perf_counter() - begun_s)
                 self.n_mixed += int((np.abs(found - DIM * _VALUES[view] ** 2) > 0.1).any())
                 self.n_lookups, self.view = self.n_lookups + 1, view
+                self.ready = self.ready or all(map(client.source.is_ready, _VALUES))
 
 
 def _export(table: kvemb.Table, value: float, file: Path) -> None:
@@ -101,12 +104,12 @@ def _measured(options: argparse.Namespace) -> Section:
         with ThreadPoolExecutor(len(readers)) as pool:
             running = [pool.submit(reader.run) for reader in readers]
             try:
-                _reach(readers, running, "v1")
+                _wait(lambda: all(reader.view == "v1" and reader.ready for reader in readers), running)
                 while len(took) < options.switches or sum(reader.n_lookups for reader in readers) < options.lookups:
                     name, begun_s = ("v2", "v1")[len(took) % 2], time.perf_counter()
                     views.use(name)
                     used.append(time.perf_counter() - begun_s)
-                    _reach(readers, running, name)
+                    _wait(lambda name=name: all(reader.view == name for reader in readers), running)  # type: ignore[misc]
                     took.append(time.perf_counter() - begun_s)
             finally:
                 for reader in readers:
@@ -127,14 +130,14 @@ def _measured(options: argparse.Namespace) -> Section:
     return Section(setup, lines=[Line("switch and back", figures)])
 
 
-def _reach(readers: list[_Reader], running: "Sequence[Future[None]]", name: str) -> None:
+def _wait(done: Callable[[], bool], running: "Sequence[Future[None]]") -> None:
     deadline_s = time.monotonic() + _PATIENCE_S
-    while any(reader.view != name for reader in readers):
+    while not done():
         for one in running:
             if one.done():
                 one.result()
         if time.monotonic() > deadline_s:
-            raise KvembError(f"benchmarks switch: not every reader has come to {name}")
+            raise KvembError("benchmarks switch: not every reader has come to the other view")
         time.sleep(0.001)
 
 

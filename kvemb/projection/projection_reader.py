@@ -55,18 +55,21 @@ class ProjectionReader:
             StorageError: the target is away, or has lost the view.
         """
         (raw,) = self.values([VIEWS_KEY], deadline)
-        view = ViewList.decode(raw).named(name)
+        return self.open_view(ViewList.decode(raw).named(name), deadline)
+
+    def open_view(self, view: View | None, deadline: Deadline) -> "ProjectedRows":
+        """Return the rows of a view, of the maintained projection for None; raises as `open`."""
         (about,) = self.values([f"{view.prefix if view else PREFIX}projection"], deadline)
         if about is None and view is None:
             raise UnknownViewError(f"target {self.address} holds no projection that `kvemb publish` maintains, and no view is in use")
         if about is None:
-            raise NodeLostError(f"target {self.address}: view {name!r} is lost; make it again")
+            raise NodeLostError(f"target {self.address}: view {view.name if view else LIVE!r} is lost; make it again")
         return ProjectedRows(self, view, json.loads(about))
 
-    def wants(self, name: str, rows: "ProjectedRows", deadline: Deadline) -> bool:
-        """Whether rows are still those of the view of this name, as of `open`. Raises as that."""
+    def look(self, rows: "ProjectedRows", deadline: Deadline) -> tuple[ViewList, bytes | None]:
+        """Return the views that there are, and the record of the projection that has rows, see `ProjectedRows.same_tables`."""
         raw, record = self.values([VIEWS_KEY, rows.record_key], deadline)
-        return ViewList.decode(raw).named(name) == rows.view and (rows.view is not None or rows.same_tables(record))
+        return ViewList.decode(raw), record
 
     def values(self, keys: Sequence[str], deadline: Deadline) -> list[bytes | None]:
         """Return small values."""

@@ -25,7 +25,18 @@ from numpy.typing import NDArray
 from kvemb.api import Cluster
 from kvemb.api.cluster_feed import ClusterFeed, FeedEvent
 from kvemb.arrays.ids import unique
-from kvemb.errors import ConfigError, FeedBehindError, ShardUnavailableError, StorageError, UnknownTableError, n_of
+from kvemb.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    FeedBehindError,
+    NodeRefusesError,
+    NodeUnavailableError,
+    NotProvisionedError,
+    ShardUnavailableError,
+    StorageError,
+    UnknownTableError,
+    n_of,
+)
 from kvemb.net.deadline import WhyWaiting, pauses
 from kvemb.process.work_ahead import work_ahead
 from kvemb.projection.projected_rows import ALL_SLOTS, ProjectedTable, SlotShare
@@ -39,6 +50,7 @@ _ROWS = 1 << 15  # read, or written, in one piece; the next piece is read meanwh
 _IDLE_S, _NOTE_S, _ASK_S, _REPORT_S = 0.25, 0.2, 1.0, 10.0
 _FORMAT = 1
 _TURNS = ("load", "drop", "caught-up")
+_AWAY = (NodeUnavailableError, DeadlineExceededError, NotProvisionedError, ShardUnavailableError)  # waited for at the start, too
 log = logging.getLogger("kvemb")
 Ids = NDArray[np.uint64]
 
@@ -110,7 +122,8 @@ class Publisher:
             UnknownTableError: there is no such table.
             FencedError: another publisher has taken over.
             ForeignRowsError: a weight does not fit the dtype.
-            StorageError, ShardUnavailableError: the cluster or the target was away at the beginning, or for too long.
+            StorageError, ShardUnavailableError: the cluster or the target was away for too long. Or, at the beginning, one of them cannot
+                be used as it is.
         """
         waiting, tries, failed_s = WhyWaiting(), pauses(0.05, 2.0), 0.0
         while True:
@@ -122,7 +135,8 @@ class Publisher:
                     waiting.over()
                     tries = pauses(0.05, 2.0)
                 failed_s = time.monotonic()
-                if not self._begun or failed_s - self._well_s > self._patience_s:
+                may_come = self._begun or (isinstance(error, _AWAY) and not isinstance(error, NodeRefusesError))
+                if not may_come or failed_s - self._well_s > self._patience_s:
                     raise
                 again = isinstance(error, (_BeginAgainError, FeedBehindError))
                 self._behind = self._behind or again

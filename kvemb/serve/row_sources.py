@@ -8,17 +8,18 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.api.cluster import Cluster
-from kvemb.errors import KvembError, UnknownViewError
+from kvemb.errors import KvembError, StorageError, UnknownViewError
 from kvemb.net.deadline import Deadline, WhyWaiting
 from kvemb.process import ForkLock
 from kvemb.projection.projection_reader import ProjectedRows, ProjectionReader
+from kvemb.projection.views import View, ViewList
 from kvemb.schema.table_def import TableDef
 from kvemb.serve.feed_follower import FeedFollower
 from kvemb.serve.served_tables import ServedTables
@@ -45,6 +46,20 @@ class RowSet:
     projected: ProjectedRows | None = None
     means: dict[str, tuple[float, NDArray[Any]]] = field(default_factory=dict)
     """By table, the mean row of `MeanOf`, and when it was computed."""
+    _made: dict[Callable[["RowSet"], Any], Any] = field(default_factory=dict)
+    _making: ForkLock = field(default_factory=ForkLock)
+
+    def made(self, make: Callable[["RowSet"], Any]) -> Any:
+        """Return what a function makes of these rows, a dense part loaded, say: it is called once. Thread-safe."""
+        if make not in self._made:
+            with self._making:
+                if make not in self._made:
+                    self._made[make] = make(self)
+        return self._made[make]
+
+    def with_cache(self, tables: ServedTables) -> "RowSet":
+        """Return these rows, with what was made of them, and nothing kept but what is in `tables`."""
+        return replace(self, tables=tables, means={})
 
     @property
     def view(self) -> str:
@@ -95,6 +110,9 @@ class ClusterSource:
 class ViewSource:
     """The rows of one view, or of whichever is in use; with the first look-up of a process a thread looks which one that is.
 
+    Where it follows the one in use, the thread makes the newest view ready ahead, and keeps the one before ready: so a switch forth or back
+    loads nothing.
+
     Args:
         reader: of the target; closed with this.
         wanted: name of the view; "" to follow the one in use.
@@ -111,8 +129,12 @@ class ViewSource:
         self._lock, self._closed, self._waiting = ForkLock(), threading.Event(), WhyWaiting()
         self._pid, self._thread = 0, threading.Thread()  # none looks yet
         self.before_use: list[Callable[[RowSet], object]] = []
-        """Each is called with a set before it is used; what it raises keeps the set before in use."""
-        self._set = self._opened(Deadline.after(timeout_s))
+        """Each is called with a set before it is used (`RowSet.made`); what it raises keeps the set before in use."""
+        self._ready: dict[View, RowSet] = {}
+        """Sets that are not in use: of the newest view, and of the one before."""
+        self._unready: View | None = None  # the newest, of which none could be made
+        self._before: View | None = None  # in use before the one that is
+        self._set = self._set_of(reader.open(wanted, Deadline.after(timeout_s)))
 
     def now(self) -> RowSet:
         """Return the rows for a look-up that begins now."""
@@ -120,11 +142,15 @@ class ViewSource:
             with self._lock:
                 if os.getpid() != self._pid:
                     if self._pid:  # forked: another thread may have been in the middle of a change of what is kept
-                        self._set = self._set_of(self._set.projected)
+                        self._set = self._set.with_cache(self._cache(self._projected))
                     self._thread = threading.Thread(target=self._follow, name="kvemb-serve-view", daemon=True)
                     self._thread.start()
                     self._pid = os.getpid()
         return self._set
+
+    def is_ready(self, name: str) -> bool:
+        """Whether the view of this name is in use, or would be without loading anything."""
+        return name in {self._set.view, *(rows.view for rows in self._ready.values())}
 
     def again(self, gone: RowSet, error: UnknownViewError, deadline: Deadline) -> RowSet:
         """Return other rows, since these are not there any more; raise the error where there are none."""
@@ -151,7 +177,7 @@ class ViewSource:
         pause_s = _LOOK_S
         while not self._closed.wait(pause_s):
             try:
-                self._look(Deadline.after(self._timeout_s))
+                self._make_ready(self._look(Deadline.after(self._timeout_s)))
                 self._waiting.over()
                 pause_s = _LOOK_S
             except Exception as error:  # also of those who are called before a set is used
@@ -160,25 +186,62 @@ class ViewSource:
                     level = logging.WARNING if isinstance(error, KvembError) else logging.ERROR
                     log.log(level, "look-ups stay with view %r: %s: %s", self._set.view, type(error).__name__, error)
 
-    def _look(self, deadline: Deadline) -> None:
-        """See whether the rows are still the ones that are wanted; otherwise bring those into use."""
+    def _look(self, deadline: Deadline) -> ViewList:
+        """See whether the rows are still the ones that are wanted; otherwise bring those into use. Return the views that there are."""
         with self._lock:
-            projected = self._set.projected
-            if projected is None or not self._reader.wants(self._wanted, projected, deadline):
-                found = self._opened(deadline)
-                for prepare in self.before_use:
-                    prepare(found)
-                self._set = found
+            before, now = self._set, self._projected
+            views, record = self._reader.look(now, deadline)
+            view = views.named(self._wanted)
+            if view != now.view or (view is None and not now.same_tables(record)):
+                found = self._ready.get(view) if view else None
+                found = found or self._set_of(self._reader.open_view(view, deadline))
+                self._prepare(found)
+                self._set, self._before = found, now.view
+                self._keep_ready(views, before.with_cache(self._cache(now)))
+        return views
 
-    def _opened(self, deadline: Deadline) -> RowSet:
-        return self._set_of(self._reader.open(self._wanted, deadline))
+    def _make_ready(self, views: ViewList) -> None:
+        """Open the newest view, and do what is done before one is used; look-ups go on with the one in use."""
+        newest = views.complete()[-1:]
+        if self._wanted or not newest or newest[0] in (self._unready, self._projected.view):
+            return
+        try:
+            found = self._ready.get(newest[0]) or self._set_of(self._reader.open_view(newest[0], Deadline.after(self._timeout_s)))
+            self._prepare(found)
+        except StorageError:
+            raise
+        except Exception as error:  # also of those who are called; it is tried again when the view is to be used
+            self._unready = newest[0]
+            log.warning("view %r cannot be used as it is: %s: %s", newest[0].name, type(error).__name__, error)
+            return
+        with self._lock:
+            self._keep_ready(views, found)
 
-    def _set_of(self, projected: ProjectedRows | None) -> RowSet:
+    def _keep_ready(self, views: ViewList, more: RowSet) -> None:
+        """Keep the sets of the newest view and of the one in use before, as far as these are there, and not in use; others go."""
+        there = views.complete()
+        wanted = {self._before, *there[-1:]} & {*there} - {self._projected.view}
+        sets = [*self._ready.values(), more]
+        self._ready = {view: rows for rows in sets if rows.projected and (view := rows.projected.view) and view in wanted}
+
+    @property
+    def _projected(self) -> ProjectedRows:
+        projected = self._set.projected
         assert projected is not None
+        return projected
+
+    def _prepare(self, rows: RowSet) -> None:
+        for make in self.before_use:
+            rows.made(make)
+
+    def _set_of(self, projected: ProjectedRows) -> RowSet:
+        return RowSet(self._cache(projected), projected.definition, projected.pull, projected)
+
+    def _cache(self, projected: ProjectedRows) -> ServedTables:
         tables = self._new_tables()
         if projected.view is not None:
             tables.follow(0.0)  # its rows never change: what is kept is good for ever
-        return RowSet(tables, projected.definition, projected.pull, projected)
+        return tables
 
 
 ServingSource = ClusterSource | ViewSource

@@ -7,7 +7,6 @@ and part are then switched together. What must not live here: how rows are looke
 
 import json
 import os
-import threading
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -18,11 +17,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvemb.errors import ConfigError, InvalidInputError, UnknownViewError
 from kvemb.net.deadline import Deadline
-from kvemb.projection.views import View
 from kvemb.serve.row_sources import RowSet, ViewSource
 from kvemb.serve.serving_client import ServingClient
 
-_KEPT = 2  # parts: of the view in use, and of the one before
 _LOAD_S = 30.0
 _Arrays = dict[str, NDArray[Any]]
 _ONNX_DTYPES = {"float": "float32", "double": "float64"}  # others are named as NumPy names them
@@ -85,13 +82,12 @@ class Model:
 
     def __init__(self, client: ServingClient, dense: str | os.PathLike[str] | None = None, inputs: Mapping[str, str] | None = None) -> None:
         self._client, self._inputs = client, inputs
-        self._lock, self._of_views = threading.Lock(), dict[View, _Part]()
         self._fixed = None if dense is None else _loaded(os.fspath(dense), _content(dense), inputs)
         if self._fixed is None:
             if not isinstance(client.source, ViewSource):
                 raise ConfigError("Model: give the path of the dense part; only a view has one of its own")
             self._part(client.source.now())
-            client.source.before_use.append(self._part)
+            client.source.before_use.append(self._load)
 
     def __call__(
         self, ids: Mapping[str, ArrayLike], /, *, return_view: bool = False, timeout_ms: float | None = None, **others: ArrayLike
@@ -139,21 +135,14 @@ class Model:
 
     def _part(self, rows: RowSet) -> _Part:
         """Return the dense part that goes with rows; load it if that was not done."""
-        if self._fixed is not None:
-            return self._fixed
+        found: _Part = self._fixed or rows.made(self._load)
+        return found
+
+    def _load(self, rows: RowSet) -> _Part:
         projected = rows.projected
         if projected is None or projected.view is None or projected.view.dense is None:
             raise ConfigError(f"view {rows.view!r} has no dense file; make one with --model, or give Model the path of a file")
-        view, dense = projected.view, projected.view.dense
-        found = self._of_views.get(view)
-        if found is None:
-            with self._lock:
-                found = self._of_views.get(view)
-                if found is None:
-                    found = _loaded(dense.name, projected.dense(Deadline.after(_LOAD_S)), self._inputs)
-                    kept = dict([*self._of_views.items()][1 - _KEPT :])
-                    self._of_views = {**kept, view: found}
-        return found
+        return _loaded(projected.view.dense.name, projected.dense(Deadline.after(_LOAD_S)), self._inputs)
 
 
 class _OnnxProgram:

@@ -314,6 +314,22 @@ def test_a_target_that_cannot_be_one_is_refused_by_name(local: LocalCluster) -> 
         one.check(cluster)
 
 
+@pytest.mark.parametrize("away", ["target", "storage", "shards"])
+def test_a_publisher_waits_at_its_start_for_what_is_away_and_says_so(local: LocalCluster, away: str) -> None:
+    with kvemb.connect(local.url) as cluster, published(local) as one:
+        push(user_table(cluster), np.arange(N_IDS))
+        hung = {"target": [one.target.process], "storage": [node.process for node in local.servers], "shards": local.shards}[away]
+        for process in hung:
+            process.signal(signal.SIGSTOP)
+        publisher = one.start()
+        wait_for(lambda: "the publisher waits: " in one.output.read_text())
+        assert publisher.poll() is None
+        for process in hung:
+            process.signal(signal.SIGCONT)
+        one.reach(cluster)
+        one.check(cluster)
+
+
 def test_a_target_is_reached_over_tls_as_a_user_that_may_do_what_is_documented(
     require_server: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ from kvemb.local_cluster.storage_servers import StorageServer, start_servers
 from kvemb.projection.projection_target import TargetUrl
 from kvemb.projection.views import BUILDING, COMPLETE, DROPPING, TargetViews, ViewList
 from kvemb.serve import ServedFrom
+from kvemb.serve.row_sources import RowSet
 from tests.integration.counting_trainers import PATIENCE_S, wait_for
 from tests.integration.tls_storage import TlsNodes, TlsServer
 
@@ -232,6 +233,60 @@ def test_a_switch_reaches_every_reader_within_a_second(on: Viewed) -> None:
         for view, value in (("v2", 2.0), ("v1", 1.0)):
             on.views.use(view)
             wait_for(lambda value=value: float(client.lookup("user", [3])[0, 0]) == value)  # type: ignore[misc]
+
+
+def test_what_a_switch_needs_is_made_ready_before_it_and_kept_for_the_way_back(on: Viewed) -> None:
+    made = list[str]()
+
+    def load(rows: RowSet) -> None:
+        time.sleep(2.0 if rows.view != "v1" else 0.0)  # as a large dense part takes
+        made.append(rows.view)
+
+    def switched(name: str) -> float:
+        begun_s = time.monotonic()
+        on.views.use(name)
+        wait_for(lambda: client.lookup_tables({"user": [3]}, return_view=True)[1] == name)
+        return time.monotonic() - begun_s
+
+    on.create("v1", 1.0)
+    on.views.use("v1")
+    with kvemb.serve.connect(on.url) as client:
+        client.source.before_use.append(load)  # type: ignore[union-attr]
+        assert client.lookup_tables({"user": [3]}, return_view=True)[1] == "v1"
+        for value in (2.0, 3.0):
+            on.create(f"v{value:.0f}", value)
+            wait_for(lambda value=value: client.source.is_ready(f"v{value:.0f}"))  # type: ignore[misc, union-attr]
+            assert client.lookup_tables({"user": [3]}, return_view=True)[1] == "v1"
+        for name in ("v3", "v1", "v3"):
+            assert switched(name) < 1.5
+        assert made == ["v2", "v3", "v1"]
+        on.views.drop("v2")
+        assert switched("v1") < 1.5
+        assert values_of(client.lookup_tables({"user": IDS, "item": IDS})) == {1.0}
+        assert made == ["v2", "v3", "v1"]
+
+
+def test_a_newest_view_that_cannot_be_used_is_named_once_and_harms_no_lookup(on: Viewed, caplog: pytest.LogCaptureFixture) -> None:
+    tried = list[str]()
+
+    def load(rows: RowSet) -> None:
+        tried.append(rows.view)
+        if rows.view == "v2":
+            raise ConfigError("this is no model")
+
+    on.create("v1", 1.0)
+    on.views.use("v1")
+    with kvemb.serve.connect(on.url) as client:
+        client.source.before_use.append(load)  # type: ignore[union-attr]
+        assert values_of(client.lookup_tables({"user": IDS})) == {1.0}
+        on.create("v2", 2.0)
+        wait_for(lambda: "view 'v2' cannot be used as it is: ConfigError: this is no model" in caplog.text)
+        time.sleep(1.0)
+        assert tried == ["v2"]
+        on.create("v3", 3.0)
+        wait_for(lambda: "v3" in tried)
+        on.views.use("v3")
+        wait_for(lambda: values_of(client.lookup_tables({"user": IDS})) == {3.0})
 
 
 def test_a_view_in_use_is_not_dropped_and_another_goes_with_all_its_keys(on: Viewed) -> None:
