@@ -312,8 +312,9 @@ def _beside(table: Table, local: LocalCluster, options: argparse.Namespace) -> S
                 (serves.set if beside else serves.clear)()
                 time.sleep(turn_s / 5)
                 before, read, begun_s = steps.value, lookups.value, time.perf_counter()
-                time.sleep(turn_s)
-                took_s = time.perf_counter() - begun_s
+                while (took_s := time.perf_counter() - begun_s) < turn_s or steps.value == before:
+                    _require(took_s < _READY_S, "the trainer makes no step")
+                    time.sleep(min(turn_s, 0.05))
                 rates[beside].append((steps.value - before) / took_s)
                 if beside:
                     asked.append((lookups.value - read) / took_s)
