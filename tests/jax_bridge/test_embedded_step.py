@@ -348,7 +348,7 @@ def test_a_transformation_of_all_gradients_is_refused_unless_it_is_said_what_row
 
 def test_multi_steps_that_skip_batches_are_refused(cluster: MemoryCluster) -> None:
     rule = optax.MultiSteps(optax.adam(0.1), 4, should_skip_update_fn=optax.skip_not_finite)
-    with pytest.raises(InvalidInputError, match="should_skip_update_fn.* Leave it out, and give row_grads="):
+    with pytest.raises(InvalidInputError, match=r"should_skip_update_fn.* Leave it out, and give row_grads="):
         kj.embed(loss_fn, memory_tables(cluster), optimizer=rule, row_grads=lambda grads, rows: (grads, rows))
 
 

@@ -24,9 +24,9 @@ class GatheredBatches(Generic[T]):
         """
         if n_gathered != self._n:
             warnings.warn(
-                f"the optimizer has gathered gradients of {n_gathered} batches, and those of rows here are of {self._n}: its state was loaded, "
-                "or begun anew, in the middle of a step. The coming step trains rows by the batches from now on alone. Save where a step is "
-                "whole",
+                f"the optimizer has gathered gradients of {n_gathered} batches, and those of rows here are of {self._n}: its state was "
+                "loaded, or begun anew, in the middle of a step. The coming step trains rows by the batches from now on alone. Save where "
+                "a step is whole",
                 stacklevel=4,
             )
             self.batches, self._n = [], n_gathered

@@ -101,7 +101,7 @@ def gathering_of(optimizer: Any) -> Any:
     if not found._should_skip_update_fn.__qualname__.startswith("MultiSteps.__init__."):  # optax's own, which skips none
         raise InvalidInputError(
             "the optimizer is optax.MultiSteps with should_skip_update_fn, which judges the gradients of the parameters without those of "
-            "rows, once these are on their way. Leave it out, and give row_grads= a function that sets both to zero in a batch to be skipped"
+            "rows, once these are on their way. Leave it out, and give row_grads= a function that sets both to zero where a batch is bad"
         )
     return found
 

@@ -154,10 +154,17 @@ def distribute(
 
 def _check(model: Any, cluster: Any, optimizer: object) -> None:
     if not isinstance(model, keras.Model):
-        old = any(kind.__module__.partition(".")[0] == "tf_keras" for kind in type(model).__mro__)
+        packages = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
+        instead = (
+            ", of Keras 2 (tf_keras): look its rows up with kvemb.tensorflow, in its train_step (docs/frameworks.md)"
+            if "tf_keras" in packages
+            else ", whose variables do not say which are embeddings: put tables in their places, and kvemb.tensorflow's embedding_lookup "
+            "in that of tf.nn's or of a layer's call (docs/frameworks.md)"
+            if "tensorflow" in packages
+            else ""
+        )
         raise InvalidInputError(
-            f"the model must be a keras.Model, got {model if isinstance(model, type) else type(model).__name__}"
-            + (", of Keras 2 (tf_keras): look its rows up with kvemb.tensorflow, in its train_step (docs/frameworks.md)" if old else "")
+            f"the model must be a keras.Model, got {model if isinstance(model, type) else type(model).__name__}{instead}"
         )
     check_connection(cluster)
     if is_connected(model):

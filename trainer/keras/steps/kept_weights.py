@@ -194,12 +194,9 @@ def hand_over_each_batch(optimizer: Any) -> None:
     def none_like(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
         return None if is_shadow(reference_variable) else like(reference_variable, *args, **kwargs)
 
-    for name, value in (
-        ("_overwrite_variables_directly_with_gradients", leaving),
-        ("add_variable_from_reference", none_like),
-        (_EACH, True),
-    ):
-        object.__setattr__(optimizer, name, value)
+    object.__setattr__(optimizer, "_overwrite_variables_directly_with_gradients", leaving)
+    object.__setattr__(optimizer, "add_variable_from_reference", none_like)
+    object.__setattr__(optimizer, _EACH, True)
 
 
 def add_to_built(optimizer: Any, model: Any) -> None:
