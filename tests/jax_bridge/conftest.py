@@ -6,7 +6,7 @@ import pytest
 
 import kvemb
 
-collect_ignore = ["conftest.py", "sharded_job.py"]  # for doctests, which would not tell it from those of other folders
+collect_ignore = ["conftest.py", "processes_job.py", "sharded_job.py"]  # for doctests, which would not tell it from those of other folders
 
 
 @pytest.fixture(scope="module")

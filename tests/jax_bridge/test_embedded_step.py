@@ -12,7 +12,7 @@ optax = pytest.importorskip("optax")
 
 import kvemb  # noqa: E402
 import kvemb.jax as kj  # noqa: E402
-from kvemb.errors import InvalidInputError  # noqa: E402
+from kvemb.errors import InvalidInputError, ShardUnavailableError  # noqa: E402
 
 N_WORDS, N_USERS, DIM, RATE = 40, 12, 4, 0.5
 FAR = 1 << 40  # ids that 32 bits do not hold
@@ -93,6 +93,58 @@ def test_losses_are_those_of_a_table_of_jaxs_own(sync_cluster: kvemb.Cluster, wa
     assert losses[-1] != losses[0]
     if way == "prepared exact":
         assert "0 of 40 batches were pulled again" in loader.report
+
+
+GATHERING: dict[str, Any] = {
+    "mean": lambda rule: optax.MultiSteps(rule, 3),
+    "sum": lambda rule: optax.MultiSteps(rule, 3, use_grad_mean=False),
+    "more batches later": lambda rule: optax.MultiSteps(rule, lambda step: jnp.where(step < 3, 1, 4)),
+    "as a transformation": lambda rule: optax.MultiSteps(rule, 3).gradient_transformation(),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("rule", ["sgd", "adagrad"])
+@pytest.mark.parametrize("way", GATHERING)
+def test_rows_change_where_multi_steps_change_parameters_and_as_a_table_of_jaxs_own(
+    sync_cluster: kvemb.Cluster, rule: str, way: str
+) -> None:
+    of = tables(sync_cluster, f".{rule}.{way.replace(' ', '_')}", getattr(kj, rule)(RATE))
+    plain, data = Plain(of, GATHERING[way](getattr(optax, rule)(RATE))), batches(13)
+    step, dense = kj.embed(loss_fn, of, optimizer=GATHERING[way](optax.sgd(0.1))), GATHERING[way](optax.sgd(0.1))
+    plain.dense, plain.state = dense, dense.init(plain.params)
+    params, n_changes = first_params(), 0
+    state = dense.init(params)
+    loader = kj.prepare(step, data, consistency="exact", threads_num=2, capacity=3) if way == "mean" else data
+    for batch in loader:
+        before = plain.rows
+        params, state, loss = step(params, state, batch)
+        np.testing.assert_allclose(loss, plain.take(batch), rtol=2e-6)
+        n_changes += bool(np.any(np.asarray(before["word"]) != np.asarray(plain.rows["word"])))
+        np.testing.assert_allclose(of["word"].pull(np.arange(N_WORDS) + FAR), plain.rows["word"], rtol=2e-6, atol=1e-6)
+        np.testing.assert_allclose(of["user"].pull(range(N_USERS)), plain.rows["user"], rtol=2e-6, atol=1e-6)
+    assert n_changes == {"more batches later": 5}.get(way, 4), "and not at the batches between"
+
+
+def test_gathered_gradients_survive_a_push_that_failed(cluster: MemoryCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    of, (first, second), dense = memory_tables(cluster), batches(2), optax.MultiSteps(optax.sgd(0.1), 2)
+    step, params = kj.embed(loss_fn, of, optimizer=dense), first_params()
+    params, state, _ = step(params, dense.init(params), first)
+    before = of["word"].pull(first["word"].reshape(-1))
+    with monkeypatch.context() as broken:
+        broken.setattr(cluster, "push", lambda *_, **__: (_ for _ in ()).throw(ShardUnavailableError("away")))
+        with pytest.raises(ShardUnavailableError):
+            step(params, state, second)
+    step(params, state, second)
+    assert (of["word"].pull(first["word"].reshape(-1)) != before).any(axis=1).all(), "the first batch's rows, too"
+
+
+def test_a_state_from_the_middle_of_a_step_is_told(cluster: MemoryCluster) -> None:
+    dense, (first, second) = optax.MultiSteps(optax.sgd(0.1), 2), batches(2)
+    params, state, _ = kj.embed(loss_fn, memory_tables(cluster), optimizer=dense)(first_params(), dense.init(first_params()), first)
+    fresh = kj.embed(loss_fn, memory_tables(cluster), optimizer=dense)
+    with pytest.warns(UserWarning, match="gathered gradients of 1 batches, and here are the rows' of 0.* Save where a step is whole"):
+        fresh(params, state, second)
 
 
 @pytest.fixture
@@ -282,15 +334,22 @@ def test_rows_and_parameters_are_clipped_by_one_norm(cluster: MemoryCluster) -> 
     "rule",
     [
         optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
-        optax.MultiSteps(optax.adam(0.1), 4),
+        optax.chain(optax.MultiSteps(optax.adam(0.1), 4), optax.scale(0.5)),
+        optax.MultiSteps(optax.chain(optax.clip(1.0), optax.adam(0.1)), 4),
         optax.multi_transform({"all": optax.chain(optax.zero_nans(), optax.sgd(0.1))}, "all"),
     ],
-    ids=["clip", "MultiSteps", "within others"],
+    ids=["clip", "MultiSteps within others", "within MultiSteps", "within others"],
 )
 def test_a_transformation_of_all_gradients_is_refused_unless_it_is_said_what_rows_get(cluster: MemoryCluster, rule: Any) -> None:
     with pytest.raises(InvalidInputError, match=r"holds optax's .* not those of rows. Give what changes gradients as row_grads="):
         kj.embed(loss_fn, memory_tables(cluster), optimizer=rule)
     kj.embed(loss_fn, memory_tables(cluster), optimizer=rule, row_grads=lambda grads, rows: (grads, rows))
+
+
+def test_multi_steps_that_skip_batches_are_refused(cluster: MemoryCluster) -> None:
+    rule = optax.MultiSteps(optax.adam(0.1), 4, should_skip_update_fn=optax.skip_not_finite)
+    with pytest.raises(InvalidInputError, match=r"should_skip_update_fn.* Leave it out, and give row_grads="):
+        kj.embed(loss_fn, memory_tables(cluster), optimizer=rule, row_grads=lambda grads, rows: (grads, rows))
 
 
 @pytest.mark.filterwarnings("error")

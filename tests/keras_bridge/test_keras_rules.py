@@ -71,7 +71,6 @@ def test_rows_are_clipped_as_the_dense_weight(cluster: kvemb.Cluster, name: str,
 @pytest.mark.parametrize(
     ("rule", "says"),
     [
-        (lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), "gradient_accumulation_steps=2.*take a larger batch"),
         (lambda: keras.optimizers.SGD(0.1, global_clipnorm=1.0), "global_clipnorm.*Take clipnorm or clipvalue"),
         (lambda: keras.optimizers.SGD(0.1, use_ema=True), "use_ema.*Compile without it"),
         (lambda: keras.optimizers.Nadam(0.1), "no update rule for Nadam; compile with one of"),

@@ -199,6 +199,16 @@ def test_a_model_of_keras_2_is_told_its_way(cluster: kvemb.Cluster) -> None:
         distribute(old(), cluster)
 
 
+def test_a_module_of_tensorflows_own_is_told_its_way(cluster: kvemb.Cluster) -> None:
+    tensorflow = pytest.importorskip("tensorflow")
+
+    class Words(tensorflow.Module):  # type: ignore[misc,name-defined]
+        """Any."""
+
+    with pytest.raises(InvalidInputError, match=r"got Words, whose variables do not say which are embeddings: .*embedding_lookup"):
+        distribute(Words(), cluster)
+
+
 def test_a_table_that_was_trained_before_is_told(cluster: kvemb.Cluster, name: str) -> None:
     trained(cluster, name)
     again = distribute(both(functional)[1], cluster, min_rows=1, names=names_of(name), quiet=True)

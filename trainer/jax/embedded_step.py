@@ -22,11 +22,12 @@ from numpy.typing import NDArray
 from kvemb.errors import InvalidInputError
 
 from ..bridge.batches_ahead import AheadOptions, BatchesAhead, checked_ahead
+from ..bridge.gathered_batches import GatheredBatches
 from ..bridge.pushed_steps import MAX_UNAPPLIED
 from ..bridge.shared_lookups import Asked, LookupResult, SharedLookups
-from ..bridge.step_tables import OwnProcess, StepTables, asked_of
+from ..bridge.step_tables import Gradient, OwnProcess, StepTables, asked_of
 from ..lookahead.cluster_ports import AckPort, ClusterPort, TablePort
-from .optax_names import follows_schedule, of_all_gradients
+from .optax_names import follows_schedule, gathering_of, of_all_gradients
 
 _LEAST = 8
 _ALIGNED_BYTES = 64  # what JAX takes over from NumPy without a copy, on a CPU
@@ -113,6 +114,7 @@ class EmbeddedStep:
         self._table_of, self._ids, self._padding_id, self._optimizer = dict(tables), ids, padding_id, optimizer
         self._tables, self._process = tables_of_step, OwnProcess("JAX")
         self._capacity = {feature: 0 for feature in tables}
+        self._gathering, self._gathered = gathering_of(optimizer), GatheredBatches[list[Gradient]]()
         self._rates_to_follow = _PATIENCE if optimizer is not None and follows_schedule(optimizer) else 0
         self._first_hyper = {name: dict(values) for name, values in tables_of_step.hyper.items()}
 
@@ -169,11 +171,26 @@ class EmbeddedStep:
         found, rows, at = self._look_up((params, *rest), batch)
         loss, (grads, row_grads) = self._value_and_grad(params, rows, at, batch)
         gradients = [(self._table_of[feature].name, one, np.asarray(row_grads[feature])[: len(one.ids)]) for feature, one in found.items()]
-        self._tables.push(gradients, loss=loss[0] if isinstance(loss, tuple) else loss)
+        self._push(gradients, state, loss[0] if isinstance(loss, tuple) else loss)
         if self._optimizer is None:
             return loss, grads
         self._say_rates_stay()
         return (*self._update(grads, state[0], params), loss)
+
+    def _push(self, gradients: list[Gradient], state: list[Any], loss: Any) -> None:
+        """Push a step's gradients; of an optimizer that gathers those of several batches, all of them with the last."""
+        if self._gathering is None:
+            self._tables.push(gradients, loss=loss)
+            return
+        (of,), gathered = state, self._gathered
+        n_before, n_batches = int(of.mini_step), int(self._gathering._every_k_schedule(of.gradient_step))
+        gathered.begin(n_before)
+        if n_before < n_batches - 1:
+            gathered.add(gradients)
+            return
+        divisor = np.float32(n_batches if self._gathering._use_grad_mean else 1)
+        made = [(name, one, gradient / divisor) for batch in (*gathered.batches, gradients) for name, one, gradient in batch]
+        self._tables.push(made, loss=loss, use_up=gathered.clear)
 
     def _say_rates_stay(self) -> None:
         """Warn, once, if the parameters' rate changes and that of rows is unchanged after a few steps."""
@@ -286,7 +303,8 @@ def embed(
         ids: from a batch to ids by feature, integers of any shape; `batch[feature]` unless given. NumPy arrays. Arrays of JAX's are taken
             where they hold all bits: with jax_enable_x64, or of a table with num_ids up to 2**31.
         padding_id: an id that stands for none: its row is zeros, and nothing is pulled or trained.
-        optimizer: an optax transformation for the parameters. Rows have the optimizer that their table was created with.
+        optimizer: an optax transformation for the parameters. Rows have the optimizer that their table was created with. With
+            optax.MultiSteps rows change where the parameters do, by the mean or sum of the same batches' gradients.
         has_aux: whether the loss returns (loss, aux).
         row_grads: `row_grads(grads, row_grads)` returns both as they are used: it may clip or change the gradients of the whole model, rows
             included. Pure, compiled with the loss. Rows' gradients come by feature [capacity, dim], summed by id within a feature, zeros
@@ -325,7 +343,7 @@ def embed(
         raise InvalidInputError(
             f"the optimizer holds optax's {', '.join(parts)}, which would see the gradients of the parameters and not those of rows. "
             "Give what changes gradients as row_grads=, a function of both (row_grads=lambda grads, rows: (grads, rows) leaves rows out on "
-            "purpose). For several batches in one step take a larger batch"
+            "purpose). optax.MultiSteps, outside of all others, gathers those of rows, too"
         )
     of_step = StepTables(list(tables.values()), timeout_s=timeout_s, max_unapplied=max_unapplied)
     return EmbeddedStep(loss_fn, tables, ids, padding_id, optimizer, has_aux, of_step, row_grads)

@@ -84,8 +84,26 @@ def _rate(learning_rate: object) -> float:
 
 
 def of_all_gradients(optimizer: Any) -> list[str]:
-    """Return the parts of a transformation that act on a model's gradients as a whole, or on those of several steps."""
-    return sorted(_OF_ALL_GRADIENTS & set(_names(optimizer, set())))
+    """Return the parts of a transformation that act on a model's gradients as a whole, or, within others, on those of several steps."""
+    gathering = gathering_of(optimizer)
+    return sorted(_OF_ALL_GRADIENTS & set(_names(optimizer if gathering is None else gathering.inner_opt, set())))
+
+
+def gathering_of(optimizer: Any) -> Any:
+    """Return the optax.MultiSteps that a transformation is, itself or its `gradient_transformation()`; None: it is another.
+
+    Raises:
+        InvalidInputError: it skips batches: rows would not know which.
+    """
+    found = optimizer if hasattr(optimizer, "inner_opt") else getattr(getattr(optimizer, "update", None), "__self__", None)
+    if type(found).__name__ != "MultiSteps" or not type(found).__module__.startswith("optax"):
+        return None
+    if not found._should_skip_update_fn.__qualname__.startswith("MultiSteps.__init__."):  # optax's own, which skips none
+        raise InvalidInputError(
+            "the optimizer is optax.MultiSteps with should_skip_update_fn, which judges the gradients of the parameters without those of "
+            "rows, once these are on their way. Leave it out, and give row_grads= a function that sets both to zero where a batch is bad"
+        )
+    return found
 
 
 def follows_schedule(optimizer: Any) -> bool:

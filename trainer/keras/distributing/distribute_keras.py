@@ -36,8 +36,8 @@ from ...bridge.pushed_steps import MAX_UNAPPLIED, PushedSteps, check_max_unappli
 from ...bridge.shared_lookups import SharedLookups
 from ..layers.row_embedding import RowEmbedding
 from ..steps.ids_plan import Feature, layers_over_tables
-from ..steps.kept_weights import add_to_built, is_shadow
-from ..steps.model_state import ModelState, StepValues, refuse_unfit, rule_of
+from ..steps.kept_weights import add_to_built, hand_over_each_batch, is_shadow
+from ..steps.model_state import ModelState, StepValues, n_batches_of, n_per_step, refuse_unfit, rule_of
 from ..steps.step_seam import ConnectedModel, is_connected
 from .keras_rules import MappedRule
 from .keras_sites import DeclaredTable, KerasSite, Names, counterpart, declared_tables, find_sites, make_declared
@@ -154,10 +154,17 @@ def distribute(
 
 def _check(model: Any, cluster: Any, optimizer: object) -> None:
     if not isinstance(model, keras.Model):
-        old = any(kind.__module__.partition(".")[0] == "tf_keras" for kind in type(model).__mro__)
+        packages = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
+        instead = (
+            ", of Keras 2 (tf_keras): look its rows up with kvemb.tensorflow, in its train_step (docs/frameworks.md)"
+            if "tf_keras" in packages
+            else ", whose variables do not say which are embeddings: put tables in their places, and kvemb.tensorflow's embedding_lookup "
+            "in that of tf.nn's or of a layer's call (docs/frameworks.md)"
+            if "tensorflow" in packages
+            else ""
+        )
         raise InvalidInputError(
-            f"the model must be a keras.Model, got {model if isinstance(model, type) else type(model).__name__}"
-            + (", of Keras 2 (tf_keras): look its rows up with kvemb.tensorflow, in its train_step (docs/frameworks.md)" if old else "")
+            f"the model must be a keras.Model, got {model if isinstance(model, type) else type(model).__name__}{instead}"
         )
     check_connection(cluster)
     if is_connected(model):
@@ -254,12 +261,13 @@ def _connect(
         if trained_by[0] is not None and optimizer is not trained_by[0] and follows and mapped is not None:
             _say_state_stays(optimizer, follows, mapped.spec)
         trained_by[0], rule = optimizer, rule_of(optimizer)
-        n_steps = int(now.value(rule.iterations))
-        ours = mapped.at(optimizer, now, n_steps) if mapped is not None else None
+        n_batches = n_batches_of(rule, now)
+        n_steps = n_batches // n_per_step(rule)
+        ours = mapped.at(optimizer, now, n_steps, n_batches) if mapped is not None else None
         found = {}
         for name, table in tables.items():
             if name in declared:
-                found[name] = declared[name].rule.at(declared[name].optimizer, now, n_steps)
+                found[name] = declared[name].rule.at(declared[name].optimizer, now, n_steps, n_steps)
             elif ours is not None and name in follows:
                 found[name] = ours
             else:
@@ -269,6 +277,8 @@ def _connect(
     connected = ConnectedModel(model, tables, steps, SharedLookups(tables, cluster), values, hands, features)
     if hands() is not None:
         add_to_built(hands(), model)
+        if n_per_step(hands()) > 1:
+            hand_over_each_batch(rule_of(hands()))
     connected.install()
     return connected
 

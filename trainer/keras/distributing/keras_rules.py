@@ -92,8 +92,8 @@ class MappedRule:
         kind, _, fixed = _RULES[self._kind]
         self.spec = OptimizerSpec.from_dict({"kind": kind, **fixed(rule), **self._values(rule, _rate_now(rule), 1).hyper})
 
-    def at(self, optimizer: Any, now: ModelState, n_steps: int) -> StepValues:
-        """Return the values for the coming step, after `n_steps` of the model.
+    def at(self, optimizer: Any, now: ModelState, n_steps: int, n_batches: int) -> StepValues:
+        """Return the values for the coming step, after `n_steps` of the model and as many batches as its schedules count.
 
         Raises:
             InvalidInputError: the model is compiled with another rule by now.
@@ -105,7 +105,7 @@ class MappedRule:
                 "compile it with that"
             )
         self._refuse(rule)
-        values = self._values(rule, _rate(rule, now, n_steps), n_steps + 1)
+        values = self._values(rule, _rate(rule, now, n_batches), n_steps + 1)
         return replace(values, clipnorm=rule.clipnorm, clipvalue=rule.clipvalue)
 
     def _values(self, rule: Any, lr: float, step: int) -> StepValues:
@@ -135,10 +135,10 @@ def _rate_now(rule: Any) -> float:
     return float(keras.ops.convert_to_numpy(rule.learning_rate))
 
 
-def _rate(rule: Any, now: ModelState, n_steps: int) -> float:
+def _rate(rule: Any, now: ModelState, n_batches: int) -> float:
     given = rule._learning_rate
     if isinstance(given, keras.optimizers.schedules.LearningRateSchedule):
-        return float(keras.ops.convert_to_numpy(given(keras.ops.convert_to_tensor(n_steps))))
+        return float(keras.ops.convert_to_numpy(given(keras.ops.convert_to_tensor(n_batches))))
     if isinstance(given, keras.Variable):
         return float(now.value(given))
     return float(np.asarray(keras.ops.convert_to_numpy(given() if callable(given) else given)))

@@ -201,6 +201,8 @@ def _declared(config: TableConfig, given: Initializer | None) -> DeclaredTable:
         raise InvalidInputError(f"table {config.name!r}: {error}") from error
     try:
         refuse_unfit(optimizer)
+        if rule_of(optimizer).gradient_accumulation_steps:
+            raise InvalidInputError("batches of a step are counted by the optimizer that the model is compiled with; give it there")
         if rule_of(optimizer) is not optimizer or optimizer.loss_scale_factor:
             raise InvalidInputError("losses are scaled by the optimizer that the model is compiled with; give the table one without")
         rule = MappedRule(optimizer)

@@ -31,6 +31,7 @@ _NAME = "rows_gradient"
 _PATIENCE = 3  # steps
 _PATIENCE_SCALED = 50  # steps of an optimizer that scales losses, of which the first ones often overflow: each halves the scale
 _BY = "_handed_by"
+_EACH = "_each_batch"
 
 
 def is_shadow(variable: Any) -> bool:
@@ -168,6 +169,34 @@ def _wrong_hands(table: str, expected: Any, other: Any) -> str:
         f"variables then hold no gradient. Apply gradients with {rule} (apply, apply_gradients or stateless_apply), over "
         "model.trainable_variables; its rule is then the parameter servers' work"
     )
+
+
+def hand_over_each_batch(optimizer: Any) -> None:
+    """Have an optimizer that gathers gradients of several batches leave those of rows in their shadows, batch by batch.
+
+    Keras would keep the largest of them for such variables, and rows differ from batch to batch.
+
+    Args:
+        optimizer: the one that has the rule.
+    """
+    if _EACH in vars(optimizer):
+        return
+    overwrite, like = optimizer._overwrite_variables_directly_with_gradients, optimizer.add_variable_from_reference
+
+    def leaving(grads: Any, variables: Any) -> Any:
+        pairs = list(zip(grads, variables, strict=True))
+        for gradient, variable in pairs:
+            if is_shadow(variable):
+                variable.assign(gradient)
+        rest = [pair for pair in pairs if not is_shadow(pair[1])]
+        return overwrite([gradient for gradient, _ in rest], [variable for _, variable in rest])
+
+    def none_like(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if is_shadow(reference_variable) else like(reference_variable, *args, **kwargs)
+
+    object.__setattr__(optimizer, "_overwrite_variables_directly_with_gradients", leaving)
+    object.__setattr__(optimizer, "add_variable_from_reference", none_like)
+    object.__setattr__(optimizer, _EACH, True)
 
 
 def add_to_built(optimizer: Any, model: Any) -> None:

@@ -130,6 +130,16 @@ def rule_of(optimizer: Any) -> Any:
     return optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
 
 
+def n_per_step(optimizer: Any) -> int:
+    """Return how many batches an optimizer gathers for a step."""
+    return int(rule_of(optimizer).gradient_accumulation_steps or 1)
+
+
+def n_batches_of(optimizer: Any, now: ModelState) -> int:
+    """Return how many batches an optimizer has had."""
+    return int(now.value(rule_of(optimizer)._iterations))
+
+
 class GradientScale:
     """The gradient scale of the optimizer that tables follow, at the beginning of a step.
 
@@ -155,10 +165,16 @@ class GradientScale:
         else:
             self._scale = float(optimizer.loss_scale_factor or 1.0)
 
-    def scaled(self, part: GradientPart, values: StepValues) -> GradientPart:
-        """Return gradients as the rule is to have them."""
+    def unscaled(self, part: GradientPart) -> GradientPart:
+        """Return a batch's gradients without the scale of its loss."""
         ids, grads, versions = part
-        return ids, _times(_clipped(_times(grads, 1.0 / self._scale), values), values.factor), versions
+        return ids, _times(grads, 1.0 / self._scale), versions
+
+
+def ruled(part: GradientPart, values: StepValues) -> GradientPart:
+    """Return a step's gradients as the rule is to have them."""
+    ids, grads, versions = part
+    return ids, _times(_clipped(grads, values), values.factor), versions
 
 
 def _clipped(grads: Any, by: StepValues) -> Any:
@@ -179,12 +195,6 @@ def refuse_unfit(optimizer: Any) -> None:
         InvalidInputError: naming the option, and the remedy.
     """
     rule, who = rule_of(optimizer), type(rule_of(optimizer)).__name__
-    if rule.gradient_accumulation_steps:
-        raise InvalidInputError(
-            f"gradient_accumulation_steps={rule.gradient_accumulation_steps} of {who}: Keras keeps the largest of several "
-            "rows' gradients, not "
-            "their sum, and rows differ from batch to batch. Compile without it; take a larger batch, or more trainers"
-        )
     if rule.global_clipnorm:
         raise InvalidInputError(
             f"global_clipnorm={rule.global_clipnorm} of {who}: Keras clips dense weights by a norm that rows are not in. Take "

@@ -20,15 +20,16 @@ import keras
 import numpy as np
 
 from ...bridge.batches_ahead import AheadOptions, BatchesAhead, checked_ahead
-from ...bridge.pushed_steps import PushedSteps
+from ...bridge.gathered_batches import GatheredBatches
+from ...bridge.pushed_steps import PushedSteps, merge_parts
 from ...bridge.shared_lookups import LookupResult, SharedLookups
 from ...bridge.step_tables import OwnProcess
 from ...lookahead.cluster_ports import GradientPart
 from ..layers.rows_at_hand import RowsAtHand
 from .fed_batches import AskedByLayers, FitAhead, capacity_of, fed_of, look_up, wanted_of
 from .ids_plan import Feature, IdsPlan, layers_over_tables
-from .kept_weights import Handing, KeptWeights, blank, not_connected, shadow_of
-from .model_state import GradientScale, ModelState, StepValues, in_place, leave_with
+from .kept_weights import Handing, KeptWeights, blank, hand_over_each_batch, not_connected, shadow_of
+from .model_state import GradientScale, ModelState, StepValues, in_place, leave_with, n_batches_of, n_per_step, rule_of, ruled
 
 StepHyper = Callable[[ModelState], Mapping[str, StepValues]]
 """The values for the coming step, by table."""
@@ -63,6 +64,7 @@ class ConnectedModel:
         self.at_hand = RowsAtHand()
         self._plans: dict[bool, IdsPlan] = {}  # by whether a batch has a y
         self._capacities: dict[str, int] = {}
+        self._optimizer, self._gathered = optimizer, GatheredBatches[dict[str, GradientPart]]()
         self._scale, self._handing = GradientScale(optimizer), Handing(self.at_hand.shadows, optimizer)
         self._state: list[Any] = []  # of the call under way: on JAX what its next step takes before the batch, empty elsewhere
         self.fit_ahead = FitAhead(self.plan, self._plans, shared)
@@ -146,24 +148,55 @@ class ConnectedModel:
         """Take one step of training."""
         before = ModelState(self.model, self._state)
         self._scale.begin(before)
-        values = self._values(before)
+        values, n_gathered = self._values(before), self._begin_batch(before)
         data, found = self.fed(batch, True)
         for name in found:
             before.put(self.at_hand.shadows[name], blank(self._capacities[name], self.tables[name].dim))
         result = inner(*before.given(), [data] if keras.backend.backend() == "torch" else iter([data]))
         self._state = [result[1]] if self._state else []  # the memory of the one before was given away to the step
         after = ModelState(self.model, self._state)
+        if (n := n_per_step(self._optimizer())) > 1 and not self._gather(after, found, n_gathered, n):
+            return result
         self.steps.take(
             [self.shared],
-            lambda: self._parts(after, found, values),
+            lambda: self._parts(after, found, values, n),
             lambda: {name: one.hyper for name, one in values.items()},
             use_up=_nothing,
         )
         return result
 
-    def _parts(self, after: ModelState, found: Mapping[str, LookupResult], values: Mapping[str, StepValues]) -> dict[str, GradientPart]:
-        parts = {name: self._part(after, name, found.get(name)) for name in self.at_hand.shadows}
-        return {name: self._scale.scaled(part, values[name]) for name, part in parts.items()}
+    def _begin_batch(self, before: ModelState) -> int:
+        """Return how many batches of its step the optimizer has gathered."""
+        optimizer = self._optimizer()
+        if (n := n_per_step(optimizer)) == 1:
+            return 0
+        hand_over_each_batch(rule_of(optimizer))
+        n_gathered = n_batches_of(optimizer, before) % n
+        self._gathered.begin(n_gathered)
+        return n_gathered
+
+    def _gather(self, after: ModelState, found: Mapping[str, LookupResult], n_gathered: int, n: int) -> bool:
+        """Keep a batch's gradients; return whether it was the last of its step. One that overflowed is none of them."""
+        n_after = n_batches_of(self._optimizer(), after) % n
+        if n_after != n_gathered:
+            self._gathered.add(self._batch_parts(after, found))
+        return n_after == 0 != n_gathered
+
+    def _parts(
+        self, after: ModelState, found: Mapping[str, LookupResult], values: Mapping[str, StepValues], n: int
+    ) -> dict[str, GradientPart]:
+        if n == 1:
+            return {name: ruled(part, values[name]) for name, part in self._batch_parts(after, found).items()}
+        batches = self._gathered.batches
+        self._gathered.clear()
+        parts = {}
+        for name in self.at_hand.shadows:
+            ids, grads, versions = merge_parts([of[name] for of in batches if len(of[name][0])], self.tables[name].dim)
+            parts[name] = ruled((ids, grads / np.float32(n), versions), values[name])
+        return parts
+
+    def _batch_parts(self, after: ModelState, found: Mapping[str, LookupResult]) -> dict[str, GradientPart]:
+        return {name: self._scale.unscaled(self._part(after, name, found.get(name))) for name in self.at_hand.shadows}
 
     def _part(self, after: ModelState, name: str, found: LookupResult | None) -> GradientPart:
         shadow, gradient = self.at_hand.shadows[name], None

@@ -1,0 +1,235 @@
+"""The embeddings of flax.nnx and equinox models: found, and replaced by ones over tables.
+
+What must not live here: tables, optimizers, steps. Neither library is imported before a model of it comes.
+
+flax.nnx: an Embed becomes another class in place, the same object, so that all references to it stay valid. equinox: modules do not change,
+so a new model is made, with other modules in the places of its embeddings.
+"""
+
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.errors import InvalidInputError
+from kvemb.schema.table_def import check_table_name
+
+from .traced_lookups import rows_at
+
+Names = Mapping[str, str] | Callable[[str], str]
+"""Table names by path in the model, or a function from it."""
+
+
+@dataclass(frozen=True, eq=False)
+class JaxSite:
+    """One embedding that becomes a table.
+
+    Args:
+        table: its name.
+        path: of the embedding in the model.
+        module: it.
+        weight: [n_rows, dim]; a shape alone where the model was made by jax.eval_shape.
+    """
+
+    table: str
+    path: str
+    module: Any
+    weight: Any
+
+    @property
+    def n_rows(self) -> int:
+        """Rows: ids are 0 to n_rows - 1."""
+        return int(self.weight.shape[0])
+
+    @property
+    def dim(self) -> int:
+        """Weights per row."""
+        return int(self.weight.shape[1])
+
+    @property
+    def padding(self) -> list[int]:
+        """None: neither library has any."""
+        return []
+
+    def rows_of(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return rows [n, dim] of the weight."""
+        return np.asarray(self.weight[ids], np.float32)
+
+    def __str__(self) -> str:
+        return f"table {self.table!r} (embedding {self.path!r})"
+
+
+@dataclass(frozen=True)
+class Library:
+    """What `distribute` needs of a library.
+
+    Args:
+        embeddings: of a model, (path, module, weight, why it cannot be a table, or "").
+        replaced: returns a model with rows in the places of sites.
+        parts: of a model over tables: its parameters, arrays only, and the function that makes a model of them again.
+    """
+
+    embeddings: Callable[[Any], list[tuple[str, Any, Any, str]]]
+    replaced: Callable[[Any, list[JaxSite]], Any]
+    parts: Callable[[Any], tuple[Any, Callable[[Any], Any]]]
+
+
+def library_of(model: Any) -> Library:
+    """Return the library of a model.
+
+    Raises:
+        InvalidInputError: it is of another one.
+    """
+    for name, base, made in (("flax.nnx", "Module", _nnx), ("equinox", "Module", _equinox)):
+        module = sys.modules.get(name)
+        if module is not None and isinstance(model, getattr(module, base)):
+            return made()
+    raise InvalidInputError(
+        f"model is {type(model).__name__}: distribute takes a flax.nnx.Module or an equinox.Module. For others, linen's too, write the "
+        "loss over rows, loss_fn(params, rows, batch), and give it to kvemb.jax.embed"
+    )
+
+
+def find_sites(
+    library: Library, model: Any, min_rows: int, names: Names | None, leave: Collection[str]
+) -> tuple[list[JaxSite], list[tuple[str, str]]]:
+    """Decide for each embedding whether it becomes a table.
+
+    Returns:
+        Those that do; (path, why) of those that stay.
+
+    Raises:
+        InvalidInputError: an embedding cannot be replaced (all reasons), a name is taken twice or is none, or `leave` or `names` name none.
+    """
+    found = library.embeddings(model)
+    known = {path for path, *_ in found}
+    for what, given in (("leave", set(leave)), ("names", set(names) if isinstance(names, Mapping) else set())):
+        if unknown := sorted(given - known):
+            raise InvalidInputError(f"{what}: no embedding is at {', '.join(unknown)}; there are: {', '.join(sorted(known)) or 'none'}")
+    sites, left, problems = [], [], []
+    for path, module, weight, problem in found:
+        if path in leave:
+            left.append((path, "leave=[…] names it"))
+        elif weight.shape[0] < min_rows:
+            left.append((path, f"{weight.shape[0]} rows, fewer than min_rows={min_rows}"))
+        elif problem:
+            problems.append(f"{path!r}: {problem}")
+        else:
+            sites.append(JaxSite(_name(path, names), path, module, weight))
+    if problems:
+        raise InvalidInputError(
+            "nothing was changed: " + "; ".join(problems) + ". Change the model, or keep these local with leave=[their paths]"
+        )
+    tables = [site.table for site in sites]
+    if twice := sorted({name for name in tables if tables.count(name) > 1}):
+        raise InvalidInputError(f"names: several embeddings would be table {', '.join(twice)}; give each a name of its own")
+    if not sites:
+        raise InvalidInputError(
+            "there is no embedding to replace: " + ("; ".join(f"{path!r} stays ({why})" for path, why in left) or "the model has none")
+        )
+    return sites, left
+
+
+def _name(path: str, names: Names | None) -> str:
+    given = names(path) if callable(names) else (names or {}).get(path, path)
+    try:
+        return check_table_name(given)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"embedding {path!r}: {error}; give names={{{path!r}: …}}") from error
+
+
+def _problem(module: Any, kind: type, dtype: Any) -> str:
+    if type(module) is not kind:
+        return f"{type(module).__name__} is a class of its own"
+    return "" if dtype == np.float32 else f"its weight is {dtype}, and rows are looked up as float32 (storage may be 16 bits: dtype=)"
+
+
+@lru_cache(1)
+def _nnx() -> Library:
+    from flax import nnx
+
+    class NnxRows(nnx.Module):  # type: ignore[misc]
+        """An Embed over a table."""
+
+        table: str
+        features: int
+
+        def __call__(self, inputs: Any) -> Any:
+            return rows_at(inputs, self.table, self.features)
+
+        def attend(self, query: Any) -> Any:
+            raise InvalidInputError(f"attend() needs all rows of table {self.table!r}: keep that Embed local, distribute(…, leave=[…])")
+
+    def embeddings(model: Any) -> list[tuple[str, Any, Any, str]]:
+        found = []
+        for path, module in nnx.iter_modules(model):
+            if isinstance(module, nnx.Embed):
+                weight = module.embedding[...]
+                problem = _problem(module, nnx.Embed, weight.dtype)
+                problem = problem or ("" if module.dtype == np.float32 else f"its dtype is {module.dtype}, and rows are float32")
+                found.append((".".join(map(str, path)), module, weight, problem))
+        return sorted(found, key=lambda one: one[0])
+
+    def replaced(model: Any, sites: list[JaxSite]) -> Any:
+        for site in sites:
+            for name in ("embedding", "num_embeddings", "dtype", "param_dtype", "promote_dtype"):
+                delattr(site.module, name)
+            site.module.__class__ = NnxRows
+            site.module.table = site.table
+        return model
+
+    def parts(model: Any) -> tuple[Any, Callable[[Any], Any]]:
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+        if kinds := sorted({type(one).__name__ for one in jax.tree.leaves(rest, is_leaf=lambda one: isinstance(one, nnx.Variable))}):
+            raise InvalidInputError(
+                f"the model holds {', '.join(kinds)} beside nnx.Param, which a loss of parameters cannot change (dropout, batch "
+                "statistics): write the loss over rows and give it to kvemb.jax.embed, which hands on what has_aux=True returns"
+            )
+        return params, lambda params: nnx.merge(graph, params)
+
+    return Library(embeddings, replaced, parts)
+
+
+@lru_cache(1)
+def _equinox() -> Library:
+    import equinox as eqx
+
+    class EqxRows(eqx.Module):  # type: ignore[misc,no-any-unimported]
+        """An Embedding over a table; vmap as usual."""
+
+        table: str = eqx.field(static=True)
+        embedding_size: int = eqx.field(static=True)
+
+        def __call__(self, x: Any, *, key: Any = None) -> Any:
+            if np.shape(x) != ():
+                raise InvalidInputError(f"the embedding of table {self.table!r} takes one id, as eqx.nn.Embedding does: use jax.vmap")
+            return rows_at(x, self.table, self.embedding_size)
+
+    def is_embedding(node: Any) -> bool:
+        return isinstance(node, eqx.nn.Embedding)
+
+    def by_path(model: Any) -> Iterator[tuple[str, Any]]:
+        for path, node in jax.tree_util.tree_flatten_with_path(model, is_leaf=is_embedding)[0]:
+            yield ".".join(str(getattr(one, "name", getattr(one, "idx", getattr(one, "key", one)))) for one in path), node
+
+    def embeddings(model: Any) -> list[tuple[str, Any, Any, str]]:
+        found = [(path, node) for path, node in by_path(model) if is_embedding(node)]
+        tied = any(isinstance(one, eqx.nn.Shared) for one in jax.tree.leaves(model, is_leaf=lambda one: isinstance(one, eqx.nn.Shared)))
+        shared = "eqx.nn.Shared ties weights of this model together, and rows are tied to none" if tied else ""
+        return [(path, node, node.weight, shared or _problem(node, eqx.nn.Embedding, node.weight.dtype)) for path, node in found]
+
+    def replaced(model: Any, sites: list[JaxSite]) -> Any:
+        of = {site.path: EqxRows(site.table, site.dim) for site in sites}
+        nodes = [of.get(path, node) for path, node in by_path(model)]
+        return jax.tree.unflatten(jax.tree.structure(model, is_leaf=is_embedding), nodes)
+
+    def parts(model: Any) -> tuple[Any, Callable[[Any], Any]]:
+        params, rest = eqx.partition(model, eqx.is_inexact_array)
+        return params, lambda params: eqx.combine(params, rest)
+
+    return Library(embeddings, replaced, parts)
