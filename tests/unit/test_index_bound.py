@@ -22,9 +22,16 @@ PLAIN = TableDef("t", 2, optim.sgd(), init.zeros())
 DENSE = TableDef("t", 2, optim.sgd(), init.zeros(), num_ids=1 << 40)
 IDS = st.lists(st.one_of(st.integers(0, 40), st.integers(0, (1 << 40) - 1)), unique=True, max_size=20)
 STEP = st.one_of(
-    st.tuples(st.sampled_from(["apply", "erase", "look", "took"]), IDS),
+    st.tuples(st.sampled_from(["apply", "erase", "look", "took", "gave", "settle"]), IDS),
     st.tuples(st.just("publish"), st.tuples(st.floats(0, 0.9), st.booleans())),
 )
+
+
+MOVING = np.arange(N_SLOTS) // 2048 % 2 == 0
+
+
+def within(definition: TableDef, slots: np.ndarray, ids: np.ndarray) -> list[int]:
+    return ids[slots[definition.placement.slots(ids)]].tolist()
 
 
 def u64(values: object) -> np.ndarray:
@@ -77,7 +84,7 @@ def listed(state: TableState, n_rows: int = 10) -> dict[int, int]:
 def test_a_table_mostly_on_disk_is_a_dict(definition: TableDef) -> None:
     @given(st.lists(STEP, max_size=30))
     def check(steps: list[tuple[str, object]]) -> None:
-        log, model, last = MemoryLog(), dict[int, int](), 0
+        log, model, last, settling = MemoryLog(), dict[int, int](), 0, iter(())
         state = TableState(definition, log=log)
         for version, (verb, what) in enumerate(steps, start=1):
             ids = u64(what) if verb != "publish" else u64([])
@@ -89,9 +96,26 @@ def test_a_table_mostly_on_disk_is_a_dict(definition: TableDef) -> None:
             elif verb == "erase":
                 assert state.erased(ids, version) == sum(model.pop(row, None) is not None for row in ids.tolist())
             elif verb == "took":
-                come = u64([row for row in ids.tolist() if row not in model])
-                state.took(come, np.full(len(come), version, np.uint64), len(come))
-                model.update(dict.fromkeys(come.tolist(), version))
+                come = MemoryLog()
+                come.rows = {row: version for row in within(definition, MOVING, ids) if row not in model}
+                log.rows.update(come.rows)
+                state.took(come, len(come.rows))
+                model.update(come.rows)
+            elif verb == "gave":
+                for _ in settling:  # no slots come or go before others have settled
+                    pass
+                slots = np.isin(np.arange(N_SLOTS), definition.placement.slots(ids))
+                gone = within(definition, slots, u64(list(model)))
+                for row in {*gone, *within(definition, slots, u64(list(log.rows)))}:
+                    log.rows.pop(row, None)
+                    model.pop(row, None)
+                state.gave(slots, len(gone))
+                assert listed(state) == model
+                assert not state.known(u64(gone)).any()
+                for _ in state.settle(MOVING):
+                    assert listed(state) == model
+            elif verb == "settle":
+                settling = settling if next(settling, None) is not None else state.settle(MOVING)
             elif verb == "publish":
                 share, late = what  # type: ignore[misc]
                 log.write(state, last)
