@@ -141,6 +141,8 @@ class TableState:
         versions = self._index.at(self._kept) if keep and self._kept is not None else self._index.get(ids)
         if not self._in_memory and (self._asked is None or self._asked.ids is not ids):
             self._fill_in(ids, versions, self._gone, keep=keep)
+        if self._given is not None:
+            versions[self._given[self.definition.placement.slots(ids)]] = 0
         return versions
 
     def count_step(self) -> None:
@@ -280,7 +282,7 @@ class TableState:
         Args:
             low, high: the range, without `high`.
             n_rows: about so many.
-            above: only rows whose version is above this one.
+            above: only rows whose version is above this one; rows that were taken over may be missing among them while the log has them.
         """
         with self._lock:
             ids, versions, next_ = self._index.portion(low, high, n_rows, above=above)

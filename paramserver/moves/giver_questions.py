@@ -58,13 +58,7 @@ class GiverQuestions:
         return self._away.lasting(_TROUBLE_S)
 
     def ask(self, version: int, givers: Mapping[int, Slots], since: Mapping[int, int]) -> None:
-        """Begin to ask; `answer` has it in the end.
-
-        Args:
-            version: of the map.
-            givers: the slots of each that are to be taken.
-            since: of givers that have answered before, as of which version: they need not say again what has not changed.
-        """
+        """Begin to ask each giver for its slots, or for what has changed `since` it answered last; `answer` has it in the end."""
         self.give_up()
         self._away.over()
         self.answer, self._given_up = None, threading.Event()
@@ -75,12 +69,15 @@ class GiverQuestions:
         self._given_up.set()
 
     def _run(self, version: int, givers: Mapping[int, Slots], since: Mapping[int, int], given_up: threading.Event) -> None:
-        asked = [(giver, slots, SlotEntriesRequest(version, self._shard, 0, since.get(giver, 0))) for giver, slots in givers.items()]
-        said = [given for one in asked if (given := self._ask_one(*one, given_up)) is not None]
+        said = []
+        for giver, slots in givers.items():
+            request = SlotEntriesRequest(version, self._shard, 0, since.get(giver, 0))
+            if (given := self._ask_one(giver, slots, request, given_up)) is not None:
+                said.append(given)
         if not given_up.is_set():
             entries = put_together(one for given in said for one in given.entries)
-            as_of = {giver: version for given in said for giver, version in given.since.items()}
-            self.answer = GivenEntries(max(given.epoch for given in said), entries, said[-1].members, as_of)
+            told = {giver: as_of for given in said for giver, as_of in given.since.items()}
+            self.answer = GivenEntries(max(given.epoch for given in said), entries, said[-1].members, told)
 
     def _ask_one(self, giver: int, slots: Slots, request: SlotEntriesRequest, given_up: threading.Event) -> GivenEntries | None:
         """The answer of one giver; None once it is not wanted any more."""
@@ -106,9 +103,9 @@ class GiverQuestions:
         while n_had < n_rows or not pages:
             asked = replace(request, start=n_had)
             page = self._shards.call(giver, "SlotEntries", asked, SlotEntriesReply, Deadline.after(_CALL_S))
-            if not page.ready or (pages and (page.epoch, page.tables) != (pages[0].epoch, pages[0].tables)):
-                return None
             pages.append(page)
+            if not page.ready or any(getattr(page, name) != getattr(pages[0], name) for name in ("epoch", "tables", "as_of")):
+                return None
             n_had, n_rows = n_had + len(page.ids) // 8, sum(int(table["rows"]) for table in page.tables)
             if not page.ids:
                 break

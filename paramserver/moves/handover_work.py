@@ -135,9 +135,7 @@ class HandoverWork(PhaseWork):
             yield _RETRY_S
         while (steps := self._steps_of(cluster_map)) is not None and steps.phase == UNKNOWN:  # until this process has handed one out
             yield _RETRY_S
-        for n_rows in self._giver.prepare(gives) if (gives := cluster_map.gives(self._shard)).any() else ():
-            progress.expect(n_rows)
-            progress.gone_through(n_rows)
+        for _ in self._giver.prepare(gives) if (gives := cluster_map.gives(self._shard)).any() else ():
             yield 0.0
         if not cluster_map.takes(self._shard).any():
             return
@@ -206,8 +204,6 @@ class HandoverWork(PhaseWork):
         while lost := self._store.repair.lost_nodes(Deadline.after(_LOOK_TIMEOUT_S)):
             yield _RETRY_S
             log.info("a move of slots waits for the repair of %s", ", ".join(node.address for node in lost))
-        for _ in self._giver.prepare(slots):  # after a new start
-            yield 0.0
         n_rows = self._giver.drop(slots)
         log.info("%d rows have gone to other shards", n_rows)
 
@@ -217,9 +213,7 @@ class HandoverWork(PhaseWork):
         yield from self._settle(cluster_map, progress)
 
     def _settle(self, cluster_map: ClusterMap, progress: PhaseProgress) -> Iterator[float]:
-        for n_rows in self._giver.settle(cluster_map.takes(self._shard)):
-            progress.expect(n_rows)
-            progress.gone_through(n_rows)
+        for _ in self._giver.settle(cluster_map.takes(self._shard)):
             yield 0.0
 
     def _given(self, cluster_map: ClusterMap) -> Generator[float, None, GivenEntries]:

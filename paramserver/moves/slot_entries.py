@@ -35,13 +35,13 @@ class SlotEntries:
 
 
 def entries_of(tables: Tables, slots: Slots, applied: int, since: int = 0) -> list[SlotEntries]:
-    """Return a shard's rows of some slots, a table after the other; of one whose changes are noted those that have changed. Any thread.
+    """Return a shard's rows of some slots, a table after the other; those that have changed, where that is noted. Any thread.
 
     Args:
         tables: of the shard.
         slots: bool [16384].
-        applied: version of the last batch applied, at the latest now; the next answer may be `since` then.
-        since: what has changed above this version is enough; 0: nothing was told yet.
+        applied: version of the last batch applied, or below; the next answer may be `since` that.
+        since: this version, 0 for all rows.
     """
     entries = []
     for state in tables.all():

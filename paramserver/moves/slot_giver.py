@@ -6,7 +6,8 @@ when they are given, and when forgotten. What must not live here: the phases of 
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -14,21 +15,12 @@ from kvemb.protocol.move_messages import SlotEntriesReply, SlotEntriesRequest
 from kvemb.protocol.shard_routing import MapSource
 from kvemb.schema.move_plan import DRAINING, MOVING, SHARDS
 
-from ..model.tables import Slots, Tables, TableState
+from ..model.tables import Ids, Slots, Tables, TableState, all_of
 from ..row_log.run_set import Runs
 from ..row_log.run_writer import NO_RECORDS, RunWriter, dropped_on_error
 from ..row_log.sorted_run import ERASED
 from ..row_log.state_file import ShardState
-from .slot_entries import SlotEntries, entries_of
-
-
-@dataclass(frozen=True, eq=False)
-class _Farewell:
-    """A run that says of one table's rows that they are gone, written ahead; `n_rows` of them existed as of a version."""
-
-    run: RunWriter
-    n_rows: int
-    as_of: int
+from .slot_entries import entries_of
 
 
 class SlotGiver:
@@ -43,17 +35,18 @@ class SlotGiver:
 
     def __init__(self, tables: Tables, runs: Runs, state: Callable[[], ShardState], applied: Callable[[], int]) -> None:
         self._tables, self._runs, self._state, self._applied = tables, runs, state, applied
-        self._ahead: dict[str, _Farewell] = {}  # by the table's key
+        # By the table's key: a run that says of its rows that they are gone; as of which version it was begun; how many rows it has.
+        self._ahead: dict[str, tuple[RunWriter, int, int]] = {}
 
     def forget(self, *, changes: bool = True) -> None:
-        """Forget what was written ahead, and, unless somebody may ask for them, which rows have changed."""
-        self._runs.give_up([one.run for one in self._ahead.values()])
+        """Forget what was written ahead, and which rows have changed."""
+        self._runs.give_up(run for run, _, _ in self._ahead.values())
         self._ahead = {}
         for state in self._tables.all() if changes else ():
             state.forget_changes()
 
-    def prepare(self, slots: Slots) -> Iterator[int]:
-        """Write ahead what `drop` is to say, where it is not done yet, a portion for each value: how many rows it was.
+    def prepare(self, slots: Slots) -> Iterator[None]:
+        """Write ahead what `drop` is to say, where it is not done yet; a portion for each value.
 
         Raises:
             JournalFullError: call again.
@@ -81,7 +74,7 @@ class SlotGiver:
                 table = now.of(state.definition)
                 now = now.with_table(replace(table, n_rows=table.n_rows - n))
             if any(n_rows):
-                self._runs.publish([*(one.run for one in self._ahead.values()), *late], now)
+                self._runs.publish([*(run for run, _, _ in self._ahead.values()), *late], now)
         for state, n in zip(states, n_rows, strict=True):
             state.gave(slots, n)
         self.forget()
@@ -92,26 +85,26 @@ class SlotGiver:
         for state in self._tables.all():
             yield from state.settle(came)
 
-    def _prepare(self, state: TableState, slots: Slots) -> Iterator[int]:
+    def _prepare(self, state: TableState, slots: Slots) -> Iterator[None]:
         as_of, n_rows, definition = self._applied(), 0, state.definition
         state.note_changes(as_of)
         with dropped_on_error([self._runs.begin(definition)]) as (run,):
             for ids, _ in state.portions(slots):
                 run.add(ERASED, definition.order.keys(ids), np.full(len(ids), self._applied(), np.uint64), NO_RECORDS)
                 n_rows += len(ids)
-                yield len(ids)
+                yield
             run.finish()
-            self._ahead[definition.key] = _Farewell(run, n_rows, as_of)
+            self._ahead[definition.key] = run, as_of, n_rows
 
     def _add_late(self, state: TableState, slots: Slots, late: list[RunWriter]) -> int:
         """Say it of the rows that have changed since, too; return how many rows of these slots exist."""
-        ahead, definition = self._ahead[state.definition.key], state.definition
-        changed = state.changed(ahead.as_of, slots)
+        definition, (run, as_of, n_rows) = state.definition, self._ahead[state.definition.key]
+        changed = state.changed(as_of, slots)
         assert changed is not None
         late.append(self._runs.begin(definition))
         late[-1].add_erased(changed, self._applied())
-        noted, _ = self._runs.written([ahead.run]).versions(definition, changed)
-        return ahead.n_rows + int(np.count_nonzero(state.versions(changed))) - int(np.count_nonzero(noted))
+        noted, _ = self._runs.written([run]).versions(definition, changed)
+        return n_rows + int(np.count_nonzero(state.versions(changed))) - int(np.count_nonzero(noted))
 
 
 PAGE_ROWS = 1 << 19
@@ -142,7 +135,8 @@ class SlotOffers:
         self._maps, self._tables, self._shard, self._applied, self._epoch, self._members = maps, tables, shard, applied, epoch, members
         self._lock = threading.Lock()
         self._drained = 0  # version of the map under which the shard has written all that it had taken
-        self._made: dict[tuple[int, int], tuple[int, list[SlotEntries]]] = {}  # by the map's version and the taker: as of, entries
+        # By the map's version and the taker: as of which version, tables as an answer names them, ids and versions of all their rows.
+        self._made: dict[tuple[int, int], tuple[int, list[dict[str, Any]], tuple[Ids, Ids]]] = {}
 
     def drained(self, version: int) -> None:
         """Note that the index is final, and its rows in storage, while the map of this version is in force."""
@@ -169,24 +163,15 @@ class SlotOffers:
                 return SlotEntriesReply(False, self._epoch(), [], b"", b"")
             if start == 0 or (version, request.shard) not in self._made:
                 slots, applied = cluster_map.gives(self._shard) & cluster_map.takes(request.shard), self._applied()
-                self._made[version, request.shard] = applied, entries_of(self._tables, slots, applied, request.since)
-            as_of, entries = self._made[version, request.shard]
-        tables = [
-            {"definition": one.definition.to_dict(), "step": one.step, "rows": len(one.ids), "changes": not one.whole.any()}
-            for one in entries
-        ]
-        ids, versions = (_rows(entries, name, start) for name in ("ids", "versions"))
+                entries = entries_of(self._tables, slots, applied, request.since)
+                rows = all_of((one.ids, one.versions) for one in entries)
+                tables = [
+                    {"definition": one.definition.to_dict(), "step": one.step, "rows": len(one.ids), "changes": not one.whole.any()}
+                    for one in entries
+                ]
+                self._made[version, request.shard] = applied, tables, rows
+            as_of, tables, rows = self._made[version, request.shard]
+        ids, versions = (array[start : start + PAGE_ROWS].astype("<u8", copy=False).tobytes() for array in rows)
         members = self._members()
         trainers, incarnations = [name for name, _ in members], [incarnation for _, incarnation in members]
         return SlotEntriesReply(True, self._epoch(), tables, ids, versions, trainers, incarnations, as_of)
-
-
-def _rows(entries: list[SlotEntries], name: str, start: int) -> bytes:
-    """A page of the rows of all tables, one after the other."""
-    pieces, left = [], PAGE_ROWS
-    for one in entries:
-        array = getattr(one, name)
-        some = array[start : start + left]
-        start, left = max(0, start - len(array)), left - len(some)
-        pieces.append(np.ascontiguousarray(some, dtype="<u8").tobytes())
-    return b"".join(pieces)

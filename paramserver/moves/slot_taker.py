@@ -1,9 +1,8 @@
 """The taker's side of a hand-over of slots: it reads records to its own disk ahead of time, changed ones again, then takes the rows.
 
-What givers say is kept until it is on disk: so they need to say only once what does not change any more. Once `take` has returned, the rows
-are in the shard's own row log: it can bring them back like any that it wrote. A crash before that leaves no trace. The taker's epoch must
-be above the giver's by then (`claim_shard`): then a row's later version is always the higher one. Apply thread only. What must not live
-here: when slots are handed over.
+What givers say is kept until it is on disk: so they say it once. Once `take` has returned, the rows are in the shard's own row log: it can
+bring them back like any that it wrote. A crash before that leaves no trace. The taker's epoch must be above the giver's by then
+(`claim_shard`): then a row's later version is always the higher one. Apply thread only. What must not live here: when slots move.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 
 from ..model.row_ages import RowAges
-from ..model.tables import Ids, Slots, Tables, TableState
+from ..model.tables import Ids, Slots, Tables, TableState, all_of
 from ..row_log.log_flush import ReadRecords
 from ..row_log.reconstruct import require_versions
 from ..row_log.run_set import Runs, RunView
@@ -28,46 +27,36 @@ from ..row_log.state_file import ShardState
 from .slot_entries import SlotEntries
 
 _SLICE_BYTES, _LEARNED_ROWS = 4 << 20, 1 << 16
-_GONE = np.uint64((1 << 64) - 2)  # in the place of the version of a row that is on disk and exists no more; no row has it
+_GONE = np.uint64((1 << 64) - 2)  # in the place of the version of a row that exists no more; no row has it
 _NOT_TAKEN = "Nothing was taken; it is tried again when the node has its rows back."
 
 
 class _Coming:
-    """One table's rows that are to come.
-
-    Args:
-        definition: the table.
-
-    Attributes:
-        owed: rows that are not on disk as their giver knows them, with the versions that it told.
-        runs: with the others, in files that do not count yet.
-        on_disk: these, to be read.
-        n_rows, n_here: on disk; of these, rows that the shard has already.
-    """
+    """One table's rows that are to come."""
 
     def __init__(self, definition: TableDef) -> None:
-        self.definition, self.owed = definition, RowIndex(order=definition.order)
-        self.runs: list[RunWriter] = []
-        self.on_disk = RunView(0, {})
-        self.n_rows = self.n_here = 0
+        self.definition = definition
+        self.owed = RowIndex(order=definition.order)  # not on disk as their giver knows them, with the versions that it told
+        self.runs: list[RunWriter] = []  # of the others, in files that do not count yet
+        self.on_disk = RunView(0, {})  # these, to be read
+        self.n_rows = self.n_here = 0  # on disk; of these, rows that the shard has already
 
     def versions(self, ids: Ids) -> Ids:
         """Return the version that each row has on disk, 0 for none: uint64 [n]."""
         versions, exist = self.on_disk.versions(self.definition, ids)
         return np.where(exist, versions, np.uint64(0))
 
-    def learn(self, one: SlotEntries) -> Iterator[int]:
-        """Note what givers say, a slice for each value."""
-        if one.whole.any() and (self.n_rows or len(self.owed)):
-            for ids, _ in (*self.on_disk.between(self.definition), self.owed.arrays()):
-                gone = ids[one.whole[self.definition.placement.slots(ids)]]
-                self._note(gone := gone[~are_among(gone, one.ids)], np.zeros(len(gone), np.uint64))
-        elif one.whole.any():
-            self.owed.make_room(one.ids)
-        for start in range(0, len(one.ids), _LEARNED_ROWS):
-            some = slice(start, start + _LEARNED_ROWS)
-            self._note(one.ids[some], one.versions[some])
-            yield len(one.ids[some])
+    def missed(self, one: SlotEntries) -> Ids:
+        """Return the rows that a giver lacks among all that it has."""
+        known = np.union1d(all_of(self.on_disk.between(self.definition))[0], self.owed.arrays()[0])
+        known = known[one.whole[self.definition.placement.slots(known)]]
+        return known[~are_among(known, one.ids)] if len(known) else known
+
+    def learn(self, ids: Ids, versions: Ids) -> None:
+        """Note what givers say of n rows; version 0: it is gone."""
+        differ = self.versions(ids) != versions
+        self.owed.erase(ids[~differ])
+        self.owed.put(ids[differ], np.where(versions == 0, _GONE, versions)[differ])
 
     def brought(self, ids: Ids, wanted: Ids, got: Ids, here: NDArray[np.bool_]) -> None:
         """Note that rows were written to a run, with versions `got` (0: not); `wanted` were those owed."""
@@ -76,12 +65,6 @@ class _Coming:
         self.n_rows += int(np.count_nonzero(now)) - int(np.count_nonzero(before))
         self.n_here += int(np.count_nonzero(here & now & ~before))
         self.owed.erase(ids[(got == wanted) | (wanted == _GONE)])
-
-    def _note(self, ids: Ids, versions: Ids) -> None:
-        now = self.versions(ids) if self.n_rows else np.zeros(len(ids), np.uint64)
-        differ = now != versions
-        self.owed.erase(ids[~differ])
-        self.owed.put(ids[differ], np.where(versions == 0, _GONE, versions)[differ])
 
 
 class SlotTaker:
@@ -122,22 +105,22 @@ class SlotTaker:
         return sum(len(coming.owed) for coming in self._coming.values())
 
     def learn(self, entries: Sequence[SlotEntries], since: Mapping[int, int]) -> Iterator[int]:
-        """Note what all givers say, a slice for every value asked for: how many rows it was.
-
-        Args:
-            entries: a table once.
-            since: by giver, as of which version they say it.
-        """
+        """Note what all givers say, of a table once, and as of which version each; a slice for every value asked for, with its rows."""
         for one in entries:
+            coming = self._coming.setdefault(one.definition.key, _Coming(one.definition))
             if one.whole.any():
+                missed = coming.missed(one)
+                coming.learn(missed, np.zeros(len(missed), np.uint64))
+                coming.owed.make_room(one.ids)
                 self._tables.state(one.definition).make_room(one.ids)
-            yield from self._coming.setdefault(one.definition.key, _Coming(one.definition)).learn(one)
+            for start in range(0, len(one.ids), _LEARNED_ROWS):
+                ids = one.ids[start : start + _LEARNED_ROWS]
+                coming.learn(ids, one.versions[start : start + _LEARNED_ROWS])
+                yield len(ids)
         self.since = since
 
     def read_ahead(self) -> Iterator[int]:
-        """Bring records that are owed to disk while givers go on with them, a slice for every value asked for: how many rows it was.
-
-        Rows that change meanwhile are in the next answers; `take` reads them at the latest.
+        """Bring records that are owed to disk while givers go on with them; a slice for every value asked for, with its rows.
 
         Raises:
             StorageError, JournalFullError: `give_up`, and begin again.
@@ -146,12 +129,10 @@ class SlotTaker:
             yield from self._bring(coming)
 
     def take(self, entries: Sequence[SlotEntries], giver_epoch: int, slots: Slots) -> None:
-        """Take over the rows of givers that have drained: from here on this shard can bring them back.
-
-        The row log has them then, and the index asks it until it has them, too (`TableState.settle`). Call `learn` before, with the same.
+        """Take over the rows of givers that have drained: from here on this shard can bring them back. The index follows later.
 
         Args:
-            entries: what givers said at last: of each of their tables once.
+            entries: what givers said at last, which is learned.
             giver_epoch: the highest of theirs.
             slots: bool [16384], all that come.
 
@@ -183,7 +164,7 @@ class SlotTaker:
             state = self._tables.state(one.definition)
             state.took(coming.on_disk, coming.n_rows - coming.n_here)
             self._raise_step(state, one.step)
-        self.give_up()  # what is left: of tables that were dropped
+        self.give_up()  # what tables had that were dropped
 
     def give_up(self) -> None:
         """Forget what givers said, and the rows that were read ahead."""
@@ -212,8 +193,8 @@ class SlotTaker:
                 coming.brought(ids, wanted, got, state.versions(ids) != 0)
                 yield len(ids)
             self._whole(coming)
-        except StorageError:  # what was read until now stays
-            self._whole(coming)
+        except StorageError:
+            self._whole(coming)  # what was read until now stays
             raise
         except JournalFullError:
             self.give_up()

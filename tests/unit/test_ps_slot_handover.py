@@ -24,7 +24,7 @@ from paramserver.engine.engine import Engine
 from paramserver.journal import BatchEntry, Journal, encode_entry
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 from paramserver.model.row_ages import RowAges
-from paramserver.model.tables import Tables
+from paramserver.model.tables import Tables, TableState
 from paramserver.model.transition import Timeline
 from paramserver.moves import slot_taker
 from paramserver.moves.slot_entries import SlotEntries, entries_of, put_together
@@ -32,7 +32,7 @@ from paramserver.moves.slot_giver import SlotGiver
 from paramserver.moves.slot_taker import SlotTaker
 from paramserver.recovery.known_rows import known_tables
 from paramserver.row_log import Reconstructor, Runs, WantedVersions
-from paramserver.row_log.log_flush import LogFlush, from_storage
+from paramserver.row_log.log_flush import LogFlush, ReadRecords, from_storage
 from paramserver.row_log.state_file import ShardState
 from tests.unit.lonely_engine import ALONE
 from tests.unit.run_states import all_rows, present, saved_in
@@ -121,8 +121,9 @@ class Shard:
         self.taker.take(self.learn(giver, slots), giver.epoch, slots)
 
     def settle(self, slots: np.ndarray) -> None:
-        for _ in self.giver.settle(slots):
-            self.check()
+        for number, _ in enumerate(self.giver.settle(slots)):
+            if number % 50 == 1:
+                self.check()
 
     def known(self, table: TableDef) -> set[int]:
         return set(all_rows(self.tables.state(table))[0].tolist())
@@ -265,6 +266,118 @@ def test_rows_that_changed_while_they_were_read_ahead_are_read_ahead_again(
     taker.save()
     taker.start()
     taker.check()
+
+
+def test_a_giver_that_was_started_anew_tells_all_again_and_only_what_differs_is_read(
+    pair: tuple[Shard, Shard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    giver, taker = pair
+    giver.run(APPLY, ADAM, IDS.tolist())
+    taker.start(above=giver.epoch + 1)
+    taker.learn(giver, EVERY)
+    assert sum(taker.taker.read_ahead()) == len(IDS)
+    giver.run(APPLY, ADAM, [3, 4])
+    giver.run(ERASE, ADAM, [5])
+    giver.save()
+    giver.start()
+    read: list[int] = []
+    monkeypatch.setattr(taker.taker, "_read", lambda state, ids: read.extend(ids.tolist()) or taker.read(state, ids))
+    assert [one.whole.all() for one in taker.learn(giver, EVERY)] == [True]
+    taker.take(giver, EVERY)
+    assert sorted(read) == [3, 4]
+    assert taker.known(ADAM) == {*IDS.tolist()} - {5}
+    assert taker.tables.state(ADAM).n_rows == len(IDS) - 1
+    taker.check()
+
+
+def test_a_row_that_storage_did_not_have_when_it_was_told_is_read_at_last(pair: tuple[Shard, Shard]) -> None:
+    giver, taker = pair
+    giver.run(APPLY, ADAM, IDS.tolist())
+    taker.start(above=giver.epoch)
+    taker.learn(giver, EVERY)
+    read, taker.taker._read = taker.taker._read, without(7, taker.read)
+    assert sum(taker.taker.read_ahead()) == len(IDS)
+    taker.taker._read = read
+    assert taker.taker.n_owed == 1
+    assert [len(one.ids) for one in taker.learn(giver, EVERY)] == [0]
+    taker.take(giver, EVERY)
+    assert taker.known(ADAM) == set(IDS.tolist())
+    taker.check()
+
+
+def without(row: int, read: ReadRecords) -> ReadRecords:
+    def reads(state: TableState, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        records, found = read(state, ids)
+        return records, found & (ids != row)
+
+    return reads
+
+
+def test_no_shard_goes_through_its_rows_while_trainers_wait(pair: tuple[Shard, Shard], monkeypatch: pytest.MonkeyPatch) -> None:
+    giver, taker = pair
+    giver.run(APPLY, ADAM, IDS.tolist())
+    taker.run(APPLY, HALF, IDS.tolist())
+    taker.save()
+    taker.start(above=giver.epoch)
+    for _ in giver.giver.prepare(EVERY):
+        pass
+    taker.learn(giver, EVERY)
+    for _ in taker.taker.read_ahead():
+        pass
+    giver.run(APPLY, ADAM, [3, 100])
+    giver.run(ERASE, ADAM, [5, 6])
+    with monkeypatch.context() as patched:
+        for name in ("portions", "settle"):
+            patched.setattr(TableState, name, None)
+        taker.take(giver, EVERY)
+        assert giver.giver.drop(EVERY) == len(IDS) - 1
+    assert (giver.known(ADAM), taker.known(ADAM)) == (set(), {*IDS.tolist(), 100} - {5, 6})
+    assert (giver.tables.state(ADAM).n_rows, taker.tables.state(ADAM).n_rows) == (0, len(IDS) - 1)
+    for shard in pair:
+        shard.settle(EVERY)
+        assert shard.tables.state(ADAM)._in_memory
+        shard.save()
+        shard.start()
+        shard.check()
+    assert (giver.known(ADAM), taker.known(ADAM)) == (set(), {*IDS.tolist(), 100} - {5, 6})
+
+
+def test_rows_change_and_go_while_the_index_is_yet_to_follow(pair: tuple[Shard, Shard]) -> None:
+    giver, taker = pair
+    giver.run(APPLY, ADAM, IDS.tolist())
+    taker.start(above=giver.epoch)
+    taker.take(giver, EVERY)
+    giver.giver.drop(EVERY)
+    taker.run(APPLY, ADAM, [1, 2, 50])
+    taker.run(ERASE, ADAM, [3, 4])
+    taker.flush()
+    taker.run(ERASE, ADAM, [2])
+    taker.check()
+    taker.settle(EVERY)
+    assert taker.known(ADAM) == {*IDS.tolist(), 50} - {2, 3, 4}
+    assert taker.tables.state(ADAM).n_rows == len(IDS) - 2
+    taker.save()
+    taker.start()
+    taker.check()
+
+
+def test_runs_that_were_read_ahead_in_vain_are_deleted(pair: tuple[Shard, Shard]) -> None:
+    giver, taker = pair
+    giver.run(APPLY, ADAM, IDS.tolist())
+    for shard in pair:
+        shard.flush()
+    before = [size_of_runs(shard) for shard in pair]
+    for _ in giver.giver.prepare(EVERY):
+        pass
+    taker.learn(giver, EVERY)
+    for _ in taker.taker.read_ahead():
+        pass
+    assert size_of_runs(taker) > before[1]
+    giver.giver.forget()
+    taker.taker.give_up()
+    for shard in pair:
+        shard.save()
+    assert [size_of_runs(shard) for shard in pair] == before
 
 
 def test_a_taker_whose_epoch_is_not_above_the_givers_takes_nothing(pair: tuple[Shard, Shard]) -> None:
