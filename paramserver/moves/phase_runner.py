@@ -17,6 +17,7 @@ from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import SHARDS
 
 _RETRY_S, _TROUBLE_S = 0.2, 3.0
+_SHORT_S = 0.002  # slices that are shorter are done together
 _LEFT_TO_BATCHES, _LONGEST_PAUSE_S = 6.0, 1.0  # times the time of a slice; at most so long, also after a disk that was slow once
 log = logging.getLogger("paramserver")
 
@@ -125,6 +126,8 @@ class PhaseRunner:
         begun_s = time.monotonic()
         try:
             wait_s = next(self._slices, None)
+            while wait_s == 0.0 and time.monotonic() - begun_s < _SHORT_S:
+                wait_s = next(self._slices, None)
         except (StorageError, JournalFullError, OSError) as error:
             self._fail(cluster_map, self._work(cluster_map).held_up(error))
             return False
