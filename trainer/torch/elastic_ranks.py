@@ -20,9 +20,7 @@ from kvemb.errors import InvalidInputError
 from .lookup.parameter_walks import n_ranks
 
 
-def connect_rank(
-    source: str | os.PathLike[str] | Mapping[str, Any], *, places: int | None = None, job: str = "trainer", timeout_s: float | None = None
-) -> Cluster:
+def connect_rank(source: str | os.PathLike[str] | Mapping[str, Any], *, places: int | None = None, job: str = "trainer") -> Cluster:
     """Connect this rank as trainer `<job>-<rank>`, and take over every place of an earlier run.
 
     Every rank calls it, after init_process_group, and once: each call takes the places from the connections of the one before.
@@ -35,7 +33,6 @@ def connect_rank(
         places: the largest number of ranks that the job has had or will have. Only of an async cluster: there it is the number of ranks
             unless given. A sync cluster has `parameter_servers.trainers` places, and steps wait for those that are ranks.
         job: the trainers' names begin so. Two jobs of one cluster need two; with certificates, a name that this one's may take.
-        timeout_s: of connecting, and of taking each place.
 
     Returns:
         The open cluster of this rank.
@@ -52,9 +49,9 @@ def connect_rank(
     rank, world = (distributed.get_rank(), distributed.get_world_size()) if n_ranks() > 1 else (0, 1)
     numbers = range(rank, _n_places(source, world, places), world)
     with ExitStack() as opened:
-        own, *spare = [opened.enter_context(connect(source, trainer=f"{job}-{number}", timeout_s=timeout_s)) for number in numbers]
+        own, *spare = [opened.enter_context(connect(source, trainer=f"{job}-{number}")) for number in numbers]
         for one in (own, *spare):
-            one.take_place(timeout_s)
+            one.take_place()
         if world > 1:
             distributed.barrier()  # nobody pushes or leaves before all places are taken: no step is made of an earlier run's pushes
         for one in spare:
