@@ -115,6 +115,11 @@ SHOWN_BY = {
         "stall_timeout_s": f"{LOADED}:test_a_load_of_which_no_shard_comes_any_further_is_watched_no_longer_than_asked_for",
         "progress": f"{SAVES}:test_a_shard_killed_while_it_loads_goes_on_when_it_is_started",
     },
+    "trainer/torch/elastic_ranks.py:connect_rank": {
+        "source": "tests/torch/test_elastic.py:test_a_rank_fences_every_place_of_its_job_and_no_other_job",
+        "places": "tests/torch/test_elastic.py:test_a_rank_fences_every_place_of_its_job_and_no_other_job",
+        "job": "tests/torch/test_elastic.py:test_a_rank_fences_every_place_of_its_job_and_no_other_job",
+    },
     "trainer/torch/loaders/prepared_loader.py:prepare": {
         "model": f"{PREPARE}:test_named_features_are_looked_up_ahead_and_nothing_is_pulled_in_forward",
         "loader": f"{PREPARE}:test_named_features_are_looked_up_ahead_and_nothing_is_pulled_in_forward",

@@ -358,6 +358,19 @@ class Cluster:
         rows = self._tables.pushes(tables, versions, hyper)
         return self._shared.push(rows, timeout_s, self._tables.prefetched(prefetched or {}))
 
+    def take_place(self, timeout_s: float | None = None) -> None:
+        """Take this trainer's place now, and not with its first push.
+
+        From then on no shard takes anything that an older process of this trainer's name still sends. In a sync job what that process had
+        sent for a step that was not whole is given up, and no step goes on without this trainer until it leaves.
+
+        Raises:
+            BarrierError: trainers of other names have all places of the sync job.
+            FencedError: a newer process has this trainer's place.
+            ShardUnavailableError: not every shard answered in time (`away_timeout_s` unless given); call it again.
+        """
+        self._shared.require_shards("take_place").take_place(timeout_s)
+
     def progress(self, timeout_s: float | None = None) -> list[tuple[int, int]]:
         """Return how far each shard has come, in order: (epoch, k), where every batch up to k of this epoch is in storage.
 

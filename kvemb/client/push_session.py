@@ -121,6 +121,17 @@ class PushSession:
         finally:
             self._sending.release()
 
+    def take_place(self, deadline: Deadline) -> None:
+        """Say hello to all shards now, and not at the first push; raises as `push` does."""
+        self._servers.check_usable()
+        if not self._sending.acquire(timeout=deadline.remaining_s()):
+            raise ShardUnavailableError(f"another thread's push still waits for room after {deadline.timeout_s:g} s")
+        try:
+            if not self._introduced:
+                self._introduce(deadline)
+        finally:
+            self._sending.release()
+
     def wait_accepted(self, deadline: Deadline) -> None:
         """Wait until everything sent is accepted; raises as `wait_applied` does."""
         self._wait(PushSender.wait_accepted, deadline)

@@ -189,6 +189,10 @@ class ShardClient:
         left = self.servers.call(0, "AlterTable", AlterTableRequest(name, step, key), AlterTableReply, deadline).left
         return sum(self._end_drop(one, deadline, timeout_s) for one in left)
 
+    def take_place(self, timeout_s: float | None = None) -> None:
+        """Say hello to all shards; see `PushSession.take_place`."""
+        self._session.take_place(self._deadline(timeout_s))
+
     def push(self, tables: Sequence[TableRows], timeout_s: float | None = None, prefetched: Sequence[PrefetchedRows] = ()) -> Ack:
         """Send a push; see `PushSession.push`."""
         if not self._remembered:

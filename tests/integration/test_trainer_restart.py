@@ -118,6 +118,18 @@ def test_a_stopped_trainer_cannot_push_into_rows_that_its_successor_has_loaded(c
         np.testing.assert_array_equal(counts(new), np.tile(-OLD - 2 * NEW, (len(IDS), 1)))
 
 
+@MODES
+def test_a_place_that_is_taken_before_the_first_push_fences_the_one_before(cluster: LocalCluster) -> None:
+    with kvemb.connect(cluster.url, trainer=NAME) as old, kvemb.connect(cluster.url, trainer=NAME) as new:
+        table = old.create_table("count", dim=2, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+        table.push(IDS, np.tile(NEW, (len(IDS), 1))).wait_applied(60)
+        new.take_place()
+        with pytest.raises(FencedError, match="newer incarnation"):
+            table.push(IDS, np.tile(NEW, (len(IDS), 1))).wait(60)
+        push_new(new, 1)
+        assert (counts(new)[:, 1] == 2).all()
+
+
 @pytest.mark.parametrize("cluster", ["sync"], indirect=True)
 def test_a_fenced_trainer_of_a_sync_job_hears_of_it_at_an_empty_push(cluster: LocalCluster) -> None:
     with kvemb.connect(cluster.url, trainer=NAME) as old, kvemb.connect(cluster.url, trainer=NAME) as new:

@@ -11,6 +11,7 @@ from .collections.embedding_collections import EmbeddingBagCollection, Embedding
 from .collections.jagged_tensors import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from .collections.keyed_recipes import EmbeddingBagConfig, EmbeddingConfig
 from .conversion.distribute import distribute
+from .elastic_ranks import connect_rank
 from .export.dense_part import DenseProgram, export_dense
 from .export.materialize import materialize
 from .loaders.prepared_loader import Prepared, prepare
@@ -36,6 +37,7 @@ __all__ = [
     "RowCheckpoints",
     "SparseOptimizer",
     "clip_grad_norm_",
+    "connect_rank",
     "distribute",
     "export_dense",
     "hugging_face_callback",
