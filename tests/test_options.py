@@ -22,6 +22,7 @@ PREPARE = "tests/torch/test_prepare.py"
 CONSISTENCY = "tests/torch/test_prefetch_consistency.py"
 STORES = "tests/integration/test_stores.py"
 KERAS = "tests/keras_bridge"
+JAX = "tests/jax_bridge/test_distribute_jax.py"
 FEATURES = f"{KERAS}/test_distributed_embedding.py"
 TRAINERS = "tests/faults/test_faults_trainers.py"
 OF_A_TABLE = f"{DISTRIBUTE}:test_options_reach_the_tables"
@@ -168,6 +169,19 @@ SHOWN_BY = {
         "reduce": f"{KERAS}/test_keras_options.py:test_options_reach_the_tables",
         "max_unapplied": f"{KERAS}/test_keras_options.py:test_options_reach_the_tables",
         "quiet": f"{KERAS}/test_keras_options.py:test_small_embeddings_stay_and_it_says_so",
+    },
+    "trainer/jax/distribute_jax.py:distribute": {
+        "model": f"{JAX}:test_losses_rows_and_parameters_are_those_of_the_plain_program",
+        "cluster": f"{JAX}:test_losses_rows_and_parameters_are_those_of_the_plain_program",
+        "optimizer": f"{JAX}:test_losses_rows_and_parameters_are_those_of_the_plain_program",
+        "min_rows": f"{JAX}:test_losses_rows_and_parameters_are_those_of_the_plain_program",
+        "names": f"{JAX}:test_losses_rows_and_parameters_are_those_of_the_plain_program",
+        "leave": f"{JAX}:test_options_reach_the_tables",
+        "initializer": f"{JAX}:test_options_reach_the_tables",
+        "dtype": f"{JAX}:test_options_reach_the_tables",
+        "seed": f"{JAX}:test_options_reach_the_tables",
+        "reduce": f"{JAX}:test_options_reach_the_tables",
+        "quiet": f"{JAX}:test_options_reach_the_tables",
     },
     "trainer/keras/distributing/distribute_keras.py:materialize": {
         "model": f"{KERAS}/test_keras_uses.py:test_a_copy_of_plain_layers_predicts_the_same_without_a_cluster",

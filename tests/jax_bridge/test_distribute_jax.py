@@ -140,6 +140,19 @@ def test_a_second_trainer_opens_the_tables_with_their_rows(sync_cluster: kvemb.C
     assert (again.tables[0].pull([0]) == 7).all()
 
 
+def test_options_reach_the_tables(sync_cluster: kvemb.Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    model = eqx.filter_eval_shape(MODELS["equinox"][0])  # has shapes alone
+    options: Any = {"initializer": kvemb.init.uniform(1.0, 2.0), "dtype": "float16", "seed": 3, "reduce": "mean", "leave": ["word"]}
+    done = kj.distribute(model, sync_cluster, optimizer=kj.adagrad(0.2), min_rows=10, names={"user": "options.user"}, **options)
+    (table,) = done.tables
+    of = table.definition
+    assert (of.name, of.dtype, of.seed, of.reduce, of.optimizer.kind) == ("options.user", "float16", 3, "mean", "adagrad")
+    assert table.pull([5]).min() >= 1.0
+    said = capsys.readouterr().err
+    assert "embedding 'user': 40 x 4 -> table 'options.user', made, adagrad\n" in said
+    assert "embedding 'word' stays: leave=[…] names it" in said
+
+
 class Dropped(nnx.Module):  # type: ignore[misc]
     def __init__(self) -> None:
         self.user, self.dropout = nnx.Embed(20, DIM, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(0))

@@ -143,7 +143,7 @@ def test_a_state_from_the_middle_of_a_step_is_told(cluster: MemoryCluster) -> No
     dense, (first, second) = optax.MultiSteps(optax.sgd(0.1), 2), batches(2)
     params, state, _ = kj.embed(loss_fn, memory_tables(cluster), optimizer=dense)(first_params(), dense.init(first_params()), first)
     fresh = kj.embed(loss_fn, memory_tables(cluster), optimizer=dense)
-    with pytest.warns(UserWarning, match="gathered gradients of 1 batches, and here are the rows' of 0.* Save where a step is whole"):
+    with pytest.warns(UserWarning, match="gathered gradients of 1 batches, and those of rows here are of 0.* Save where a step is whole"):
         fresh(params, state, second)
 
 

@@ -199,7 +199,7 @@ def _nnx() -> Library:
 def _equinox() -> Library:
     import equinox as eqx
 
-    class EqxRows(eqx.Module):  # type: ignore[misc,no-any-unimported]
+    class EqxRows(eqx.Module):  # type: ignore[misc]
         """An Embedding over a table; vmap as usual."""
 
         table: str = eqx.field(static=True)

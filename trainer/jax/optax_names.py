@@ -95,7 +95,7 @@ def gathering_of(optimizer: Any) -> Any:
     Raises:
         InvalidInputError: it skips batches: rows would not know which.
     """
-    found = optimizer if hasattr(optimizer, "inner_opt") else getattr(getattr(optimizer, "update", None), "__self__", None)
+    found: Any = optimizer if hasattr(optimizer, "inner_opt") else getattr(getattr(optimizer, "update", None), "__self__", None)
     if type(found).__name__ != "MultiSteps" or not type(found).__module__.startswith("optax"):
         return None
     if not found._should_skip_update_fn.__qualname__.startswith("MultiSteps.__init__."):  # optax's own, which skips none
