@@ -134,16 +134,3 @@ def test_a_job_of_more_ranks_than_places_is_told_before_it_begins() -> None:
     for source, places, said in ((asynchronous, 0, "places is 0, and the job has 1"), (sync, 3, "leave it out")):
         with pytest.raises(InvalidInputError, match=said):
             connect_rank(source, places=places)
-
-
-@pytest.mark.full
-def test_the_example_has_the_same_result_when_a_rank_is_killed() -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    said = []
-    for killed in ([], ["--kill-at", "50"]):
-        command = [sys.executable, str(ROOT / "examples/elastic_torch.py"), *killed]
-        run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WAIT_S, check=False)
-        assert run.returncode == 0, run.stderr[-3000:]
-        said.append(run.stdout.splitlines())
-    assert said[0] == ["2 ranks begin at step 0", said[1][-1]]
-    assert said[1][:-1] == ["2 ranks begin at step 0", "2 ranks begin at step 40"]
