@@ -1,7 +1,7 @@
 """The thread by which a shard follows the cluster map: looks for a newer one, keeps it in the data folder, reports its part of a plan.
 
-It looks at once when something has changed: the apply thread has done its part, another shard has said so, shard 0 has changed the map.
-Otherwise it looks now and then, for changes of which it was not told. Shard 0's thread carries the plan on, too (`move_carrier`).
+It looks at once when something has changed: the apply thread has done its part, another shard has said so, shard 0 has changed the map;
+and now and then. Shard 0's thread carries the plan on, too (`move_carrier`).
 """
 
 import logging
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from kvemb.client.all_shards import AllShards
+from kvemb.client.shard_channel import PendingCall
 from kvemb.coordination.shard_notes import MAX_TROUBLE, MoveReport, report_name
 from kvemb.errors import FencedError, KvembError
 from kvemb.net.deadline import Deadline, WhyWaiting
@@ -63,6 +64,7 @@ class MapFollower:
         self._kept: ClusterMap | None = None
         self._told: MoveReport | None = None
         self._told_s, self._waiting = 0.0, WhyWaiting()
+        self._news: dict[int, PendingCall] = {}  # gRPC cancels calls that nobody holds
         self.thread = OwnedThread(self._run, name="kvemb-map", wakes=(self._due.set,))
 
     def _run(self) -> None:
@@ -75,7 +77,7 @@ class MapFollower:
                 self._look(told=told)
                 self._waiting.over()
             except FencedError:
-                return  # the watch of the nodes says it
+                return  # the node watch says it
             except (KvembError, OSError) as error:
                 if self._waiting.is_news(str(error)):
                     log.warning("the cluster map cannot be followed now: %s", error)
@@ -86,7 +88,7 @@ class MapFollower:
         cluster_map = self._store.nodes.cluster_map
         if cluster_map is not self._kept:
             if self._kept is None or cluster_map.version != self._kept.version:
-                if self._carry is not None:  # which has changed it, or has just started
+                if self._carry is not None:  # which has changed it, or just started
                     self._tell(shard for shard in cluster_map.shard_numbers if shard != self._shard)
                 self._keep(cluster_map)
             self._kept = cluster_map
@@ -97,14 +99,14 @@ class MapFollower:
                 self._carry()
 
     def _tell(self, shards: Iterable[int]) -> None:
-        """Have other shards look at once. Lost news does no harm: they also look now and then."""
+        """Have other shards look at once."""
         for shard in shards:
             with suppress(KvembError):
                 if (channel := self._shards.channels.get(shard)) is not None:
-                    channel.start("MoveNews", Empty(), Deadline.after(_NEWS_TIMEOUT_S))
+                    self._news[shard] = channel.start("MoveNews", Empty(), Deadline.after(_NEWS_TIMEOUT_S))
 
     def _report(self, cluster_map: ClusterMap) -> None:
-        """Tell the nodes how far this shard is, at once when the plan waits for that, else now and then."""
+        """Tell the nodes how far this shard is, at once when the plan waits for that."""
         now, trouble = self._runner.progress, self._runner.trouble[:MAX_TROUBLE]
         if now.version != cluster_map.version:
             now = PhaseProgress(cluster_map.version)

@@ -1,7 +1,6 @@
 """A shard's part in plans of either kind, phase by phase: between two batches, a slice at a time. Apply thread only, unless said otherwise.
 
-The slices are `slot_mover`'s for slots that move between nodes, `handover_work`'s between shards. A phase begins again after an error, and
-after a restart; parts of it that are done already are found done.
+The slices are `slot_mover`'s for slots that move between nodes, `handover_work`'s between shards.
 """
 
 import logging
@@ -30,6 +29,7 @@ class PhaseProgress:
         version: of the map.
         rows, n_rows: gone through, and in all.
         step: of a sync job, while all hold: the last one handed out.
+        hurries: whether half of the time is for this, and not a seventh.
         done: set last.
     """
 
@@ -37,6 +37,7 @@ class PhaseProgress:
     rows: int = 0
     n_rows: int = 0
     step: int = 0
+    hurries: bool = False
     done: bool = False
 
     def expect(self, n_rows: int) -> None:
@@ -136,7 +137,8 @@ class PhaseRunner:
             self.progress.done = True
             self._done()
             return False
-        pause_s = min(_LEFT_TO_BATCHES * (time.monotonic() - begun_s), _LONGEST_PAUSE_S) if loaded else 0.0
+        pauses = (1.0 if self.progress.hurries else _LEFT_TO_BATCHES) if loaded else 0.0
+        pause_s = min(pauses * (time.monotonic() - begun_s), _LONGEST_PAUSE_S)
         self._not_before_s = time.monotonic() + max(wait_s, pause_s)
         return time.monotonic() >= self._not_before_s
 

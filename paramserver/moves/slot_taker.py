@@ -111,8 +111,8 @@ class SlotTaker:
             if one.whole.any():
                 missed = coming.missed(one)
                 coming.learn(missed, np.zeros(len(missed), np.uint64))
-                coming.owed.make_room(one.ids)
                 self._tables.state(one.definition).make_room(one.ids)
+            coming.owed.make_room(one.ids)
             for start in range(0, len(one.ids), _LEARNED_ROWS):
                 ids = one.ids[start : start + _LEARNED_ROWS]
                 coming.learn(ids, one.versions[start : start + _LEARNED_ROWS])

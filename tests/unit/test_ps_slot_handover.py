@@ -12,6 +12,7 @@ from memory_store import MemoryStore, memory_node
 
 import kvemb.init
 import kvemb.optim
+from kvemb.arrays import hash_probe
 from kvemb.arrays.record_cache import CacheBudget
 from kvemb.config import StorageConfig
 from kvemb.errors import FencedError, JournalFullError, LostRowError, StorageError
@@ -266,6 +267,27 @@ def test_rows_that_changed_while_they_were_read_ahead_are_read_ahead_again(
     taker.save()
     taker.start()
     taker.check()
+
+
+def test_many_changed_rows_are_learned_without_a_crowd(pair: tuple[Shard, Shard], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come in the order of keys, by the slice: each slice would fill the first places of what has room for a few."""
+    n_looks = 0
+
+    def counted(pairs: np.ndarray, ids: np.ndarray, *rest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        nonlocal n_looks
+        n_looks += len(ids)
+        return look(pairs, ids, *rest)
+
+    look, taker = hash_probe._look, pair[1].taker
+    ids = np.random.default_rng(0).integers(0, 1 << 63, 460_000, np.uint64)
+    few, many = (some[np.argsort(ADAM.order.keys(some))] for some in np.split(ids, [60_000]))
+    for some, whole in ((few, EVERY), (many, ~EVERY)):
+        if some is many:
+            monkeypatch.setattr(hash_probe, "_look", counted)
+        for _ in taker.learn([SlotEntries(ADAM, 0, some, some | np.uint64(1), whole)], {}):
+            pass
+    assert taker.n_owed == len(ids)
+    assert n_looks < 4 * len(many)
 
 
 def test_a_giver_that_was_started_anew_tells_all_again_and_only_what_differs_is_read(
