@@ -75,20 +75,22 @@ class TargetUrl:
         Raises:
             ConfigError: it is no such URL, holds a password, or an option that is not allowed.
         """
-        parts = urlsplit(text)
+        try:
+            parts = urlsplit(text)
+            port, host = parts.port or 6379, parts.hostname or ""
+        except ValueError:  # of what is no port, or no address in brackets
+            parts, port, host = urlsplit(""), 0, ""
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
-        if parts.scheme not in ("redis", "rediss") or not parts.hostname or parts.path.strip("/") or parts.password is not None:
+        if parts.scheme not in ("redis", "rediss") or not host or parts.path.strip("/") or parts.password is not None:
             raise ConfigError(
                 "a target is redis://[USER@]HOST:PORT, or rediss:// for TLS, without a path; --password-env names the environment variable "
                 "that holds a password, or in a reader's URL ?password_env="
             )
         allowed = [name for name in allowed if parts.scheme == "rediss" or name not in _TLS_FILES]
         if unknown := sorted(options.keys() - set(allowed)):
-            raise ConfigError(
-                f"target {parts.hostname}: its URL has the option {unknown[0]!r}; it may have: {', '.join(allowed) or 'none'}"
-            )
-        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-        return TargetUrl(f"{host}:{parts.port or 6379}", parts.username, parts.scheme == "rediss", options)
+            raise ConfigError(f"target {host}: its URL has the option {unknown[0]!r}; it may have: {', '.join(allowed) or 'none'}")
+        host = f"[{host}]" if ":" in host else host
+        return TargetUrl(f"{host}:{port}", parts.username, parts.scheme == "rediss", options)
 
     def server(self, environ: Mapping[str, str], password_env: str) -> StorageConfig:
         """Return its address and credentials.

@@ -251,3 +251,6 @@ def test_every_command_that_a_shard_may_send_is_tried() -> None:
         url.server({}, "KVEMB_TEST_UNSET")
     with pytest.raises(ConfigError, match="user 'serving' has no password"):
         TargetUrl.parse("redis://serving@10.0.0.1").server({}, "")
+    for wrong in ("redis://HOST:PORT", "redis://10.0.0.1:99999", "redis://[::1", "10.0.0.1:6379", "redis://10.0.0.1/0"):
+        with pytest.raises(ConfigError, match="HOST:PORT"):
+            TargetUrl.parse(wrong)
