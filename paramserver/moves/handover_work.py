@@ -152,8 +152,7 @@ class HandoverWork(PhaseWork):
             n_behind = self._taker.n_owed
             if not n_behind or (n_before and not _FEW_ROWS < n_behind < _LESS * n_before):
                 return  # trainers wait while the rest is read: it is small, or another round would not make it smaller
-            progress.expect(n_behind)
-            progress.hurries = n_before > 0  # what changes meanwhile must be less
+            progress.expect(n_behind, hurries=n_before > 0)  # what changes meanwhile must be less
             n_before = n_behind
             for n_rows in self._taker.read_ahead():
                 progress.gone_through(n_rows)

@@ -40,9 +40,9 @@ class PhaseProgress:
     hurries: bool = False
     done: bool = False
 
-    def expect(self, n_rows: int) -> None:
+    def expect(self, n_rows: int, *, hurries: bool = False) -> None:
         """So many rows more are to be gone through."""
-        self.n_rows += n_rows
+        self.n_rows, self.hurries = self.n_rows + n_rows, hurries
 
     def gone_through(self, n_rows: int) -> None:
         """So many rows more are done."""
