@@ -72,14 +72,12 @@ class SlotEntriesRequest(Message):
     Args:
         version: of the cluster map whose plan says so.
         shard: the one that asks.
-        start: how many rows it has had of this answer already.
-        since: the `as_of` of the answer that it had before: what has changed since is enough. 0: it has had none.
+        start: how many rows it has had of this version already.
     """
 
     version: int
     shard: int
     start: int
-    since: int = 0
 
 
 class SlotEntriesReply(Message):
@@ -88,11 +86,9 @@ class SlotEntriesReply(Message):
     Args:
         ready: whether the shard follows that version and, where they are to be final, has written all that it had taken; else ask again.
         epoch: of the shard that answers.
-        tables: of each its "definition", how often it was applied there ("step"), how many "rows" are told, in their order, and whether
-            they are only those that have changed since ("changes").
-        ids, versions: uint64, least significant byte first; version 0 of a row that is gone.
+        tables: of each its "definition", how often it was applied there ("step"), and how many "rows" are handed over, in their order.
+        ids, versions: uint64, least significant byte first; ascending within a table.
         trainers, incarnations: of the members of a sync job of which every trainer has been here; none of another job.
-        as_of: version of the last batch applied by then; 0 from a release that tells all rows each time.
     """
 
     ready: bool
@@ -102,7 +98,6 @@ class SlotEntriesReply(Message):
     versions: bytes
     trainers: list[str] = field(default_factory=list)
     incarnations: list[int] = field(default_factory=list)
-    as_of: int = 0
 
 
 class WatermarksRequest(Message):

@@ -34,6 +34,7 @@ from ..moves.map_follower import MapFollower
 from ..moves.move_carrier import MoveCarrier
 from ..moves.move_planner import MovePlanner
 from ..moves.phase_runner import PhaseRunner
+from ..moves.slot_entries import GivenRows
 from ..moves.slot_giver import SlotGiver, SlotOffers
 from ..moves.slot_mover import MoveFigures, SlotMover
 from ..moves.slot_taker import SlotTaker
@@ -84,17 +85,11 @@ class Shard:
         self.fenced = False
         self._shards = AllShards(parts.config.servers.shards, tls=parts.config.servers.tls, maps=store.nodes)
         look = threading.Event()  # at map and reports: set where they have changed
-        offers = SlotOffers(
-            store.nodes,
-            parts.tables,
-            parts.shard,
-            applied=lambda: engine.version,
-            epoch=lambda: engine.epoch,
-            members=parts.ingest.attendance.members,
-        )
+        rows = GivenRows(parts.tables, lambda: engine.version)
+        offers = SlotOffers(store.nodes, rows, parts.shard, lambda: engine.epoch, parts.ingest.attendance.members)
         self._moved = MoveFigures()
         self._events = FeedEvents(parts.shard, parts.fenced_log, self._mark, parts.maps, data, parts.claim.require)
-        self._mover = self._make_mover(offers, look.set)
+        self._mover = self._make_mover(offers, rows, look.set)
         self._evictor = self._make_evictor()
         self._background = self._make_background(handover.wake)
         self._applier = Applier(
@@ -216,11 +211,11 @@ class Shard:
         self._data.close()
         return trouble
 
-    def _make_mover(self, offers: SlotOffers, done: Callable[[], None]) -> PhaseRunner:
+    def _make_mover(self, offers: SlotOffers, rows: GivenRows, done: Callable[[], None]) -> PhaseRunner:
         parts, store, engine = self._parts, self._store, self._parts.engine
         timeout_s = parts.config.storage.timeout_s
         nodes = SlotMover(store, parts.tables, parts.repairer, self._moved, timeout_s=timeout_s)
-        giver = SlotGiver(parts.tables, parts.runs, self._state_now, lambda: engine.version)
+        giver = SlotGiver(parts.tables, parts.runs, rows, self._state_now)
         taker = SlotTaker(
             parts.tables,
             parts.runs,

@@ -89,10 +89,10 @@ class RowAges:
             versions = np.maximum(versions, since[definition.placement.slots(ids)])
         return (versions & np.uint64(MAX_K)).astype(np.int64)
 
-    def restarted(self, slots: NDArray[np.bool_], version: int) -> "RowAges":
-        """Return the ages where these slots (bool [16384]) have come just now: rows there count as written by this version at least."""
+    def restarted(self, definition: TableDef, ids: Ids, version: int) -> "RowAges":
+        """Return the ages where the slots of these rows have come just now: rows there count as written by this version at least."""
         since = self._since.copy()
-        since[slots] = version
+        since[definition.placement.slots(ids)] = version
         return RowAges(self.points, _runs(since))
 
     def become(self, other: "RowAges") -> None:

@@ -3,8 +3,7 @@
 A table's rows are known by its index, in memory, and by the shard's row log, on disk. The index has every row that has changed since the
 log was last written (published), and as many of the others as the shard's memory for indexes allows: those that were written last. Rows
 that were erased since stand apart. Only right after the log is published rows leave the index. So while that has every row, the log is not
-asked; and where it is asked, it is right about every row that is neither in the index nor apart. Rows of slots that come from another shard
-are in the log first, and of those that go the log says so first: the index follows behind (`settle`), so that nobody waits for it.
+asked; and where it is asked, it is right about every row that is neither in the index nor apart.
 
 Only the apply thread changes a table; other threads count and list. So the apply thread's own reads of the index need no lock.
 
@@ -30,7 +29,6 @@ from kvemb.schema.table_def import TableDef
 from ..optim import build_optimizer
 
 Ids = NDArray[np.uint64]
-Slots = NDArray[np.bool_]
 PORTION_ROWS = 1 << 16
 _NONE = np.empty(0, np.uint64)
 _SAMPLED_ROWS = 1 << 16
@@ -103,7 +101,7 @@ class TableState:
     ) -> None:
         self.definition = definition
         self.optimizer = build_optimizer(definition.optimizer)
-        self.step, self.n_applied = step, 0  # rows written by batches since this process started
+        self.step, self.n_applied, self.n_erased = step, 0, 0  # rows written by batches, and erased, since this process started
         self.cache = RecordCache(definition.record.size_bytes, budget or CacheBudget(0))
         self._index = RowIndex(order=definition.order) if known is None else known.rows
         self._kept: IndexLookup | None = None  # of the batch under way
@@ -111,9 +109,6 @@ class TableState:
         self._log, self._in_memory = log, known is None or known.in_memory  # whether the index has all rows
         self._gone = RowIndex(order=definition.order) if known is None else known.gone  # and the versions as of which they are gone
         self._published = 0 if known is None else known.published  # version up to which the log has every change
-        self._comes = False  # whether rows that were taken over are yet to come into the index, which has all others
-        self._given: Slots | None = None  # of rows that another shard has: none of them exists here
-        self._changed: tuple[int, RowIndex] | None = None  # rows that have changed above a version, and the versions
         self._lock = threading.Lock()
         self.goes_whole = False
         if rows is not None:
@@ -141,8 +136,6 @@ class TableState:
         versions = self._index.at(self._kept) if keep and self._kept is not None else self._index.get(ids)
         if not self._in_memory and (self._asked is None or self._asked.ids is not ids):
             self._fill_in(ids, versions, self._gone, keep=keep)
-        if self._given is not None:
-            versions[self._given[self.definition.placement.slots(ids)]] = 0
         return versions
 
     def count_step(self) -> None:
@@ -159,8 +152,6 @@ class TableState:
             self.n_rows -= len(self._index)
             self._index.set_at(found, version)
             self.n_rows += len(self._index)
-            if self._changed is not None:
-                self._changed[1].put(ids, np.full(len(ids), version, np.uint64))
 
     def erased(self, ids: Ids, version: int) -> int:
         """Record that n unique rows are gone as of this version; return how many existed. Apply thread only."""
@@ -171,83 +162,31 @@ class TableState:
             if self._log is not None:
                 self._gone.put(existed, np.full(len(existed), version, np.uint64))
             self.n_rows -= len(existed)
-            if self._changed is not None:
-                self._changed[1].put(existed, np.full(len(existed), version, np.uint64))
+            self.n_erased += len(existed)  # last: a thread that reads this number finds none of these rows
         return len(existed)
 
-    def note_changes(self, version: int) -> None:
-        """Note from now on which rows change, if it is not done yet; it has every change above this version. Any thread."""
+    def gave(self, ids: Ids) -> None:
+        """Forget n unique rows that existed: another shard has them now, and the log notes that they are gone. Apply thread only."""
+        self._kept = self._asked = None
         with self._lock:
-            if self._changed is None:
-                self._changed = version, RowIndex(order=self.definition.order)
-
-    def changed(self, version: int, slots: Slots) -> Ids | None:
-        """Return ids of some slots that were written or erased above a version; None where that was not noted. Any thread."""
-        low, found = 0, [_NONE]
-        while low < END:
-            with self._lock:
-                if self._changed is None or self._changed[0] > version:
-                    return None
-                ids, _, low = self._changed[1].portion(low, above=version)
-            found.append(ids[slots[self.definition.placement.slots(ids)]])
-        return np.concatenate(found)
-
-    def forget_changes(self) -> None:
-        """Note no more which rows change."""
-        with self._lock:
-            self._changed = None
-
-    def gave(self, slots: Slots, n_rows: int) -> None:
-        """Know no row of these slots any more, n of which existed: another shard has them, and the log says so. Apply thread only."""
-        self._kept = self._asked = self._changed = None
-        with self._lock:
-            self._given, self.n_rows = slots, self.n_rows - n_rows
+            self._index.erase(ids)
+            self._gone.erase(ids)
+            self.n_rows -= len(ids)
+            self.n_erased += len(ids)
 
     def make_room(self, ids: Ids) -> None:
-        """Let the index grow for n rows that are to come. Apply thread only."""
+        """Let the index grow for n more rows. Apply thread only."""
         self._kept = self._asked = None
         with self._lock:
-            if self._in_memory:
-                self._index.make_room(ids)
+            self._index.make_room(ids)
 
-    def took(self, come: RowLog, n_new: int) -> None:
-        """Know the rows that another shard has handed over, which the log has by now. Apply thread only.
-
-        Args:
-            come: these alone.
-            n_new: how many of them were not here.
-        """
+    def took(self, ids: Ids, versions: Ids, n_new: int) -> None:
+        """Add n unique rows that another shard has handed over, and the log has; `n_new` of them were not here. Apply thread only."""
         self._kept = self._asked = None
-        gone, _, _ = self._gone.portion(0, n_rows=len(self._gone) + 1)
-        back = gone[come.versions(self.definition, gone)[1]]
         with self._lock:
-            self._gone.erase(back)
-            self._comes, self._in_memory = self._comes or self._in_memory, False
+            self._index.put(ids, versions)
             self.n_rows += n_new
-
-    def settle(self, came: Slots) -> Iterator[int]:
-        """Let the index forget rows that went, and have those that came (of these slots), a portion for each value: how many rows it was.
-
-        Apply thread only; batches may come between two portions.
-        """
-        low = 0
-        while self._given is not None:
-            ids, _, low = self._index.portion(low)
-            ids = ids[self._given[self.definition.placement.slots(ids)]]
-            with self._lock:
-                self._index.erase(ids)
-                self._given = self._given if low < END else None
-            self.cache.forget(ids)
-            yield len(ids)
-        for ids, versions in self.portions(came) if self._comes else ():
-            if not self._comes:  # rows have left the index since
-                return
-            self._kept = self._asked = None
-            with self._lock:
-                self._index.put(ids, versions)
-            yield len(ids)
-        with self._lock:
-            self._in_memory, self._comes = self._in_memory or self._comes, False
+            self._gone.erase(ids)
 
     def published(self, version: int) -> None:
         """Note that the row log has every change up to a version: so it knows which rows were erased until then. Apply thread only."""
@@ -265,7 +204,7 @@ class TableState:
             return
         oldest = versions[min(len(versions) - 1, int((1 - share) * len(versions)))]
         with self._lock:
-            self._in_memory = self._comes = False
+            self._in_memory = False
             self._kept = self._asked = None
             self._index.forget_up_to(min(int(oldest), self._published))
 
@@ -282,14 +221,11 @@ class TableState:
         Args:
             low, high: the range, without `high`.
             n_rows: about so many.
-            above: only rows whose version is above this one; rows that were taken over may be missing among them while the log has them.
+            above: only rows whose version is above this one.
         """
         with self._lock:
             ids, versions, next_ = self._index.portion(low, high, n_rows, above=above)
-            gone, given = self._gone, self._given
-        if given is not None:
-            here = ~given[self.definition.placement.slots(ids)]
-            ids, versions = ids[here], versions[here]
+            gone = self._gone
         if self._in_memory or 0 < self._published <= above:  # 0: all rows are asked for, and the log may have some that were taken over
             return ids, versions, next_
         found = [(ids, versions)]
@@ -304,7 +240,7 @@ class TableState:
                 break
         return *self._merged(found, next_), next_
 
-    def portions(self, slots: Slots | None = None, n_rows: int = PORTION_ROWS, *, above: int = 0) -> Iterator[tuple[Ids, Ids]]:
+    def portions(self, slots: NDArray[np.bool_] | None = None, n_rows: int = PORTION_ROWS, *, above: int = 0) -> Iterator[tuple[Ids, Ids]]:
         """Yield the rows of some slots (bool [16384]; None: all), portion by portion; a portion may have none."""
         ranges = [(0, END)] if slots is None else self.definition.key_ranges(slots)
         for at, high in ranges if len(ranges) <= _MOST_RANGES else [(0, END)]:
@@ -325,8 +261,7 @@ class TableState:
     def some(self, limit: int, start: float) -> Ids:
         """Return some ids; see `RowIndex.some`. Any thread."""
         with self._lock:
-            ids, given = self._index.some(limit, start), self._given
-        return ids if given is None else ids[~given[self.definition.placement.slots(ids)]]
+            return self._index.some(limit, start)
 
     def known(self, ids: Ids) -> NDArray[np.bool_]:
         """Return which of n rows exist: bool [n]. Any thread."""
@@ -336,11 +271,9 @@ class TableState:
     def versions_now(self, ids: Ids) -> Ids:
         """Return the version of each id, 0 where it does not exist: uint64 [n]. Any thread; `versions` is that of the apply thread."""
         with self._lock:
-            versions, gone, given = self._index.get(ids), self._gone, self._given
+            versions, gone = self._index.get(ids), self._gone
         if not self._in_memory:
             self._fill_in(ids, versions, gone)
-        if given is not None:
-            versions[given[self.definition.placement.slots(ids)]] = 0
         return versions
 
     def gone(self) -> Iterator[tuple[Ids, Ids]]:

@@ -2,8 +2,8 @@
 
 import logging
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,7 +13,6 @@ from kvemb.net.deadline import Deadline, WhyWaiting
 from kvemb.protocol.move_messages import SlotEntriesReply, SlotEntriesRequest
 from kvemb.schema.table_def import TableDef
 
-from ..model.tables import Slots
 from .slot_entries import SlotEntries, put_together
 
 _CALL_S, _NOT_READY_S, _AWAY_S = 10.0, 0.01, 0.2
@@ -29,13 +28,11 @@ class GivenEntries:
         epoch: the highest of theirs.
         entries: of all of them.
         members: (trainer, incarnation) of those of a sync job.
-        since: by giver, as of which version it said so.
     """
 
     epoch: int
     entries: list[SlotEntries]
     members: list[tuple[str, int]]
-    since: dict[int, int]
 
 
 class GiverQuestions:
@@ -57,33 +54,28 @@ class GiverQuestions:
         """Why a giver does not answer, once it is away for longer than a restart takes; any thread."""
         return self._away.lasting(_TROUBLE_S)
 
-    def ask(self, version: int, givers: Mapping[int, Slots], since: Mapping[int, int]) -> None:
-        """Begin to ask each giver for its slots, or for what has changed `since` it answered last; `answer` has it in the end."""
+    def ask(self, version: int, givers: Sequence[int]) -> None:
+        """Begin to ask; `answer` has it in the end."""
         self.give_up()
         self._away.over()
         self.answer, self._given_up = None, threading.Event()
-        threading.Thread(target=self._run, args=(version, givers, since, self._given_up), name="kvemb-handover", daemon=True).start()
+        threading.Thread(target=self._run, args=(version, givers, self._given_up), name="kvemb-handover", daemon=True).start()
 
     def give_up(self) -> None:
         """Ask no more."""
         self._given_up.set()
 
-    def _run(self, version: int, givers: Mapping[int, Slots], since: Mapping[int, int], given_up: threading.Event) -> None:
-        said = []
-        for giver, slots in givers.items():
-            request = SlotEntriesRequest(version, self._shard, 0, since.get(giver, 0))
-            if (given := self._ask_one(giver, slots, request, given_up)) is not None:
-                said.append(given)
+    def _run(self, version: int, givers: Sequence[int], given_up: threading.Event) -> None:
+        said = [one for giver in givers if (one := self._ask_one(version, giver, given_up)) is not None]
         if not given_up.is_set():
             entries = put_together(one for given in said for one in given.entries)
-            told = {giver: as_of for given in said for giver, as_of in given.since.items()}
-            self.answer = GivenEntries(max(given.epoch for given in said), entries, said[-1].members, told)
+            self.answer = GivenEntries(max(given.epoch for given in said), entries, said[-1].members)
 
-    def _ask_one(self, giver: int, slots: Slots, request: SlotEntriesRequest, given_up: threading.Event) -> GivenEntries | None:
+    def _ask_one(self, version: int, giver: int, given_up: threading.Event) -> GivenEntries | None:
         """The answer of one giver; None once it is not wanted any more."""
         while not given_up.is_set():
             try:
-                found = self._pages(giver, slots, request)
+                found = self._pages(giver, version)
                 self._away.over()
                 if found is not None:
                     return found
@@ -96,16 +88,16 @@ class GiverQuestions:
                 given_up.wait(_AWAY_S)
         return None
 
-    def _pages(self, giver: int, slots: Slots, request: SlotEntriesRequest) -> GivenEntries | None:
-        """All that one giver says; None while it is not ready, and where its process was replaced between two pages."""
+    def _pages(self, giver: int, version: int) -> GivenEntries | None:
+        """All entries of one giver; None while it is not ready, and where its process was replaced between two pages."""
         pages: list[SlotEntriesReply] = []
         n_had, n_rows = 0, 1
         while n_had < n_rows or not pages:
-            asked = replace(request, start=n_had)
-            page = self._shards.call(giver, "SlotEntries", asked, SlotEntriesReply, Deadline.after(_CALL_S))
-            pages.append(page)
-            if not page.ready or any(getattr(page, name) != getattr(pages[0], name) for name in ("epoch", "tables", "as_of")):
+            request = SlotEntriesRequest(version, self._shard, n_had)
+            page = self._shards.call(giver, "SlotEntries", request, SlotEntriesReply, Deadline.after(_CALL_S))
+            if not page.ready or (pages and (page.epoch, page.tables) != (pages[0].epoch, pages[0].tables)):
                 return None
+            pages.append(page)
             n_had, n_rows = n_had + len(page.ids) // 8, sum(int(table["rows"]) for table in page.tables)
             if not page.ids:
                 break
@@ -117,7 +109,5 @@ class GiverQuestions:
         entries, start = [], 0
         for table in pages[0].tables:
             rows = slice(start, start := start + int(table["rows"]))
-            whole = slots & (not table.get("changes"))
-            entries.append(SlotEntries(TableDef.from_dict(table["definition"]), int(table["step"]), ids[rows], versions[rows], whole))
-        members = list(zip(pages[-1].trainers, pages[-1].incarnations, strict=False))
-        return GivenEntries(pages[0].epoch, entries, members, {giver: pages[0].as_of})
+            entries.append(SlotEntries(TableDef.from_dict(table["definition"]), int(table["step"]), ids[rows], versions[rows]))
+        return GivenEntries(pages[0].epoch, entries, list(zip(pages[-1].trainers, pages[-1].incarnations, strict=False)))

@@ -12,7 +12,7 @@ import numpy as np
 from kvemb.errors import LostRowError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
-from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, HOLDING, MOVING, SERVING, SHARDS
+from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, HOLDING, MOVING, SHARDS
 from kvemb.stores.store import Store
 
 from ..ingest.sync_steps import AT_LAST, ENDED, UNKNOWN, HeldSteps
@@ -113,7 +113,7 @@ class HandoverWork(PhaseWork):
         self._questions.give_up()
         self._offers.clear()
         if phase in ("", MOVING, ABORTING):
-            self._giver.forget(changes=phase != MOVING)  # a taker may have asked already
+            self._giver.forget()
         if phase not in (MOVING, HOLDING, DRAINING):
             self._taker.give_up()
 
@@ -124,7 +124,6 @@ class HandoverWork(PhaseWork):
             HOLDING: self._hold,
             DRAINING: self._drain,
             FLIPPED: self._give,
-            SERVING: self._settle,
             ABORTING: self._give_back,
         }
         work = phases.get(cluster_map.plan.phase)
@@ -135,8 +134,6 @@ class HandoverWork(PhaseWork):
             yield _RETRY_S
         while (steps := self._steps_of(cluster_map)) is not None and steps.phase == UNKNOWN:  # until this process has handed one out
             yield _RETRY_S
-        for _ in self._giver.prepare(gives) if (gives := cluster_map.gives(self._shard)).any() else ():
-            yield 0.0
         if not cluster_map.takes(self._shard).any():
             return
         while self._has_left:
@@ -147,14 +144,13 @@ class HandoverWork(PhaseWork):
         for _ in range(_READS_AHEAD):
             given = yield from self._given(cluster_map)
             self._ports.rise(given.epoch)
-            for _ in self._taker.learn(given.entries, given.since):
-                yield 0.0
-            n_behind = self._taker.n_owed
+            behind = self._taker.behind(given.entries)
+            n_behind = sum(len(one.ids) for one in behind)
             if not n_behind or (n_before and not _FEW_ROWS < n_behind < _LESS * n_before):
                 return  # trainers wait while the rest is read: it is small, or another round would not make it smaller
-            progress.expect(n_behind, hurries=n_before > 0)  # what changes meanwhile must be less
+            progress.expect(n_behind)
             n_before = n_behind
-            for n_rows in self._taker.read_ahead():
+            for n_rows in self._taker.read_ahead(behind):
                 progress.gone_through(n_rows)
                 yield 0.0
 
@@ -188,9 +184,7 @@ class HandoverWork(PhaseWork):
             self._ports.rise(given.epoch)  # the giver may have been restarted
             if self._shard not in cluster_map.writing_shards:
                 self._ports.expect(given.members)  # durable with `take`, below
-            for _ in self._taker.learn(given.entries, given.since):
-                pass  # few
-            self._taker.take(given.entries, given.epoch, cluster_map.takes(self._shard))
+            self._taker.take(given.entries, given.epoch)
             if self._shard not in cluster_map.writing_shards:
                 self._ports.joins()
 
@@ -210,16 +204,11 @@ class HandoverWork(PhaseWork):
     def _give_back(self, cluster_map: ClusterMap, progress: PhaseProgress) -> Iterator[float]:
         if (slots := cluster_map.takes(self._shard)).any():
             self._giver.drop(slots)
-        yield from self._settle(cluster_map, progress)
-
-    def _settle(self, cluster_map: ClusterMap, progress: PhaseProgress) -> Iterator[float]:
-        for _ in self._giver.settle(cluster_map.takes(self._shard)):
-            yield 0.0
+        yield from ()
 
     def _given(self, cluster_map: ClusterMap) -> Generator[float, None, GivenEntries]:
-        takes, shards = cluster_map.takes(self._shard), cluster_map.slot_shards  # it is not flipped yet
-        givers = {giver: takes & (shards == giver) for giver in np.unique(shards[takes]).tolist()}
-        self._questions.ask(cluster_map.version, givers, self._taker.since)
+        givers = cluster_map.slot_shards[cluster_map.takes(self._shard)]  # it is not flipped yet
+        self._questions.ask(cluster_map.version, np.unique(givers).tolist())
         while (given := self._questions.answer) is None:
             yield _POLL_S
         return given

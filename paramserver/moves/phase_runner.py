@@ -1,6 +1,7 @@
 """A shard's part in plans of either kind, phase by phase: between two batches, a slice at a time. Apply thread only, unless said otherwise.
 
-The slices are `slot_mover`'s for slots that move between nodes, `handover_work`'s between shards.
+The slices are `slot_mover`'s for slots that move between nodes, `handover_work`'s between shards. A phase begins again after an error, and
+after a restart; parts of it that are done already are found done.
 """
 
 import logging
@@ -16,7 +17,6 @@ from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import SHARDS
 
 _RETRY_S, _TROUBLE_S = 0.2, 3.0
-_SHORT_S = 0.002  # slices that are shorter are done together
 _LEFT_TO_BATCHES, _LONGEST_PAUSE_S = 6.0, 1.0  # times the time of a slice; at most so long, also after a disk that was slow once
 log = logging.getLogger("paramserver")
 
@@ -29,7 +29,6 @@ class PhaseProgress:
         version: of the map.
         rows, n_rows: gone through, and in all.
         step: of a sync job, while all hold: the last one handed out.
-        hurries: whether half of the time is for this, and not a seventh.
         done: set last.
     """
 
@@ -37,12 +36,11 @@ class PhaseProgress:
     rows: int = 0
     n_rows: int = 0
     step: int = 0
-    hurries: bool = False
     done: bool = False
 
-    def expect(self, n_rows: int, *, hurries: bool = False) -> None:
+    def expect(self, n_rows: int) -> None:
         """So many rows more are to be gone through."""
-        self.n_rows, self.hurries = self.n_rows + n_rows, hurries
+        self.n_rows += n_rows
 
     def gone_through(self, n_rows: int) -> None:
         """So many rows more are done."""
@@ -127,8 +125,6 @@ class PhaseRunner:
         begun_s = time.monotonic()
         try:
             wait_s = next(self._slices, None)
-            while wait_s == 0.0 and time.monotonic() - begun_s < _SHORT_S:
-                wait_s = next(self._slices, None)
         except (StorageError, JournalFullError, OSError) as error:
             self._fail(cluster_map, self._work(cluster_map).held_up(error))
             return False
@@ -137,8 +133,7 @@ class PhaseRunner:
             self.progress.done = True
             self._done()
             return False
-        pauses = (1.0 if self.progress.hurries else _LEFT_TO_BATCHES) if loaded else 0.0
-        pause_s = min(pauses * (time.monotonic() - begun_s), _LONGEST_PAUSE_S)
+        pause_s = min(_LEFT_TO_BATCHES * (time.monotonic() - begun_s), _LONGEST_PAUSE_S) if loaded else 0.0
         self._not_before_s = time.monotonic() + max(wait_s, pause_s)
         return time.monotonic() >= self._not_before_s
 

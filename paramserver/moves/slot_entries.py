@@ -1,10 +1,11 @@
-"""What one shard tells another of the rows of some slots: ids, versions, and how often each table was applied; no I/O.
+"""The index entries of the rows of some slots, as a shard hands them over: ids, versions, and how often each table was applied; no I/O.
 
-All rows are told once, while the giver goes on with them, and after that what has changed: trainers wait for the last answer, and that wait
-must not grow with the number of rows.
+The rows of the slots are searched among all rows once, later only among changed rows: trainers wait while a shard hands slots over, and the
+wait must not grow with the rows that stay.
 """
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,45 +13,48 @@ from numpy.typing import NDArray
 
 from kvemb.schema.table_def import TableDef
 
-from ..model.tables import Ids, Slots, Tables, all_of
+from ..model.tables import Tables, TableState, all_of
+
+Ids = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, eq=False)
 class SlotEntries:
-    """One table's rows of the slots that move, or those of them that have changed.
+    """One table's rows of the slots that move.
 
     Args:
         definition: the table.
         step: applies of it so far, at the giver.
-        ids: uint64 [n], in the order of their keys.
-        versions: uint64 [n], 0 of a row that is gone.
-        whole: bool [16384], the slots of which these are all rows there are.
+        ids: uint64 [n], ascending.
+        versions: uint64 [n].
     """
 
     definition: TableDef
     step: int
     ids: Ids
     versions: Ids
-    whole: Slots
+
+    def within(self, slots: NDArray[np.bool_]) -> "SlotEntries":
+        """Return those in some slots: bool [16384]."""
+        some = slots[self.definition.placement.slots(self.ids)]
+        return SlotEntries(self.definition, self.step, self.ids[some], self.versions[some])
 
 
-def entries_of(tables: Tables, slots: Slots, applied: int, since: int = 0) -> list[SlotEntries]:
-    """Return a shard's rows of some slots, a table after the other; those that have changed, where that is noted. Any thread.
+def joined(portions: Iterable[tuple[Ids, Ids]]) -> tuple[Ids, Ids]:
+    """Return ids and versions of all portions of rows, ascending by id."""
+    ids, versions = all_of(portions)
+    order = np.argsort(ids, kind="stable")  # trainers wait for lists of givers, each in order already: this kind joins them in passing
+    return ids[order], versions[order]
 
-    Args:
-        tables: of the shard.
-        slots: bool [16384].
-        applied: version of the last batch applied, or below; the next answer may be `since` that.
-        since: this version, 0 for all rows.
-    """
-    entries = []
-    for state in tables.all():
-        state.note_changes(applied)
-        if (changed := state.changed(since, slots)) is None:
-            entries.append(SlotEntries(state.definition, state.step, *all_of(state.portions(slots)), slots))
-        else:
-            entries.append(SlotEntries(state.definition, state.step, changed, state.versions_now(changed), np.zeros_like(slots)))
-    return entries
+
+def with_later(ids: Ids, versions: Ids, later_ids: Ids, later_versions: Ids) -> tuple[Ids, Ids]:
+    """Join two lists of rows that ascend by id; the later one counts where both have a row. In time that is linear in the first one."""
+    at = np.searchsorted(ids, later_ids)
+    known = at < len(ids)
+    known[known] = ids[at[known]] == later_ids[known]
+    versions, new = versions.copy(), ~known
+    versions[at[known]] = later_versions[known]
+    return np.insert(ids, at[new], later_ids[new]), np.insert(versions, at[new], later_versions[new])
 
 
 def put_together(entries: Iterable[SlotEntries]) -> list[SlotEntries]:
@@ -58,11 +62,80 @@ def put_together(entries: Iterable[SlotEntries]) -> list[SlotEntries]:
     by_table: dict[str, list[SlotEntries]] = {}
     for one in entries:
         by_table.setdefault(one.definition.key, []).append(one)
-    return [_joined(some) for some in by_table.values()]
+    return [
+        SlotEntries(some[0].definition, max(one.step for one in some), *joined((one.ids, one.versions) for one in some))
+        for some in by_table.values()
+    ]
 
 
-def _joined(some: list[SlotEntries]) -> SlotEntries:
-    definition, (ids, versions) = some[0].definition, all_of((one.ids, one.versions) for one in some)
-    order: NDArray[np.intp] = np.argsort(definition.order.keys(ids), kind="stable")  # joins lists that are in order already in passing
-    whole: Slots = np.logical_or.reduce([one.whole for one in some])
-    return SlotEntries(definition, max(one.step for one in some), ids[order], versions[order], whole)
+def versions_among(ids: Ids, known: Ids, versions: Ids) -> Ids:
+    """Return the version of each id by a list of known ones, 0 where it is not among them: uint64 [n].
+
+    Args:
+        ids: uint64 [n].
+        known, versions: uint64 [m], `known` ascending.
+
+    Example:
+        >>> versions_among(np.array([7, 8], np.uint64), np.array([3, 8], np.uint64), np.array([1, 2], np.uint64))
+        array([0, 2], dtype=uint64)
+    """
+    if not len(known):
+        return np.zeros(len(ids), np.uint64)
+    at = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+    return np.where(known[at] == ids, versions[at], np.uint64(0))
+
+
+Slots = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """A table's rows of the slots, the version up to which they are known, and how many rows the table had erased by then."""
+
+    entries: SlotEntries
+    version: int
+    n_erased: int
+
+
+class GivenRows:
+    """The rows of the slots that one shard gives; it takes none at once, since those may have any version. Thread-safe.
+
+    Args:
+        tables: of the shard.
+        applied: returns the version of the last batch applied.
+    """
+
+    def __init__(self, tables: Tables, applied: Callable[[], int]) -> None:
+        self._tables, self._applied = tables, applied
+        self._lock = threading.Lock()
+        self._slots: Slots | None = None
+        self._found: dict[str, _Found] = {}
+        self._final = False
+
+    def entries(self, slots: Slots, *, final: bool = False) -> list[SlotEntries]:
+        """Return the index entries of these slots, a table after the other.
+
+        Args:
+            slots: bool [16384].
+            final: nothing changes any more until `clear`, so that later calls get the same.
+        """
+        with self._lock:
+            if self._slots is None or not np.array_equal(self._slots, slots):
+                self._slots, self._found, self._final = slots.copy(), {}, False
+            if not self._final:
+                before = self._found
+                self._found = {state.definition.key: self._find(state, slots, before) for state in self._tables.all()}
+                self._final = final
+            return [found.entries for found in self._found.values()]
+
+    def clear(self) -> None:
+        with self._lock:
+            self._slots, self._found, self._final = None, {}, False
+
+    def _find(self, state: TableState, slots: Slots, before: Mapping[str, _Found]) -> _Found:
+        version, n_erased, last = self._applied(), state.n_erased, before.get(state.definition.key)
+        if last is None or last.n_erased != n_erased:
+            rows = joined(state.portions(slots))
+        else:
+            rows = with_later(last.entries.ids, last.entries.versions, *joined(state.portions(slots, above=last.version)))
+        return _Found(SlotEntries(state.definition, state.step, *rows), version, n_erased)

@@ -222,12 +222,6 @@ class Runs:
                 tables[key] = replace(tables[key], runs=(*tables[key].runs, entry))
         self._replace(replace(state, tables=tuple(tables.values())))
 
-    def give_up(self, writers: Iterable[RunWriter]) -> None:
-        """Drop runs that were begun here and are not to count; those that are whole are deleted when the state is replaced next."""
-        for writer in writers:
-            writer.drop()
-            self._writing.discard(writer.number)
-
     def merge(self, definition: TableDef) -> Iterator[None]:
         """Merge a table's runs if there are too many; a step at a time, each of one block.
 

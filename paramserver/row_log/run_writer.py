@@ -38,7 +38,7 @@ class RunWriter:
     def __init__(self, path: Path, number: int, definition: TableDef, later: Later | None = None) -> None:
         self.definition, record_bytes = definition, definition.record.size_bytes
         self._later, self._syncing, self._synced_bytes = later, _done(), 0
-        self._path, self.number = path, number
+        self._path, self._number = path, number
         self._block_rows, self._fence_rows = rows_of_a_block(record_bytes), sorted_run.FENCE_ROWS
         self._descriptor: int | None = None
         self._finished: RunEntry | None = None
@@ -103,7 +103,7 @@ class RunWriter:
         self.sync()
         assert self._descriptor is not None
         os.close(self._descriptor)
-        self._descriptor, self._finished = None, RunEntry(self.number, self.size_bytes, self._newest)
+        self._descriptor, self._finished = None, RunEntry(self._number, self.size_bytes, self._newest)
         return self._finished
 
     def sync(self) -> None:

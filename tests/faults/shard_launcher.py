@@ -24,8 +24,7 @@ from paramserver.ingest.sync_steps import SyncSteps
 from paramserver.journal import segment_files
 from paramserver.journal.write_ahead_log import FencedLog
 from paramserver.lifecycle import shard as shard_module
-from paramserver.model.tables import TableState
-from paramserver.moves import move_phases, slot_giver
+from paramserver.moves import move_phases
 from paramserver.moves.handover_work import HandoverWork
 from paramserver.moves.move_carrier import MoveCarrier
 from paramserver.moves.slot_giver import SlotGiver
@@ -63,11 +62,6 @@ LOAD_POINTS = (
 FLUSH_POINTS = ("in a flush", "before a flush counts", "after a flush counts")
 MERGE_POINTS = ("in a merge", "before a merge counts", "before what was merged is deleted")
 HANDOVER_POINTS = (
-    "before slots are told",
-    "before what is told is read",
-    "after gone rows are written ahead",
-    "after records are read ahead",
-    "in the middle of settling",
     "before slots are taken over",
     "after slots are taken over",
     "before slots are dropped",
@@ -229,28 +223,6 @@ def install(shard: str) -> None:
     assert shard_module._LONG_START_BYTES > 1 << 20
     shard_module._LONG_START_BYTES = 0
 
-    def in_settle(original: Callable[..., Iterator[int]]) -> Callable[..., Iterator[int]]:
-        def settle(*args: Any) -> Iterator[int]:
-            for n_rows in original(*args):
-                if n_rows and _told("in the middle of settling", shard):
-                    _die()
-                yield n_rows
-
-        return settle
-
-    def whole(original: Callable[..., Iterator[Any]], point: str) -> Callable[..., Iterator[Any]]:
-        def generator(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            yield from original(*args, **kwargs)
-            if _told(point, shard):
-                _die()
-
-        return generator
-
-    _patch(slot_giver, "entries_of", before("before slots are told"))
-    _patch(SlotTaker, "learn", before("before what is told is read"))
-    _patch(SlotGiver, "_prepare", lambda original: whole(original, "after gone rows are written ahead"))
-    _patch(SlotTaker, "_bring", lambda original: whole(original, "after records are read ahead"))
-    _patch(TableState, "settle", in_settle)
     _patch(SlotTaker, "take", before("before slots are taken over"))
     _patch(SlotTaker, "take", after("after slots are taken over"))
     _patch(SlotGiver, "drop", before("before slots are dropped"))

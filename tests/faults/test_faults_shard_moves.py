@@ -114,18 +114,12 @@ def training(shared: MovingTraining) -> Iterator[MovingTraining]:
 
 
 POINTS_OF = [
-    ("giver", "before slots are told"),
-    ("giver", "after gone rows are written ahead"),
-    ("taker", "before what is told is read"),
-    ("taker", "after records are read ahead"),
     ("taker", "before slots are taken over"),
     ("taker", "after a flush counts"),
     ("taker", "after slots are taken over"),
     ("giver", "before slots are dropped"),
     ("giver", "after a flush counts"),
     ("giver", "after slots are dropped"),
-    ("giver", "in the middle of settling"),
-    ("taker", "in the middle of settling"),
 ]
 
 

@@ -24,7 +24,6 @@ from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import PushPart, PushReply
 from kvemb.schema.policies import NO_POLICIES
 from kvemb.schema.record import make_version, split_version
-from kvemb.schema.slots import N_SLOTS
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
 from paramserver.apply.committer import Committer, Handover
@@ -410,9 +409,7 @@ def test_rows_of_slots_that_were_taken_over_count_as_pushed_then() -> None:
     ages, ids = RowAges(), np.arange(100, dtype=np.uint64)
     ages.mark(1000, 50)
     givers = np.full(100, make_version(1, 7), np.uint64)
-    came = np.zeros(N_SLOTS, bool)
-    came[TABLE.placement.slots(ids[:50])] = True
-    ages.become(ages.restarted(came, make_version(4, 80)))
+    ages.become(ages.restarted(TABLE, ids[:50], make_version(4, 80)))
     pushed = ages.last_push(TABLE, ids, givers)
     assert (pushed[:50] == 80).all()
     assert ages.last_push(TABLE, ids[:1], np.array([make_version(4, 90)], np.uint64)) == 90

@@ -12,7 +12,6 @@ from memory_store import MemoryStore, memory_node
 
 import kvemb.init
 import kvemb.optim
-from kvemb.arrays import hash_probe
 from kvemb.arrays.record_cache import CacheBudget
 from kvemb.config import StorageConfig
 from kvemb.errors import FencedError, JournalFullError, LostRowError, StorageError
@@ -25,15 +24,15 @@ from paramserver.engine.engine import Engine
 from paramserver.journal import BatchEntry, Journal, encode_entry
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 from paramserver.model.row_ages import RowAges
-from paramserver.model.tables import Tables, TableState
+from paramserver.model.tables import Tables
 from paramserver.model.transition import Timeline
 from paramserver.moves import slot_taker
-from paramserver.moves.slot_entries import SlotEntries, entries_of, put_together
+from paramserver.moves.slot_entries import GivenRows
 from paramserver.moves.slot_giver import SlotGiver
 from paramserver.moves.slot_taker import SlotTaker
 from paramserver.recovery.known_rows import known_tables
 from paramserver.row_log import Reconstructor, Runs, WantedVersions
-from paramserver.row_log.log_flush import LogFlush, ReadRecords, from_storage
+from paramserver.row_log.log_flush import LogFlush, from_storage
 from paramserver.row_log.state_file import ShardState
 from tests.unit.lonely_engine import ALONE
 from tests.unit.run_states import all_rows, present, saved_in
@@ -72,7 +71,8 @@ class Shard:
         self.engine = Engine(self.store, self.tables, Timeline(self.epoch), k=self.saved.now.k, timeout_s=5, repair=ALONE)
         self.reconstructor = Reconstructor(lambda: self.runs.view, self.journal, find_table)
         self.read = from_storage(self.store, 5)
-        self.giver = SlotGiver(self.tables, self.runs, self.state, lambda: self.applied)
+        self.given = GivenRows(self.tables, lambda: self.applied)
+        self.giver = SlotGiver(self.tables, self.runs, self.given, self.state)
         self.taker = SlotTaker(self.tables, self.runs, self.read, self.state, epoch=lambda: self.epoch, ages=RowAges())
 
     def close(self) -> None:
@@ -107,24 +107,6 @@ class Shard:
         flush = LogFlush(self.runs, self.tables, self.read, lambda: self.applied)
         for _ in chain(flush.steps(self.state), flush.merges()):
             pass
-
-    def says(self, slots: np.ndarray, since: int = 0) -> tuple[list[SlotEntries], dict[int, int]]:
-        """What it tells a taker, and as of which version."""
-        return put_together(entries_of(self.tables, slots, self.applied, since)), {self.number: self.applied}
-
-    def learn(self, giver: "Shard", slots: np.ndarray) -> list[SlotEntries]:
-        """Hear of a giver's rows what is not known yet."""
-        entries, as_of = giver.says(slots, self.taker.since.get(giver.number, 0))
-        assert sum(self.taker.learn(entries, as_of)) == sum(len(one.ids) for one in entries)
-        return entries
-
-    def take(self, giver: "Shard", slots: np.ndarray) -> None:
-        self.taker.take(self.learn(giver, slots), giver.epoch, slots)
-
-    def settle(self, slots: np.ndarray) -> None:
-        for number, _ in enumerate(self.giver.settle(slots)):
-            if number % 50 == 1:
-                self.check()
 
     def known(self, table: TableDef) -> set[int]:
         return set(all_rows(self.tables.state(table))[0].tolist())
@@ -164,18 +146,12 @@ def hand_over(giver: Shard, taker: Shard, slots: np.ndarray, meanwhile: Callable
     if taker.epoch <= giver.epoch:
         taker.save()
         taker.start(above=giver.epoch)
-    for _ in giver.giver.prepare(slots):
-        pass
     for _ in range(2):
-        taker.learn(giver, slots)
-        for _ in taker.taker.read_ahead():
+        for _ in taker.taker.read_ahead(taker.taker.behind(giver.given.entries(slots))):
             pass
         meanwhile()
-    taker.take(giver, slots)
+    taker.taker.take(giver.given.entries(slots), giver.epoch)
     giver.giver.drop(slots)
-    for shard in (giver, taker):
-        shard.check()
-        shard.settle(slots)
 
 
 @pytest.fixture
@@ -230,14 +206,14 @@ def test_only_rows_that_changed_are_read_again(pair: tuple[Shard, Shard], monkey
     giver, taker = pair
     giver.run(APPLY, ADAM, IDS.tolist())
     taker.start(above=giver.epoch)
-    taker.learn(giver, EVERY)
-    assert sum(taker.taker.read_ahead()) == len(IDS)
+    ahead = giver.given.entries(EVERY)
+    assert sum(taker.taker.read_ahead(ahead)) == len(IDS)
     giver.run(APPLY, ADAM, [3, 4])
     giver.run(ERASE, ADAM, [5])
     giver.run(APPLY, ADAM, [100])
     read: list[int] = []
     monkeypatch.setattr(taker.taker, "_read", lambda state, ids: read.extend(ids.tolist()) or taker.read(state, ids))
-    taker.take(giver, EVERY)
+    taker.taker.take(giver.given.entries(EVERY), giver.epoch)
     assert sorted(read) == [3, 4, 100]
     assert taker.known(ADAM) == {*IDS.tolist(), 100} - {5}
     taker.check()
@@ -249,164 +225,27 @@ def test_rows_that_changed_while_they_were_read_ahead_are_read_ahead_again(
     giver, taker = pair
     giver.run(APPLY, ADAM, IDS.tolist())
     taker.start(above=giver.epoch)
-    taker.learn(giver, EVERY)
-    assert sum(taker.taker.read_ahead()) == len(IDS)
+    assert sum(taker.taker.read_ahead(giver.given.entries(EVERY))) == len(IDS)
     giver.run(APPLY, ADAM, [3, 4])
     giver.run(ERASE, ADAM, [5])
     giver.run(APPLY, ADAM, [100])
-    told = {one.definition.name: dict(zip(one.ids.tolist(), one.versions.tolist(), strict=True)) for one in taker.learn(giver, EVERY)}
-    assert sorted(told["adam"]) == [3, 4, 5, 100]
-    assert told["adam"][5] == 0
-    assert taker.taker.n_owed == 4
-    assert sum(taker.taker.read_ahead()) == 4
-    assert taker.taker.n_owed == 0
-    assert [len(one.ids) for one in taker.learn(giver, EVERY)] == [0]
+    (behind,) = taker.taker.behind(giver.given.entries(EVERY))
+    assert behind.ids.tolist() == [3, 4, 100]
+    assert sum(taker.taker.read_ahead([behind])) == 3
+    assert taker.taker.behind(giver.given.entries(EVERY)) == []
     monkeypatch.setattr(taker.taker, "_read", None)  # nothing is left to be read while trainers wait
-    taker.take(giver, EVERY)
+    taker.taker.take(giver.given.entries(EVERY), giver.epoch)
     taker.check()
     taker.save()
     taker.start()
     taker.check()
-
-
-def test_many_changed_rows_are_learned_without_a_crowd(pair: tuple[Shard, Shard], monkeypatch: pytest.MonkeyPatch) -> None:
-    """They come in the order of keys, by the slice: each slice would fill the first places of what has room for a few."""
-    n_looks = 0
-
-    def counted(pairs: np.ndarray, ids: np.ndarray, *rest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        nonlocal n_looks
-        n_looks += len(ids)
-        return look(pairs, ids, *rest)
-
-    look, taker = hash_probe._look, pair[1].taker
-    ids = np.random.default_rng(0).integers(0, 1 << 63, 460_000, np.uint64)
-    few, many = (some[np.argsort(ADAM.order.keys(some))] for some in np.split(ids, [60_000]))
-    for some, whole in ((few, EVERY), (many, ~EVERY)):
-        if some is many:
-            monkeypatch.setattr(hash_probe, "_look", counted)
-        for _ in taker.learn([SlotEntries(ADAM, 0, some, some | np.uint64(1), whole)], {}):
-            pass
-    assert taker.n_owed == len(ids)
-    assert n_looks < 4 * len(many)
-
-
-def test_a_giver_that_was_started_anew_tells_all_again_and_only_what_differs_is_read(
-    pair: tuple[Shard, Shard], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    giver, taker = pair
-    giver.run(APPLY, ADAM, IDS.tolist())
-    taker.start(above=giver.epoch + 1)
-    taker.learn(giver, EVERY)
-    assert sum(taker.taker.read_ahead()) == len(IDS)
-    giver.run(APPLY, ADAM, [3, 4])
-    giver.run(ERASE, ADAM, [5])
-    giver.save()
-    giver.start()
-    read: list[int] = []
-    monkeypatch.setattr(taker.taker, "_read", lambda state, ids: read.extend(ids.tolist()) or taker.read(state, ids))
-    assert [one.whole.all() for one in taker.learn(giver, EVERY)] == [True]
-    taker.take(giver, EVERY)
-    assert sorted(read) == [3, 4]
-    assert taker.known(ADAM) == {*IDS.tolist()} - {5}
-    assert taker.tables.state(ADAM).n_rows == len(IDS) - 1
-    taker.check()
-
-
-def test_a_row_that_storage_did_not_have_when_it_was_told_is_read_at_last(pair: tuple[Shard, Shard]) -> None:
-    giver, taker = pair
-    giver.run(APPLY, ADAM, IDS.tolist())
-    taker.start(above=giver.epoch)
-    taker.learn(giver, EVERY)
-    read, taker.taker._read = taker.taker._read, without(7, taker.read)
-    assert sum(taker.taker.read_ahead()) == len(IDS)
-    taker.taker._read = read
-    assert taker.taker.n_owed == 1
-    assert [len(one.ids) for one in taker.learn(giver, EVERY)] == [0]
-    taker.take(giver, EVERY)
-    assert taker.known(ADAM) == set(IDS.tolist())
-    taker.check()
-
-
-def without(row: int, read: ReadRecords) -> ReadRecords:
-    def reads(state: TableState, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        records, found = read(state, ids)
-        return records, found & (ids != row)
-
-    return reads
-
-
-def test_no_shard_goes_through_its_rows_while_trainers_wait(pair: tuple[Shard, Shard], monkeypatch: pytest.MonkeyPatch) -> None:
-    giver, taker = pair
-    giver.run(APPLY, ADAM, IDS.tolist())
-    taker.run(APPLY, HALF, IDS.tolist())
-    taker.save()
-    taker.start(above=giver.epoch)
-    for _ in giver.giver.prepare(EVERY):
-        pass
-    taker.learn(giver, EVERY)
-    for _ in taker.taker.read_ahead():
-        pass
-    giver.run(APPLY, ADAM, [3, 100])
-    giver.run(ERASE, ADAM, [5, 6])
-    with monkeypatch.context() as patched:
-        for name in ("portions", "settle"):
-            patched.setattr(TableState, name, None)
-        taker.take(giver, EVERY)
-        assert giver.giver.drop(EVERY) == len(IDS) - 1
-    assert (giver.known(ADAM), taker.known(ADAM)) == (set(), {*IDS.tolist(), 100} - {5, 6})
-    assert (giver.tables.state(ADAM).n_rows, taker.tables.state(ADAM).n_rows) == (0, len(IDS) - 1)
-    for shard in pair:
-        shard.settle(EVERY)
-        assert shard.tables.state(ADAM)._in_memory
-        shard.save()
-        shard.start()
-        shard.check()
-    assert (giver.known(ADAM), taker.known(ADAM)) == (set(), {*IDS.tolist(), 100} - {5, 6})
-
-
-def test_rows_change_and_go_while_the_index_is_yet_to_follow(pair: tuple[Shard, Shard]) -> None:
-    giver, taker = pair
-    giver.run(APPLY, ADAM, IDS.tolist())
-    taker.start(above=giver.epoch)
-    taker.take(giver, EVERY)
-    giver.giver.drop(EVERY)
-    taker.run(APPLY, ADAM, [1, 2, 50])
-    taker.run(ERASE, ADAM, [3, 4])
-    taker.flush()
-    taker.run(ERASE, ADAM, [2])
-    taker.check()
-    taker.settle(EVERY)
-    assert taker.known(ADAM) == {*IDS.tolist(), 50} - {2, 3, 4}
-    assert taker.tables.state(ADAM).n_rows == len(IDS) - 2
-    taker.save()
-    taker.start()
-    taker.check()
-
-
-def test_runs_that_were_read_ahead_in_vain_are_deleted(pair: tuple[Shard, Shard]) -> None:
-    giver, taker = pair
-    giver.run(APPLY, ADAM, IDS.tolist())
-    for shard in pair:
-        shard.flush()
-    before = [size_of_runs(shard) for shard in pair]
-    for _ in giver.giver.prepare(EVERY):
-        pass
-    taker.learn(giver, EVERY)
-    for _ in taker.taker.read_ahead():
-        pass
-    assert size_of_runs(taker) > before[1]
-    giver.giver.forget()
-    taker.taker.give_up()
-    for shard in pair:
-        shard.save()
-    assert [size_of_runs(shard) for shard in pair] == before
 
 
 def test_a_taker_whose_epoch_is_not_above_the_givers_takes_nothing(pair: tuple[Shard, Shard]) -> None:
     giver, taker = pair
     giver.run(APPLY, ADAM, [1])
     with pytest.raises(FencedError, match="in epoch 1 cannot be taken by one in epoch 1"):
-        taker.take(giver, EVERY)
+        taker.taker.take(giver.given.entries(EVERY), giver.epoch)
     assert taker.known(ADAM) == set()
 
 
@@ -417,7 +256,7 @@ def test_a_row_that_storage_lost_is_not_taken(pair: tuple[Shard, Shard]) -> None
     memory_node(giver.nodes[0]).flush()
     memory_node(giver.nodes[1]).flush()
     with pytest.raises(StorageError):
-        taker.take(giver, EVERY)
+        taker.taker.take(giver.given.entries(EVERY), giver.epoch)
     assert taker.known(ADAM) == set()
     assert giver.known(ADAM) == set(IDS.tolist())
 
@@ -428,7 +267,7 @@ def test_a_row_that_is_older_in_storage_is_named(pair: tuple[Shard, Shard]) -> N
     taker.start(above=giver.epoch)
     giver.tables.state(ADAM).applied(np.array([2], np.uint64), make_version(1, 9))
     with pytest.raises(LostRowError, match=r"'adam', id 2: version \(1, 1\) in storage, expected version \(1, 9\) by the shard that hands"):
-        taker.take(giver, EVERY)
+        taker.taker.take(giver.given.entries(EVERY), giver.epoch)
     assert taker.known(ADAM) == set()
 
 
@@ -443,9 +282,9 @@ def test_a_full_disk_while_rows_are_taken_leaves_the_taker_as_it_was(pair: tuple
     with monkeypatch.context() as patched:
         patched.setattr(taker.runs, "publish", full)
         with pytest.raises(JournalFullError):
-            taker.take(giver, EVERY)
+            taker.taker.take(giver.given.entries(EVERY), giver.epoch)
         assert taker.known(ADAM) == set()
-    taker.take(giver, EVERY)
+    taker.taker.take(giver.given.entries(EVERY), giver.epoch)
     taker.check()
 
 
@@ -455,8 +294,7 @@ def test_a_disk_that_was_full_when_the_runs_were_to_count_can_be_tried_again(
     giver, taker = pair
     giver.run(APPLY, ADAM, IDS.tolist())
     taker.start(above=giver.epoch)
-    taker.learn(giver, EVERY)
-    assert sum(taker.taker.read_ahead()) == len(IDS)
+    assert sum(taker.taker.read_ahead(giver.given.entries(EVERY))) == len(IDS)
 
     def full(*args: object) -> None:
         raise JournalFullError("no room")
@@ -464,8 +302,8 @@ def test_a_disk_that_was_full_when_the_runs_were_to_count_can_be_tried_again(
     with monkeypatch.context() as patched:
         patched.setattr(taker.runs, "_replace", full)
         with pytest.raises(JournalFullError):
-            taker.take(giver, EVERY)
-    taker.take(giver, EVERY)
+            taker.taker.take(giver.given.entries(EVERY), giver.epoch)
+    taker.taker.take(giver.given.entries(EVERY), giver.epoch)
     taker.check()
 
 
@@ -477,7 +315,7 @@ def test_an_abort_leaves_no_trace_at_the_taker(pair: tuple[Shard, Shard]) -> Non
     taker.start(above=giver.epoch)
     moving = EVERY.copy()
     moving[HALF.placement.slots(np.array([1], np.uint64))] = False
-    taker.take(giver, moving)
+    taker.taker.take(giver.given.entries(moving), giver.epoch)
     assert taker.giver.drop(moving) > 0
     assert taker.giver.drop(moving) == 0
     taker.start()
@@ -537,7 +375,7 @@ def test_what_a_hand_over_writes_is_of_the_rows_that_move_whatever_the_number_of
         shard.save()
     moving = np.zeros(N_SLOTS, bool)
     moving[:100] = True
-    n_rows = len(giver.says(moving)[0][0].ids)
+    n_rows = len(giver.given.entries(moving)[0].ids)
     assert 0 < n_rows < 2_000
     taker.start(above=giver.epoch)
     before = [size_of_runs(shard) for shard in pair]
