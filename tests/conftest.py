@@ -6,6 +6,7 @@ Fixtures of one part live with its tests.
 import os
 import shutil
 import signal
+import zlib
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 
@@ -31,6 +32,9 @@ hypothesis.settings.load_profile("kvemb")
 PACKAGE_OF = {"redis-server": "redis-server", "redis-cli": "redis-tools", "memcached": "memcached"}
 
 
+TURNS = 3
+"""So many runs of CI have had every test."""
+
 # The tests of one file stay in one process. These take minutes there, so no process may be left with one when all others have ended.
 BEGIN_FIRST = (
     "tests/faults/test_faults_shard_moves.py",
@@ -40,13 +44,47 @@ BEGIN_FIRST = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--turn`: CI runs what `make test` runs with every commit, and the rest in turns."""
+    parser.addoption(
+        "--turn", type=int, choices=range(TURNS), help=f"of the tests marked full, those of this one of {TURNS} turns (default: all)"
+    )
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that are slow, and begin with the longest."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests that are slow, leave out those whose turn it is not, and begin with the longest."""
     for item in items:
         if item.nodeid.startswith(FULL):
             item.add_marker("full")
-    items.sort(key=lambda item: not item.nodeid.startswith(BEGIN_FIRST))
+    turn = config.getoption("turn")
+    waiting = [item for item in items if turn is not None and item.get_closest_marker("full") and turn_of(item.nodeid) != turn]
+    config.hook.pytest_deselected(items=waiting)
+    left = set(waiting)
+    items[:] = sorted((item for item in items if item not in left), key=lambda item: not item.nodeid.startswith(BEGIN_FIRST))
+
+
+def turn_of(nodeid: str) -> int:
+    """Return the turn in which a test of the marker `full` runs: that of its file, whose tests share a cluster."""
+    return zlib.crc32(nodeid.partition("::")[0].encode()) % TURNS
+
+
+class FailuresAtOnce:
+    """Names each failure as it comes: a run that is ended from outside has no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:  # a worker has none
+            terminal.write_line(f"\nFAILED {report.nodeid}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """See `FailuresAtOnce`."""
+    config.pluginmanager.register(FailuresAtOnce(config))
 
 
 @pytest.hookimpl(optionalhook=True)

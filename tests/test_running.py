@@ -1,5 +1,6 @@
 """What every run of the tests keeps, its workers included: interrupts reach, hangs are told, warnings are errors."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,3 +69,27 @@ def test_warnings_are_errors(tmp_path: Path) -> None:
     done = run(tmp_path, "import warnings\ndef test_it():\n    warnings.warn('mind this')\n", "-n", "1")
     assert done.returncode == 1
     assert "UserWarning: mind this" in done.stdout
+
+
+PROMISES = """
+import pytest
+
+def test_a_promise():
+    pass
+
+@pytest.mark.full
+def test_the_same_on_another_storage_kind():
+    pass
+"""
+
+
+def test_each_turn_has_what_make_test_runs_and_three_have_the_rest_once(tmp_path: Path) -> None:
+    ran = [run(tmp_path, PROMISES, "-n", "0", "--turn", turn).stdout.splitlines()[-1] for turn in "012"]
+    assert sorted(re.findall(r"\d+ passed(?:, \d+ deselected)?", " ".join(ran))) == ["1 passed, 1 deselected"] * 2 + ["2 passed"]
+
+
+def test_a_failure_is_named_before_the_run_ends(tmp_path: Path) -> None:
+    lines = run(tmp_path, "def test_it():\n    raise ValueError\ndef test_on():\n    print(1)\n", "-n", "1").stdout.splitlines()
+    named = [number for number, line in enumerate(lines) if line.startswith("FAILED ")]
+    assert len(named) == 2
+    assert named[0] < lines.index("=================================== FAILURES ===================================") < named[1]
