@@ -198,6 +198,12 @@ class Ack:
             return self._error
 
     @property
+    def failed(self) -> bool:
+        """Whether a shard has refused its part."""
+        with self._changed:
+            return self._error is not None
+
+    @property
     def failure_seen(self) -> bool:
         """Whether the push failed and a caller has been told."""
         with self._changed:

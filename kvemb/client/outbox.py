@@ -1,10 +1,11 @@
 """The parts that one shard has not answered yet: in order, with their sequences and the window. Bookkeeping only.
 
-No thread, no lock, no gRPC: the push stream has those. Every part is kept until it is applied: its answer may be lost with the connection.
-Then it must be sent again under its old sequence. The parts of a push are accepted together, when the shard has the whole push in its
-journal. A part that is refused leaves its sequence free. What was sent behind it is refused too, as a gap; then numbering goes on from the
-last accepted part. Parts of one push that were refused because slots moved are one push again, under its step, to be routed by the map in
-force: rows of its tables side by side, whichever shards had refused them.
+No thread, no lock, no gRPC: the push stream has those. Every part is kept until it is applied: its answer may be lost with the
+connection. Then it must be sent again under its old sequence. The parts of a push are accepted together, when the shard has the whole
+push in its journal. A part that is refused leaves its sequence free. What was sent behind it is refused too, as a gap; then numbering
+goes on from the last accepted part, first with pushes that were refused as a gap alone, if they go again. Parts of one push that were
+refused because slots moved are one push again, under its step, to be routed by the map in force: rows of its tables side by side,
+whichever shards had refused them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -52,24 +53,25 @@ class Outbox:
         self._last_accepted = self._n_accepted = 0
         self.next_sequence = self._cursor = 1  # the cursor: the next sequence to go out on this connection
         self._refused_at: int | None = None  # a part was refused, and those sent behind it have not been answered yet
+        self._again: list[Sent] = []  # of those that were answered: they go again when all are
         self.forgotten = False  # whether the shard has lost parts that it had acknowledged: nothing can follow them
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._parts) + len(self._again)
 
     @property
     def has_room(self) -> bool:
         """Whether another push may be added."""
-        return self._refused_at is None and self.n_unaccepted < WINDOW_PARTS and len(self._parts) < MAX_UNAPPLIED_PARTS
+        return self._refused_at is None and self.n_unaccepted < WINDOW_PARTS and len(self) < MAX_UNAPPLIED_PARTS
 
     @property
     def n_unaccepted(self) -> int:
         """Parts without an acceptance."""
-        return len(self._parts) - self._n_accepted
+        return len(self._parts) + len(self._again) - self._n_accepted
 
     def unaccepted(self) -> list[Ack]:
         """The pushes of the parts without an acceptance."""
-        return [sent.ack for sent in self._parts.values() if not sent.accepted]
+        return [sent.ack for sent in (*self._parts.values(), *self._again) if not sent.accepted]
 
     @property
     def has_next(self) -> bool:
@@ -112,17 +114,29 @@ class Outbox:
             del self._parts[sequence]
             self._n_accepted -= 1
 
-    def refused(self, sequence: int) -> None:
-        """Take out a part that will never be applied."""
+    def is_behind(self, sequence: int) -> bool:
+        """Whether a part was sent behind one that was refused: it is refused as a gap, whatever it holds."""
+        return self._refused_at is not None and sequence > self._refused_at
+
+    def refused(self, sequence: int, *, again: bool = False) -> None:
+        """Take out a part that is not applied under this number; it goes again under another, or never."""
         sent = self._parts.pop(sequence)
         if sent.accepted:  # and refused with all of its sync step: its sequence is used up
             self._n_accepted -= 1
             return
         # Of a push of several parts all are refused, one by one: the first one's number is the next to be used.
         first = self._refused_at = sequence if self._refused_at is None else min(sequence, self._refused_at)
+        self._again += [sent] if again else []
         if not any(other > first for other in self._parts):  # parts before it will be accepted in their time
             self._refused_at, self.next_sequence = None, first
             self._cursor = min(self._cursor, first)
+            self._send_again()
+
+    def _send_again(self) -> None:
+        parts, self._again = self._again, []
+        for sent in parts:
+            sent.data = replace(PushPart.decode(sent.data), sequence=self.next_sequence).encode()
+            self.add(self.next_sequence, sent)
 
     def reconcile(self, last_sequence: int) -> None:
         """After a break: the shard must still know every part that it has accepted, since those were in its journal.
@@ -162,7 +176,7 @@ class Outbox:
 
     def clear(self) -> list[Sent]:
         """Forget everything; return the parts that were not applied."""
-        left, self._parts, self._n_accepted = list(self._parts.values()), {}, 0
+        left, self._parts, self._again, self._n_accepted = [*self._parts.values(), *self._again], {}, [], 0
         return left
 
 

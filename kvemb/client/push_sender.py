@@ -306,7 +306,7 @@ class PushSender:
     def _receive(self, reply: PushReply) -> None:
         if reply.sequence == 0:  # not about a part: the shard could not read the message
             raise from_wire(reply.error)
-        error = from_wire(reply.error) if reply.state == "failed" else None
+        error, again = from_wire(reply.error) if reply.state == "failed" else None, False
         with self._changed:
             sent = self._outbox.get(reply.sequence)
             if sent is None:
@@ -316,10 +316,15 @@ class PushSender:
             elif isinstance(error, ShardUnavailableError):
                 raise error  # to be sent again: to the shard after its restart, or to the process that took it over
             else:
-                self._outbox.refused(reply.sequence)
+                # One behind a refused part goes again, unless its own push was refused, or a sync job has lost a step.
+                is_gap = isinstance(error, PushRejectedError) and self._outbox.is_behind(reply.sequence)
+                again = is_gap and self._recovers and not sent.ack.failed
+                self._outbox.refused(reply.sequence, again=again)
                 if isinstance(error, SlotsMovedError):
                     self._moved.append(sent)
             self._changed.notify_all()
+        if again:
+            return
         if isinstance(error, SlotsMovedError):
             self._on_moved()
         elif error is not None:
