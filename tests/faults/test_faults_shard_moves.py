@@ -230,6 +230,7 @@ def test_what_a_shard_had_taken_before_it_left_is_heard_of_from_shard_0(
     ones = np.ones((len(IDS), 2), np.float32)
     with FaultyCluster("redis", 1, shards=3, storage={"timeout_s": 2}) as cluster, kvemb.connect(cluster.url) as trainer:
         table = trainer.create_table("t", dim=2, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+        cluster.shard_proxies[GIVER].reset_all()  # what other shards have opened to it at their start: theirs is not to be held
         table.push(IDS, ones).wait_applied(PATIENCE_S)
         cluster.shard_proxies[GIVER].set_open(Flow(hold=True), DOWN)
         taken = [table.push(IDS, ones) for _ in range(3)]
