@@ -98,7 +98,7 @@ def node_lost(scene: Scene) -> None:
     node = scene.node()
     processes.kill(scene.run.cluster.servers[node].process)
     scene.hold(0, 2)
-    scene.run.cluster.restart_node(node)
+    scene.run.cluster.restart_nodes(node)
 
 
 def node_rolled_back(scene: Scene) -> None:
@@ -106,7 +106,7 @@ def node_rolled_back(scene: Scene) -> None:
     node = scene.node()
     storage.snapshot(scene.run.cluster.servers[node])
     scene.hold(0.5, 2)
-    scene.run.cluster.restart_node(node, snapshot=True)
+    scene.run.cluster.restart_nodes(node, snapshot=True)
 
 
 def nodes_swapped(scene: Scene) -> None:

@@ -102,13 +102,17 @@ class FaultyCluster(LocalCluster):
         self._shard_targets[index] = f"127.0.0.1:{port}"
         self.shard_proxies[index].target = ("127.0.0.1", port)
 
-    def restart_node(self, index: int, *, snapshot: bool = False) -> None:
-        """Kill a node and start it again: empty, or with the snapshot that `storage.snapshot` took."""
-        server = self.servers[index]
-        kept = server.snapshot_path.with_suffix(".kept")
-        server.restart(snapshot=kept if snapshot else None, member=True)
+    def restart_nodes(self, *indexes: int, snapshot: bool = False) -> None:
+        """Kill nodes, all at once, and start them again: empty, or with the snapshots that `storage.snapshot` took."""
+        servers = [self.servers[index] for index in indexes]
+        for server in servers:
+            server.process.kill()
+        for server in servers:
+            kept = server.snapshot_path.with_suffix(".kept")
+            server.restart(snapshot=kept if snapshot else None, member=True)
         if self.store == "redis-cluster":
-            self._announce(server, self.node_proxies[index])
+            for index in indexes:
+                self._announce(self.servers[index], self.node_proxies[index])
             self._await_cluster()
 
     def add_node(self) -> str:

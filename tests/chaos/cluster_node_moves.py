@@ -81,7 +81,7 @@ class ClusterOperator:
                 self._end(deadline)
             time.sleep(_PAUSE_S)
         if dead in now.slots:  # the change did not go through
-            self._cluster.restart_node(self._cluster.node_at(dead))
+            self._cluster.restart_nodes(self._cluster.node_at(dead))
         self._tidy(self._members())
 
     def wait(self, timeout_s: float) -> str:

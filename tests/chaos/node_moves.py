@@ -78,7 +78,7 @@ class Operator:
         processes.kill(self._cluster.servers[self._cluster.node_at(dead)].process)
         self._ask(NodeMoves, lambda nodes: nodes.replace_dead(dead, new))
         if dead in self.state().nodes.values():  # it was not asked for in vain only if something else was in the way
-            self._cluster.restart_node(self._cluster.node_at(dead))
+            self._cluster.restart_nodes(self._cluster.node_at(dead))
         self._tidy(self.state())
 
     def abort(self) -> None:

@@ -29,7 +29,7 @@ def flush(server: StorageServer) -> None:
 
 
 def snapshot(server: StorageServer) -> None:
-    """Keep what a Redis or Valkey server holds, for `FaultyCluster.restart_node(…, snapshot=True)`."""
+    """Keep what a Redis or Valkey server holds, for `FaultyCluster.restart_nodes(…, snapshot=True)`."""
     with redis_client(server) as client:
         client.save()
     shutil.copyfile(server.snapshot_path, server.snapshot_path.with_suffix(".kept"))

@@ -9,6 +9,7 @@ import pytest
 from chaos import processes
 from chaos.cluster import FaultyCluster
 from chaos.run import LedgerRun
+from chaos.storage import snapshot
 from jobs import PATIENCE_S
 from matrix import one_of
 from training import Training
@@ -89,3 +90,19 @@ def test_nodes_join_leave_and_are_replaced_when_dead_and_every_acknowledged_push
         assert nodes.plans.under_way() is None
         assert view.open_slots == ()
     ledger.is_kept()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("comes_back", ["empty", "with what it held before"])
+def test_all_nodes_killed_at_once_get_every_row_back(comes_back: str, require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    cluster = FaultyCluster("redis-cluster", 3, shards=2, storage={"timeout_s": 2})
+    with cluster, LedgerRun(cluster, n_trainers=2, seed=5, grace_s=25) as run:
+        ledger = Training(run, Path())
+        ledger.goes_on()
+        for server in cluster.servers:
+            snapshot(server)
+        ledger.goes_on()
+        cluster.restart_nodes(0, 1, 2, snapshot=comes_back != "empty")
+        ledger.goes_on()
+        ledger.is_kept()

@@ -25,7 +25,7 @@ IDS = np.arange(2000)
 
 def test_nodes_that_came_back_empty_or_were_flushed_while_training_get_their_rows_back(training: Training) -> None:
     processes.kill(training.cluster.servers[0].process)
-    training.cluster.restart_node(0)
+    training.cluster.restart_nodes(0)
     training.goes_on()
     storage.flush(training.cluster.servers[1])
     training.goes_on()
@@ -65,7 +65,7 @@ def test_a_node_rolled_back_to_an_old_snapshot_is_brought_up_to_date(training: T
         pytest.skip("memcached keeps no snapshots; one that was told to (-e) is refused")
     storage.snapshot(training.cluster.servers[1])
     training.goes_on()
-    training.cluster.restart_node(1, snapshot=True)
+    training.cluster.restart_nodes(1, snapshot=True)
     training.goes_on()
     training.is_kept()
 
@@ -158,7 +158,7 @@ def test_connecting_to_a_node_that_is_down_waits_or_fails_as_configured(
             kvemb.connect(local.url, timeout_s=1 if policy == "wait" else PATIENCE_S)
         assert ("Waited 1 s for it" in str(told.value)) == (policy == "wait")
         if policy == "wait":
-            waker = threading.Timer(0.5, lambda: local.restart_node(1))
+            waker = threading.Timer(0.5, lambda: local.restart_nodes(1))
             waker.start()
             with kvemb.connect(local.url, timeout_s=PATIENCE_S) as cluster:
                 require(cluster.table("t"), IDS, 1)
