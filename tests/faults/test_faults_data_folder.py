@@ -268,7 +268,7 @@ def test_the_last_folder_goes_on_although_an_older_copy_got_so_far_as_to_claim_t
 ) -> None:
     with cluster(tmp_path / "data") as local, LedgerRun(local, n_trainers=2) as run:
         ledger = Ledger(run, tmp_path / "data")
-        older, k = copied(ledger.folder, tmp_path / "older"), ledger.k
+        k, older = ledger.k, copied(ledger.folder, tmp_path / "older")  # in this order: the copy has that batch
         for _ in range(5):  # rows that the copy's journal has are among those that are pushed
             ledger.goes_on()
         local.shards[0].kill()
