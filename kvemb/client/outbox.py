@@ -62,7 +62,7 @@ class Outbox:
     @property
     def has_room(self) -> bool:
         """Whether another push may be added."""
-        return self._refused_at is None and self.n_unaccepted < WINDOW_PARTS and len(self) < MAX_UNAPPLIED_PARTS
+        return self._refused_at is None and self.n_unaccepted < WINDOW_PARTS and len(self._parts) < MAX_UNAPPLIED_PARTS
 
     @property
     def n_unaccepted(self) -> int:

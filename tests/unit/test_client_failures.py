@@ -53,7 +53,10 @@ def test_a_failure_that_was_waited_for_does_not_raise_again(shards: list[FakeSha
     session.wait_applied(soon())
 
 
-def test_what_was_sent_behind_a_refused_part_fails_and_numbering_goes_on(shards: list[FakeShard], connect: Connections) -> None:
+@pytest.mark.parametrize("sync", [False, True])
+def test_what_was_sent_behind_a_refused_part_goes_again_and_fails_in_a_sync_job_whose_step_is_lost(
+    shards: list[FakeShard], connect: Connections, sync: bool
+) -> None:
     go = threading.Event()
     script = refuse_once(2, PushRejectedError("id 7: NaN"))
 
@@ -63,15 +66,19 @@ def test_what_was_sent_behind_a_refused_part_fails_and_numbering_goes_on(shards:
         return script(shard, part)
 
     shards[0].script = hold_second
-    session = connect()
+    session = connect(sync=sync)
     acks = [session.push(rows_of(i), soon()) for i in range(4)]
     go.set()
     acks[0].wait_applied()
     for ack, message in zip(acks[1:], ("NaN", "gap", "gap"), strict=True):
-        with pytest.raises(PushRejectedError, match=message):
-            ack.wait()
+        if sync or ack is acks[1]:
+            with pytest.raises(PushRejectedError, match=message):
+                ack.wait()
+        else:
+            ack.wait_applied()
     session.push(rows_of(9), soon()).wait_applied()
-    assert [(p.sequence, p.tables[0].ids.tolist()) for p in shards[0].parts][-2:] == [(4, [3]), (2, [9])]
+    parts = [(part.sequence, part.tables[0].ids.tolist()) for part in shards[0].parts]
+    assert parts[4:] == ([(2, [9])] if sync else [(2, [2]), (3, [3]), (4, [9])])
 
 
 def test_whoever_waits_in_vain_hears_why_within_the_time_that_was_given(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvemb.client import push_session
-from kvemb.errors import ShardFailedError, ShardUnavailableError, TableDroppedError, to_wire
+from kvemb.errors import ShardFailedError, ShardUnavailableError, to_wire
 from kvemb.protocol.messages import PushPart, PushReply, digest_tables
 from tests.unit.fake_shard import WAIT_S, Connections, FakeShard, accept, apply, owned, rows_of, soon
 
@@ -66,28 +66,6 @@ def test_in_async_mode_an_empty_push_is_done_at_once(shards: list[FakeShard], co
     ack = connect(2).push(rows_of(), soon())
     assert ack.applied
     assert ack.staleness is None
-
-
-def test_a_push_behind_a_refused_one_is_not_refused_with_it(shards: list[FakeShard], connect: Connections) -> None:
-    go = threading.Event()
-
-    def refuse_the_first(shard: FakeShard, part: PushPart) -> Iterator[PushReply]:
-        go.wait(WAIT_S)
-        if part.step == 1:
-            yield PushReply(part.sequence, "failed", error=to_wire(TableDroppedError("it was dropped")))
-        else:
-            yield from apply(shard, part)
-
-    shards[0].script = refuse_the_first
-    session = connect()
-    acks = [session.push(rows_of(number), soon()) for number in (1, 2, 3)]
-    go.set()
-    for ack in acks[1:]:
-        ack.wait_applied()
-    with pytest.raises(TableDroppedError):
-        acks[0].wait()
-    applied = [(part.sequence, part.tables[0].ids.tolist()) for part in shards[0].parts[-2:]]
-    assert applied == [(1, [2]), (2, [3])]
 
 
 def test_the_caller_may_change_its_arrays_as_soon_as_push_returns(shards: list[FakeShard], connect: Connections) -> None:

@@ -8,19 +8,20 @@ are given up: a sync job goes on with as many trainers as there are ranks. What 
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import distributed
 
-from kvemb.api import Cluster
-from kvemb.api.connector import connect
 from kvemb.config import load
 from kvemb.errors import InvalidInputError
 
 from .lookup.parameter_walks import n_ranks
 
+if TYPE_CHECKING:
+    from kvemb.api import Cluster
 
-def connect_rank(source: str | os.PathLike[str] | Mapping[str, Any], *, places: int | None = None, job: str = "trainer") -> Cluster:
+
+def connect_rank(source: str | os.PathLike[str] | Mapping[str, Any], *, places: int | None = None, job: str = "trainer") -> "Cluster":
     """Connect this rank as trainer `<job>-<rank>`, and take over every place of an earlier run.
 
     Every rank calls it, after init_process_group, and once: each call takes the places from the connections of the one before.
@@ -46,6 +47,8 @@ def connect_rank(source: str | os.PathLike[str] | Mapping[str, Any], *, places: 
         with connect_rank("kvemb.yaml") as cluster:
             ...
     """
+    from kvemb.api.connector import connect
+
     rank, world = (distributed.get_rank(), distributed.get_world_size()) if n_ranks() > 1 else (0, 1)
     numbers = range(rank, _n_places(source, world, places), world)
     with ExitStack() as opened:
