@@ -134,7 +134,7 @@ def made_by(of: Any) -> list[Any]:
         of.indicator_column(colour),
         of.indicator_column(ad),
         of.indicator_column(size),
-        of.indicator_column(of.crossed_column([page, "colour", of.crossed_column([colour, size], 3)], 10**4)),
+        of.indicator_column(of.crossed_column([page, "colour", of.crossed_column([colour, size], 3)], 10**6)),
         of.embedding_column(of.crossed_column([page, "colour"], 1), 2, combiner="mean"),
         of.embedding_column(of.categorical_column_with_hash_bucket("word", 1), 2),
     ]
