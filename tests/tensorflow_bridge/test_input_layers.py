@@ -171,6 +171,8 @@ def test_tensorflows_own_columns_give_tensorflows_results_but_for_the_hash(way: 
         expected = session.run(made)
         keys = [tf.feature_column.categorical_column_with_identity(key, 10) for key in ("page", "liked")]
         assert kc.from_tensorflow(tf.feature_column.shared_embeddings(keys, 2, combiner="sqrtn")) == made_by(kc)[-2:]
+        with pytest.raises(InvalidInputError, match="trainable=False"):
+            kc.from_tensorflow(tf.feature_column.shared_embeddings(keys, 2, trainable=False))
     assert kc.from_tensorflow(theirs) == made_by(kc)
 
     assert sorted(tables) == ["colour_X_page_embedding", "liked_page_shared_embedding", "word_embedding"]
@@ -233,13 +235,26 @@ def test_first_rows_of_tensorflows_columns_have_their_distribution(column: Any, 
         (TF.indicator_column(TF.categorical_column_with_vocabulary_file("a", "words.txt", 3)), "give the file's lines"),
         (TF.embedding_column(TF.sequence_categorical_column_with_identity("a", 3), 4), "to sequence_input_layer"),
         (TF.sequence_numeric_column("a"), "to sequence_input_layer"),
+        (PAGE, "wrap it with embedding_column or indicator_column"),
     ],
 )
 def test_what_only_tensorflows_columns_have_is_refused_by_name(column: Any, why: str) -> None:
     with pytest.raises(InvalidInputError, match=why):
-        kc.from_tensorflow([column])
-    with pytest.raises(InvalidInputError, match=why):
-        kt.column_tables([column], ColumnCluster())
+        kt.input_layer({}, [column], {})
+
+
+def test_tensorflows_sequence_columns_are_those_of_a_step() -> None:
+    batch = {"page": sparse([[1, 2, 2], [], [7]], tf.int64), "seconds": sparse([[0.5, 1.5, 2.5], [], [9.0]], tf.float32)}
+    of_steps = TF.sequence_categorical_column_with_identity("page", 10)
+    theirs = [TF.embedding_column(of_steps, 3), TF.indicator_column(of_steps), TF.sequence_numeric_column("seconds")]
+    page = kc.categorical_column_with_identity("page", 10)
+    ours = [kc.embedding_column(page, 3), kc.indicator_column(page), kc.numeric_column("seconds")]
+    tables = kt.column_tables(theirs, ColumnCluster())
+    for mine, other in zip(*(kt.sequence_input_layer(batch, columns, tables) for columns in (ours, theirs)), strict=True):
+        np.testing.assert_array_equal(mine, other)
+    for option in ({"default_value": 1.0}, {"normalizer_fn": tf.sparse.softmax}):
+        with pytest.raises(InvalidInputError, match="have no counterpart: steps are filled up with 0"):
+            kt.sequence_input_layer(batch, [TF.sequence_numeric_column("seconds", **option)], {})
 
 
 @pytest.mark.parametrize("way", ["eager", "graph", "rows as arguments"])

@@ -34,13 +34,13 @@ def from_tensorflow(columns: Iterable[Any]) -> list[Any]:
     return [_converted(column) for column in columns]
 
 
-def checked_dense_columns(columns: Iterable[Any]) -> list[DenseColumn]:
-    """Return the columns of a dense input, ours or TensorFlow's, in their order.
+def checked_dense_columns(columns: Iterable[Any], *, sequences: bool = False) -> list[DenseColumn]:
+    """Return the columns of a dense input, ours or TensorFlow's, in their order; with `sequences` those of TensorFlow's sequences, too.
 
     Raises:
         InvalidInputError: a column gives no numbers, two columns have one name, or there is none.
     """
-    listed = from_tensorflow(columns)
+    listed = from_tensorflow(map(_of_step, columns) if sequences else columns)
     for column in listed:
         if not isinstance(column, DenseColumn):
             hint = "; wrap it with embedding_column or indicator_column" if isinstance(column, CategoricalColumn) else ""
@@ -53,6 +53,21 @@ def checked_dense_columns(columns: Iterable[Any]) -> list[DenseColumn]:
 
 def _of_module(given: object, *roots: str) -> bool:
     return type(given).__module__.split(".")[0] in roots
+
+
+def _of_step(column: Any) -> Any:
+    """The column of a step, of TensorFlow's column of a sequence; others as they are."""
+    source = getattr(column, "categorical_column", None)
+    if source is not None and type(source).__name__ == "SequenceCategoricalColumn":
+        return column._replace(categorical_column=source.categorical_column)
+    if type(column).__name__ != "SequenceNumericColumn":
+        return column
+    if column.default_value != 0 or column.normalizer_fn is not None:
+        raise InvalidInputError(
+            f"column {column.name!r}: default_value and normalizer_fn have no counterpart: steps are filled up with 0, and TensorFlow's "
+            "function gets a SparseTensor. Give a numeric_column, whose function gets the values"
+        )
+    return declare.numeric_column(column.key, column.shape)
 
 
 def _converted(column: Any) -> Any:
@@ -121,8 +136,8 @@ _KINDS: Final[dict[str, Callable[[Any], Any]]] = {
 }
 _INSTEAD: Final = {
     "VocabularyFileCategoricalColumn": "give the file's lines to categorical_column_with_vocabulary_list",
-    "SequenceCategoricalColumn": "give the categorical column itself to sequence_input_layer",
-    "SequenceNumericColumn": "give a numeric_column to sequence_input_layer",
+    "SequenceCategoricalColumn": "give the dense column of it to sequence_input_layer",
+    "SequenceNumericColumn": "give it to sequence_input_layer",
 }
 _REFUSED: Final[dict[str, tuple[Any, str]]] = {
     "max_norm": (None, "leave it out: a lookup writes no rows. kvemb.tensorflow.embedding_lookup_sparse has it"),

@@ -63,7 +63,7 @@ def column_tables(
         InvalidInputError: columns that contradict each other.
         TableMismatchError: a table exists with another identity.
     """
-    embedded = [column for column in _sorted(feature_columns) if isinstance(column, EmbeddingColumn)]
+    embedded = [column for column in _sorted(feature_columns, sequences=True) if isinstance(column, EmbeddingColumn)]
     return {
         of.name: of.create(cluster, reduce) for of in tables_of(embedded, ColumnOptions(optimizer, reduce, "float32", "float32", False))
     }
@@ -96,7 +96,7 @@ def input_layer(features: Features, feature_columns: Iterable[DenseColumn], tabl
         >>> dense.shape.as_list(), dense[:, 0].numpy().tolist(), dense[1, 1:].numpy().tolist()
         ([2, 5], [2.5, 3.0], [0.0, 0.0, 0.0, 0.0])
     """
-    columns = _sorted(feature_columns)
+    columns = _sorted(feature_columns, sequences=False)
     embedded = _embedded(columns, features, tables, sequence=False)
     counts = {c.name: _counts(c, features, sequence=False) for c in columns if isinstance(c, IndicatorColumn)}
     numbers = {c.name: _numbers(c, features) for c in columns if isinstance(c, NumericColumn)}
@@ -116,7 +116,7 @@ def sequence_input_layer(features: Features, feature_columns: Iterable[DenseColu
 
     Args:
         features: by name, sparse, ragged or dense [b, T]; of an embedding column also [b, T, k], of which k are combined.
-        feature_columns: as `input_layer`.
+        feature_columns: as `input_layer`; TensorFlow's sequence columns as well.
         tables: as `input_layer`.
 
     Returns:
@@ -126,7 +126,7 @@ def sequence_input_layer(features: Features, feature_columns: Iterable[DenseColu
         InvalidInputError: as `input_layer`; or a crossed column, which has no steps.
         tf.errors.InvalidArgumentError: lengths differ from column to column.
     """
-    columns = _sorted(feature_columns)
+    columns = _sorted(feature_columns, sequences=True)
     sequences = {column.name: _sparse(_sequence_key(column), features) for column in columns}
     embedded = _embedded(columns, features, tables, sequence=True)
     blocks, lengths = [], []
@@ -150,8 +150,8 @@ def sequence_input_from_feature_columns(
     return sequence_input_layer(columns_to_tensors, feature_columns, tables)[0]
 
 
-def _sorted(columns: Iterable[DenseColumn]) -> list[DenseColumn]:
-    return sorted(checked_dense_columns(columns), key=lambda column: column.name)
+def _sorted(columns: Iterable[DenseColumn], *, sequences: bool) -> list[DenseColumn]:
+    return sorted(checked_dense_columns(columns, sequences=sequences), key=lambda column: column.name)
 
 
 def _embedded(columns: Sequence[DenseColumn], features: Features, tables: Mapping[str, TablePort], *, sequence: bool) -> dict[str, Any]:
