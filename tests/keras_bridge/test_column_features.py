@@ -1,5 +1,6 @@
 """DenseFeatures in Keras: blocks, order and missing values are TensorFlow's; it is trained, saved and loaded like any layer."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from kvemb.columns import (
 )
 from kvemb.errors import InvalidInputError
 from kvemb.keras import DenseFeatures, distribute
+from trainer.columns.feature_values import list_bags
 
 RATE = 0.5
 VIEWED = [[4, 9], [], [9], [1]]
@@ -164,6 +166,73 @@ def test_a_saved_model_goes_on_with_its_tables(cluster: kvemb.Cluster, name: str
         np.testing.assert_array_equal(ready[key], values)
     np.testing.assert_allclose(loaded.predict(ready, verbose=0), model.predict(x, verbose=0), **CLOSE)
     assert loaded.train_on_batch(ready, y) < first
+
+
+def crossed_columns(name: str, of: Any = kvemb.columns) -> list[Any]:
+    """Of kvemb.columns, or of tf.feature_column."""
+    page = of.categorical_column_with_identity(f"{name}.page", 9)
+    crossed = of.crossed_column([page, f"{name}.word"], 30)
+    weighted = of.weighted_categorical_column(page, f"{name}.seconds")
+    return [of.embedding_column(crossed, 2, combiner="sum"), of.indicator_column(crossed), of.indicator_column(weighted)]
+
+
+def test_a_cross_is_embedded_counted_and_saved(cluster: kvemb.Cluster, name: str) -> None:
+    layer = DenseFeatures(crossed_columns(name), optimizer=keras.optimizers.SGD(RATE))
+    inputs = layer.symbolic_inputs()
+    model = keras.Model(inputs, layer(inputs))
+    (table,) = distribute(model, cluster, quiet=True).tables
+    given = {"page": [[1, 2], []], "word": [["a", "b"], ["a"]], "seconds": [[0.5, 2.0], []]}
+    ready = layer.preprocess({f"{name}.{key}": values for key, values in given.items()})
+    got = model.predict(ready, verbose=0)
+    ids = crossed_columns(name)[1].source.cross([list_bags(given["page"]), list_bags(given["word"])]).values
+    assert len(ids) == 4
+    np.testing.assert_allclose(got[0, :2], table.pull(ids).sum(axis=0), **CLOSE)
+    assert got[0, 2:32].tolist() == np.bincount(ids, minlength=30).tolist()
+    assert got[0, 32:].tolist() == [0.0, 0.5, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert not got[1].any()
+    again = DenseFeatures.from_config(json.loads(json.dumps(layer.get_config())))
+    assert again.get_config() == layer.get_config()
+
+
+def test_tensorflows_own_columns_are_taken(name: str) -> None:
+    theirs = crossed_columns(name, pytest.importorskip("tensorflow").feature_column)
+    ours = DenseFeatures(crossed_columns(name), name="same").get_config()
+    assert DenseFeatures(theirs, name="same").get_config() == ours
+
+
+def test_ids_of_a_feature_space_go_into_embeddings_that_are_tables(cluster: kvemb.Cluster, name: str) -> None:
+    pytest.importorskip("tensorflow")  # FeatureSpace reads by tf.data
+    space = keras.utils.FeatureSpace(
+        {
+            "colour": keras.utils.FeatureSpace.string_categorical(output_mode="int"),
+            "page": keras.utils.FeatureSpace.integer_categorical(output_mode="int"),
+            "word": keras.utils.FeatureSpace.string_hashed(50, output_mode="int"),
+            "age": keras.utils.FeatureSpace.float_discretized(3, output_mode="int"),
+        },
+        crosses=[keras.utils.FeatureSpace.cross(("colour", "page"), 40, output_mode="int")],
+        output_mode="dict",
+    )
+    given = {
+        "colour": np.array(["red", "green", "blue", "red"]),
+        "page": np.array([3, 7, 7, 1]),
+        "word": np.array(["a", "b", "c", "d"]),
+        "age": np.array([17.0, 30.0, 50.0, 70.0], np.float32),
+    }
+    space.adapt(given)
+    ids = {key: keras.ops.convert_to_numpy(of) for key, of in space(given).items()}
+    inputs = {key: keras.Input(of.shape[1:], dtype="int64", name=key) for key, of in ids.items()}
+    blocks = [keras.layers.Flatten()(keras.layers.Embedding(64, 3, name=f"{key}_rows")(of)) for key, of in inputs.items()]
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()(blocks)))
+    model.compile(keras.optimizers.SGD(RATE), "mse")
+    before = model.predict(ids, verbose=0)
+    names = {f"{key}_rows": f"{name}.{key}" for key in ids}
+    tables = distribute(model, cluster, min_rows=1, names=names, quiet=True).tables
+    assert len(tables) == 5, "four features and a cross"
+    np.testing.assert_allclose(model.predict(ids, verbose=0), before, **CLOSE)
+    first = {table.name: table.pull(np.arange(64)) for table in tables}
+    model.train_on_batch(ids, np.ones((4, 1), np.float32))
+    trained = {of.name: np.flatnonzero((of.pull(np.arange(64)) != first[of.name]).any(axis=1)).tolist() for of in tables}
+    assert trained == {f"{name}.{key}": np.unique(of).tolist() for key, of in ids.items()}
 
 
 @pytest.mark.parametrize(

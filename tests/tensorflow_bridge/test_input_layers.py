@@ -124,6 +124,139 @@ class MemoryCopy:
         return self._rows[list(ids)]
 
 
+def made_by(of: Any) -> list[Any]:
+    """Columns of every kind, made by kvemb.columns or TensorFlow."""
+    page, size = of.categorical_column_with_identity("page", 10), of.bucketized_column(of.numeric_column("size", shape=(2,)), [0.0, 10.0])
+    colour = of.categorical_column_with_vocabulary_list("colour", ["red", "green", "blue"], num_oov_buckets=0)
+    ad = of.weighted_categorical_column(of.categorical_column_with_identity("ad", 6), "clicks")
+    made = [
+        of.indicator_column(page),
+        of.indicator_column(colour),
+        of.indicator_column(ad),
+        of.indicator_column(size),
+        of.indicator_column(of.crossed_column([page, "colour", of.crossed_column([colour, size], 3)], 10**6)),
+        of.embedding_column(of.crossed_column([page, "colour"], 1), 2, combiner="mean"),
+        of.embedding_column(of.categorical_column_with_hash_bucket("word", 1), 2),
+    ]
+    keys = [of.categorical_column_with_identity(key, 10) for key in ("page", "liked")]
+    return [*made, *of.shared_embedding_columns(keys, 2, combiner="sqrtn")]
+
+
+def random_features(rng: np.random.Generator, n: int = 6) -> dict[str, Any]:
+    words = np.array(["red", "green", "pink", ""])
+    given = rng.random((n, 3)) < 0.6
+    at = np.argwhere(given)
+    return {
+        "page": rng.integers(-1, 10, (n, 2)),
+        "liked": rng.integers(-1, 10, (n, 3)),
+        "size": rng.normal(scale=9, size=(n, 2)).astype(np.float32),
+        "colour": words[rng.integers(0, 4, (n, 3))],
+        "word": words[rng.integers(0, 4, n)],
+        "ad": (at, rng.integers(0, 6, len(at)), (n, 3)),
+        "clicks": (at, rng.normal(size=len(at)).astype(np.float32), (n, 3)),
+    }
+
+
+@pytest.mark.parametrize("way", ["eager", "graph", "rows as arguments"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorflows_own_columns_give_tensorflows_results_but_for_the_hash(way: str) -> None:
+    given = random_features(np.random.default_rng(4))
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        theirs = made_by(fc)  # in a graph: TensorFlow has no shared columns elsewhere
+        made = fc.input_layer({name: as_tensor(of) for name, of in given.items()}, theirs)
+        session.run([tf.compat.v1.global_variables_initializer(), tf.compat.v1.tables_initializer()])
+        tables = kt.column_tables(theirs, ColumnCluster())
+        for variable in tf.compat.v1.global_variables():
+            variable.load(tables[variable.name.split("/")[1]].pull(range(int(variable.shape[0]))), session)
+        expected = session.run(made)
+        keys = [tf.feature_column.categorical_column_with_identity(key, 10) for key in ("page", "liked")]
+        assert kc.from_tensorflow(tf.feature_column.shared_embeddings(keys, 2, combiner="sqrtn")) == made_by(kc)[-2:]
+        with pytest.raises(InvalidInputError, match="trainable=False"):
+            kc.from_tensorflow(tf.feature_column.shared_embeddings(keys, 2, trainable=False))
+    assert kc.from_tensorflow(theirs) == made_by(kc)
+
+    assert sorted(tables) == ["colour_X_page_embedding", "liked_page_shared_embedding", "word_embedding"]
+    batch = {name: as_tensor(of) for name, of in given.items()}
+
+    def step(batch: Any) -> Any:
+        return kt.input_layer(batch, theirs, tables)
+
+    got = {"eager": step, "graph": tf.function(step), "rows as arguments": kt.function(step)}[way](batch).numpy()
+    assert got.shape == expected.shape
+    ours = sorted(kc.from_tensorflow(theirs), key=lambda column: column.name)
+    ends = np.cumsum([column.width for column in ours])
+    for column, mine, other in zip(ours, np.split(got, ends[:-1], axis=1), np.split(expected, ends[:-1], axis=1), strict=True):
+        if column.name.endswith("page_X_size_bucketized_indicator"):
+            assert np.array_equal(np.sort(mine, axis=1), np.sort(other, axis=1)), "another hash, the same combinations"
+            assert mine.sum() > 50
+        else:
+            np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6, err_msg=column.name)
+
+
+def test_an_indicator_counts_each_step_of_a_sequence() -> None:
+    batch = {"page": sparse([[1, 2, 2], [], [7]], tf.int64)}
+    columns = [tf.feature_column.indicator_column(tf.feature_column.categorical_column_with_identity("page", 8))]
+    made, lengths = kt.sequence_input_layer(batch, columns, {})
+    assert lengths.numpy().tolist() == [3, 0, 1]
+    np.testing.assert_array_equal(made, tf.one_hot([[1, 2, 2], [-1, -1, -1], [7, -1, -1]], 8))
+    with pytest.raises(InvalidInputError, match="a cross has no steps"):
+        kt.sequence_input_layer(batch, [kc.indicator_column(kc.crossed_column(["page", "page"], 8))], {})
+
+
+TF = tf.feature_column
+PAGE = TF.categorical_column_with_identity("page", 10)
+
+
+@pytest.mark.parametrize(
+    ("column", "first"),
+    [
+        (TF.embedding_column(PAGE, 4), {"kind": "truncated_normal", "mean": 0.0, "std": 0.5}),
+        (TF.embedding_column(PAGE, 4, initializer=tf.initializers.RandomUniform(-1.0, 2.0)), {"kind": "uniform", "low": -1.0, "high": 2.0}),
+        (TF.embedding_column(PAGE, 4, initializer=tf.initializers.Ones()), {"kind": "constant", "value": 1.0}),
+        (TF.embedding_column(PAGE, 4, initializer=tf.initializers.Constant(0.5)), {"kind": "constant", "value": 0.5}),
+        (TF.embedding_column(PAGE, 4, initializer=tf.initializers.Zeros()), {"kind": "zeros"}),
+        (TF.embedding_column(PAGE, 4, initializer=tf.initializers.RandomNormal(0.5, 2.0)), {"kind": "normal", "mean": 0.5, "std": 2.0}),
+    ],
+)
+def test_first_rows_of_tensorflows_columns_have_their_distribution(column: Any, first: dict[str, Any]) -> None:
+    assert kc.from_tensorflow([column])[0].initializer.to_dict() == first
+
+
+@pytest.mark.parametrize(
+    ("column", "why"),
+    [
+        (TF.embedding_column(PAGE, 4, max_norm=1.0), "max_norm=1.0 has no counterpart"),
+        (TF.embedding_column(PAGE, 4, trainable=False), "trainable=False"),
+        (TF.embedding_column(PAGE, 4, ckpt_to_load_from="model", tensor_name_in_ckpt="page"), "ckpt_to_load_from='model'"),
+        (TF.embedding_column(PAGE, 4, use_safe_embedding_lookup=False), "use_safe_embedding_lookup=False"),
+        (TF.embedding_column(PAGE, 4, initializer=tf.initializers.GlorotUniform()), "initializer GlorotUniform"),
+        (TF.embedding_column(PAGE, 4, initializer=tf.zeros), "initializer function"),
+        (TF.indicator_column(TF.crossed_column(["a", "b"], 9, hash_key=3)), "hash_key=3"),
+        (TF.indicator_column(TF.categorical_column_with_vocabulary_file("a", "words.txt", 3)), "give the file's lines"),
+        (TF.embedding_column(TF.sequence_categorical_column_with_identity("a", 3), 4), "to sequence_input_layer"),
+        (TF.sequence_numeric_column("a"), "to sequence_input_layer"),
+        (PAGE, "wrap it with embedding_column or indicator_column"),
+    ],
+)
+def test_what_only_tensorflows_columns_have_is_refused_by_name(column: Any, why: str) -> None:
+    with pytest.raises(InvalidInputError, match=why):
+        kt.input_layer({}, [column], {})
+
+
+def test_tensorflows_sequence_columns_are_those_of_a_step() -> None:
+    batch = {"page": sparse([[1, 2, 2], [], [7]], tf.int64), "seconds": sparse([[0.5, 1.5, 2.5], [], [9.0]], tf.float32)}
+    of_steps = TF.sequence_categorical_column_with_identity("page", 10)
+    theirs = [TF.embedding_column(of_steps, 3), TF.indicator_column(of_steps), TF.sequence_numeric_column("seconds")]
+    page = kc.categorical_column_with_identity("page", 10)
+    ours = [kc.embedding_column(page, 3), kc.indicator_column(page), kc.numeric_column("seconds")]
+    tables = kt.column_tables(theirs, ColumnCluster())
+    for mine, other in zip(*(kt.sequence_input_layer(batch, columns, tables) for columns in (ours, theirs)), strict=True):
+        np.testing.assert_array_equal(mine, other)
+    for option in ({"default_value": 1.0}, {"normalizer_fn": tf.sparse.softmax}):
+        with pytest.raises(InvalidInputError, match="have no counterpart: steps are filled up with 0"):
+            kt.sequence_input_layer(batch, [TF.sequence_numeric_column("seconds", **option)], {})
+
+
 @pytest.mark.parametrize("way", ["eager", "graph", "rows as arguments"])
 def test_sequence_input_layer_is_a_lookup_for_each_step_of_a_sequence(way: str) -> None:
     cluster = ColumnCluster("sync")

@@ -20,11 +20,14 @@ from trainer.columns import (
     categorical_column_with_hash_bucket,
     categorical_column_with_identity,
     categorical_column_with_vocabulary_list,
+    crossed_column,
     embedding_column,
+    indicator_column,
     numeric_column,
     shared_embedding_columns,
     weighted_categorical_column,
 )
+from trainer.columns.feature_values import list_bags
 from trainer.torch import SparseOptimizer, prepare
 from trainer.torch.collections.jagged_tensors import JaggedTensor
 from trainer.torch.modules.dense_features import DenseFeatures
@@ -58,6 +61,21 @@ def test_blocks_and_their_order_are_tensorflows() -> None:
     assert got.dtype == torch.float32
     assert layer.width == 16
     torch.testing.assert_close(got, torch.tensor(TENSORFLOW, dtype=torch.float32), rtol=1e-5, atol=1e-6)
+
+
+def test_a_cross_is_embedded_and_counted() -> None:
+    cluster, crossed = CreatingCluster(), crossed_column([identity("page"), "word"], 50)
+    weighted = weighted_categorical_column(identity("page", 4), "seconds")
+    layer = DenseFeatures([embedding_column(crossed, 2, "sum", FIRST), indicator_column(crossed), indicator_column(weighted)], cluster)
+    features = {"page": torch.tensor([[1, 2], [-1, 3]]), "word": [["a", "b"], []], "seconds": torch.tensor([[0.5, 2.0], [9.0, 4.0]])}
+    got = layer(features)
+    made = crossed.cross([list_bags([[1, 2], [3]]), list_bags([["a", "b"], []])])
+    counted = torch.from_numpy(np.bincount(made.values, minlength=50).astype(np.float32))
+    assert layer.width == 2 + 50 + 4
+    torch.testing.assert_close(got[0, :2], rows_of(cluster.tables["page_X_word_embedding"], 50)[made.values].sum(dim=0))
+    torch.testing.assert_close(got[0, 2:52], counted)
+    assert got[1, :52].tolist() == [0.0] * 52
+    assert got[:, 52:].tolist() == [[0.0, 0.5, 2.0, 0.0], [0.0, 0.0, 0.0, 4.0]]
 
 
 # --- features in every form ---------------------------------------------------------------------------------------------------------

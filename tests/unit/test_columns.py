@@ -11,13 +11,16 @@ from trainer.columns import (
     categorical_column_with_hash_bucket,
     categorical_column_with_identity,
     categorical_column_with_vocabulary_list,
+    crossed_column,
     embedding_column,
+    indicator_column,
     numeric_column,
     shared_embedding_columns,
     weighted_categorical_column,
 )
+from trainer.columns.column_ids import read_ids
 from trainer.columns.column_kinds import CategoricalColumn
-from trainer.columns.feature_values import Bags, dense_bags, hash_buckets, jagged_bags, list_bags
+from trainer.columns.feature_values import Bags, cross_bags, dense_bags, hash_buckets, jagged_bags, list_bags
 
 
 def texts(*words: object) -> np.ndarray:
@@ -176,6 +179,43 @@ def test_several_numbers_have_ranges_of_their_own() -> None:
     assert column.buckets(np.array([1, 1, 9, 9], np.float32)).tolist() == [0, 2, 1, 3]
 
 
+def ids_of(column: CategoricalColumn, **features: list[object]) -> Bags:
+    return read_ids(
+        column, lambda key: (list_bags(features[key]), True), lambda of: np.array(features[of.key], np.float32).reshape(-1, of.width)
+    )
+
+
+def test_a_cross_is_of_a_features_values_and_of_columns_ids() -> None:
+    page, colour = categorical_column_with_identity("page", 9), categorical_column_with_vocabulary_list("colour", ["red", "green"])
+    age = bucketized_column(numeric_column("age", shape=2), [18])
+    made = ids_of(
+        crossed_column([page, "word", crossed_column([age, colour], 2)], 10**12),
+        page=[[3, -1], [4, 5]],
+        word=[["a", ""], ["b"]],
+        age=[[17, 20], [30, 1]],
+        colour=[["green", "pink"], ["", "red"]],
+    )
+    # A column leaves missing values out, and crosses what it does not know as -1; a feature's own values are all there.
+    parts = [[[3], [4, 5]], [["a", ""], ["b"]], [[0, 3], [1, 2]], [[1, -1], [0]]]
+    expected = cross_bags([list_bags(part) for part in parts], 10**12)
+    assert (made.values.tolist(), made.lengths.tolist()) == (expected.values.tolist(), expected.lengths.tolist())
+    assert made.lengths.tolist() == [1 * 2 * 2 * 2, 2 * 1 * 2 * 1]
+
+
+def test_numbers_are_not_crossed_and_the_feature_is_named() -> None:
+    with pytest.raises(InvalidInputError, match=r"'price' holds float64.*bucketized_column"):
+        ids_of(crossed_column(["price", "word"], 9), price=[1.5], word=["a"])
+
+
+def test_an_indicator_counts_buckets_and_adds_weights() -> None:
+    colour = categorical_column_with_vocabulary_list("colour", ["red", "green"])
+    weighted = weighted_categorical_column(colour, "w")
+    features = {"colour": [["red", "red", "pink"], [], ["green"]], "w": [[0.5, -1.0, 9.0], [], [2.0]]}
+    assert indicator_column(colour).counts(ids_of(colour, **features)).tolist() == [[2, 0], [0, 0], [0, 1]]
+    assert indicator_column(weighted).counts(ids_of(weighted, **features)).tolist() == [[-0.5, 0], [0, 0], [0, 2]]
+    assert indicator_column(colour).counts(ids_of(colour, colour=[])).shape == (0, 2)
+
+
 # --- what columns are called, and what is refused ------------------------------------------------------------------------------------
 
 
@@ -184,6 +224,8 @@ def test_names_are_tensorflows() -> None:
     age = bucketized_column(numeric_column("age"), [18])
     named = [embedding_column(c, 4).name for c in (page, age, weighted_categorical_column(page, "w"))]
     assert named == ["page_embedding", "age_bucketized_embedding", "page_weighted_by_w_embedding"]
+    crossed = crossed_column(["z", crossed_column([age, page], 5)], 9)
+    assert (crossed.name, indicator_column(crossed).name) == ("age_bucketized_X_page_X_z", "age_bucketized_X_page_X_z_indicator")
     assert embedding_column(page, 4).table_name == "page_embedding"
     assert embedding_column(page, 4, table_name="pages").table_name == "pages"
 
@@ -233,6 +275,14 @@ ID = categorical_column_with_identity("c", 9)
         lambda: bucketized_column(numeric_column("x"), [float("nan")]),
         lambda: weighted_categorical_column(numeric_column("x"), "w"),
         lambda: weighted_categorical_column(ID, ""),
+        lambda: crossed_column(["a"], 9),
+        lambda: crossed_column("ab", 9),
+        lambda: crossed_column(["a", "b"], 0),
+        lambda: crossed_column(["a", categorical_column_with_hash_bucket("b", 9)], 9),
+        lambda: crossed_column(["a", weighted_categorical_column(ID, "w")], 9),
+        lambda: crossed_column(["a", numeric_column("x")], 9),
+        lambda: weighted_categorical_column(crossed_column(["a", "b"], 9), "w"),
+        lambda: indicator_column(numeric_column("x")),
         lambda: embedding_column(numeric_column("x"), 4),
         lambda: embedding_column(ID, 0),
         lambda: embedding_column(ID, 4, combiner="max"),

@@ -8,18 +8,24 @@ from .declare import (
     categorical_column_with_hash_bucket,
     categorical_column_with_identity,
     categorical_column_with_vocabulary_list,
+    crossed_column,
     embedding_column,
+    indicator_column,
     numeric_column,
     shared_embedding_columns,
     weighted_categorical_column,
 )
+from .tensorflow_columns import from_tensorflow
 
 __all__ = [
     "bucketized_column",
     "categorical_column_with_hash_bucket",
     "categorical_column_with_identity",
     "categorical_column_with_vocabulary_list",
+    "crossed_column",
     "embedding_column",
+    "from_tensorflow",
+    "indicator_column",
     "numeric_column",
     "shared_embedding_columns",
     "weighted_categorical_column",

@@ -6,7 +6,7 @@ DenseFeatures has them), and how values come in (`feature_values`).
 """
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from kvemb.errors import InvalidInputError
 from kvemb.init import Initializer
 from kvemb.process.cached_property import cached_property
 
-from .feature_values import hash_buckets, text_bytes
+from .feature_values import Bags, cross_bags, hash_buckets, text_bytes
 
 NO_ROW = -1
 """The bucket of a value that stands for no row: it is left out of its bag."""
@@ -197,7 +197,51 @@ class WeightedColumn:
         return self.source.buckets(values)
 
 
-CategoricalColumn = IdentityColumn | HashedColumn | VocabularyColumn | BucketizedColumn | WeightedColumn
+@dataclass(frozen=True)
+class CrossedColumn:
+    """Combinations of values, hashed to buckets; made by `crossed_column`."""
+
+    keys: tuple["str | IdentityColumn | VocabularyColumn | BucketizedColumn", ...]
+    num_buckets: int
+
+    @property
+    def name(self) -> str:
+        """The name from which its dense columns get theirs."""
+        return "_X_".join(sorted(key if isinstance(key, str) else key.name for key in self.keys))
+
+    def cross(self, parts: Sequence[Bags]) -> Bags:
+        """Return the buckets of all combinations: of a feature's values as they are, of a column's ids, NO_ROW included."""
+        for key, part in zip(self.keys, parts, strict=True):
+            _require(str(key if isinstance(key, str) else key.name), part.values, "iuO", "integers or text (numbers: bucketized_column)")
+        with _naming(self.name):
+            return cross_bags(parts, self.num_buckets)
+
+
+CategoricalColumn = IdentityColumn | HashedColumn | VocabularyColumn | BucketizedColumn | WeightedColumn | CrossedColumn
+
+
+@dataclass(frozen=True)
+class IndicatorColumn:
+    """How often each bucket of a categorical column comes; made by `indicator_column`."""
+
+    source: CategoricalColumn
+
+    @property
+    def name(self) -> str:
+        """The name by which columns are sorted."""
+        return f"{self.source.name}_indicator"
+
+    @property
+    def width(self) -> int:
+        """Values per example."""
+        return self.source.num_buckets
+
+    def counts(self, ids: Bags) -> NDArray[np.float32]:
+        """Return how often each bucket is in a bag, or the sum of its weights: float32 [b, width]. NO_ROW is counted nowhere."""
+        kept = ids.keep(ids.values != NO_ROW)
+        n_bags = len(kept.lengths)
+        cells = np.repeat(np.arange(n_bags) * self.width, kept.lengths) + kept.values
+        return np.bincount(cells, kept.weights, n_bags * self.width).reshape(n_bags, self.width).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -216,8 +260,18 @@ class EmbeddingColumn:
         """The name by which columns are sorted, and by which options are given."""
         return f"{self.source.name}_{'shared_embedding' if self.shared else 'embedding'}"
 
+    @property
+    def width(self) -> int:
+        """Values per example."""
+        return self.dimension
 
-DenseColumn = NumericColumn | EmbeddingColumn
+    def rows(self, ids: Bags) -> Bags:
+        """Return the ids that are rows of the table: NO_ROW, and what has no place in a weighted mean, are left out, as TensorFlow does."""
+        kept = ids.keep(ids.values != NO_ROW)
+        return kept if kept.weights is None or self.combiner == "sum" else kept.keep(kept.weights > 0)
+
+
+DenseColumn = NumericColumn | IndicatorColumn | EmbeddingColumn
 
 
 def check_key(key: object) -> str:
@@ -264,20 +318,3 @@ def _require(key: str, values: NDArray[Any], kinds: str, expected: str) -> None:
     if values.dtype.kind not in kinds and len(values):
         got = "text" if values.dtype.kind == "O" else str(values.dtype)
         raise InvalidInputError(f"feature {key!r} holds {got}, its column expects {expected}; convert it, or give the column that dtype")
-
-
-def checked_dense_columns(columns: Iterable[DenseColumn]) -> list[DenseColumn]:
-    """Return the columns of a dense input, in their order.
-
-    Raises:
-        InvalidInputError: a column gives no numbers, two columns have one name, or there is none.
-    """
-    listed = list(columns)
-    for column in listed:
-        if not isinstance(column, DenseColumn):
-            hint = "; wrap it with embedding_column" if isinstance(column, CategoricalColumn) else ""
-            raise InvalidInputError(f"feature_columns takes numeric and embedding columns, got {type(column).__name__}{hint}")
-    names = [column.name for column in listed]
-    if not names or len(set(names)) < len(names):
-        raise InvalidInputError(f"feature_columns must be columns of distinct names, got {names}")
-    return listed

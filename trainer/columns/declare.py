@@ -24,9 +24,11 @@ from .column_kinds import (
     NO_ROW,
     BucketizedColumn,
     CategoricalColumn,
+    CrossedColumn,
     EmbeddingColumn,
     HashedColumn,
     IdentityColumn,
+    IndicatorColumn,
     NumericColumn,
     VocabularyColumn,
     WeightedColumn,
@@ -167,6 +169,54 @@ def weighted_categorical_column(categorical_column: CategoricalColumn, weight_fe
     return WeightedColumn(categorical_column, check_key(weight_feature_key))
 
 
+def crossed_column(
+    keys: Sequence[str | IdentityColumn | VocabularyColumn | BucketizedColumn | CrossedColumn], hash_bucket_size: int
+) -> CrossedColumn:
+    """Declare combinations of features that are hashed to rows: each value of an example's one feature with each value of the others.
+
+    Args:
+        keys: two or more. A feature's name: its values, integers or text, as they are; none of them is missing, "" and -1 neither. Or an
+            identity, vocabulary or bucketized column: its ids. A crossed column stands for its own keys.
+        hash_bucket_size: how many rows. The hash is `feature_values.cross_bags`'s, so not TensorFlow's.
+
+    Example:
+        >>> age = bucketized_column(numeric_column("age"), [18, 65])
+        >>> crossed_column([age, "city"], 1000).name
+        'age_bucketized_X_city'
+    """
+    leaves: list[str | IdentityColumn | VocabularyColumn | BucketizedColumn] = []
+    for key in [keys] if isinstance(keys, str) else keys:
+        if isinstance(key, HashedColumn):
+            raise InvalidInputError(f"a cross hashes by itself: give the name {key.key!r} in the place of its hashed column")
+        if isinstance(key, CrossedColumn):
+            leaves += key.keys
+        elif isinstance(key, IdentityColumn | VocabularyColumn | BucketizedColumn):
+            leaves.append(key)
+        elif isinstance(key, str):
+            leaves.append(check_key(key))
+        else:
+            raise InvalidInputError(
+                f"keys are features' names, identity, vocabulary and bucketized columns, got {type(key).__name__}; a cross has no weights"
+            )
+    if len(leaves) < 2:
+        raise InvalidInputError(f"a cross has two keys or more, got {keys!r}")
+    return CrossedColumn(tuple(leaves), check_integer("crossed_column: hash_bucket_size", hash_bucket_size, 1, _MOST))
+
+
+def indicator_column(categorical_column: CategoricalColumn) -> IndicatorColumn:
+    """Declare how often each bucket comes in an example, as numbers: float32 [b, buckets]; of a weighted column the sums of its weights.
+
+    Args:
+        categorical_column: of any kind. Each bucket is a column of the result, so have few.
+
+    Example:
+        >>> indicator_column(categorical_column_with_identity("hour", 24)).width
+        24
+    """
+    _check_categorical(categorical_column)
+    return IndicatorColumn(categorical_column)
+
+
 def embedding_column(
     categorical_column: CategoricalColumn,
     dimension: int,
@@ -241,7 +291,7 @@ def _embedding(
 
 def _check_categorical(column: object) -> None:
     if not isinstance(column, CategoricalColumn):
-        raise InvalidInputError(f"an embedding column is made of a categorical or bucketized column, got {type(column).__name__}")
+        raise InvalidInputError(f"such a column is made of a categorical, bucketized or crossed column, got {type(column).__name__}")
 
 
 def _check_one_of(where: str, value: object, known: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ ones among them, 0.15 with 19,000 (Zipf 1.05), 0.71 where all are unique. Statel
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import xxhash
@@ -160,25 +160,70 @@ def hash_buckets(values: NDArray[Any], n_buckets: int) -> NDArray[np.int64]:
         >>> hash_buckets(np.array([7, 8, 7]), 1000).tolist()
         [877, 22, 877]
     """
-    words = hash_integers(values) if values.dtype.kind in "iu" else hash_texts(values.tolist())
-    return (words % np.uint64(n_buckets)).view(np.int64)
+    return (hash_values(values) % np.uint64(n_buckets)).view(np.int64)
+
+
+def cross_bags(parts: Sequence[Bags], n_buckets: int) -> Bags:
+    """Give each combination of a value from each part its bucket; a bag has as many as the product of the parts' lengths.
+
+    The hash of a combination begins as that of its first value. Each further value makes it the XXH64 (seed 0) of 16 bytes: the hash so
+    far and the hash of the value, both little-endian. So the order of the parts counts.
+
+    Args:
+        parts: two or more, of integers or text, with the same number of bags.
+        n_buckets: 1 to 2**63 - 1.
+
+    Returns:
+        int64 buckets; within a bag the last part's values vary fastest.
+
+    Raises:
+        InvalidInputError: the numbers of bags differ, or a value cannot be hashed.
+
+    Example:
+        >>> bags = cross_bags([list_bags([["red", "blue"], []]), list_bags([[1, 2], [3]])], 1000)
+        >>> bags.values.tolist(), bags.lengths.tolist()
+        ([460, 509, 542, 82], [4, 0])
+    """
+    if len({len(part.lengths) for part in parts}) > 1:
+        raise InvalidInputError(f"what is crossed must have the same number of examples, got {[len(part.lengths) for part in parts]}")
+    words, lengths = hash_values(parts[0].values), parts[0].lengths
+    for part in parts[1:]:
+        product = lengths * part.lengths
+        bag = np.repeat(np.arange(len(product)), product)  # [m], of each combination
+        place = np.arange(len(bag)) - np.repeat(np.cumsum(product) - product, product)  # [m], its place in its bag
+        before, further = np.divmod(place, part.lengths[bag])
+        before += (np.cumsum(lengths) - lengths)[bag]
+        further += (np.cumsum(part.lengths) - part.lengths)[bag]
+        words, lengths = _hash_words(words[before], hash_values(part.values)[further]), product
+    return Bags((words % np.uint64(n_buckets)).view(np.int64), lengths)
+
+
+def hash_values(values: NDArray[Any]) -> NDArray[np.uint64]:
+    """XXH64 of integers or text: [m] -> uint64 [m]."""
+    return hash_integers(values) if values.dtype.kind in "iu" else hash_texts(values.tolist())
 
 
 def hash_integers(values: NDArray[Any]) -> NDArray[np.uint64]:
     """XXH64 of the 8 little-endian bytes of each integer: [m] -> uint64 [m]."""
-    wide = values.astype(np.uint64 if values.dtype.kind == "u" else np.int64, copy=False).view(np.uint64)
-    lane = _rotate(wide * _P2, 31)
-    lane *= _P1
-    lane ^= np.uint64((_PRIMES[4] + 8) & 0xFFFFFFFFFFFFFFFF)
-    words = _rotate(lane, 27)
-    words *= _P1
-    words += _P4
+    return _hash_words(values.astype(np.uint64 if values.dtype.kind == "u" else np.int64, copy=False).view(np.uint64))
+
+
+def _hash_words(*lanes: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """XXH64 of the little-endian bytes of one to three words, one after another: each [m] -> [m]."""
+    words: Any = np.uint64((_PRIMES[4] + 8 * len(lanes)) & 0xFFFFFFFFFFFFFFFF)
+    for word in lanes:
+        lane = _rotate(word * _P2, 31)
+        lane *= _P1
+        lane ^= words
+        words = _rotate(lane, 27)
+        words *= _P1
+        words += _P4
     words ^= words >> np.uint64(33)
     words *= _P2
     words ^= words >> np.uint64(29)
     words *= _P3
     words ^= words >> np.uint64(32)
-    return words
+    return cast("NDArray[np.uint64]", words)
 
 
 def hash_texts(values: Sequence[object]) -> NDArray[np.uint64]:

@@ -6,7 +6,7 @@ feature becomes sparse ids, as in TensorFlow. All columns of a call are one pull
 Source: tf.compat.v1.feature_column.input_layer, and tf.contrib's functions of these names (interfaces only).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,14 +19,19 @@ from kvemb.optim import OptimizerSpec
 from ..columns.column_kinds import (
     BucketizedColumn,
     CategoricalColumn,
+    CrossedColumn,
     DenseColumn,
     EmbeddingColumn,
+    HashedColumn,
+    IdentityColumn,
+    IndicatorColumn,
     NumericColumn,
+    VocabularyColumn,
     WeightedColumn,
-    checked_dense_columns,
 )
 from ..columns.column_tables import ColumnOptions, tables_of
-from ..columns.feature_values import MISSING_INTEGER
+from ..columns.feature_values import MISSING_INTEGER, Bags
+from ..columns.tensorflow_columns import checked_dense_columns
 from ..lookahead.cluster_ports import TablePort
 from .embedding_lookups import fused_safe_embedding_lookup_sparse
 
@@ -46,7 +51,7 @@ def column_tables(
     """Create the tables of embedding columns, or open them where they exist with the same identity.
 
     Args:
-        feature_columns: those of all input layers; numeric ones have no table.
+        feature_columns: those of all input layers; numeric and indicator columns have no table.
         cluster: where.
         optimizer: of the tables, or a mapping from column name to it; rowwise_adagrad() unless given.
         reduce: how gradients of different trainers combine, "sum" or "mean".
@@ -58,7 +63,7 @@ def column_tables(
         InvalidInputError: columns that contradict each other.
         TableMismatchError: a table exists with another identity.
     """
-    embedded = [column for column in _sorted(feature_columns) if isinstance(column, EmbeddingColumn)]
+    embedded = [column for column in _sorted(feature_columns, sequences=True) if isinstance(column, EmbeddingColumn)]
     return {
         of.name: of.create(cluster, reduce) for of in tables_of(embedded, ColumnOptions(optimizer, reduce, "float32", "float32", False))
     }
@@ -70,7 +75,7 @@ def input_layer(features: Features, feature_columns: Iterable[DenseColumn], tabl
     Args:
         features: by name. Of an embedding column: integers or text, dense ([b] or [b, l], where -1 and "" are missing), sparse or ragged.
             Of a numeric column: numbers [b] or [b, *shape].
-        feature_columns: numeric and embedding columns (`kvemb.columns`), of unique names.
+        feature_columns: numeric, indicator and embedding columns (`kvemb.columns`, or TensorFlow's own), of unique names.
         tables: as `column_tables` returns them.
 
     Returns:
@@ -91,10 +96,12 @@ def input_layer(features: Features, feature_columns: Iterable[DenseColumn], tabl
         >>> dense.shape.as_list(), dense[:, 0].numpy().tolist(), dense[1, 1:].numpy().tolist()
         ([2, 5], [2.5, 3.0], [0.0, 0.0, 0.0, 0.0])
     """
-    columns = _sorted(feature_columns)
+    columns = _sorted(feature_columns, sequences=False)
     embedded = _embedded(columns, features, tables, sequence=False)
-    blocks = [embedded[c.name] if isinstance(c, EmbeddingColumn) else _numbers(c, features) for c in columns]
-    return tf.concat(blocks, axis=1)
+    counts = {c.name: _counts(c, features, sequence=False) for c in columns if isinstance(c, IndicatorColumn)}
+    numbers = {c.name: _numbers(c, features) for c in columns if isinstance(c, NumericColumn)}
+    blocks = embedded | counts | numbers
+    return tf.concat([blocks[column.name] for column in columns], axis=1)
 
 
 def input_from_feature_columns(
@@ -109,28 +116,28 @@ def sequence_input_layer(features: Features, feature_columns: Iterable[DenseColu
 
     Args:
         features: by name, sparse, ragged or dense [b, T]; of an embedding column also [b, T, k], of which k are combined.
-        feature_columns: as `input_layer`.
+        feature_columns: as `input_layer`; TensorFlow's sequence columns as well.
         tables: as `input_layer`.
 
     Returns:
         float32 [b, T, width], zeros behind a sequence's end; int64 [b], the length of each sequence.
 
     Raises:
-        InvalidInputError: as `input_layer`.
+        InvalidInputError: as `input_layer`; or a crossed column, which has no steps.
         tf.errors.InvalidArgumentError: lengths differ from column to column.
     """
-    columns = _sorted(feature_columns)
-    ids = {c.name: _sparse(c.source.key, features) for c in columns if isinstance(c, EmbeddingColumn)}
+    columns = _sorted(feature_columns, sequences=True)
+    sequences = {column.name: _sparse(_sequence_key(column), features) for column in columns}
     embedded = _embedded(columns, features, tables, sequence=True)
     blocks, lengths = [], []
     for column in columns:
-        if isinstance(column, EmbeddingColumn):
-            blocks.append(embedded[column.name])
-            lengths.append(_lengths(ids[column.name]))
-        else:
-            values = _sparse(column.key, features)
+        values = sequences[column.name]
+        if isinstance(column, NumericColumn):
             blocks.append(_steps(column, values))
             lengths.append(_lengths(values) // column.width)
+        else:
+            blocks.append(embedded[column.name] if isinstance(column, EmbeddingColumn) else _counts(column, features, sequence=True))
+            lengths.append(_lengths(values))
     for other in lengths[1:]:
         tf.debugging.assert_equal(other, lengths[0], "columns of one sequence_input_layer have sequences of other lengths")
     return tf.concat(blocks, axis=2), lengths[0]
@@ -143,8 +150,8 @@ def sequence_input_from_feature_columns(
     return sequence_input_layer(columns_to_tensors, feature_columns, tables)[0]
 
 
-def _sorted(columns: Iterable[DenseColumn]) -> list[DenseColumn]:
-    return sorted(checked_dense_columns(columns), key=lambda column: column.name)
+def _sorted(columns: Iterable[DenseColumn], *, sequences: bool) -> list[DenseColumn]:
+    return sorted(checked_dense_columns(columns, sequences=sequences), key=lambda column: column.name)
 
 
 def _embedded(columns: Sequence[DenseColumn], features: Features, tables: Mapping[str, TablePort], *, sequence: bool) -> dict[str, Any]:
@@ -164,6 +171,8 @@ def _embedded(columns: Sequence[DenseColumn], features: Features, tables: Mappin
 def _ids(source: CategoricalColumn, features: Features, sequence: bool) -> tuple[Any, Any]:
     """The sparse ids of a categorical column's feature, and weights if it has any; each step of a sequence a bag of its own."""
     weights = None
+    if isinstance(source, CrossedColumn):
+        return _crossed(source, features), None
     if isinstance(source, BucketizedColumn):
         numbers = _numbers(source.source, features)
         values = tf.sparse.from_dense(tf.ones_like(numbers))
@@ -191,19 +200,54 @@ def _weights(source: WeightedColumn, values: Any, features: Features) -> Any:
     return tf.SparseTensor(values.indices, tf.cast(numbers, tf.float32), values.dense_shape)
 
 
-def _buckets(source: CategoricalColumn, values: Any) -> Any:
+def _buckets(source: IdentityColumn | HashedColumn | VocabularyColumn | BucketizedColumn | WeightedColumn, values: Any) -> Any:
     """Ids int64 [m] of values [m]; -1, which lookups leave out, where a value stands for no row."""
+    return _in_numpy(lambda array: [source.buckets(array)], [values])[0]
 
-    def buckets(array: NDArray[Any]) -> NDArray[np.int64]:
-        return source.buckets(array)
 
+def _crossed(source: CrossedColumn, features: Features) -> Any:
+    """The sparse ids of all combinations of the values of each example."""
+    parts = [_sparse(of, features, may_miss=False) if isinstance(of, str) else _ids(of, features, sequence=False)[0] for of in source.keys]
+
+    def cross(*given: NDArray[Any]) -> Sequence[NDArray[np.int64]]:
+        bags = [Bags(values, np.bincount(rows, minlength=int(n))) for values, rows, n in zip(*[iter(given)] * 3, strict=True)]
+        made = source.cross(bags)
+        return made.values, made.lengths
+
+    ids, lengths = _in_numpy(cross, [of for part in parts for of in (part.values, part.indices[:, 0], part.dense_shape[0])], 2)
+    return tf.RaggedTensor.from_row_lengths(ids, lengths).to_sparse()
+
+
+def _counts(column: IndicatorColumn, features: Features, *, sequence: bool) -> Any:
+    """How often each bucket comes, or the sum of its weights: float32 [b, width], of a sequence [b, T, width]."""
+    ids, weights = _ids(column.source, features, sequence)
+    there = ids.values >= 0  # NO_ROW is counted nowhere
+    cells = tf.concat([ids.indices[:, :-1], ids.values[:, tf.newaxis]], 1)
+    factors = tf.ones_like(ids.values, tf.float32) if weights is None else weights.values
+    shape = tf.concat([ids.dense_shape[:-1], [column.width]], 0)
+    made = tf.scatter_nd(tf.boolean_mask(cells, there), tf.boolean_mask(factors, there), shape)
+    return tf.ensure_shape(made, [*[None] * (ids.shape.rank - 1), column.width])
+
+
+def _in_numpy(function: Callable[..., Sequence[NDArray[np.int64]]], given: Sequence[Any], n_results: int = 1) -> Any:
+    """The results, each int64 [m], of a function of arrays."""
     if tf.executing_eagerly():
-        return tf.convert_to_tensor(buckets(values.numpy()))
-    return tf.ensure_shape(tf.numpy_function(buckets, [values], tf.int64, stateful=False), [None])
+        return [tf.convert_to_tensor(of) for of in function(*(of.numpy() for of in given))]
+    made = tf.numpy_function(function, given, [tf.int64] * n_results, stateful=False)
+    return [tf.ensure_shape(of, [None]) for of in made]
 
 
-def _sparse(key: str, features: Features) -> Any:
-    """Return a feature as a SparseTensor, without the missing values of a dense one."""
+def _sequence_key(column: DenseColumn) -> str:
+    """Return the feature whose steps a column's are."""
+    if isinstance(column, NumericColumn):
+        return column.key
+    if isinstance(column.source, CrossedColumn):
+        raise InvalidInputError(f"column {column.name!r}: a cross has no steps; give it to input_layer")
+    return column.source.key
+
+
+def _sparse(key: str, features: Features, *, may_miss: bool = True) -> Any:
+    """Return a feature as a SparseTensor, without the missing values of a dense one if it may have such."""
     value = _feature(key, features)
     if isinstance(value, tf.SparseTensor):
         return value
@@ -211,7 +255,7 @@ def _sparse(key: str, features: Features) -> Any:
         return value.to_sparse()
     dense = tf.convert_to_tensor(value)
     dense = dense[:, tf.newaxis] if dense.shape.rank == 1 else dense
-    if dense.dtype.is_floating:
+    if dense.dtype.is_floating or not may_miss:
         there = tf.ones(tf.shape(dense), tf.bool)
     else:
         there = tf.not_equal(dense, "" if dense.dtype == tf.string else tf.cast(MISSING_INTEGER, dense.dtype))

@@ -17,9 +17,11 @@ from kvemb.errors import InvalidInputError
 from kvemb.init import Initializer
 
 from ...columns import column_kinds
-from ...columns.column_kinds import NO_ROW, BucketizedColumn, DenseColumn, EmbeddingColumn, NumericColumn, WeightedColumn
+from ...columns.column_ids import read_ids
+from ...columns.column_kinds import CategoricalColumn, DenseColumn, EmbeddingColumn, IndicatorColumn, NumericColumn
 from ...columns.column_tables import ColumnOptions, tables_of
 from ...columns.feature_values import Bags, dense_bags, list_bags
+from ...columns.tensorflow_columns import checked_dense_columns
 from .distributed_embedding import DistributedEmbedding
 from .feature_configs import FeatureConfig, TableConfig, padded_bags
 
@@ -42,7 +44,7 @@ class ColumnFeatures(DistributedEmbedding):
     first.
 
     Args:
-        feature_columns: numeric and embedding columns (`kvemb.columns`), of distinct names.
+        feature_columns: numeric, indicator and embedding columns (`kvemb.columns`, or TensorFlow's own), of distinct names.
         optimizer: of keras.optimizers, or its name: the tables' own.
         kwargs: of keras.layers.Layer: name, dtype, trainable.
 
@@ -60,7 +62,7 @@ class ColumnFeatures(DistributedEmbedding):
     """
 
     def __init__(self, feature_columns: Iterable[DenseColumn], *, optimizer: Any = "adagrad", **kwargs: Any) -> None:
-        columns = sorted(column_kinds.checked_dense_columns(feature_columns), key=lambda column: column.name)
+        columns = sorted(checked_dense_columns(feature_columns), key=lambda column: column.name)
         embedded = [column for column in columns if isinstance(column, EmbeddingColumn)]
         if not embedded:
             raise InvalidInputError("feature_columns has no embedding column: numbers need no layer")
@@ -83,8 +85,8 @@ class ColumnFeatures(DistributedEmbedding):
             weights, training: have no effect; a weighted column reads its weights from a feature.
 
         Returns:
-            By column: ids int64 [b, n] and, under its name with "_weights", their factors float32 [b, n]; numbers float32 [b, width]. n is
-            the longest bag's length, rounded up to a power of 2, so that a step is compiled a few times only.
+            By column: ids int64 [b, n] and, under its name with "_weights", their factors float32 [b, n]; numbers and counts float32
+            [b, width]. n is the longest bag's length, rounded up to a power of 2, so that a step is compiled a few times only.
 
         Raises:
             InvalidInputError: a feature is missing, or does not fit its column, naming it.
@@ -94,7 +96,10 @@ class ColumnFeatures(DistributedEmbedding):
             if isinstance(column, NumericColumn):
                 ready[column.name] = _numbers(column, inputs)
                 continue
-            bags = _ids(column, inputs)
+            if isinstance(column, IndicatorColumn):
+                ready[column.name] = column.counts(_ids(column.source, inputs))
+                continue
+            bags = column.rows(_ids(column.source, inputs))
             factors = np.ones(len(bags.values), np.float32) if bags.weights is None else bags.weights
             n = 1 << (max(1, int(bags.lengths.max(initial=0))) - 1).bit_length()
             filled = padded_bags(np.ones(len(factors), np.bool_), bags.lengths, n)
@@ -107,11 +112,11 @@ class ColumnFeatures(DistributedEmbedding):
         """Return keras.Input for all that `preprocess` returns: the inputs of a functional model."""
         made = {}
         for column in self._columns:
-            if isinstance(column, NumericColumn):
-                made[column.name] = keras.Input((column.width,), name=column.name)
-            else:
+            if isinstance(column, EmbeddingColumn):
                 made[column.name] = keras.Input((None,), dtype="int64", name=column.name)
                 made[column.name + _FACTORS] = keras.Input((None,), name=column.name + _FACTORS)
+            else:
+                made[column.name] = keras.Input((column.width,), name=column.name)
         return made
 
     def call(self, inputs: Any, weights: Any = None) -> Any:
@@ -135,7 +140,7 @@ class ColumnFeatures(DistributedEmbedding):
 
     def compute_output_spec(self, inputs: Any, weights: Any = None) -> Any:
         """Return shape and dtype of the result."""
-        width = sum(column.width if isinstance(column, NumericColumn) else column.dimension for column in self._columns)
+        width = sum(column.width for column in self._columns)
         return keras.KerasTensor((keras.tree.flatten(inputs)[0].shape[0], width), dtype=self.compute_dtype)
 
     def get_config(self) -> dict[str, Any]:
@@ -183,23 +188,9 @@ def _bags(key: str, features: Mapping[str, Any]) -> Bags:
         raise InvalidInputError(f"feature {key!r}: {error}") from error
 
 
-def _ids(column: EmbeddingColumn, features: Mapping[str, Any]) -> Bags:
-    """The buckets of a column's values, bag after bag, with their weights."""
-    source = column.source
-    if isinstance(source, BucketizedColumn):
-        numbers = _numbers(source.source, features)
-        return Bags(source.buckets(numbers.reshape(-1)), np.full(len(numbers), source.source.width, np.int64))
-    bags = _bags(source.key, features)
-    if isinstance(source, WeightedColumn):
-        given = _bags(source.weight_key, features)
-        if not np.array_equal(given.lengths, bags.lengths) or given.values.dtype.kind not in "iuf":
-            raise InvalidInputError(f"feature {source.weight_key!r} must hold a number for each value of feature {source.key!r}")
-        bags = Bags(bags.values, bags.lengths, given.values.astype(np.float32))
-    bags = bags.present()
-    ids = source.buckets(bags.values)
-    bags = Bags(ids, bags.lengths, bags.weights).keep(ids != NO_ROW)
-    # A value of weight 0 or less has no place in a weighted mean, as in TensorFlow.
-    return bags if bags.weights is None or column.combiner == "sum" else bags.keep(bags.weights > 0)
+def _ids(source: CategoricalColumn, features: Mapping[str, Any]) -> Bags:
+    """The ids of a categorical column, bag after bag."""
+    return read_ids(source, lambda key: (_bags(key, features), True), lambda column: _numbers(column, features))
 
 
 def _plain(value: Any) -> Any:

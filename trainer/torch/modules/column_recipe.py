@@ -15,7 +15,8 @@ from torch import Tensor
 from kvemb.arrays.ids import refuse_masked
 from kvemb.errors import InvalidInputError
 
-from ...columns.column_kinds import NO_ROW, BucketizedColumn, CategoricalColumn, DenseColumn, EmbeddingColumn, NumericColumn, WeightedColumn
+from ...columns.column_ids import read_ids
+from ...columns.column_kinds import CategoricalColumn, DenseColumn, IndicatorColumn, NumericColumn, WeightedColumn
 from ...columns.column_tables import ColumnTable
 from ...columns.feature_values import Bags, dense_bags, jagged_bags, list_bags
 from .pooling import LookedUp, LookUp, exporting, pool
@@ -34,28 +35,6 @@ class Jagged(Protocol):
 
 
 Feature = Tensor | Jagged | NDArray[Any] | Sequence[Any]
-
-
-def read_bags(column: CategoricalColumn, features: Mapping[str, Feature]) -> Bags:
-    """Read the values of a column, with their weights if it has any; missing ones are left out.
-
-    Raises:
-        InvalidInputError: the feature is missing or cannot be read, naming it.
-    """
-    if isinstance(column, BucketizedColumn):
-        values = numbers(column.source, features)
-        flat = _array(values).reshape(-1)
-        return Bags(flat, np.full(len(values), column.source.width, np.int64))
-    value = _feature(column.key, features)
-    bags = _read(column.key, value)
-    if isinstance(column, WeightedColumn):
-        weights = _feature(column.weight_key, features)
-        _refuse_gradient(column.weight_key, weights)
-        given = _read(column.weight_key, weights)
-        if not np.array_equal(given.lengths, bags.lengths) or given.values.dtype.kind not in "iuf":
-            raise InvalidInputError(f"feature {column.weight_key!r} must hold a number for each value of feature {column.key!r}")
-        bags = Bags(bags.values, bags.lengths, given.values.astype(np.float32))
-    return bags if _is_jagged(value) else bags.present()
 
 
 def numbers(column: NumericColumn, features: Mapping[str, Feature]) -> Tensor:
@@ -169,7 +148,7 @@ class ColumnRecipe:
     @property
     def width(self) -> int:
         """Columns of the result."""
-        return sum(column.width if isinstance(column, NumericColumn) else column.dimension for column in self.columns)
+        return sum(column.width for column in self.columns)
 
     def ids(self, features: Mapping[str, Feature]) -> dict[str, Tensor]:
         """Return the ids of every table."""
@@ -184,6 +163,7 @@ class ColumnRecipe:
             )
         tables = self._table_ids(features)
         blocks = {c.name: numbers(c, features) for c in self.columns if isinstance(c, NumericColumn)}
+        blocks |= {c.name: _counts(c, features) for c in self.columns if isinstance(c, IndicatorColumn)}
         sizes = {name: len(block) for name, block in blocks.items()}
         sizes |= {c.name: len(b.lengths) for s in self.specs for c, b in zip(s.columns, tables[s.name].bags, strict=True)}
         if len(set(sizes.values())) > 1:
@@ -202,7 +182,7 @@ class ColumnRecipe:
         known: dict[int, Bags] = {}  # two embeddings of one column read it once
         tables: dict[str, _TableIds] = {}
         for spec in self.specs:
-            bags = [_weighed(column, _ids(column.source, features, known)) for column in spec.columns]
+            bags = [column.rows(_ids(column.source, features, known)) for column in spec.columns]
             ids = np.concatenate([one.values for one in bags])
             order = _unique_order(spec, ids) if spec.unique else None
             sent = torch.from_numpy(ids if order is None else ids[order]).to(device)
@@ -211,17 +191,22 @@ class ColumnRecipe:
 
 
 def _ids(source: CategoricalColumn, features: Mapping[str, Feature], known: dict[int, Bags]) -> Bags:
-    """The bags of a categorical column, values replaced by ids."""
+    """The ids of a categorical column, bag after bag."""
     if id(source) not in known:
-        bags = read_bags(source, features)
-        ids = source.buckets(bags.values)
-        known[id(source)] = Bags(ids, bags.lengths, bags.weights).keep(ids != NO_ROW)
+        if isinstance(source, WeightedColumn):
+            _refuse_gradient(source.weight_key, _feature(source.weight_key, features))
+
+        def read(key: str) -> tuple[Bags, bool]:
+            value = _feature(key, features)
+            return _read(key, value), not _is_jagged(value)
+
+        known[id(source)] = read_ids(source, read, lambda column: _array(numbers(column, features)))
     return known[id(source)]
 
 
-def _weighed(column: EmbeddingColumn, bags: Bags) -> Bags:
-    """Leave out values that have no place in a weighted mean, as TensorFlow does."""
-    return bags if bags.weights is None or column.combiner == "sum" else bags.keep(bags.weights > 0)
+def _counts(column: IndicatorColumn, features: Mapping[str, Feature]) -> Tensor:
+    """The block of an indicator column."""
+    return torch.from_numpy(column.counts(_ids(column.source, features, {}))).to(device_of(features))
 
 
 def _unique_order(spec: ColumnTable, ids: NDArray[np.int64]) -> NDArray[np.intp]:

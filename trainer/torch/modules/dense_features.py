@@ -17,8 +17,9 @@ from torch import Tensor
 from kvemb.errors import InvalidInputError
 from kvemb.optim import OptimizerSpec
 
-from ...columns.column_kinds import DenseColumn, EmbeddingColumn, checked_dense_columns
+from ...columns.column_kinds import DenseColumn, EmbeddingColumn
 from ...columns.column_tables import ColumnOptions, tables_of
+from ...columns.tensorflow_columns import checked_dense_columns
 from ..lookup.parameter_walks import eager
 from .column_recipe import ColumnRecipe, Feature
 from .table_collection import TableCollection
@@ -31,7 +32,7 @@ class DenseFeatures(TableCollection[ColumnRecipe]):
     """Turn features into one float32 tensor [b, width]: a block per column, in the order of the columns' names.
 
     Args:
-        feature_columns: numeric and embedding columns (`trainer.columns`), of unique names.
+        feature_columns: numeric, indicator and embedding columns (`trainer.columns`, or TensorFlow's own), of unique names.
         cluster: where the tables of embedding columns are created, or opened if they exist with the same identity. A table of up to
             2**30 buckets is dense (`create_table`'s num_ids); the rows of a larger one are placed by a hash of their ids.
         optimizer: of the tables, or a mapping from column name to it; rowwise_adagrad() unless given.
