@@ -124,6 +124,7 @@ def processes(*words: str) -> list[int]:
     return found
 
 
+@pytest.mark.full
 def test_a_job_whose_parts_die_and_that_is_queued_again_learns_what_it_learns_undisturbed(slurm: OneMachine) -> None:
     undisturbed = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=WAIT_S, check=True, env=slurm.env)
     expected = undisturbed.stdout.splitlines()[-1]
