@@ -224,7 +224,7 @@ def test_a_release_of_the_chart_alone_restarts_no_shard_and_changes_no_job(tmp_p
     rendered = [helm("template", "prod", str(chart), "--kube-version", OLDEST, *values).stdout for chart in (CHART, tmp_path / "kvemb")]
     before, after = ([one for one in yaml.safe_load_all(text) if one] for text in rendered)
     assert pods(before) == pods(after)
-    assert len(pods(before)) == 5
+    assert len(pods(before)) == 7
     assert named(after, "StatefulSet", "prod-kvemb-shard")["metadata"]["labels"]["helm.sh/chart"] == "kvemb-9.9.9"
 
 

@@ -74,7 +74,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 {{- if and .Values.tls.shardSecret (not .Values.tls.tokenSecret) }}
 {{- if and .Values.trainer.enabled (not .Values.tls.trainerSecret) }}{{ fail "tls.trainerSecret: missing: without a certificate the trainer is refused by the shards" }}{{ end }}
-{{- if and (or .Values.backup.url .Values.toolbox.enabled) (not .Values.tls.adminSecret) }}{{ fail "tls.adminSecret: missing: without a certificate backups and the toolbox are refused by the shards" }}{{ end }}
+{{- if not .Values.tls.adminSecret }}{{ fail "tls.adminSecret: missing: without a certificate the shards refuse backups, the toolbox, and what lets shards leave and join when shards.replicas changes" }}{{ end }}
 {{- end }}
 {{- if and $own (eq $storage.kind "redis-cluster") }}
 {{- fail "storage.nodes: missing: the chart puts no Redis Cluster together; give the addresses of one, or another storage.kind" }}
