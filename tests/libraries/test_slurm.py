@@ -142,9 +142,10 @@ def test_a_job_whose_parts_die_and_that_is_queued_again_learns_what_it_learns_un
         slurm.until((run / "made/rows/step-000040/manifest.json").exists, "a checkpoint after a shard died")
         port = re.findall(r"127\.0\.0\.1:(\d+)", (run / "kvemb.yaml").read_text())[0]
         (storage,) = processes("redis-server", f"127.0.0.1:{port}")
-        os.kill(storage, signal.SIGSTOP)  # so that the program cannot end before torchrun does
-        (launcher,) = processes("torch.distributed.run", str(run))
-        os.kill(launcher, signal.SIGTERM)
+        os.kill(storage, signal.SIGSTOP)  # so that the job cannot end before it is queued again
+        assert slurm.said("scontrol", "requeue", job) == ""
+        with suppress(ProcessLookupError):
+            os.kill(storage, signal.SIGKILL)
         slurm.until(lambda: "COMPLETED" in state(slurm, job), "the job to be done")
         assert "Restarts=1" in state(slurm, job)
     finally:
