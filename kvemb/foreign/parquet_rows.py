@@ -119,6 +119,8 @@ def _id_array(column: Any, where: str) -> NDArray[Any]:
         column = column.dictionary_decode()
     if types.is_string(column.type) or types.is_large_string(column.type):
         return np.array(column.to_pylist(), object)
+    if types.is_decimal(column.type) and column.type.scale == 0:  # so Spark has the unsigned integers that it reads
+        column = column.cast(require_extra("pyarrow").uint64())
     if not types.is_integer(column.type):
         raise ForeignRowsError(f"{where}: holds {column.type}, expected integers or text")
     return np.asarray(column.to_numpy(zero_copy_only=False))

@@ -26,6 +26,7 @@ pa = pytest.importorskip("pyarrow")
 from pyarrow import parquet  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
+SPARK = Path(__file__).parent / "golden" / "spark_4_3_0"
 N, DIM = 1000, 4
 
 
@@ -148,6 +149,32 @@ def test_a_checkpoint_s_own_files_are_foreign_rows_too_state_included(cluster: C
     cluster.import_rows(other.name, tmp_path / "saved" / table.name, state="slots")
     assert other.pull(ids).tobytes() == table.pull(ids).tobytes()
     assert stored_state(cluster, other, ids).tobytes() == stored_state(cluster, table, ids).tobytes()
+
+
+def test_a_folder_of_spark_is_rows_and_a_file_of_ours_is_a_dataframe(redis: Cluster, tmp_path: Path) -> None:
+    """What Spark read and wrote stands in golden/spark_4_3_0, whose README tells how it came about."""
+    table, ids, rows = new_table(redis, DIM), np.arange(20) * 7 - 9, np.random.default_rng(5).standard_normal((20, DIM)).astype(np.float32)
+    assert redis.import_rows(table.name, SPARK / "rows").n_rows == len(table) == 20
+    np.testing.assert_array_equal(table.pull(ids), rows)
+
+    redis.export_rows(table.name, tmp_path / "exported.parquet")
+    ours, read_by_spark = (parquet.ParquetFile(path) for path in (tmp_path / "exported.parquet", SPARK / "exported.parquet"))
+    assert ours.schema.equals(read_by_spark.schema), "another schema than Spark was tried with: try it again"
+    assert ours.read().equals(read_by_spark.read())
+
+    redis.import_rows(table.name, SPARK / "doubled")
+    np.testing.assert_array_equal(table.pull(ids), 2 * rows)
+
+
+def test_unsigned_ids_are_decimals_in_spark_and_come_back_as_they_were(redis: Cluster, tmp_path: Path) -> None:
+    table = new_table(redis, DIM, id_dtype="uint64")
+    assert redis.import_rows(table.name, SPARK / "doubled_unsigned").n_rows == 2
+    assert (table.pull(np.array([5, 2**64 - 3], np.uint64)) == 2).all()
+    for wrong in (Decimal(-1), Decimal(2**64)):
+        parquet.write_table(pa.table({"id": pa.array([wrong], pa.decimal128(20, 0)), "weights": [[1.0] * DIM]}), tmp_path / "a.parquet")
+        with pytest.raises(ForeignRowsError, match="column 'id'"):
+            redis.import_rows(table.name, tmp_path / "a.parquet")
+    assert len(table) == 2
 
 
 # --- arrays, and any iterable of them -----------------------------------------------------------------------------------------------
@@ -290,6 +317,7 @@ def test_a_damaged_file_is_refused_before_anything_is_written(
         ({"weights": [["a"] * DIM] * 2}, "lists of numbers"),
         ({"id": [1, None], "weights": [[1.0] * DIM] * 2}, "column 'id': 1 id missing"),
         ({"id": [1.5, 2.0], "weights": [[1.0] * DIM] * 2}, "expected integers or text"),
+        ({"id": [Decimal("1.5"), Decimal(2)], "weights": [[1.0] * DIM] * 2}, "expected integers or text"),
         ({"id": [7, 7], "weights": [[1.0] * DIM] * 2}, "id 7 stands twice"),
         ({"user_id": ["a", "b"], "w": [[1.0] * DIM] * 2}, "say which column holds the ids .*'user_id'"),
         ({"user": [b"a", b"b"], "w": [[1.0] * DIM] * 2}, "say which column holds the ids .*'user'"),
