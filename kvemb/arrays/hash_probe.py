@@ -20,6 +20,7 @@ Words = NDArray[np.uint64]
 Places = NDArray[np.int64]
 
 WIDTH = 8  # places of a bucket: their tags are one word
+MAX_LOAD = 0.85  # of the places, those that may be taken
 LAST_TAKEN = np.uint64((1 << 56) - 1)  # the word of tags of a full bucket is above
 _FEW = 2048  # ids that are looked for in several buckets at once, and how many buckets that may be in all
 _FEWEST_NEXT, _NEXT_BUCKETS = 4, np.arange(16)
@@ -29,6 +30,7 @@ _HASH_BITS = 32  # of a hash, those that say where a row's bucket is
 _CELL_BUCKETS = 4  # on average, at least
 _MOST_CELL_BITS = 14  # a cell is a slot, or several: a shard has all rows of a slot, or none
 _NEARLY_ALL = 15 / 16
+_EVEN_PARTS, _PART_ROWS, _EVEN_SHARE = 64, 1024, 1.15  # of even hashes: parts of so many rows, and the fullest beside the mean
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,15 +60,16 @@ class Homes:
         counts = np.zeros(1 << bits, np.int64)  # [cells]: rows of each
         for some in ids:
             counts += np.bincount(order.hashes(some) >> np.uint64(64 - bits), minlength=len(counts))
-        if order.ids_per_group == 1:  # then a cell's rows are as many as another's, or none
-            np.minimum(counts, 1, out=counts)
-        n_used = int(np.count_nonzero(counts))
-        if not n_used or (n_used >= _NEARLY_ALL * len(counts) and order.ids_per_group == 1):
+        used = counts > 0
+        n_rows, n_used = int(counts.sum()), int(np.count_nonzero(used))
+        if not n_used or (order.ids_per_group == 1 and n_used >= _NEARLY_ALL * len(counts) and _is_even(counts)):
             return Homes(order, n_buckets)
-        width = (n_buckets << _HASH_BITS) // int(counts.sum())  # of a row
-        before = np.cumsum(counts) - counts  # [cells]: rows of the cells before
+        # By the rows that a cell will have when the table is full: its own, and an equal share of those to come.
+        rows = np.where(used, counts + max(0, (int(MAX_LOAD * WIDTH * n_buckets) - n_rows) // n_used), 0)
+        width = (n_buckets << _HASH_BITS) // int(rows.sum())  # of a row
+        before = np.cumsum(rows) - rows  # [cells]: those of the cells before
         starts = np.minimum(before.view(np.uint64) * np.uint64(width), np.uint64((n_buckets << _HASH_BITS) - 1))
-        return Homes(order, n_buckets, starts, counts.view(np.uint64) * np.uint64(width) >> np.uint64(_HASH_BITS - bits))
+        return Homes(order, n_buckets, starts, rows.view(np.uint64) * np.uint64(width) >> np.uint64(_HASH_BITS - bits))
 
     def of(self, hashes: Words) -> tuple[Places, Words]:
         """Return the bucket of each hash (int64 [n]), and its tag, 1 to 255 (uint64 [n]); the hashes are overwritten."""
@@ -98,6 +101,13 @@ class Homes:
             return 0
         cells = hashes >> np.uint64(64 - (len(self.steps) - 1).bit_length())
         return len(cells) - int(np.count_nonzero(self.steps.take(cells)))
+
+
+def _is_even(counts: NDArray[np.int64]) -> bool:
+    """Whether no part of the hashes has many more rows than another, as parts have between two sweeps of an eviction: int64 [2**n]."""
+    n_parts = min(_EVEN_PARTS, len(counts), 1 << (int(counts.sum()) // _PART_ROWS).bit_length())
+    parts = counts.reshape(n_parts, -1).sum(axis=1)
+    return bool(parts.max() <= _EVEN_SHARE * parts.mean())  # by chance about 1.1 of parts of _PART_ROWS
 
 
 def probe(homes: Homes, tag_words: Words, pairs: Words, ids: Ids) -> tuple[Places, Places]:

@@ -10,7 +10,7 @@ processor's cache for the next. There is no loop over rows.
 Rows lie in the order of their keys (`kvemb.arrays.hashing.KeyOrder`), or nearly. So they are listed in that order, a portion at a time, at
 the price of that portion alone, whatever comes, goes or moves between two portions.
 
-Memory is 17 bytes a place. Between _MAX_LOAD / _GROWTH and _MAX_LOAD of the places are taken. So a row costs 20 to 23.7 bytes from about a
+Memory is 17 bytes a place. Between MAX_LOAD / _GROWTH and MAX_LOAD of the places are taken. So a row costs 20 to 23.7 bytes from about a
 thousand rows on, at any number of them. Growth happens in place: the rows are pushed together at the beginning, and then spread out again,
 the last ones first. Where the system can extend an allocation (Linux remaps its pages) the peak is the new size and a few MB. Elsewhere it
 is the old and the new size, while the pairs are copied over. A row that came early is moved about 1 / (_GROWTH - 1) times in all. Putting
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.hash_probe import LAST_TAKEN, WIDTH, Homes, Ids, Places, probe, zero_bytes
+from kvemb.arrays.hash_probe import LAST_TAKEN, MAX_LOAD, WIDTH, Homes, Ids, Places, probe, zero_bytes
 from kvemb.arrays.hashing import KeyOrder
 
 Versions = NDArray[np.uint64]
@@ -35,10 +35,10 @@ _ERASED = np.uint64(0xFFFF_FFFF_FFFF_FFFF)  # as a version: epoch and k both at 
 END = 1 << 64
 """Behind the last key."""
 _MIN_BUCKETS = 128
-_MAX_LOAD = 0.85
 _GROWTH = 1.18
 _BLOCK_ROWS = 1 << 16
 _WINDOW_ROWS = 1 << 16
+_FAR, _FAR_SHARE = 64, 32  # buckets; rows are laid out anew once one in so many has come since
 _MOST_STRANGE, _STRANGE_SHARE = 1024, 1 / 1024  # rows that may crowd in few buckets, and of all rows
 
 
@@ -93,7 +93,8 @@ class RowIndex:
         self._tags = np.zeros(_MIN_BUCKETS, np.uint64)  # of the 8 places of each bucket, the first in the lowest byte
         self._pairs = np.zeros(2 * WIDTH * _MIN_BUCKETS, np.uint64)  # id and version of each place, one behind the other
         self._n_rows = self._n_used = self._n_strange = 0
-        self._room = int(_MAX_LOAD * WIDTH * _MIN_BUCKETS)  # places that may be taken
+        self._n_laid, self._is_far = 0, False  # places taken when the rows were laid out; whether one has come far from its bucket since
+        self._room = int(MAX_LOAD * WIDTH * _MIN_BUCKETS)  # places that may be taken
         self._layout = 0  # rises when an id gets a place, or another place
 
     def __len__(self) -> int:
@@ -129,7 +130,7 @@ class RowIndex:
 
     def make_room(self, ids: Ids) -> None:
         """Grow now, so that n more rows can be put without that: uint64 [n]."""
-        if self._n_used + len(ids) > self._room or self._would_crowd(ids):
+        if self._n_used + len(ids) > self._room or self._crowds(ids):
             self._rebuild(len(ids), ids)
 
     def find(self, ids: Ids) -> IndexLookup:
@@ -248,7 +249,7 @@ class RowIndex:
     def _put(self, found: IndexLookup, versions: Versions) -> None:
         """Set the versions of n ids that were looked up just now; the table grows where the new ones do not fit."""
         new = np.flatnonzero(found.places < 0)
-        if self._n_used + len(new) > self._room or (self._homes.starts is not None and self._would_crowd(found.ids[new])):
+        if self._n_used + len(new) > self._room or self._crowds(found.ids[new]):
             # Erased ids lose their places in a rebuild: those among the ids to be put need room like new ones.
             n_more = len(new) if self._n_used == self._n_rows else int(np.count_nonzero(self._versions(found.places) == 0))
             self._rebuild(n_more, found.ids)
@@ -289,7 +290,9 @@ class RowIndex:
         """
         hashes, every_tag = self._homes.order.hashes(ids), self._tags.view(np.uint8)
         self._n_strange += self._homes.n_strange(hashes)
-        tags = self._homes.of(hashes)[1].astype(np.uint8)
+        own, tags = self._homes.of(hashes)
+        tags = tags.astype(np.uint8)
+        self._is_far = self._is_far or bool(((buckets - own) % len(self._tags) > _FAR).any())
         self._n_used += len(ids)
         self._layout += 1
         while len(ids):
@@ -307,8 +310,10 @@ class RowIndex:
             lost = np.flatnonzero(~won)
             ids, versions, tags, buckets = ids[lost], versions[lost], tags[lost], buckets[lost]
 
-    def _would_crowd(self, new: Ids) -> bool:
-        """Return whether too many ids, with those before, are such as the table has no buckets for."""
+    def _crowds(self, new: Ids) -> bool:
+        """Return whether rows lie far from their buckets, or too many, with these, are such as the table has no buckets for."""
+        if self._is_far and self._n_used - self._n_laid > self._n_used // _FAR_SHARE:
+            return True
         if self._homes.starts is None:
             return False
         n_strange = self._n_strange + self._homes.n_strange(self._homes.order.hashes(new))
@@ -322,7 +327,7 @@ class RowIndex:
             coming: uint64 [m], ids that will be put, known or not.
         """
         self._layout += 1
-        n_old, n_new = len(self._tags), max(_MIN_BUCKETS, int((self._n_rows + n_more) * (self._growth / _MAX_LOAD / WIDTH)) + 1)
+        n_old, n_new = len(self._tags), max(_MIN_BUCKETS, int((self._n_rows + n_more) * (self._growth / MAX_LOAD / WIDTH)) + 1)
         self._resize(max(n_old, n_new))
         self._push_together(n_old)
         pairs, blocks = self._pairs.reshape(-1, 2), range(0, self._n_rows, _WINDOW_ROWS)
@@ -338,6 +343,7 @@ class RowIndex:
         self._resize(n_new)
         late_ids = np.concatenate([ids for ids, _ in late])
         self._insert(late_ids, np.concatenate([versions for _, versions in late]), self.find(late_ids).buckets)
+        self._n_laid, self._is_far = self._n_used, False
 
     def _push_together(self, n_buckets: int) -> None:
         """Move all rows to the first places, in the order in which they lie, and clear all tags."""
@@ -373,7 +379,7 @@ class RowIndex:
         # refcheck counts references that are none to the memory; views of these two arrays never outlive a method.
         self._pairs.resize(2 * WIDTH * n_buckets, refcheck=False)  # first: when there is no memory for it, nothing has changed
         self._tags.resize(n_buckets, refcheck=False)
-        self._room = int(_MAX_LOAD * WIDTH * n_buckets)
+        self._room = int(MAX_LOAD * WIDTH * n_buckets)
 
 
 def _blocks(n: int) -> Iterator[slice]:

@@ -285,6 +285,27 @@ def test_rows_of_pages_lie_near_their_bucket_in_whatever_order_they_come(ascendi
     assert (index.get(ids) == ids + np.uint64(1)).all()
 
 
+@pytest.mark.parametrize("n_rows", [30_000, 300_000])
+def test_rows_lie_near_their_bucket_while_an_eviction_sweeps_through_the_keys(n_rows: int) -> None:
+    """Where it has been, few rows are left; new ones come everywhere. An even layout left no room where it has not been: looks took seconds."""
+    index, per_step, furthest = RowIndex(), n_rows // 60, 0
+    index.put(_spread(0, n_rows), np.full(n_rows, 1, np.uint64))
+    low, age = 0, 1
+    for step in range(2, 400):
+        coming = _spread(n_rows + step * per_step, per_step)
+        index.put(coming, np.full(per_step, step, np.uint64))
+        ids, versions, low = index.portion(low, n_rows=2 * per_step)
+        index.erase(ids[versions <= age])
+        if low >= END:
+            low, age = 0, step - 20
+        if step % 10 == 0:
+            ids, versions = index.arrays()
+            buckets, n_buckets = index._homes.of(KeyOrder().hashes(ids))[0], len(index._tags)
+            furthest = max(furthest, int(((index.find(ids).places // 8 - buckets) % n_buckets).max()))
+            assert np.array_equal(index.get(ids), versions)
+    assert furthest < 200
+
+
 def test_many_rows_in_the_order_of_keys_do_not_crowd_behind_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """As at the start of a shard whose journal has newer rows: the table has room for the first rows, but not where they belong."""
     n_looks = 0
