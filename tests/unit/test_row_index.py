@@ -287,7 +287,7 @@ def test_rows_of_pages_lie_near_their_bucket_in_whatever_order_they_come(ascendi
 
 @pytest.mark.parametrize("n_rows", [30_000, 300_000])
 def test_rows_lie_near_their_bucket_while_an_eviction_sweeps_through_the_keys(n_rows: int) -> None:
-    """Where it has been, few rows are left; new ones come everywhere. An even layout left no room where it has not been: looks took seconds."""
+    """Where it has been, few rows are left; new ones come everywhere. An even layout left no room in the rest."""
     index, per_step, furthest = RowIndex(), n_rows // 60, 0
     index.put(_spread(0, n_rows), np.full(n_rows, 1, np.uint64))
     low, age = 0, 1
