@@ -33,6 +33,7 @@ from .verdicts import EvictionLimits, Norms, PushCounts, judge, terms
 Ids = NDArray[np.uint64]
 _SLICE_ROWS, _SLICE_READ = 1 << 15, 1 << 12  # rows looked at between two batches; the second where weights are read
 _ERASED_ROWS = 4096
+_SLICES_BEHIND, _ERASED_BEHIND = 16, 1 << 14  # at once while a table has many more rows than `keep` says: large batches leave few pauses
 _REST, _REST_BEHIND = 20, 2  # as long as the work took; the second while a table has many more rows than `keep` says
 _AIM, _BEGIN, _BEHIND = 0.99, 1.0, 1.005  # of the rows that `keep` says: to the first a walk brings a table, above the second it begins
 _ROUND_S, _MARK_S, _RETRY_S, _LOG_S = 60.0, 60.0, 5.0, 60.0
@@ -96,6 +97,10 @@ class _TableWalk:
     at: int = 0
     doomed: list[tuple[Ids, Ids, NDArray[np.intp], NDArray[np.int64]]] = field(default_factory=list)
     n_sent: int = 0
+
+    @property
+    def n_doomed(self) -> int:
+        return sum(len(ids) for ids, *_ in self.doomed)
 
 
 @dataclass(eq=False)
@@ -219,10 +224,12 @@ class Evictor:
             before, self._k = self._k, self._ports.applied_k()
             self._next_s = now_s + (_NO_POLICY_S if not self._known else _LOOK_S if self._k == before else _LOOK_SOON_S)
             return
-        if not walk.doomed and walk.at < END:
+        n_slices, n_erased = (_SLICES_BEHIND, _ERASED_BEHIND) if self._rest == _REST_BEHIND else (1, _ERASED_ROWS)
+        while n_slices and walk.at < END and walk.n_doomed < n_erased:
             self._look(walk)
+            n_slices -= 1
         if walk.doomed:
-            self._send(walk)
+            self._send(walk, n_erased)
         elif walk.at >= END:
             self._end_walk(walk)
         ended_s = self._clock()
@@ -285,18 +292,21 @@ class Evictor:
         reads = any(leaf.kind == "l2_below" for leaf in walk.policy.parts)
         ids, versions, next_ = table.portion(walk.at, n_rows=_SLICE_READ if reads else _SLICE_ROWS)
         pushed = self._ages.last_push(table.definition, ids, versions)
-        limits = self._limits(table, walk.policy, known)
+        limits = self._limits(table, walk.policy, known, walk.n_doomed)
         goes, why = judge(walk.policy, pushed, norms_of(table, ids, versions, self._ports.read), limits)
         walk.counts.add(pushed[~goes])
         walk.at = next_
         rows = np.flatnonzero(goes)
-        walk.doomed = [
+        walk.doomed += [
             (ids[some], versions[some], why[some], pushed[some])
             for some in (rows[start : start + _ERASED_ROWS] for start in range(0, len(rows), _ERASED_ROWS))
         ]
 
-    def _send(self, walk: _TableWalk) -> None:
-        ids, versions, why, pushed = walk.doomed.pop(0)
+    def _send(self, walk: _TableWalk, n_rows: int) -> None:
+        portions = [walk.doomed.pop(0)]
+        while walk.doomed and sum(len(ids) for ids, *_ in portions) + len(walk.doomed[0][0]) <= n_rows:
+            portions.append(walk.doomed.pop(0))
+        ids, versions, why, pushed = (np.concatenate(arrays) for arrays in zip(*portions, strict=True))
         definition = walk.table.definition
         walk.n_sent += 1
         rows = CheckedRows(definition, ids, np.empty((len(ids), 0), np.float32), versions, definition.optimizer.check_hyper({}))
