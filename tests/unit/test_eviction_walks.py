@@ -339,6 +339,23 @@ def test_a_table_that_is_hot_throughout_is_held_all_the_same() -> None:
     shard.require_same()
 
 
+def test_batches_that_each_bring_more_new_rows_than_a_portion_has_are_kept_up_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evictor_module, "_ERASED_ROWS", 16)
+    monkeypatch.setattr(evictor_module, "_SLICE_ROWS", 32)
+    shard, most = HandDriven(evict.keep(600)), 0
+    for at in range(200):
+        shard.push(set(range(30 * at, 30 * at + 30)))
+        for _ in range(2):  # the push, and what the walk sends: one portion a batch
+            shard.commit()
+            shard.apply()
+        shard.walk()
+        shard.now_s += 1
+        most = max(most, shard.state.n_rows if at > 100 else 0)
+    assert most < 1.2 * 600
+    shard.until_nothing_goes()
+    assert set(range(30 * 185, 30 * 200)) <= set(shard.model)
+
+
 def test_a_dry_run_says_what_would_go_by_which_policy_and_erases_nothing() -> None:
     shard = HandDriven(evict.older_than(days=3) | evict.keep(20))
     shard.push(set(range(10)))
