@@ -202,7 +202,7 @@ class RowIndex:
         inside = keys >= np.uint64(low)
         inside &= keys <= np.uint64(next_ - 1)
         rows = np.flatnonzero(inside)
-        rows = rows[np.argsort(keys[rows])]
+        rows = rows[np.argsort(keys[rows], kind="stable")]  # nearly in order: three times as fast
         return ids[rows], versions[rows], next_
 
     def some(self, limit: int, start: float) -> Ids:
