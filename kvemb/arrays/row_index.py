@@ -249,7 +249,8 @@ class RowIndex:
     def _put(self, found: IndexLookup, versions: Versions) -> None:
         """Set the versions of n ids that were looked up just now; the table grows where the new ones do not fit."""
         new = np.flatnonzero(found.places < 0)
-        if self._n_used + len(new) > self._room or self._crowds(found.ids[new]):
+        may_crowd = self._is_far or self._homes.starts is not None
+        if self._n_used + len(new) > self._room or (may_crowd and self._crowds(found.ids[new])):
             # Erased ids lose their places in a rebuild: those among the ids to be put need room like new ones.
             n_more = len(new) if self._n_used == self._n_rows else int(np.count_nonzero(self._versions(found.places) == 0))
             self._rebuild(n_more, found.ids)
