@@ -30,16 +30,16 @@ _HASH_BITS = 32  # of a hash, those that say where a row's bucket is
 _CELL_BUCKETS = 4  # on average, at least
 _MOST_CELL_BITS = 14  # a cell is a slot, or several: a shard has all rows of a slot, or none
 _NEARLY_ALL = 15 / 16
-_EVEN_PARTS, _PART_ROWS, _EVEN_SHARE = 64, 1024, 1.15  # of even hashes: parts of so many rows, and the fullest beside the mean
+_EVEN_PARTS, _PART_ROWS, _EVEN_SHARE = 64, 1024, 1.15  # of even hashes: parts, of about so many rows, and the fullest beside the mean
 
 
 @dataclass(frozen=True, eq=False)
 class Homes:
     """Says in which bucket the probes for an id begin: buckets ascend with the hashes, so that a range of hashes is a range of the table.
 
-    A shard has the rows of some slots alone, which are ranges of hashes. So hashes are cut into cells, and only cells with rows have
-    buckets, all equally many; without `starts` all have. Where neighbouring ids share a page, slots have a few pages each, some many more
-    than others: there a cell has buckets by the number of its rows.
+    A shard has the rows of some slots alone, which are ranges of hashes; where neighbouring ids share a page, some slots have many more than
+    others; and an eviction leaves few rows where it has been. So hashes are cut into cells, and a cell has buckets by the rows that it has
+    and will have, none where it has none. Without `starts` the rows are even, and so are the buckets.
 
     Args:
         order: of the ids.
@@ -107,7 +107,7 @@ def _is_even(counts: NDArray[np.int64]) -> bool:
     """Whether no part of the hashes has many more rows than another, as parts have between two sweeps of an eviction: int64 [2**n]."""
     n_parts = min(_EVEN_PARTS, len(counts), 1 << (int(counts.sum()) // _PART_ROWS).bit_length())
     parts = counts.reshape(n_parts, -1).sum(axis=1)
-    return bool(parts.max() <= _EVEN_SHARE * parts.mean())  # by chance about 1.1 of parts of _PART_ROWS
+    return bool(parts.max() <= _EVEN_SHARE * parts.mean())
 
 
 def probe(homes: Homes, tag_words: Words, pairs: Words, ids: Ids) -> tuple[Places, Places]:

@@ -293,7 +293,7 @@ class RowIndex:
         self._n_strange += self._homes.n_strange(hashes)
         own, tags = self._homes.of(hashes)
         tags = tags.astype(np.uint8)
-        self._is_far = self._is_far or bool(((buckets - own) % len(self._tags) > _FAR).any())
+        self._is_far = self._is_far or bool((buckets - own > _FAR).any())
         self._n_used += len(ids)
         self._layout += 1
         while len(ids):
