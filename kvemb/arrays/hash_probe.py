@@ -37,9 +37,9 @@ _EVEN_PARTS, _PART_ROWS, _EVEN_SHARE = 64, 1024, 1.15  # of even hashes: parts, 
 class Homes:
     """Says in which bucket the probes for an id begin: buckets ascend with the hashes, so that a range of hashes is a range of the table.
 
-    A shard has the rows of some slots alone, which are ranges of hashes; where neighbouring ids share a page, some slots have many more than
-    others; and an eviction leaves few rows where it has been. So hashes are cut into cells, and a cell has buckets by the rows that it has
-    and will have, none where it has none. Without `starts` the rows are even, and so are the buckets.
+    A shard has the rows of some slots alone, which are ranges of hashes; where neighbouring ids share a page, some slots have many more
+    than others; and an eviction leaves few rows where it has been. So hashes are cut into cells, and a cell has buckets by the rows that
+    it has and will have, none where it has none. Without `starts` the rows are even, and so are the buckets.
 
     Args:
         order: of the ids.
