@@ -1,8 +1,9 @@
 """The walk of tables that finds the rows their policies send away, and has them erased: a small portion at a time, between two batches.
 
-A walk goes through a table in the order of its keys, a slice at a time, from the index or the row log. Weights are looked at only for
-`l2_below`, and only of rows that are old enough: in the cache, else in storage. Rows that go are handed to ingest, some thousand a batch,
-one batch at a time. Whether a row is still as it was chosen is found when the batch is numbered (`EvictionWork`).
+A walk goes through a table in the order of its keys, a slice at a time (several while it is behind), from the index or the row log.
+Weights are looked at only for `l2_below`, and only of rows that are old enough: in the cache, else in storage. Rows that go are handed to
+ingest, some thousand a batch, one batch at a time. Whether a row is still as it was chosen is found when the batch is numbered
+(`EvictionWork`).
 
 Slices and erases together take a share of the apply thread's time. After a restart a walk begins at the first key again. Apply thread only;
 `report` and `dry_run` for any thread.
@@ -224,7 +225,7 @@ class Evictor:
             before, self._k = self._k, self._ports.applied_k()
             self._next_s = now_s + (_NO_POLICY_S if not self._known else _LOOK_S if self._k == before else _LOOK_SOON_S)
             return
-        n_slices, n_erased = (_SLICES_BEHIND, _ERASED_BEHIND) if self._rest == _REST_BEHIND else (1, _ERASED_ROWS)
+        n_slices, n_erased = (_SLICES_BEHIND, _ERASED_BEHIND) if self._is_behind else (1, _ERASED_ROWS)
         while n_slices and walk.at < END and walk.n_doomed < n_erased:
             self._look(walk)
             n_slices -= 1
@@ -237,8 +238,12 @@ class Evictor:
 
     @property
     def _rest(self) -> int:
+        return _REST_BEHIND if self._is_behind else _REST
+
+    @property
+    def _is_behind(self) -> bool:
         walk = self._walk
-        return _REST_BEHIND if walk is not None and self._has_above(_BEHIND, walk.table, walk.policy) else _REST
+        return walk is not None and self._has_above(_BEHIND, walk.table, walk.policy)
 
     def _has_above(self, share: float, table: TableState, policy: Eviction) -> bool:
         """Whether a table has more than a share of the rows that a `keep` says which needs nothing else to be true."""
