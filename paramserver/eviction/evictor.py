@@ -36,7 +36,7 @@ _SLICE_ROWS, _SLICE_READ = 1 << 15, 1 << 12  # rows looked at between two batche
 _ERASED_ROWS = 4096
 _SLICES_BEHIND, _ERASED_BEHIND = 16, 1 << 14  # at once while a table has many more rows than `keep` says: large batches leave few pauses
 _REST, _REST_BEHIND = 20, 2  # as long as the work took; the second while a table has many more rows than `keep` says
-_AIM, _BEGIN, _BEHIND = 0.99, 1.0, 1.005  # of the rows that `keep` says: to the first a walk brings a table, above the second it begins
+_AIM, _BEGIN, _BEHIND = 0.98, 1.0, 1.005  # of the rows that `keep` says: to the first a walk brings a table, above the second it begins
 _ROUND_S, _MARK_S, _RETRY_S, _LOG_S = 60.0, 60.0, 5.0, 60.0
 _LOOK_SOON_S, _LOOK_S, _NO_POLICY_S = (
     0.25,
@@ -184,7 +184,8 @@ class Evictor:
         self._walk: _TableWalk | None = None
         self.sent: EvictionWork | None = None
         self._of_sent: tuple[_TableWalk, NDArray[np.intp], NDArray[np.int64]] | None = None
-        self.due_s = self._next_s = self._marked_s = clock() - _MARK_S
+        self.due_s = self._next_s = self._marked_s = self._ended_s = clock() - _MARK_S
+        self._worked_s = 0.0  # for which it has rested since `_ended_s`, and not long enough yet
         self._k = 0  # the last batch applied, at the last look
 
     # --- on the apply thread -----------------------------------------------------------------------------------------------------
@@ -213,10 +214,11 @@ class Evictor:
                 return
             took_s = self.sent.took_s
             self._end_portion(self.sent)
-            self._next_s = max(now_s, self._next_s) + self._rest * took_s
-        if now_s < self._next_s and not policies_changed:
+            self._rest_after(took_s, now_s)
+        if now_s < max(self._next_s, self._rested_s) and not policies_changed:
+            self._next_s = max(self._next_s, min(self._rested_s, now_s + _LOOK_SOON_S))
             return
-        self._next_s = now_s + _RETRY_S  # unless all goes well
+        self._next_s, self._worked_s = now_s + _RETRY_S, 0.0  # the former unless all goes well
         if self._walk is not None and self._ports.policy(self._walk.table.definition) != self._walk.policy:
             self._walk = None  # it was changed, or the table dropped
         walk = self._walk = self._walk or self._next_walk(now_s)
@@ -234,7 +236,18 @@ class Evictor:
         elif walk.at >= END:
             self._end_walk(walk)
         ended_s = self._clock()
-        self._next_s = ended_s + self._rest * (ended_s - now_s)
+        self._rest_after(ended_s - now_s, ended_s)
+
+    def _rest_after(self, took_s: float, ended_s: float) -> None:
+        if self._rested_s <= ended_s:
+            self._worked_s, self._ended_s = 0.0, ended_s
+        self._worked_s += took_s
+        self._next_s = min(self._rested_s, ended_s + _LOOK_SOON_S)
+
+    @property
+    def _rested_s(self) -> float:
+        """When it will have rested: sooner once a table falls behind meanwhile."""
+        return self._ended_s + self._rest * self._worked_s
 
     @property
     def _rest(self) -> int:
