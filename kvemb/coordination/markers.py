@@ -8,7 +8,7 @@ While a node's rows are brought back (`kvemb.stores.store_repair`), `repairing` 
 lifetimes of a node's data never have the same marker: a batch that began before a loss cannot take the repaired node for whole.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -77,11 +77,16 @@ class Marker:
     @cached_property  # every batch compares it
     def encoded(self) -> bytes:
         """The same, kept."""
-        body = [self.cluster_id, self.node, self.generation, self.map_digest, self.map_serial, self.run_id]
-        if self.repair:
-            body += [self.repair, self.repairing]
-        packed: bytes = msgpack.packb([_MAGIC, _REPAIRED_VERSION if self.repair else _VERSION, *body])
-        return packed
+        return self.of_nodes([self.node])[0]
+
+    def of_nodes(self, nodes: Sequence[int]) -> list[bytes]:
+        """The bytes of markers that differ from this one in the node alone: of thousands of slots, in one go."""
+        before = [_MAGIC, _REPAIRED_VERSION if self.repair else _VERSION, self.cluster_id]
+        after = [self.generation, self.map_digest, self.map_serial, self.run_id, *([self.repair, self.repairing] if self.repair else [])]
+        packer = msgpack.Packer()
+        head = packer.pack_array_header(len(before) + 1 + len(after)) + b"".join(map(packer.pack, before))
+        tail = b"".join(map(packer.pack, after))
+        return [b"%b%b%b" % (head, packer.pack(node), tail) for node in nodes]
 
     @staticmethod
     def decode(data: bytes, node: str) -> "Marker":
@@ -118,7 +123,7 @@ class DamagedMarkerError(WrongNodeError):
     """The value in the place of a marker is no marker; `why_lost` and `diagnose` say what follows for the node."""
 
 
-def first_identity(nodes: Sequence[str], values: Sequence[bytes | None]) -> Identity | None:
+def first_identity(nodes: Iterable[str], values: Sequence[bytes | None]) -> Identity | None:
     """Return the identity that the first good marker names; None where no node has a marker.
 
     Raises:

@@ -132,7 +132,7 @@ class RedisClusterStore(Store):
 
     def _identity(self, values: Sequence[bytes | None]) -> Identity:
         """The identity that the first good marker names."""
-        found = first_identity([self._topology.slot_name(slot) for slot in range(len(values))], values)
+        found = first_identity((self._topology.slot_name(slot) for slot in range(len(values))), values)
         if found is not None:
             return found
         raise NotProvisionedError(

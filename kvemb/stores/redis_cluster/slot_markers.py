@@ -1,6 +1,7 @@
 """The markers of a Redis Cluster's slots: one per slot, read in large steps, pinned when the store is opened and renewed after repairs."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -9,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.coordination.markers import Identity, Marker, accept, why_lost
-from kvemb.errors import DeadlineExceededError, NodeUnavailableError, StorageError
+from kvemb.errors import DeadlineExceededError, NodeUnavailableError, StorageError, WrongNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.net.pool import LinkPool
 from kvemb.schema.cluster_map import ClusterMap
@@ -17,7 +18,7 @@ from kvemb.schema.slots import N_SLOTS
 from kvemb.stores.redis_cluster.cluster_values import ClusterValues
 from kvemb.stores.redis_cluster.primary_links import exchange
 from kvemb.stores.redis_cluster.slot_map import ClusterTopology, SlotMap, marker_keys
-from kvemb.stores.redis_server.redis_commands import REDIRECTS, redirect_target
+from kvemb.stores.redis_server.redis_commands import redirect_target
 from kvemb.stores.server_errors import server_error
 from kvemb.wire.buffer_scan import Bytes
 from kvemb.wire.replies import BlobReply, CodeReply, LineReply, RepliesInOrder, ReplyReader, Step
@@ -115,7 +116,8 @@ class SlotMarkers:
             owners: the numbers of the primaries that were asked, see `ClusterTopology.owners`; taken over.
             may_be_lost: whether a slot may be without a good marker: no node vouches for it then.
         """
-        self.origin, self.repairs, self._encoded = origin, {}, {}
+        self.origin, self.repairs = origin, {}
+        self._encoded = {slot: ("", data) for slot, data in enumerate(self.expected(0).of_nodes(range(N_SLOTS)))}
         lost = []
         for slot, value in enumerate(values):
             if value == self.encoded(slot):
@@ -184,7 +186,7 @@ class SlotMarkers:
 
         Of a slot that stands open it is the marker at the node that takes it, once it has left this one. Such a node may be down: False.
         """
-        found, asked = self._seen_at(address, slots, deadline), dict[str, list[Check]]()
+        found, asked = self._seen({address: slots}, deadline)[address], dict[str, list[Check]]()
         for slot, line in zip(slots.tolist(), found, strict=True):
             if isinstance(line, ErrorLine) and line.line.startswith(b"-ASK "):
                 target = redirect_target(line.line, address)
@@ -205,38 +207,46 @@ class SlotMarkers:
         for source, share in deadline.shared([other for other in slot_map.addresses if other != address]):
             slots = np.flatnonzero(slot_map.slots_of(source))
             with suppress(NodeUnavailableError, DeadlineExceededError):
-                for slot, value in zip(slots.tolist(), self._seen_at(source, slots, share), strict=True):
+                for slot, value in zip(slots.tolist(), self._seen({source: slots}, share)[source], strict=True):
                     if isinstance(value, ErrorLine) and value.line.startswith(b"-ASK ") and redirect_target(value.line, source) == address:
                         coming.append(slot)
         return coming
 
-    def _seen_at(self, address: str, slots: NDArray[np.int64], deadline: Deadline) -> list[bytes | ErrorLine | None]:
-        """What a primary answers when it is asked for markers: a value, None for nothing, or a redirection."""
-        requests, wanted = _marker_requests(), [self.encoded(slot) for slot in slots.tolist()]
-        groups = [slots[rows].tolist() for rows in chunks(len(slots), _SLOTS_PER_STEP)]
-        replies = [_Markers([wanted[at] for at in range(rows.start, rows.stop)]) for rows in chunks(len(slots), _SLOTS_PER_STEP)]
-        sources = [memoryview(b"".join(requests[slot] for slot in group)) for group in groups]
-        if sources:
-            exchange(self._pool, {address: [Step(*step) for step in zip(sources, replies, strict=True)]}, [], deadline)
-        found: list[bytes | ErrorLine | None] = []
-        for one in replies:
-            for reply in one.others:
-                if reply.error is not None and not reply.error.startswith((b"-MOVED ", b"-ASK ")):
-                    raise server_error(address, reply.error)
-            found += one.wanted if one.good else [reply.value if reply.error is None else ErrorLine(reply.error) for reply in one.others]
+    def _seen(self, asked: Mapping[str, NDArray[np.int64]], deadline: Deadline) -> dict[str, list[bytes | ErrorLine | None]]:
+        """What primaries answer when they are asked for the markers of slots: a value, None for nothing, or a redirection."""
+        requests = _marker_requests()
+        groups = {address: [slots[rows].tolist() for rows in chunks(len(slots), _SLOTS_PER_STEP)] for address, slots in asked.items()}
+        steps = {
+            address: [Step(memoryview(b"".join([requests[slot] for slot in group])), _Markers(group)) for group in of_node]
+            for address, of_node in groups.items()
+            if of_node
+        }
+        exchange(self._pool, steps, [], deadline)
+        found: dict[str, list[bytes | ErrorLine | None]] = {address: [] for address in asked}
+        for address, of_node in steps.items():
+            for step in of_node:
+                assert isinstance(step.reply, _Markers)
+                for reply in step.reply.others:
+                    if reply.error is not None and not reply.error.startswith((b"-MOVED ", b"-ASK ")):
+                        raise server_error(address, reply.error)
+                found[address] += step.reply.found
         return found
 
     def all(self, deadline: Deadline) -> list[bytes | None]:
         """Return the value in the place of every slot's marker, on any node."""
-        replies = [BlobReply(miss=b"$-1") for _ in range(N_SLOTS)]
-        steps = [Step(request, reply) for request, reply in zip(_marker_requests(), replies, strict=True)]
-        self._on_slots(steps, deadline)
-        lines = {slot: reply.error for slot, reply in enumerate(replies) if reply.error is not None and reply.error.startswith(REDIRECTS)}
+        slot_map = self._topology.slot_map(deadline)
+        asked = {address: np.flatnonzero(slot_map.slots_of(address)) for address in slot_map.addresses}
+        values: list[bytes | None] = [None] * N_SLOTS
+        lines: dict[int, bytes] = {}
+        for address, seen in self._seen(asked, deadline).items():
+            for slot, value in zip(asked[address].tolist(), seen, strict=True):
+                if isinstance(value, ErrorLine):
+                    lines[slot] = value.line
+                else:
+                    values[slot] = value
         self._topology.on_the_way.update(slot for slot, line in lines.items() if line.startswith(b"-ASK "))
-        self._require_no_error([reply.error for slot, reply in enumerate(replies) if slot not in lines])
         if moved := {s: redirect_target(line, self._topology.address_of(s)) for s, line in lines.items() if line.startswith(b"-MOVED ")}:
             self._topology.follow(moved, deadline)  # together: one by one, each would wait a moment
-        values = [reply.value for reply in replies]
         for slot in lines:  # wherever they are by now
             values[slot] = self._values.one(marker_keys()[slot].decode(), deadline)
         return values
@@ -246,53 +256,62 @@ class SlotMarkers:
         replies = [CodeReply((b"+OK\r\n",), np.zeros(1, dtype=np.uint8)) for _ in values]
         keys = marker_keys()
         steps = [Step(memoryview(command(b"SET", keys[slot], values[slot])), replies[slot]) for slot in range(N_SLOTS)]
-        self._on_slots(steps, deadline)
-        self._require_no_error([line for reply in replies for _, line in reply.errors])
-
-    def _on_slots(self, steps: list[Step], deadline: Deadline) -> None:
-        """Run one step per slot at the slot's node."""
         slot_map = self._topology.slot_map(deadline)
         by_node: dict[str, list[Step]] = {address: [] for address in slot_map.addresses}
         for slot, step in enumerate(steps):
             by_node[slot_map.address_of(slot)].append(step)
         exchange(self._pool, {address: merged_steps(batch) for address, batch in by_node.items() if batch}, [], deadline)
-
-    def _require_no_error(self, lines: Sequence[bytes | None]) -> None:
-        for line in lines:
-            if line is not None:
-                raise StorageError(f"the cluster is changing its slots ({line.decode('ascii', 'replace')}); try again when it has settled")
+        for _, line in itertools.chain.from_iterable(reply.errors for reply in replies):
+            raise StorageError(f"the cluster is changing its slots ({line.decode('ascii', 'replace')}); try again when it has settled")
 
 
 @dataclass(eq=False)
 class _Markers(ReplyReader):
-    """The markers of some slots: compared as one piece, and one by one only where they differ.
+    """The markers of some slots. They mostly differ in the slot alone, as the first one tells: compared as one piece, else read one by one.
 
     Args:
-        wanted: the values that should stand there.
+        slots: in the order of the answers.
         others: the answers, where they are not that.
     """
 
-    wanted: Sequence[bytes]
+    slots: Sequence[int]
     others: list[BlobReply] = field(default_factory=list)
-    good: bool = False
+    _alike: list[bytes] = field(default_factory=list)
+    _whole: bytes = b""
     _rest: RepliesInOrder | None = None
+    done: bool = False
 
     @property
-    def done(self) -> bool:
-        return self.good or (self._rest is not None and self._rest.done)
+    def found(self) -> list[bytes | ErrorLine | None]:
+        """What stands there."""
+        if not self.others:
+            return list(self._alike)
+        return [reply.value if reply.error is None else ErrorLine(reply.error) for reply in self.others]
 
     def take(self, data: Bytes) -> int:
         if self._rest is None:
-            whole = b"".join([b"$%d\r\n%s\r\n" % (len(marker), marker) for marker in self.wanted])
-            here = data[: len(whole)].tobytes()
-            if here == whole:
-                self.good = True
-                return len(whole)
-            if whole.startswith(here):
+            if not self._whole:
+                first = BlobReply(miss=b"$-1")
+                if not first.take(data):
+                    return 0
+                self._expect_like(first.value)
+            here = data[: len(self._whole)].tobytes()
+            if self._whole and here == self._whole:
+                self.done = True
+                return len(here)
+            if self._whole and self._whole.startswith(here):
                 return 0
-            self.others = [BlobReply(miss=b"$-1") for _ in self.wanted]
+            self.others = [BlobReply(miss=b"$-1") for _ in self.slots]
             self._rest = RepliesInOrder(self.others)
-        return self._rest.take(data)
+        taken = self._rest.take(data)
+        self.done = self._rest.done
+        return taken
+
+    def _expect_like(self, first: bytes | None) -> None:
+        with suppress(WrongNodeError):  # it is told to whoever asks for the values
+            if first is not None:
+                self._alike = Marker.decode(first, "").of_nodes(self.slots)
+                self._whole = b"".join([b"$%d\r\n%b\r\n" % (len(marker), marker) for marker in self._alike])
 
 
 @cache
