@@ -2,15 +2,20 @@
 
     python examples/ngram_lm_torch.py
     python examples/ngram_lm_torch.py --local          # the same rows in each rank's memory: the same losses, to the last bit
+    python examples/ngram_lm_torch.py --kill-at 120    # rank 1 is killed before that step: the same losses still
 
 Beside each byte's own embedding the model reads two rows of a table of a million: one for the last two bytes, one for the last three, by a
 hash of them. Which rows a batch needs follows from its bytes, so they are pulled while the batch before it is trained; the cluster works in
 sync mode, and the rows are exactly those of training without it (docs/async-lookup.md). Dense weights are averaged over the ranks by gloo.
+Rows and dense weights are saved every 50 steps; when a rank dies, all start again from there.
 """
 
 import argparse
+import os
+import signal
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,7 +32,7 @@ from kvemb.arrays.segment_sum import group_by_id
 from kvemb.demo.corpus import source_files
 from kvemb.local_cluster.processes import free_ports
 from kvemb.schema.table_def import TableDef
-from kvemb.torch import Embedding, SparseOptimizer, prepare
+from kvemb.torch import Embedding, RowCheckpoints, SparseOptimizer, connect_rank, prepare
 from paramserver.optim import build_optimizer
 
 WORLD, WIDTH, ROW_DIM, HEADS, GRAMS = 2, 64, 16, 4, (2, 3)
@@ -86,19 +91,21 @@ class RowsOfEveryRank(nn.Module):
 
 
 class Batches:
-    """The batches of one rank: any stretches of text, with the ids of their n-grams."""
+    """The batches of one rank from a step on: any stretches of text, with the ids of their n-grams."""
 
-    def __init__(self, text: NDArray[np.uint8], rank: int, args: argparse.Namespace) -> None:
-        self._text, self._args, self._seed = text, args, args.seed + rank
+    def __init__(self, text: NDArray[np.uint8], rank: int, begin: int, args: argparse.Namespace) -> None:
+        self._text, self._args, self._seed, self._begin = text, args, args.seed + rank, begin
 
     def __len__(self) -> int:
-        return int(self._args.steps)
+        return int(self._args.steps) - self._begin
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         rng, args = np.random.default_rng(self._seed), self._args
         most = max(GRAMS) - 1  # bytes before a stretch that its first n-grams have
-        for _ in range(args.steps):
+        for number in range(args.steps):
             starts = rng.integers(most, len(self._text) - args.context - 1, args.batch_size)
+            if number < self._begin:
+                continue
             part = self._text[starts[:, None] + np.arange(-most, args.context + 1)]  # uint8 [b, most + context + 1]
             yield {"text": torch.from_numpy(part[:, most:].astype(np.int64)), "grams": torch.from_numpy(ids_of(part[:, :-1], args.rows))}
 
@@ -132,23 +139,29 @@ def read_text(n_bytes: int) -> NDArray[np.uint8]:
     return np.frombuffer(b"".join(parts)[:n_bytes], np.uint8)
 
 
-def train(rank: int, url: str, port: int, args: argparse.Namespace) -> None:
-    """One rank; rank 0 prints the mean loss of each step of all ranks."""
+def train(rank: int, url: str, folder: Path, port: int, args: argparse.Namespace) -> None:
+    """One rank, from the newest checkpoint of the folder on; rank 0 prints the mean loss of each step of all ranks."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
     with ExitStack() as stack:
         stack.callback(distributed.destroy_process_group)
         definition = TableDef("ngram", ROW_DIM, RULE, FIRST, reduce="mean", num_ids=args.rows)
-        memory: nn.Module = RowsOfEveryRank(definition) if not url else _in_cluster(stack, url, rank, args.rows)
+        memory: nn.Module = RowsOfEveryRank(definition) if not url else _in_cluster(stack, url, args.rows)
         torch.manual_seed(args.seed)
         model = SmallGpt(memory, args.context, args.layers)
         dense = torch.optim.AdamW([p for name, p in model.named_parameters() if not name.startswith("memory")], lr=args.lr)
-        batches: Any = Batches(read_text(args.text_mb << 20), rank, args)
+        saved = Saved(model, dense, folder) if url else None
+        begin = saved.begin() if saved else 0
+        batches: Any = Batches(read_text(args.text_mb << 20), rank, begin, args)
         if url:
             rows, batches = SparseOptimizer(model), prepare(model, batches, features={"memory": "grams"}, consistency="exact")
         else:
             rows = memory
-        for number, batch in enumerate(batches, 1):
+        for number, batch in enumerate(batches, begin + 1):
+            if saved and (number - 1) % args.save_every == 0:  # the first before any step: rows can always be taken back
+                saved.save(number - 1)
+            if rank == 1 and number == args.kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
             loss = model(batch)
             loss.backward()
             for group in dense.param_groups:
@@ -164,16 +177,42 @@ def train(rank: int, url: str, port: int, args: argparse.Namespace) -> None:
                 print(f"step {number}: loss {told.item() / WORLD:.9g}", flush=True)
 
 
-def _in_cluster(stack: ExitStack, url: str, rank: int, n_rows: int) -> Embedding:
-    cluster = stack.enter_context(kvemb.connect(url, trainer=f"rank-{rank}", timeout_s=60))
+class Saved:
+    """Checkpoints of all that a run has learned: rows by kvemb, and dense weights in one file, which says the step of its rows."""
+
+    def __init__(self, model: nn.Module, dense: torch.optim.Optimizer, folder: Path) -> None:
+        self._model, self._dense, self._path = model, dense, folder / "dense.pt"
+        self._rows = RowCheckpoints(model, str(folder / "rows"), keep=2)
+
+    def begin(self) -> int:
+        """Take back what was saved last; return the number of steps that it had seen."""
+        if not self._path.exists():
+            return 0
+        found = torch.load(self._path, weights_only=True)
+        self._model.load_state_dict(found["model"])
+        self._dense.load_state_dict(found["optimizer"])
+        self._rows.follow()
+        return int(found["step"])
+
+    def save(self, step: int) -> None:
+        """Save on all ranks, between two steps."""
+        self._rows.save()
+        if distributed.get_rank() == 0:
+            new = self._path.with_suffix(".new")
+            torch.save({"step": step, "model": self._model.state_dict(), "optimizer": self._dense.state_dict()}, new)
+            new.replace(self._path)
+
+
+def _in_cluster(stack: ExitStack, url: str, n_rows: int) -> Embedding:
+    cluster = stack.enter_context(connect_rank(url))
     return Embedding(
         cluster.create_table("ngram", dim=ROW_DIM, optimizer=RULE, initializer=FIRST, reduce="mean", num_ids=n_rows, exist_ok=True)
     )
 
 
-def start(url: str, port: int, args: argparse.Namespace) -> Any:
-    """Start the ranks, which meet at a port of this machine; return torch's handle on their processes. Without a URL rows are in memory."""
-    return multiprocessing.start_processes(train, (url, port, args), nprocs=WORLD, join=False, start_method="spawn")
+def start(url: str, folder: Path, args: argparse.Namespace) -> Any:
+    """Start the ranks; return torch's handle on their processes. Without a URL rows are in memory, and nothing is saved in the folder."""
+    return multiprocessing.start_processes(train, (url, folder, free_ports(1)[0], args), nprocs=WORLD, join=False, start_method="spawn")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -181,10 +220,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     with ExitStack() as stack:
         url = "" if args.local else stack.enter_context(kvemb.local(args.store, nodes=2, shards=2, mode="sync", trainers=WORLD))
-        ranks = start(url, free_ports(1)[0], args)
-        while not ranks.join():
-            pass
-    return 0
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        while True:
+            ranks = start(url, folder, args)
+            try:
+                while not ranks.join():
+                    pass
+                return 0
+            except multiprocessing.ProcessExitedException as died:  # torch ends the others
+                if args.kill_at is None:
+                    raise
+                print(f"{died}: all start again", flush=True)
+                args.kill_at = None
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -197,9 +244,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, default, what in (
         ("rows", 1_000_000, "of the table"), ("steps", 200, "of training"), ("context", 128, "bytes of a stretch"),
         ("batch-size", 16, "stretches per step and rank"), ("layers", 2, "of the model"), ("text-mb", 8, "MB of text"),
-        ("every", 10, "steps from one line to the next"), ("seed", 0, "of everything drawn"),
+        ("every", 10, "steps from one line to the next"), ("save-every", 50, "steps from one checkpoint to the next"),
+        ("seed", 0, "of everything drawn"), ("kill-at", None, "step before which rank 1 is killed, once"),
     ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default {default})")
+        parser.add_argument(f"--{name}", type=int, default=default, help=what if default is None else f"{what} (default {default})")
     parser.add_argument("--lr", type=float, default=0.003, help="of the dense weights' AdamW (default 0.003)")
     return parser.parse_args(argv)
 
