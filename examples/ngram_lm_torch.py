@@ -31,9 +31,9 @@ import kvemb
 from kvemb.arrays.segment_sum import group_by_id
 from kvemb.demo.corpus import source_files
 from kvemb.local_cluster.processes import free_ports
+from kvemb.own import import_own
 from kvemb.schema.table_def import TableDef
 from kvemb.torch import Embedding, RowCheckpoints, SparseOptimizer, connect_rank, prepare
-from paramserver.optim import build_optimizer
 
 WORLD, WIDTH, ROW_DIM, HEADS, GRAMS = 2, 64, 16, 4, (2, 3)
 RULE, FIRST = kvemb.optim.adagrad(lr=0.05), kvemb.init.normal(std=0.02)
@@ -66,7 +66,7 @@ class RowsOfEveryRank(nn.Module):
     def __init__(self, definition: TableDef) -> None:
         super().__init__()
         assert definition.num_ids is not None
-        self._optimizer = build_optimizer(definition.optimizer)
+        self._optimizer = import_own("paramserver.optim").build_optimizer(definition.optimizer)
         self._rows = definition.initial_rows(np.arange(definition.num_ids, dtype=np.uint64))
         self._state = self._optimizer.initial_state(definition.num_ids, definition.dim)
         self._n_steps = 0

@@ -4,8 +4,8 @@
     inside kvemb: table → stores → {wire, net} → {record, errors};   nothing imports upward
 
 Lazy imports, imports for type checkers and `import_module("…")` with a literal count as arrows too. The rules are data
-(below); `arrows` and `violations` are pure, so that the test can be tested on sources with a bad arrow. tests/,
-examples/ and benchmarks/ may import all three packages.
+(below); `arrows` and `violations` are pure, so that the test can be tested on sources with a bad arrow. tests/ and
+benchmarks/ may import all three packages; examples/ only kvemb, the one name that there is where it is installed.
 """
 
 import ast
@@ -211,6 +211,12 @@ def test_every_import_is_an_arrow_of_the_picture() -> None:
     known = frozenset(SOURCES)
     bad = [line for name in SOURCES for line in violations(name, read(name), known=known, is_package=is_package(name))]
     assert not bad, "\n".join(bad)
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_runs_where_kvemb_is_installed(example: Path) -> None:
+    """Not only in a checkout on Python's path."""
+    assert not re.findall(r"^\s*(?:from|import) (?:paramserver|trainer)\b.*", example.read_text(), re.MULTILINE)
 
 
 def test_trainer_and_paramserver_name_their_own_modules_relatively() -> None:
