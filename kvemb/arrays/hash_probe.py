@@ -41,6 +41,8 @@ class Homes:
     than others; and an eviction leaves few rows where it has been. So hashes are cut into cells, and a cell has buckets by the rows that
     it has and will have, none where it has none. Without `starts` the rows are even, and so are the buckets.
 
+    Rows that a walk erases, or another shard hands over, come in the order of their hashes: then those to come lie behind.
+
     Args:
         order: of the ids.
         n_buckets: of the table.
@@ -54,18 +56,27 @@ class Homes:
     steps: Words | None = None
 
     @staticmethod
-    def made_for(order: KeyOrder, n_buckets: int, ids: Iterable[Ids]) -> "Homes":
-        """Spread ids over a table: blocks of uint64 [n] each."""
+    def made_for(order: KeyOrder, n_buckets: int, ids: Iterable[Ids], coming: Ids) -> "Homes":
+        """Spread ids over a table: blocks of uint64 [n] each, and those that come now."""
         bits = min(_MOST_CELL_BITS, (n_buckets // _CELL_BUCKETS).bit_length() - 1)
         counts = np.zeros(1 << bits, np.int64)  # [cells]: rows of each
         for some in ids:
             counts += np.bincount(order.hashes(some) >> np.uint64(64 - bits), minlength=len(counts))
+        new = np.bincount(order.hashes(coming) >> np.uint64(64 - bits), minlength=len(counts))
+        in_order = counts.sum() > len(coming) < 2 * new[counts == 0].sum()
+        counts += new
         used = counts > 0
         n_rows, n_used = int(counts.sum()), int(np.count_nonzero(used))
         if not n_used or (order.ids_per_group == 1 and n_used >= _NEARLY_ALL * len(counts) and _is_even(counts)):
             return Homes(order, n_buckets)
-        # By the rows that a cell will have when the table is full: its own, and an equal share of those to come.
-        rows = np.where(used, counts + max(0, (int(MAX_LOAD * WIDTH * n_buckets) - n_rows) // n_used), 0)
+        # By the rows that a cell will have when the table is full: its own, and its share of those to come.
+        rows, n_to_come = counts, max(0, int(MAX_LOAD * WIDTH * n_buckets) - n_rows)
+        behind = rows[int(np.flatnonzero(new)[-1]) + 1 :] if in_order else rows[:0]
+        if len(behind):
+            rows_a_cell = n_rows // n_used + 1
+            behind[: max(1, n_to_come // rows_a_cell)] += min(rows_a_cell, n_to_come)
+        else:
+            rows = np.where(used, counts + n_to_come // n_used, 0)
         width = (n_buckets << _HASH_BITS) // int(rows.sum())  # of a row
         before = np.cumsum(rows) - rows  # [cells]: those of the cells before
         starts = np.minimum(before.view(np.uint64) * np.uint64(width), np.uint64((n_buckets << _HASH_BITS) - 1))

@@ -332,8 +332,8 @@ class RowIndex:
         self._resize(max(n_old, n_new))
         self._push_together(n_old)
         pairs, blocks = self._pairs.reshape(-1, 2), range(0, self._n_rows, _WINDOW_ROWS)
-        listed = [*(pairs[at : min(at + _WINDOW_ROWS, self._n_rows), 0] for at in blocks), coming]
-        self._homes = Homes.made_for(self._homes.order, n_new, listed)
+        listed = [pairs[at : min(at + _WINDOW_ROWS, self._n_rows), 0] for at in blocks]
+        self._homes = Homes.made_for(self._homes.order, n_new, listed, coming)
         self._n_used = self._n_strange = 0
         late, end = [self._rows(slice(0, 0))], n_new
         for start in reversed(blocks):  # rows before `start` are still pushed together, places from `end` on are filled

@@ -1,6 +1,7 @@
 """The row index behaves as a dict of id to version, with any order of puts, erases and rebuilds."""
 
 import tracemalloc
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from kvemb.arrays import hash_probe, row_index
 from kvemb.arrays.hash_probe import Homes, probe
 from kvemb.arrays.hashing import KeyOrder
 from kvemb.arrays.row_index import END, RowIndex
+from kvemb.schema.slots import N_SLOTS
 
 IDS = st.one_of(st.integers(0, 40), st.integers(0, 2**64 - 1))
 STEP = st.tuples(st.sampled_from(["put", "erase"]), st.lists(IDS, unique=True, max_size=30))
@@ -304,6 +306,25 @@ def test_rows_lie_near_their_bucket_while_an_eviction_sweeps_through_the_keys(n_
             furthest = max(furthest, int(((index.find(ids).places // 8 - buckets) % n_buckets).max()))
             assert np.array_equal(index.get(ids), versions)
     assert furthest < 200
+
+
+@pytest.mark.parametrize("some_slots", [False, True], ids=["all slots", "slots here and there"])
+def test_rows_that_come_in_the_order_of_keys_do_not_have_the_table_laid_out_anew_each_time(
+    some_slots: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those that an eviction erases, and those that another shard hands over: some thousand at a time."""
+    laid_out = Counter[str]()
+    rebuild = RowIndex._rebuild
+    monkeypatch.setattr(RowIndex, "_rebuild", lambda self, *args: laid_out.update(["times"]) or rebuild(self, *args))
+    ids = _spread(0, 1 << 19)
+    if some_slots:
+        ids = ids[np.random.default_rng(0).random(N_SLOTS)[KeyOrder().keys(ids) >> np.uint64(50)] < 0.4]
+    ids, index = ids[np.argsort(KeyOrder().keys(ids))], RowIndex()
+    for start in range(0, len(ids), 1000):
+        index.put(ids[start : start + 1000], ids[start : start + 1000] | np.uint64(1))
+    assert (index.get(ids) == ids | np.uint64(1)).all()
+    assert index.size_bytes <= 24 * len(ids)
+    assert laid_out["times"] < 100
 
 
 def test_many_rows_in_the_order_of_keys_do_not_crowd_behind_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
