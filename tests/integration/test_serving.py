@@ -265,6 +265,19 @@ def test_a_load_and_a_drop_in_the_middle_are_served(local: LocalCluster, tmp_pat
         np.testing.assert_array_equal(client.lookup("t", IDS), np.full((len(IDS), DIM + 1), -1.0))
 
 
+@pytest.mark.parametrize("shards", ["shards", "no shards"])
+def test_a_table_that_is_altered_or_made_anew_is_served_as_it_is_now_though_no_feed_tells_of_it(local: LocalCluster, shards: str) -> None:
+    with trained(local) as table, kvemb.serve.connect(local.url if shards == "shards" else without_shards(local)) as client:
+        client.lookup("t", IDS)
+        assert shards == "no shards" or client.wait_ready(PATIENCE_S)
+        wider = table.cluster.alter_table("t", dim=DIM + 2)
+        wait_for(lambda: np.array_equal(client.lookup("t", IDS), wider.pull(IDS)))
+        table.cluster.drop_table("t")
+        again = table.cluster.create_table("t", dim=1, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+        push(again, IDS)
+        wait_for(lambda: np.array_equal(client.lookup("t", IDS), np.full((len(IDS), 1), -1.0)))
+
+
 def raises(kind: type[Exception], call: Callable[[], object]) -> bool:
     try:
         call()
@@ -327,6 +340,25 @@ def test_each_table_has_a_rule_for_ids_without_a_row(local: LocalCluster) -> Non
             kvemb.serve.connect(local.url, **wrong)
     with pytest.raises(InvalidInputError, match="no id"):
         kvemb.serve.MeanOf([])
+
+
+def test_the_mean_of_rows_is_that_of_the_table_of_now_and_one_that_storage_did_not_give_is_not_kept(local: LocalCluster) -> None:
+    rule = {"t": kvemb.serve.MeanOf(IDS[:2])}
+    with (
+        trained(local) as table,
+        kvemb.serve.connect(local.url, max_age_ms=NEVER_MS, timeout_ms=300, degraded="default", unknown=rule) as client,
+    ):
+        client.lookup("t", IDS[2:4])
+        for server in local.servers:
+            server.process.signal(signal.SIGSTOP)
+        assert sources_of(client, np.array([5000])) == {ServedFrom.DEFAULT}
+        for server in local.servers:
+            server.process.signal(signal.SIGCONT)
+        wait_for(lambda: (client.lookup("t", [5000]) == -1.0).all())
+        table.cluster.drop_table("t")
+        wider = table.cluster.create_table("t", dim=DIM + 1, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+        wider.assign(IDS[:2], np.full((2, DIM + 1), 7.0))
+        wait_for(lambda: (client.lookup("t", [5000]) == np.full((1, DIM + 1), 7.0)).all())
 
 
 def test_a_closed_client_answers_nothing_not_even_from_its_cache(local: LocalCluster) -> None:
