@@ -19,6 +19,7 @@ import numpy as np
 
 from kvemb.api.cluster import Cluster
 from kvemb.api.cluster_feed import ClusterFeed, FeedEvent, open_feed
+from kvemb.client import opened_before_fork
 from kvemb.errors import FeedBehindError, KvembError
 from kvemb.net.deadline import Deadline, WhyWaiting
 from kvemb.serve.served_tables import ServedTable, ServedTables
@@ -58,10 +59,10 @@ class FeedFollower:
             if self.started or self._closed.is_set():
                 return
             self.started = True
-            if self._forked:
+            if self._forked or opened_before_fork():
                 log.warning(
-                    "this process is a fork of one that followed the feed: rows of the cache are good for max_age_ms, and there is no "
-                    "filter. Connect in the child, or look nothing up before the fork."
+                    "this process is a fork of one that followed the feed, or was connected to shards: rows of the cache are good for "
+                    "max_age_ms, and there is no filter. Look nothing up, and open no cluster but with read_only=True, before the fork."
                 )
                 return
             for name, work in (("kvemb-serve-feed", self._follow), ("kvemb-serve-filter", self._build_filters)):

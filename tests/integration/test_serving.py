@@ -404,9 +404,12 @@ def test_what_was_served_is_counted(local: LocalCluster) -> None:
 
 
 FORK = """
-import os, sys, numpy as np, kvemb.serve
+import os, sys, numpy as np, kvemb, kvemb.serve
 ids = np.arange(2000)
 client = kvemb.serve.connect(sys.argv[1])
+if sys.argv[2] == "trainer":
+    trainer = kvemb.connect(sys.argv[1])
+    len(trainer.table("t"))
 if sys.argv[2] == "used":
     client.lookup("t", ids)
     assert client.wait_ready(60)
@@ -426,13 +429,13 @@ sys.exit(status)
 """
 
 
-@pytest.mark.parametrize("parent", ["new", "used"])
-def test_a_forked_child_serves_and_follows_the_feed_if_its_parent_did_not(local: LocalCluster, parent: str) -> None:
+@pytest.mark.parametrize("parent", ["new", "used", "trainer"])
+def test_a_forked_child_serves_and_follows_the_feed_if_its_parent_asked_no_shard(local: LocalCluster, parent: str) -> None:
     with trained(local):
         command = [sys.executable, "-c", FORK, local.url, parent]
         done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == 0, done.stderr
-        assert ("is a fork of one that followed the feed" in done.stderr) == (parent == "used")
+        assert ("is a fork of one that followed the feed" in done.stderr) == (parent != "new")
 
 
 def test_a_reader_is_served_and_can_neither_push_nor_drop_nor_move(require_server: Callable[[str], str], tmp_path: Path) -> None:
