@@ -98,6 +98,7 @@ class ProjectedRows:
         self._reader, self.view = reader, view
         fields = {name: {key: value for key, value in one.items() if key not in _MADE_HERE} for name, one in about["tables"].items()}
         self._tables = {name: ProjectedTable(**some) for name, some in fields.items()}
+        self._described = {name: asdict(table) for name, table in self._tables.items()}
         self.definitions = {name: TableDef.from_dict(one["definition"]) for name, one in about["tables"].items()}
         self._record_keys = [f"{view.prefix if view else PREFIX}projection:{part + 1}/{about['parts']}" for part in range(about["parts"])]
         self._codec = RespCodec()
@@ -165,7 +166,7 @@ class ProjectedRows:
         Raises:
             NodeLostError: there is none.
         """
-        return bool(self._read_record(record)["tables"] == {name: asdict(table) for name, table in self._tables.items()})
+        return bool(self._read_record(record)["tables"] == self._described)
 
     def _read_record(self, record: Value) -> dict[str, Any]:
         if not isinstance(record, bytes):
@@ -178,9 +179,10 @@ class ProjectedRows:
         if self.view is None:
             if not self.same_tables(found[0]):
                 raise UnknownViewError(f"target {self._reader.address}: the tables of its projection have changed; open it again")
-            filling = lacking and lacking & {name for record in found for name in self._read_record(record).get("filling", ())}
-            if filling:
-                raise NodeLostError(f"target {self._reader.address}: table {min(filling)!r} is being filled: rows may come")
+            for fields in map(self._read_record, found) if lacking else ():
+                others = {name for name in lacking if fields["tables"].get(name) != self._described[name]}  # another publisher's
+                if filling := others | lacking & {*fields.get("filling", ())}:
+                    raise NodeLostError(f"target {self._reader.address}: table {min(filling)!r} is not filled by all its publishers yet")
             return
         if found[0] is None:
             raise NodeLostError(f"target {self._reader.address}: holds no views any more; make view {self.view.name!r} again")
