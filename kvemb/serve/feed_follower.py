@@ -7,7 +7,6 @@ What must not live here: what a change means for rows and ids (kvemb.serve.serve
 """
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -142,7 +141,7 @@ class FeedFollower:
     # --- filters ---------------------------------------------------------------------------------------------------------------------
 
     def _build_filters(self) -> None:
-        renewed_s = -math.inf
+        renewed_s = time.monotonic()  # the first look-ups open their tables anyway
         while not self._closed.is_set():
             served = self._tables.unfiltered()
             if served is not None:
