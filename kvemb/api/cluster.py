@@ -274,6 +274,10 @@ class Cluster:
         """Open a table anew when it is asked for next: another connection has dropped it, and may have created it again."""
         self._tables.forget(name)
 
+    def forget_dropped(self) -> frozenset[str]:
+        """As `forget_table`, of all tables that were dropped or altered, as storage tells; return their keys, `TableDef.key`."""
+        return self._tables.forget_dropped()
+
     def table(self, name: str) -> Table:
         """Open an existing table; asking twice gives the same object.
 

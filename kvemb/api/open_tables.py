@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvemb.api.shared_connection import SharedConnection
 from kvemb.api.table import Table
 from kvemb.config import Config
-from kvemb.coordination.registry_format import META_NAME, newest_registry
+from kvemb.coordination.registry_format import META_NAME, Registered, newest_registry
 from kvemb.datapath.prefetched_rows import PrefetchedRows, prepare_prefetched
 from kvemb.datapath.pull import PullRequest, prepare_pull
 from kvemb.datapath.push import prepare_push
@@ -108,8 +108,19 @@ class OpenTables:
 
     def definitions(self) -> dict[str, TableDef]:
         """The tables that exist, from the registry's copy in storage: complete before shard 0 answers a creation."""
+        return self._registered().tables
+
+    def _registered(self) -> Registered:
         values = self._shared.store.values
-        return newest_registry(values.get(META_NAME, Deadline.after(self._shared.pull_timeout_s)), values.copies_on(META_NAME)).tables
+        return newest_registry(values.get(META_NAME, Deadline.after(self._shared.pull_timeout_s)), values.copies_on(META_NAME))
+
+    def forget_dropped(self) -> frozenset[str]:
+        """Forget the tables that were dropped or altered, as the registry's copy in storage tells; return the keys of all such."""
+        dropped = frozenset(self._registered().dropped)
+        with self._lock:
+            for name in [name for name, table in self._tables.items() if table.definition.key in dropped]:
+                del self._tables[name]
+        return dropped
 
     # --- batches ------------------------------------------------------------------------------------------------------------------
 

@@ -11,3 +11,15 @@ DataLoader's worker) must not use the shards anyway, and is told so.
 import os
 
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+_first_pid = 0
+
+
+def note_channel() -> None:
+    """Note that this process opens a channel."""
+    global _first_pid
+    _first_pid = _first_pid or os.getpid()
+
+
+def opened_before_fork() -> bool:
+    """Whether this process was forked from one that had opened a channel: gRPC ends it when it opens another."""
+    return _first_pid not in (0, os.getpid())

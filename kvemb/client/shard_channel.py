@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from kvemb.client import note_channel
 from kvemb.errors import (
     AccessDeniedError,
     ConfigError,
@@ -45,6 +46,7 @@ def open_channel(address: str, tls: TlsFiles | None, options: _Options) -> grpc.
     Raises:
         ConfigError: a file cannot be read; a client lacks certificate and token, or its certificate is not good.
     """
+    note_channel()
     if tls is None:
         return grpc.insecure_channel(address, options=options)
     if tls.config.has_token:

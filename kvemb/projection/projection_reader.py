@@ -1,8 +1,8 @@
 """Reads the rows of a view, or of the projection that is maintained, from its target; needs nothing else.
 
 With each batch the list of views is read behind the rows, in the same round trip: if the view is still there then, the rows were whole. A
-batch reads the keys of one view alone, so it cannot mix two. Of the maintained projection its record is read with it: it tells whether the
-tables are the ones that were opened. Thread- and fork-safe.
+batch reads the keys of one view alone, so it cannot mix two. Of the maintained projection its records are read before the rows and behind
+them: they tell whether the tables are the ones that were opened, and which of them are being filled. Thread- and fork-safe.
 """
 
 import json
@@ -98,9 +98,15 @@ class ProjectedRows:
         self._reader, self.view = reader, view
         fields = {name: {key: value for key, value in one.items() if key not in _MADE_HERE} for name, one in about["tables"].items()}
         self._tables = {name: ProjectedTable(**some) for name, some in fields.items()}
+        self._described = {name: asdict(table) for name, table in self._tables.items()}
         self.definitions = {name: TableDef.from_dict(one["definition"]) for name, one in about["tables"].items()}
-        self.record_key = f"{view.prefix if view else PREFIX}projection:1/{about['parts']}"
+        self._record_keys = [f"{view.prefix if view else PREFIX}projection:{part + 1}/{about['parts']}" for part in range(about["parts"])]
         self._codec = RespCodec()
+
+    @property
+    def record_key(self) -> str:
+        """Of the projection, or of the first publisher's share of it."""
+        return self._record_keys[0]
 
     @property
     def name(self) -> str:
@@ -132,7 +138,7 @@ class ProjectedRows:
 
         Raises:
             UnknownViewError: the view was dropped meanwhile, or the maintained projection has other tables now.
-            StorageError: the target is away, or has lost the rows.
+            StorageError: the target is away, or has lost the rows, or lacks one of a table that is being filled.
         """
         deadline, address = Deadline.after(timeout_s), self._reader.address
         parts: list[NodeSteps] = []
@@ -143,16 +149,15 @@ class ProjectedRows:
             values, found = np.empty((len(ids), table.row_bytes), np.uint8), np.zeros(len(ids), np.bool_)
             parts.append(NodeSteps(address, grouped.keys, self._codec.read_steps(grouped.keys, table.row_bytes, values, found, None)))
             read.append((table, grouped.order, values, found))
-        keys = [VIEWS_KEY] if self.view else [VIEWS_KEY, self.record_key]
-        replies = [ValueReply() for _ in keys]
-        last = Step(memoryview(b"".join(command(b"GET", key.encode()) for key in keys)), RepliesInOrder(replies))
+        behind, rows = _ValuesStep([VIEWS_KEY] if self.view else self._record_keys), [step for part in parts for step in part.steps]
+        ahead = _ValuesStep([] if self.view else self._record_keys)  # a row that is not there may have come when the records are read
         with self._reader.pool.lease([address], deadline) as links:
             try:
-                run([Conversation(links[address], [*[step for part in parts for step in part.steps], last])], deadline)
+                run([Conversation(links[address], [*ahead.steps, *rows, *behind.steps])], deadline)
             except UnexpectedValueError as error:
                 raise unexpected_value(parts, error) from error
         raise_row_errors(parts)
-        self._require_whole([reply.value for reply in replies])
+        self._require_whole([*behind.values, *ahead.values], {one[0].name for one in read if not one[3].all()})
         return [_in_order(definition, ids, one) for (definition, ids), one in zip(wanted, read, strict=True)]
 
     def same_tables(self, record: Value) -> bool:
@@ -161,19 +166,42 @@ class ProjectedRows:
         Raises:
             NodeLostError: there is none.
         """
+        return bool(self._read_record(record)["tables"] == self._described)
+
+    def _read_record(self, record: Value) -> dict[str, Any]:
         if not isinstance(record, bytes):
             raise NodeLostError(f"target {self._reader.address}: holds no projection any more; rows come back when its publisher fills it")
-        tables: dict[str, Any] = json.loads(record)["tables"]
-        return tables == {name: asdict(table) for name, table in self._tables.items()}
+        found: dict[str, Any] = json.loads(record)
+        return found
 
-    def _require_whole(self, found: Sequence[Value]) -> None:
+    def _require_whole(self, found: Sequence[Value], lacking: set[str]) -> None:
+        """Refuse what is not of this view, or may be without a row that comes yet; `lacking`: the tables of which a row was not there."""
         if self.view is None:
-            if not self.same_tables(found[1]):
+            if not self.same_tables(found[0]):
                 raise UnknownViewError(f"target {self._reader.address}: the tables of its projection have changed; open it again")
+            for fields in map(self._read_record, found) if lacking else ():
+                others = {name for name in lacking if fields["tables"].get(name) != self._described[name]}  # another publisher's
+                if filling := others | lacking & {*fields.get("filling", ())}:
+                    raise NodeLostError(f"target {self._reader.address}: table {min(filling)!r} is not filled by all its publishers yet")
             return
+        if found[0] is None:
+            raise NodeLostError(f"target {self._reader.address}: holds no views any more; make view {self.view.name!r} again")
         there = ViewList.decode(found[0] if isinstance(found[0], bytes) else None).views.get(self.view.name)
         if there != self.view or there.state != COMPLETE:
             raise UnknownViewError(f"target {self._reader.address}: view {self.view.name!r} was dropped")
+
+
+class _ValuesStep:
+    """Reads small values in the midst of a batch; no step where there are none."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._replies = [ValueReply() for _ in keys]
+        words = b"".join(command(b"GET", key.encode()) for key in keys)
+        self.steps = [Step(memoryview(words), RepliesInOrder(self._replies))] if keys else []
+
+    @property
+    def values(self) -> list[Value]:
+        return [reply.value for reply in self._replies]
 
 
 _Read = tuple[ProjectedTable, NDArray[np.intp] | None, NDArray[np.uint8], NDArray[np.bool_]]

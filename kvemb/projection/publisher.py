@@ -108,6 +108,7 @@ class Publisher:
         self._begun, self._behind = False, False  # whether the target was ours once; whether its record does not hold any more
         self._well_s = time.monotonic()  # the last step that was done
         self._untold = set[int]()  # shards of which not every row was told
+        self._filling: list[str] = []  # tables of which rows may not be in the target yet
         self._sweeps = False  # whether rows that were not told are to be found once all are
         self._noted_s = 0.0
 
@@ -185,18 +186,25 @@ class Publisher:
         self._begun, record = True, self._target.record()
         told = record is not None and record["tables"] == self._record()["tables"]
         if record is not None and told and record["position"] and there == about and not self._behind:
+            self._filling = record.get("filling", [])
             return {int(shard): tuple(at) for shard, at in record["position"].items()}
-        for name, fields in (record or {"tables": {}})["tables"].items():
-            if (old := ProjectedTable(**fields)) != self._tables.get(name):
-                for keys in old.hash_keys(share):
-                    self._target.remove(keys)
+        record = record or {"tables": {}}
+        others = {name: old for name, fields in record["tables"].items() if (old := ProjectedTable(**fields)) != self._tables.get(name)}
+        filling = {*self._tables} - record["tables"].keys() | {*record.get("filling", ())} | others.keys()
+        if others:  # whoever reads their rows is not to take those that go for ids without a row
+            self._target.note({**record, "position": None, "filling": sorted(filling)})
+        for old in others.values():
+            for keys in old.hash_keys(share):
+                self._target.remove(keys)
         self._sweeps = any(self._target.count_hashes(keys) for table in self._tables.values() for keys in table.hash_keys(share))
+        self._filling = sorted(filling & self._tables.keys())
         self._target.begin(about, self._record())
         self._behind, self._tally.until_s = False, 0.0
         return None
 
     def _record(self, position: Mapping[int, FeedPosition] | None = None, until: float = 0.0) -> dict[str, Any]:
-        return {"tables": {name: asdict(table) for name, table in self._tables.items()}, "position": position, "until": until}
+        tables = {name: asdict(table) for name, table in self._tables.items()}
+        return {"tables": tables, "position": position, "until": until, "filling": self._filling}
 
     # --- what is told ----------------------------------------------------------------------------------------------------------------
 
@@ -220,6 +228,8 @@ class Publisher:
         if not self._untold and time.monotonic() - self._noted_s >= _NOTE_S:
             position = feed.position
             self._tally.date(cluster, feed)
+            if self._tally.until_s:
+                self._filling = []
             if not self._target.note(self._record(position, self._tally.until_s)):
                 raise _BeginAgainError(f"target {self._target.address} has lost what it had")
             self._noted_s = time.monotonic()

@@ -1,8 +1,9 @@
 """Follows the feed for a serving client: one thread takes what changes, another builds the filters of ids.
 
 Neither is needed for a look-up: without a shard both try again, and rows of the cache are good for as long as their age allows. A stream
-that breaks goes on where it was; until all is told that changed meanwhile, the feed does not count as followed. What must not live here:
-what a change means for rows and ids (kvemb.serve.served_tables). Not fork-safe: a child makes one of its own.
+that breaks goes on where it was; until all is told that changed meanwhile, the feed does not count as followed. While it is not, storage is
+asked every second which tables there are: a table that was altered is not told of, and one that was dropped may not be.
+What must not live here: what a change means for rows and ids (kvemb.serve.served_tables). Not fork-safe: a child makes one of its own.
 """
 
 import logging
@@ -17,6 +18,7 @@ import numpy as np
 
 from kvemb.api.cluster import Cluster
 from kvemb.api.cluster_feed import ClusterFeed, FeedEvent, open_feed
+from kvemb.client import opened_before_fork
 from kvemb.errors import FeedBehindError, KvembError
 from kvemb.net.deadline import Deadline, WhyWaiting
 from kvemb.serve.served_tables import ServedTable, ServedTables
@@ -56,10 +58,10 @@ class FeedFollower:
             if self.started or self._closed.is_set():
                 return
             self.started = True
-            if self._forked:
+            if self._forked or opened_before_fork():
                 log.warning(
-                    "this process is a fork of one that followed the feed: rows of the cache are good for max_age_ms, and there is no "
-                    "filter. Connect in the child, or look nothing up before the fork."
+                    "this process is a fork of one that followed the feed, or was connected to shards: rows of the cache are good for "
+                    "max_age_ms, and there is no filter. Look nothing up, and open no cluster but with read_only=True, before the fork."
                 )
                 return
             for name, work in (("kvemb-serve-feed", self._follow), ("kvemb-serve-filter", self._build_filters)):
@@ -100,7 +102,9 @@ class FeedFollower:
                     behind: Mapping[int, int] | None = None
                 else:
                     behind = {}
-                    self._tables.follow(time.monotonic())
+                    since_s = time.monotonic()
+                    self._renew()  # a table that was dropped or altered before the feed began is not told of
+                    self._tables.follow(since_s)
                 while not self._closed.is_set():
                     event = feed.take(_TAKE_S)
                     if event is not None:
@@ -125,21 +129,29 @@ class FeedFollower:
         if event.kind == "load":
             self._tables.tell_all()
         elif event.kind == "drop":
+            self._cluster.forget_table(event.table)  # first: a look-up opens what was dropped here
             self._tables.drop(event.table)
-            self._cluster.forget_table(event.table)
         elif len(event.ids):
             self._tables.tell(event.table, event.ids.view(np.uint64), event.versions, erased=event.kind == "erase")
+
+    def _renew(self) -> None:
+        """See by storage which tables were dropped or altered; what has their names now is opened when it is looked up."""
+        self._tables.drop_all(self._cluster.forget_dropped())
 
     # --- filters ---------------------------------------------------------------------------------------------------------------------
 
     def _build_filters(self) -> None:
+        renewed_s = time.monotonic()  # the first look-ups open their tables anyway
         while not self._closed.is_set():
             served = self._tables.unfiltered()
-            if served is None:
+            if served is not None:
+                with self._shards() as shards:
+                    self._build(served, shards)
+            elif not self._tables.followed and time.monotonic() - renewed_s >= _PAUSE_S:
+                self._renew()
+                renewed_s = time.monotonic()
+            else:
                 self._closed.wait(_TAKE_S)
-                continue
-            with self._shards() as shards:
-                self._build(served, shards)
 
     def _build(self, served: ServedTable, shards: "_FeedShards") -> None:
         """Add every id that there is: those that the feed tells from its start on, up to where it is followed already."""

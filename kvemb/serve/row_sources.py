@@ -44,8 +44,6 @@ class RowSet:
     definition: Callable[[str], TableDef]
     pull: Callable[[Sequence[tuple[TableDef, NDArray[np.uint64]]], float], list[tuple[NDArray[Any], NDArray[np.uint64]]]]
     projected: ProjectedRows | None = None
-    means: dict[str, tuple[float, NDArray[Any]]] = field(default_factory=dict)
-    """By table, the mean row of `MeanOf`, and when it was computed."""
     _made: dict[Callable[["RowSet"], Any], Any] = field(default_factory=dict)
     _making: ForkLock = field(default_factory=ForkLock)
 
@@ -59,7 +57,7 @@ class RowSet:
 
     def with_cache(self, tables: ServedTables) -> "RowSet":
         """Return these rows, with what was made of them, and nothing kept but what is in `tables`."""
-        return replace(self, tables=tables, means={})
+        return replace(self, tables=tables)
 
     @property
     def view(self) -> str:
@@ -86,7 +84,6 @@ class ClusterSource:
             with self._lock:
                 if os.getpid() != self._pid:
                     self._set.tables.reset()
-                    self._set.means.clear()
                     self._follower = FeedFollower(self._cluster, self._set.tables, forked=self._follower.started)
                     self._pid = os.getpid()
         if not self._follower.started:

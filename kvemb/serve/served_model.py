@@ -7,10 +7,10 @@ and part are then switched together. What must not live here: how rows are looke
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,6 +20,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.serve.row_sources import RowSet, ViewSource
 from kvemb.serve.serving_client import ServingClient
 
+T = TypeVar("T")
 _LOAD_S = 30.0
 _Arrays = dict[str, NDArray[Any]]
 _ONNX_DTYPES = {"float": "float32", "double": "float64"}  # others are named as NumPy names them
@@ -63,7 +64,7 @@ class _Part:
         wanted = set(self.tables) if self._callers is None else self._callers
         if not wanted <= inputs.keys() or (self._callers is not None and not inputs.keys() <= wanted):
             raise InvalidInputError(f"the dense part has the inputs {sorted(wanted)}; got {sorted(inputs)}")
-        return {name: inputs[ids] for name, ids in self._given.items()} | self.program.computed(inputs)
+        return {name: inputs[ids] for name, ids in self._given.items()} | _ran(lambda: self.program.computed(inputs), inputs)
 
 
 class Model:
@@ -105,7 +106,7 @@ class Model:
             What the part returns, as arrays: one, a tuple, or a dict; with `return_view` (that, name).
 
         Raises:
-            InvalidInputError: an input is missing, or there is no such.
+            InvalidInputError: an input is missing, or there is no such, or the part does not run on inputs of these shapes.
             StorageError: as of `ServingClient.lookup`.
         """
         inputs = {name: np.asarray(value) for name, value in {**ids, **others}.items()}
@@ -131,7 +132,7 @@ class Model:
             ends = np.cumsum([asked[name].size for name in names])
             for name, some in zip(names, np.split(found[table], ends[:-1]), strict=True):
                 given[name] = some.reshape(*asked[name].shape, some.shape[1])
-        return part.program.run({**inputs, **given})
+        return _ran(lambda: part.program.run({**inputs, **given}), inputs)
 
     def _part(self, rows: RowSet) -> _Part:
         """Return the dense part that goes with rows; load it if that was not done."""
@@ -169,6 +170,14 @@ class _OnnxProgram:
         taken = {name: np.asarray(inputs[name], dtype) for name, dtype in self._dtypes.items()}  # ids that only look rows up are none
         found = self._session.run(None, taken)
         return found[0] if len(found) == 1 else tuple(found)
+
+
+def _ran(program: Callable[[], T], inputs: _Arrays) -> T:
+    try:
+        return program()
+    except Exception as error:  # torch and onnxruntime raise many kinds, an AssertionError among them
+        shapes = ", ".join(f"{name} {list(value.shape)} {value.dtype}" for name, value in sorted(inputs.items()))
+        raise InvalidInputError(f"the dense part does not run on these inputs: {shapes}. Its program says: {error}") from error
 
 
 def _content(path: str | os.PathLike[str]) -> bytes:

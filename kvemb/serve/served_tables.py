@@ -8,6 +8,7 @@ live here: connections, threads. Thread-safe: one lock for all tables, held for 
 
 import math
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -49,6 +50,7 @@ class ServedTable:
         filter: of the ids that exist; None where it is not known yet, or would not fit.
         building: the filter that will take its place: the feed adds to it, too.
         unfilterable: no filter is to be built.
+        mean: of the table's rule for unknown ids, see `MeanOf`: when it was computed, and the row; None until then.
     """
 
     definition: TableDef
@@ -56,6 +58,7 @@ class ServedTable:
     filter: IdFilter | None = None
     building: IdFilter | None = None
     unfilterable: bool = False
+    mean: tuple[float, NDArray[Any]] | None = None
 
     @property
     def full(self) -> bool:
@@ -123,6 +126,11 @@ class ServedTables:
         """Forget a table."""
         with self.lock:
             self.by_name.pop(name, None)
+
+    def drop_all(self, keys: Collection[str]) -> None:
+        """Forget the tables with these keys, `TableDef.key`."""
+        with self.lock:
+            self.by_name = {name: one for name, one in self.by_name.items() if one.definition.key not in keys}
 
     # --- look-ups --------------------------------------------------------------------------------------------------------------------
 

@@ -331,24 +331,30 @@ class ServingClient:
             if len(found.absent):
                 found.rows[found.absent] = definition.initial_rows(found.ids[found.absent])
             return
-        found.rows[none] = self._default_row(origin, found.served, rule, deadline)
-
-    def _default_row(self, origin: RowSet, served: ServedTable, rule: UnknownRule, deadline: Deadline) -> NDArray[Any]:
         if not isinstance(rule, MeanOf):
-            return _row_of(served.definition, rule)
+            found.rows[none] = _row_of(definition, rule)
+            return
+        found.rows[none], current = self._mean(origin, found.served, rule, deadline)
+        if not current:
+            found.sources[none] = ServedFrom.DEFAULT
+
+    def _mean(self, origin: RowSet, served: ServedTable, rule: MeanOf, deadline: Deadline) -> tuple[NDArray[Any], bool]:
+        """Return the mean of the rule's rows, and whether storage answered for it; if not, it is one of before, or of what is known."""
         definition, now_s = served.definition, time.monotonic()
-        name = definition.name
-        at_s, kept = origin.means.get(name, (-np.inf, np.empty(0, np.float32)))
-        if now_s - at_s <= origin.tables.max_age_s:
-            return kept
-        ids, _ = normalize(rule.ids, definition.id_dtype, name, definition.num_ids, minus_one=False)
+        if served.mean is not None and now_s - served.mean[0] <= origin.tables.max_age_s:
+            return served.mean[1], True
+        ids, _ = normalize(rule.ids, definition.id_dtype, definition.name, definition.num_ids, minus_one=False)
         found = _found(origin, served, ids, now_s)
         self._ask(origin, [found], deadline)
+        current = bool((found.sources < ServedFrom.OLD).all())
+        if served.mean is not None and not current:
+            return served.mean[1], False
         if len(found.absent):
             found.rows[found.absent] = definition.initial_rows(found.ids[found.absent])
         row: NDArray[Any] = found.rows.mean(axis=0, dtype=np.float32)
-        origin.means[name] = now_s, row
-        return row
+        if current:
+            served.mean = now_s, row
+        return row, current
 
     def _open(self, rows: RowSet, name: str) -> ServedTable:
         definition = rows.definition(name)

@@ -265,6 +265,19 @@ def test_a_load_and_a_drop_in_the_middle_are_served(local: LocalCluster, tmp_pat
         np.testing.assert_array_equal(client.lookup("t", IDS), np.full((len(IDS), DIM + 1), -1.0))
 
 
+@pytest.mark.parametrize("shards", ["shards", "no shards"])
+def test_a_table_that_is_altered_or_made_anew_is_served_as_it_is_now_though_no_feed_tells_of_it(local: LocalCluster, shards: str) -> None:
+    with trained(local) as table, kvemb.serve.connect(local.url if shards == "shards" else without_shards(local)) as client:
+        client.lookup("t", IDS)
+        assert shards == "no shards" or client.wait_ready(PATIENCE_S)
+        wider = table.cluster.alter_table("t", dim=DIM + 2)
+        wait_for(lambda: np.array_equal(client.lookup("t", IDS), wider.pull(IDS)))
+        table.cluster.drop_table("t")
+        again = table.cluster.create_table("t", dim=1, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+        push(again, IDS)
+        wait_for(lambda: np.array_equal(client.lookup("t", IDS), np.full((len(IDS), 1), -1.0)))
+
+
 def raises(kind: type[Exception], call: Callable[[], object]) -> bool:
     try:
         call()
@@ -329,6 +342,25 @@ def test_each_table_has_a_rule_for_ids_without_a_row(local: LocalCluster) -> Non
         kvemb.serve.MeanOf([])
 
 
+def test_the_mean_of_rows_is_that_of_the_table_of_now_and_one_that_storage_did_not_give_is_not_kept(local: LocalCluster) -> None:
+    rule = {"t": kvemb.serve.MeanOf(IDS[:2])}
+    with (
+        trained(local) as table,
+        kvemb.serve.connect(local.url, max_age_ms=NEVER_MS, timeout_ms=300, degraded="default", unknown=rule) as client,
+    ):
+        client.lookup("t", IDS[2:4])
+        for server in local.servers:
+            server.process.signal(signal.SIGSTOP)
+        assert sources_of(client, np.array([5000])) == {ServedFrom.DEFAULT}
+        for server in local.servers:
+            server.process.signal(signal.SIGCONT)
+        wait_for(lambda: (client.lookup("t", [5000]) == -1.0).all())
+        table.cluster.drop_table("t")
+        wider = table.cluster.create_table("t", dim=DIM + 1, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+        wider.assign(IDS[:2], np.full((2, DIM + 1), 7.0))
+        wait_for(lambda: (client.lookup("t", [5000]) == np.full((1, DIM + 1), 7.0)).all())
+
+
 def test_a_closed_client_answers_nothing_not_even_from_its_cache(local: LocalCluster) -> None:
     with trained(local):
         client = kvemb.serve.connect(local.url, max_age_ms=NEVER_MS)
@@ -372,9 +404,12 @@ def test_what_was_served_is_counted(local: LocalCluster) -> None:
 
 
 FORK = """
-import os, sys, numpy as np, kvemb.serve
+import os, sys, numpy as np, kvemb, kvemb.serve
 ids = np.arange(2000)
 client = kvemb.serve.connect(sys.argv[1])
+if sys.argv[2] == "trainer":
+    trainer = kvemb.connect(sys.argv[1])
+    len(trainer.table("t"))
 if sys.argv[2] == "used":
     client.lookup("t", ids)
     assert client.wait_ready(60)
@@ -394,13 +429,13 @@ sys.exit(status)
 """
 
 
-@pytest.mark.parametrize("parent", ["new", "used"])
-def test_a_forked_child_serves_and_follows_the_feed_if_its_parent_did_not(local: LocalCluster, parent: str) -> None:
+@pytest.mark.parametrize("parent", ["new", "used", "trainer"])
+def test_a_forked_child_serves_and_follows_the_feed_if_its_parent_asked_no_shard(local: LocalCluster, parent: str) -> None:
     with trained(local):
         command = [sys.executable, "-c", FORK, local.url, parent]
         done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == 0, done.stderr
-        assert ("is a fork of one that followed the feed" in done.stderr) == (parent == "used")
+        assert ("is a fork of one that followed the feed" in done.stderr) == (parent != "new")
 
 
 def test_a_reader_is_served_and_can_neither_push_nor_drop_nor_move(require_server: Callable[[str], str], tmp_path: Path) -> None:

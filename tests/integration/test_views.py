@@ -333,6 +333,62 @@ def test_the_maintained_projection_is_read_and_a_view_takes_its_place(on: Viewed
         publisher.wait(PATIENCE_S)
 
 
+def test_a_row_that_is_not_there_while_a_target_is_filled_again_is_not_taken_for_none(on: Viewed) -> None:
+    many = np.arange(100_000)
+    on.cluster.table("user").assign(many, np.full((len(many), DIMS["user"]), 5.0, np.float32))
+    command = [sys.executable, "-m", "kvemb.cli", "publish", str(on.local.config_path), "--to", on.url, "--tables", "user"]
+    publisher = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+    def filled() -> bool:
+        return bool(json.loads(on.redis.get("kvemb:projection:1/1") or b"{}").get("until", 0) > 0)
+
+    try:
+        wait_for(filled)
+        with kvemb.serve.connect(on.url, max_age_ms=0, cache_mb=0, degraded="default") as client:
+            on.redis.flushall()
+            n_degraded = n_looks = 0
+            while n_looks == 0 or not filled():
+                rows, sources = client.lookup("user", many[:: max(1, 97 - n_looks)], return_sources=True)
+                assert ServedFrom.UNKNOWN not in sources
+                assert (rows[sources == ServedFrom.STORAGE] == 5.0).all()
+                n_looks, n_degraded = n_looks + 1, n_degraded + int((sources == ServedFrom.DEFAULT).any())
+            assert n_degraded > 0
+            wait_for(lambda: values_of(client.lookup_tables({"user": many})) == {5.0})
+            assert set(client.lookup("user", [1_000_000], return_sources=True)[1]) == {ServedFrom.UNKNOWN}
+    finally:
+        publisher.kill()
+        publisher.wait(PATIENCE_S)
+
+
+def test_a_share_without_a_publisher_or_of_other_tables_is_no_share_without_rows(on: Viewed) -> None:
+    on.fill(5.0)
+    command = [sys.executable, "-m", "kvemb.cli", "publish", str(on.local.config_path), "--to", on.url]
+    publishers: list[subprocess.Popen[bytes]] = []
+
+    def publish(part: str, tables: str) -> None:
+        publishers.append(subprocess.Popen([*command, "--part", part, "--tables", tables], stdout=subprocess.DEVNULL))
+        wait_for(lambda: json.loads(on.redis.get(f"kvemb:projection:{part}") or b"{}").get("until", 0) > 0)
+
+    def sources(client: kvemb.serve.ServingClient) -> set[int]:
+        return set(client.lookup("user", IDS, return_sources=True)[1].tolist())
+
+    try:
+        publish("1/2", "user")
+        with kvemb.serve.connect(on.url, max_age_ms=0, cache_mb=0, degraded="default") as client:
+            assert sources(client) == {ServedFrom.DEFAULT}
+            about = on.redis.get("kvemb:projection")
+            publish("2/2", "item")
+            on.redis.set("kvemb:projection", about)  # as if the first had begun last
+            assert sources(client) == {ServedFrom.DEFAULT}
+            publishers[-1].kill()
+            publish("2/2", "user")
+            wait_for(lambda: sources(client) == {ServedFrom.STORAGE})
+    finally:
+        for one in publishers:
+            one.kill()
+            one.wait(PATIENCE_S)
+
+
 def test_a_target_that_goes_away_leaves_what_is_cached_and_is_read_again_when_it_is_back(on: Viewed, tmp_path: Path) -> None:
     on.create("v1", 1.0)
     on.views.use("v1")

@@ -123,6 +123,17 @@ def test_a_table_that_is_not_there_or_has_pages_is_refused(
 
 
 @pytest.mark.parametrize("resting", ["redis"], indirect=True)
+def test_a_line_without_ids_is_an_empty_batch_and_an_id_of_more_than_64_bits_is_refused(
+    resting: tuple[LocalCluster, kvemb.Cluster], program: list[str], tmp_path: Path
+) -> None:
+    with RunningReader(program, addresses(resting[0]), "uniform", tmp_path / "log") as reader:
+        reader.send([])
+        assert [line["id"] for line in reader.ask([12345])] == [12345]
+        assert reader.ask([10**20]) == []
+        assert reader.end() != 0
+
+
+@pytest.mark.parametrize("resting", ["redis"], indirect=True)
 def test_a_foreign_value_is_refused(resting: tuple[LocalCluster, kvemb.Cluster], program: list[str], tmp_path: Path) -> None:
     local, cluster = resting
     definition = cluster.table("one bucket").definition

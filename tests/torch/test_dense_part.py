@@ -137,6 +137,8 @@ def test_a_view_of_rows_and_dense_part_computes_what_the_trainers_model_computed
                 np.testing.assert_allclose(found, wanted[33], rtol=0, atol=1e-6)
         with pytest.raises(InvalidInputError, match=r"has the inputs \['history', 'ids', 'price'\]; got \['ids'\]"):
             served({"ids": [[1, 2]]})
+        with pytest.raises(InvalidInputError, match=r"does not run on these inputs: history \[33, .*, price \[3[,\]]"):
+            served({**inputs, "price": inputs["price"][:3]})
 
 
 def test_ragged_bags_with_weights_are_pooled_as_the_trainers_model_does(local: LocalCluster, tmp_path: Path) -> None:

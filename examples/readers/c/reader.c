@@ -1,4 +1,5 @@
 // Reads rows of a kvemb table over hiredis. What every step means: docs/storage-format.md. How to build and run it: ../README.md.
+#include <errno.h>
 #include <hiredis/hiredis.h>
 #include <math.h>
 #include <openssl/evp.h>
@@ -321,8 +322,8 @@ int main(int n_args, char **args) {  // addresses, table, seconds; on stdin a li
         n = n_lost = 0, deadline_s = now_s() + (n_args > 3 ? atof(args[3]) : 5);
         texts = realloc(texts, size * sizeof *texts), ids = realloc(ids, size * sizeof *ids);  // more than there are words
         for (char *end, *text = strtok(line, " \n"); text; text = strtok(NULL, " \n")) {
-            texts[n] = text, ids[n++] = strtoull(text, &end, 10);
-            if (*end || end == text) return fprintf(stderr, "usage: %s is no id\n", text), USAGE;
+            texts[n] = text, errno = 0, ids[n++] = strtoull(text, &end, 10);
+            if (*end || end == text || errno) return fprintf(stderr, "usage: %s is no id\n", text), USAGE;
         }
         for (int why; (why = setjmp(failed)) || n;) {
             if (!why) {

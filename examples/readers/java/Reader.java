@@ -369,6 +369,7 @@ public class Reader {
         Reader reader = new Reader(args[0], args[1]);
         BufferedReader lines = new BufferedReader(new InputStreamReader(System.in));
         for (String line; (line = lines.readLine()) != null; ) {
+            if (line.isBlank()) continue;
             String[] texts = line.strip().split(" +");
             long[] ids = Arrays.stream(texts).mapToLong(text -> text.startsWith("-") ? Long.parseLong(text) : Long.parseUnsignedLong(text)).toArray();
             reader.deadlineMs = System.nanoTime() / 1000000 + (long) (1000 * (args.length > 2 ? Double.parseDouble(args[2]) : 5));
