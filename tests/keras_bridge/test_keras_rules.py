@@ -46,6 +46,22 @@ def test_rows_are_those_of_keras_after_200_steps(cluster: kvemb.Cluster, name: s
     np.testing.assert_allclose(table.pull(np.arange(N_WORDS)), expected, rtol=2e-3, atol=2e-5 if "Ftrl" not in rule else 1e-4)
 
 
+@pytest.mark.parametrize("names", [None, ["embed"], ["kernel"]])
+@pytest.mark.parametrize("kind", [keras.optimizers.AdamW, keras.optimizers.SGD])
+def test_rows_that_are_excluded_from_weight_decay_do_not_decay(
+    cluster: kvemb.Cluster, name: str, kind: type, names: list[str] | None
+) -> None:
+    plain, ours = both(two_words, lambda: kind(0.02, weight_decay=0.5))
+    for model in (plain, ours):
+        excluded = {"var_list": [model.layers[0].embeddings]} if names is None else {"var_names": names}
+        model.optimizer.exclude_from_weight_decay(**excluded)
+    (table,) = distribute(ours, cluster, min_rows=1, names=names_of(name), quiet=True).tables
+    x, y = all_words(10)
+    for model in (plain, ours):
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    np.testing.assert_allclose(table.pull(np.arange(N_WORDS)), plain.layers[0].get_weights()[0], rtol=2e-3, atol=2e-5)
+
+
 def test_a_rate_that_a_callback_sets_is_followed(cluster: kvemb.Cluster, name: str) -> None:
     plain, ours = both(sequential)
     distribute(ours, cluster, min_rows=1, names=names_of(name), quiet=True)

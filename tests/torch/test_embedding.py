@@ -1,5 +1,6 @@
 """Embedding and EmbeddingBag: forward and backward equal torch's own on the same weights, bit for bit."""
 
+import copy
 import itertools
 
 import numpy as np
@@ -169,6 +170,20 @@ def test_a_frozen_module_is_not_trained_until_it_is_unfrozen(table: MemoryTable,
     module.requires_grad_(True)
     module(ids).sum().backward()
     assert len(module.pending.leaves) == 1
+
+
+@pytest.mark.parametrize("kind", [Embedding, EmbeddingBag])
+def test_a_model_that_is_frozen_freezes_its_rows(table: MemoryTable, kind: type) -> None:
+    module, ids = kind(table), torch.tensor([[1, 2]])
+    model = torch.nn.ModuleDict({"part": torch.nn.Sequential(module, torch.nn.Linear(table.dim, 1))})
+    model.requires_grad_(False)
+    assert not module(ids).requires_grad
+    SparseOptimizer(model)
+    assert not copy.deepcopy(module)(ids).requires_grad
+    assert not module(ids).requires_grad, "an optimizer that is made then does not thaw them"
+    list(model.parameters())
+    model["part"].requires_grad_(True)
+    assert module(ids).requires_grad
 
 
 def test_a_forward_pass_that_is_thrown_away_leaves_nothing_behind(table: MemoryTable) -> None:

@@ -90,6 +90,24 @@ def test_training_is_torchs() -> None:
     assert optimizer.state_dict()["state"] == {}
 
 
+def test_a_loop_over_the_parameters_of_a_part_freezes_its_rows() -> None:
+    model, optimizer, cluster = taken(carry_weights=True)
+    before = {name: table.pull(IDS.numpy()).copy() for name, table in cluster.tables.items()}
+    for parameter in model.entity.parameters():
+        parameter.requires_grad = False
+    twin = copy.deepcopy(model)
+    SparseOptimizer(twin)
+    assert (twin.entity.recording, twin.relation.recording) == (False, True)
+    model(IDS).backward()
+    optimizer.step()
+    assert (cluster.tables["entity"].pull(IDS.numpy()) == before["entity"]).all()
+    assert (cluster.tables["relation"].pull(IDS.numpy()) != before["relation"]).all()
+    model.requires_grad_(True)
+    model(IDS).backward()
+    optimizer.step()
+    assert (cluster.tables["entity"].pull(IDS.numpy()) != before["entity"]).all()
+
+
 def test_without_a_gradient_clipping_finds_nothing() -> None:
     model, *_ = taken()
     assert clip_grad_norm_(model, 1.0) == torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 0
@@ -151,6 +169,9 @@ def main(folder: Path) -> None:
     for _ in range(3):
         parallel(IDS).backward()
     assert next(part.parameters()).device.type == "cpu"
+    assert not next(part.parameters()).requires_grad
+    assert part.entity.recording, "its rows are trained all the same"
+    assert copy.deepcopy(part).entity.recording
     distributed.destroy_process_group()
 
 

@@ -39,7 +39,7 @@ from ..steps.ids_plan import Feature, layers_over_tables
 from ..steps.kept_weights import add_to_built, hand_over_each_batch, is_shadow
 from ..steps.model_state import ModelState, StepValues, n_batches_of, n_per_step, refuse_unfit, rule_of
 from ..steps.step_seam import ConnectedModel, is_connected
-from .keras_rules import MappedRule
+from .keras_rules import MappedRule, is_excluded, undecayed
 from .keras_sites import DeclaredTable, KerasSite, Names, counterpart, declared_tables, find_sites, make_declared
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def distribute(
         for layer in ours:
             _check_follows(layer, layer.table if layer.connected else opened[layer.table_name], mapped)
     for one in tables:
-        _convert(one, follows=mapped is not None)
+        _convert(one, rule_of(hands()) if mapped is not None else None)
     for layer in ours:
         if not layer.connected:
             layer.connect(opened[layer.table_name])
@@ -226,14 +226,15 @@ def _first(site: KerasSite, given: Initializer | None) -> First:
     return First(False, found, "read off")
 
 
-def _convert(one: SiteTable[KerasSite], follows: bool) -> None:
-    """Make a layer one over its table, the same object."""
+def _convert(one: SiteTable[KerasSite], follows: Any) -> None:
+    """Make a layer one over its table, the same object, whose rows follow that optimizer, if any."""
     layer = one.site.layer
+    weight_key = follows._var_key(layer._embeddings) if layer.built and follows is not None else None
     if layer.built:
         layer._untrack_variable(layer._embeddings)
         layer._embeddings = None
     layer.__class__ = RowEmbedding
-    layer.become_rows(one.site.table, None, follows=follows)
+    layer.become_rows(one.site.table, None, follows=follows is not None, weight_key=weight_key)
     layer.connect(one.table)
     layer.built = True
 
@@ -248,7 +249,8 @@ def _connect(
 ) -> ConnectedModel:
     """Put pull and push around the model's steps. Tables that were made for an optimizer follow it, others keep their own values."""
     layers = layers_over_tables(model)
-    tables, follows = {layer.table.name: layer.table for layer in layers}, {layer.table.name for layer in layers if layer.follows}
+    tables = {layer.table.name: layer.table for layer in layers}
+    follows = {layer.table.name: layer.weight_key for layer in layers if layer.follows}
     clusters = {id(table.cluster) for table in tables.values()}
     if len(clusters) > 1:
         raise InvalidInputError("the model's layers are over tables of several clusters; a step is one push, to one")
@@ -269,7 +271,7 @@ def _connect(
             if name in declared:
                 found[name] = declared[name].rule.at(declared[name].optimizer, now, n_steps, n_steps)
             elif ours is not None and name in follows:
-                found[name] = ours
+                found[name] = undecayed(ours) if is_excluded(rule, follows[name]) else ours
             else:
                 found[name] = StepValues(dict(table.hyper), clipnorm=rule.clipnorm, clipvalue=rule.clipvalue)
         return found

@@ -22,6 +22,7 @@ from kvemb.optim import OptimizerSpec
 from ..steps.model_state import ModelState, StepValues, rule_of
 
 _TINY = 1e-30  # the least eps that a table takes
+_NAME = "embeddings"  # of the weight of a keras.layers.Embedding
 
 Values = Callable[[Any, float, int], StepValues]
 """From the optimizer, its learning rate at this step, and the step's number from 1."""
@@ -122,6 +123,22 @@ class MappedRule:
                 "Ftrl: the parameter servers have learning_rate_power=-0.5 and l2_shrinkage_regularization_strength=0.0 only; got "
                 f"{rule.learning_rate_power} and {rule.l2_shrinkage_regularization_strength}"
             )
+
+
+def is_excluded(rule: Any, weight_key: object) -> bool:
+    """Whether an optimizer's `exclude_from_weight_decay` names the weight that a table's rows were: the variable, or a part of its name."""
+    names = getattr(rule, "_exclude_from_weight_decay_pattern", None)
+    return weight_key in getattr(rule, "_exclude_from_weight_decay", ()) or (names is not None and bool(names.search(_NAME)))
+
+
+def undecayed(values: StepValues) -> StepValues:
+    """Return the values without weight decay.
+
+    Example:
+        >>> undecayed(StepValues({"lr": 0.1, "weight_decay": 0.5})).hyper
+        {'lr': 0.1, 'weight_decay': 0.0}
+    """
+    return replace(values, hyper={name: 0.0 if name == "weight_decay" else value for name, value in values.hyper.items()})
 
 
 def _class_of(rule: Any) -> type:

@@ -65,16 +65,18 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         if not isinstance(table, str):
             self.connect(table)
 
-    def become_rows(self, table_name: str, combiner: str | None, *, follows: bool = False) -> None:
+    def become_rows(self, table_name: str, combiner: str | None, *, follows: bool = False, weight_key: object = None) -> None:
         """Set the attributes that this class adds to its base, in a layer that is made, or converted.
 
         Args:
             table_name, combiner: see the class.
             follows: whether its rows follow the optimizer that its model is trained with: those of a layer that was converted for one.
+            weight_key: by which that optimizer knows the variable that the layer had.
         """
         self.table_name, self.combiner = table_name, combiner
         # Behind Keras's tracker: none of these is a part of the layer.
         object.__setattr__(self, "follows", follows)
+        object.__setattr__(self, "weight_key", weight_key)
         object.__setattr__(self, "_links", {"table": None, "mark": None, "at_hand": [], "said": {}, "refusal": None})
 
     def connect(self, table: TablePort) -> None:

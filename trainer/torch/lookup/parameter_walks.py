@@ -3,7 +3,7 @@
 What must not live here: the waiting lookups (`pending_lookups`). Strategy: in one process every walk meets the leaves. In a job of several
 ranks (torch.distributed) a leaf is this rank's alone. Dense gradients are equal on all ranks, and a norm that only this rank has would
 scale them differently on each. So only GradScaler and zero_grad meet the leaves there. Torch does not tell the caller of a walk; where that
-matters the call stack does. By it a user who saves a model without its rows is warned, too.
+matters the call stack does. By it a user who saves a model without its rows is warned, too, and a model that is frozen freezes its rows.
 
 Lookups stay outside of torch.compile (`eager`): they fetch rows over the network and count in unsigned 64-bit integers, which compilers of
 tensor programs cannot do. A compiled model runs them as they are, and is compiled before and behind them. `attributes_of` finds an object's
@@ -32,6 +32,8 @@ log = logging.getLogger("kvemb")
 _NAME = "waiting_rows"
 STAND_IN = "rows_in_cluster"
 """The name of `table_module.TableModule.stand_in` among the parameters."""
+RESTS = "rests"
+"""An attribute of one that requires no gradient for DistributedDataParallel's sake, and does not mean that the rows are frozen."""
 _bare: "WeakKeyDictionary[nn.Module, bool]" = WeakKeyDictionary()  # asked by every module over a table, for one answer
 _saved: "WeakSet[nn.Module]" = WeakSet()  # models with a warning about save_pretrained
 _MEETS_LEAVES = {"_unscale_grads_", "zero_grad"}  # of torch.amp.GradScaler, those made of it, and torch.optim.Optimizer
@@ -62,15 +64,18 @@ class ParametersWithLeaves(dict[str, Any]):
         own: registered in the module.
         pending: of the module.
         stand_in: of the module, if it has one.
+        train: called with what a module around this one was told by `requires_grad_`.
     """
 
     told = False
     """Whether a warning said that torch's clipping leaves rows out: once in a process."""
 
-    def __init__(self, own: Mapping[str, Any], pending: HasLeaves, stand_in: nn.Parameter | None = None) -> None:
+    def __init__(
+        self, own: Mapping[str, Any], pending: HasLeaves, stand_in: nn.Parameter | None = None, train: Callable[[bool], None] | None = None
+    ) -> None:
         super().__init__({name: own[name] for name in own})
         self._pending, self._only_own = pending, False
-        self._stand_in = stand_in
+        self._stand_in, self._train = stand_in, train
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
         """Return names and parameters: torch.nn.Module.named_parameters asks each module for them."""
@@ -78,10 +83,13 @@ class ParametersWithLeaves(dict[str, Any]):
             return super().items()
         if not torch.compiler.is_compiling():
             _refuse_in_backward(self._pending.table.name)
+            if self._train is not None and (requires_grad := _told_to_train()) is not None:
+                self._train(requires_grad)
         shown = super().items()
         if self._stand_in is not None and _is_bare(_asked()):
-            if distributed.is_available() and distributed.is_initialized():
+            if distributed.is_available() and distributed.is_initialized() and self._stand_in.requires_grad:
                 self._stand_in.requires_grad_(False)  # DistributedDataParallel, of one rank too, would wait for its gradient
+                setattr(self._stand_in, RESTS, True)
             shown = {**self, STAND_IN: self._stand_in}.items()
         leaves = self._pending.leaves
         if not leaves:
@@ -144,6 +152,14 @@ def _asked() -> nn.Module | None:
         if frame.f_code.co_name == "named_parameters":
             root = frame.f_locals.get("self")
             return root if isinstance(root, nn.Module) and frame.f_locals.get("recurse", True) else None
+    return None
+
+
+def _told_to_train() -> bool | None:
+    """Return what `requires_grad_` of a module was called with, if it is what asks for parameters; None: something else does."""
+    for frame in _callers():
+        if frame.f_code is nn.Module.requires_grad_.__code__:
+            return bool(frame.f_locals["requires_grad"])
     return None
 
 

@@ -30,7 +30,7 @@ from ...bridge.saved_rows import StepMark
 from ...bridge.shared_lookups import Asked, LookupResult, SharedLookups
 from ...bridge.step_tables import asked_of, check_table
 from ...lookahead.cluster_ports import TablePort
-from .parameter_walks import STAND_IN, ParametersWithLeaves, tell_saving
+from .parameter_walks import RESTS, STAND_IN, ParametersWithLeaves, tell_saving
 from .pending_lookups import Lookup, PendingLookups
 
 _PLAIN = "to trace, export or transform a model, take its copy of plain modules, kvemb.torch.materialize(model)"
@@ -109,7 +109,7 @@ class TableModule(LookupModule):
     def pending(self, pending: PendingLookups) -> None:
         self._pending = pending
         # parameters() of a module goes through this mapping of every module inside of it
-        self.__dict__["_parameters"] = ParametersWithLeaves(self._parameters, pending, self.stand_in)
+        self.__dict__["_parameters"] = ParametersWithLeaves(self._parameters, pending, self.stand_in, self._train)
 
     @property
     def stand_in(self) -> nn.Parameter | None:
@@ -138,15 +138,20 @@ class TableModule(LookupModule):
 
     @property
     def recording(self) -> bool:
-        """Whether a lookup made now would be trained: training mode, gradients enabled, and not frozen."""
-        return self.training and self._trained and torch.is_grad_enabled()
+        """Whether a lookup made now would be trained: training mode, gradients enabled, and not frozen, by `requires_grad_` or by a loop
+        over the parameters of a module that has a `stand_in`.
+        """
+        stand_in = self.stand_in
+        frozen = stand_in is not None and not stand_in.requires_grad and not getattr(stand_in, RESTS, False)
+        return self.training and self._trained and not frozen and torch.is_grad_enabled()
 
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Freeze the table for lookups by this module, or train it again, unless it was created frozen. Call it on this module itself: a
-        parent's call does not come here, and a loop over parameters() finds no rows.
+    def _train(self, requires_grad: bool) -> None:
+        """Freeze the table for lookups by this module, or train it again, unless it was created frozen: `requires_grad_` of this module or
+        of one around it asks for parameters, and these know (`parameter_walks`).
         """
         self._trained = requires_grad and self.table.definition.optimizer.kind != FROZEN.kind
-        return super().requires_grad_(requires_grad)
+        if self.stand_in is not None:
+            self.stand_in.requires_grad_(requires_grad)
 
     def _save_to_state_dict(self, *args: Any) -> None:
         tell_saving(self.table.name)
@@ -238,10 +243,14 @@ class TableModule(LookupModule):
         process only.
         """
         state = {name: value for name, value in self.__dict__.items() if name not in ("_pending", "shared", "mark")}
-        return state | {"_parameters": {name: self._parameters[name] for name in self._parameters}}
+        own = {name: self._parameters[name] for name in self._parameters}
+        return state | {"_parameters": own, RESTS: getattr(self.stand_in, RESTS, False)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        rests = state.pop(RESTS, False)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self.stand_in is not None and rests:
+            setattr(self.stand_in, RESTS, True)
         self.mark = StepMark(self.table)
         self.shared = SharedLookups({self.table.name: self.table}, self.table.cluster)
         self.pending = PendingLookups(self.table, trains=False)

@@ -5,7 +5,7 @@ features (`jagged_tensors`, `dense_features`) and of results.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, Self
+from typing import Any, Generic
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +34,6 @@ class TableCollection(LookupModule, Generic[RecipeT]):
         """Names of the tables that are pulled together."""
         if tables:
             share_lookups(modules_by_table(self))
-
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Freeze all tables for lookups by this module, or train them again."""
-        for module in self._by_name.values():
-            module.requires_grad_(requires_grad)
-        return super().requires_grad_(requires_grad)
 
     def asked(self, features: Any) -> list[Asked]:
         """Return what forward would look up."""
