@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -123,4 +123,21 @@ def test_a_new_connection_to_a_foreign_node_carries_no_row(tmp_path: Path) -> No
     finally:
         mine.close()
         other.close()
+        server.process.kill()
+
+
+@pytest.mark.parametrize("kind", ["redis", "memcached"])
+def test_two_names_of_one_server_are_refused_and_a_cluster_begins_once_they_are_corrected(
+    kind: str, tmp_path: Path, require_server: Callable[[str], str]
+) -> None:
+    require_server("redis-server" if kind == "redis" else kind)
+    servers = start_servers(kind, 2, tmp_path, 64)
+    first, second = (server.address for server in servers)
+    twice = StorageConfig(kind, (first, second, first.replace("127.0.0.1", "localhost")))
+    with open_store(twice, role="shard:0") as store, pytest.raises(ConfigError, match=rf"localhost:\d+ leads to the same .* {first} or {second}"):
+        store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
+    with open_store(StorageConfig(kind, (first, second)), role="shard:0") as store:
+        store.provision(b"o" * 16, b"g" * 8, Deadline.after(5))
+        assert len(store.open(Deadline.after(5))) == 2
+    for server in servers:
         server.process.kill()
