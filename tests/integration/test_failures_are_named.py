@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 import kvemb
 from kvemb.config import StorageConfig
@@ -156,3 +157,23 @@ def test_a_look_at_the_nodes_blames_none_that_answers_for_one_that_hangs(tmp_pat
     for server in servers:
         server.process.kill()
     assert "no complete answer" not in caplog.text  # of the first one; the other one is said elsewhere
+
+
+def test_a_shard_that_was_started_in_another_mode_gets_no_push_and_the_job_goes_on_once_it_is_started_again() -> None:
+    with LocalCluster("valkey", 1, shards=2) as local, kvemb.connect(local.url) as cluster:
+        table, ids, ones = new_table(cluster), np.arange(100), np.ones((100, 2))
+        table.push(ids, ones).wait_applied(timeout_s=30)
+        right = local.config_path.read_text()
+        tree = yaml.safe_load(right)
+        tree["parameter_servers"] |= {"mode": "sync", "trainers": 1}
+        local.shards[1].stop(30)
+        local.config_path.write_text(yaml.safe_dump(tree))
+        local.start_shard(1)
+        ack = table.push(ids, ones)
+        with pytest.raises(ShardUnavailableError, match=r"shard 1 .*was started in mode sync"):
+            ack.wait(timeout_s=5)
+        local.shards[1].stop(30)
+        local.config_path.write_text(right)
+        local.start_shard(1)
+        ack.wait_applied(timeout_s=30)
+        assert (table.pull(ids) == -2).all()
