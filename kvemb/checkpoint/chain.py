@@ -67,8 +67,12 @@ def open_checkpoint(url: str) -> Checkpoint:
     """
     storage = CheckpointStorage(url)
     if storage.size(MANIFEST) is None:
-        unfinished = any(name.endswith(".parquet") for name in storage.names())
-        why = "a save that did not finish; try it again with resume" if unfinished else "no checkpoint there"
+        names = list(storage.names())
+        why = "no checkpoint there"
+        if any(name.endswith(f"/{MANIFEST}") for name in names):
+            why = "this is a folder of checkpoints, not one of them; `kvemb ls` shows their names"
+        elif any(name.endswith(".parquet") for name in names):
+            why = "a save that did not finish; try it again with resume"
         raise CheckpointError(f"{storage.where(MANIFEST)}: not there: {why}")
     return Checkpoint(storage, decode_manifest(storage.read(MANIFEST, MAX_DOCUMENT_BYTES), storage.where(MANIFEST)))
 

@@ -109,6 +109,10 @@ def report_name(shard: int) -> str:
     return f"kvemb:load:{shard}"
 
 
+_DROP_FIRST = (
+    "To load it all the same, drop the table first (`kvemb drop NAME --yes`): the load makes it as it was. "
+    "Or load the others alone (--table)."
+)
 _REPORT = {1: [str, str, str, int, int, int]}
 
 
@@ -212,7 +216,7 @@ def _verified(url: str, tables: Mapping[str, TableDef], progress: LoadProgress |
     chain = open_chain(url, names)
     for table in chain.newest.tables:
         if table.definition.name in tables:
-            tables[table.definition.name].require_same(table.definition)
+            tables[table.definition.name].require_same(table.definition, _DROP_FIRST)
     _tell_lacking(chain)
     verify_chain(chain, None if progress is None else lambda done, total: progress("verifying", done, total)).require_good()
     return chain

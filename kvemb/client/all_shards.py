@@ -27,6 +27,7 @@ from kvemb.errors import (
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_config import TlsConfig
 from kvemb.net.tls_files import TlsFiles
+from kvemb.process import interrupts
 from kvemb.protocol.message_format import Message
 from kvemb.protocol.messages import DescribeReply, Empty
 from kvemb.protocol.move_messages import MoveStatusReply
@@ -238,10 +239,13 @@ class AllShards:
         return os.getpid() != self._pid
 
     def close(self) -> None:
-        """Close every channel; in a forked child only forget them. Idempotent."""
+        """Close every channel, also where Ctrl-C ends the wait for it; in a forked child only forget them. Idempotent."""
         if self._closed or self.forked:
             return
         self._closed = True
+        interrupts.finish_off_main_thread(self._close_channels)
+
+    def _close_channels(self) -> None:
         with self._lock:
             for channel in [*self._by_number.values(), *self._left]:
                 channel.close()

@@ -277,6 +277,11 @@ class PushSession:
                 raise ShardLeftError(self._servers.call(0, "LeftSession", request, HelloReply, deadline).last_sequence)
             try:
                 reply = self._servers.call(shard, "Hello", self._hello_request(), HelloReply, deadline)
+                if (reply.mode == "sync") != self.sync:  # a push would stop it for good; started again in order it takes them
+                    raise ShardUnavailableError(
+                        f"{self._streams[shard].where} was started in mode {reply.mode}, and this job runs in the other one. Start it "
+                        "again with the kvemb.yaml of the others (parameter_servers.mode); pushes wait for it"
+                    )
                 self._stream(shard)  # where it was asked
                 self._servers.heard(reply.tables_serial)
                 return reply

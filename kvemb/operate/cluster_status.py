@@ -78,7 +78,7 @@ def survey(config: Config) -> ClusterStatus:
 
 
 def ask_all(servers: "AllShards", timeout_s: float) -> tuple[dict[int, StatusReply | Exception], str]:
-    """Ask every shard for its status: those of kvemb.yaml, and if shard 0 serves, those that it knows.
+    """Ask every shard for its status: those of kvemb.yaml, and if shard 0 serves, those that it knows, where it knows them to be.
 
     Args:
         servers: of a kvemb.yaml, without storage.
@@ -87,6 +87,7 @@ def ask_all(servers: "AllShards", timeout_s: float) -> tuple[dict[int, StatusRep
     Returns:
         Each shard's answer, or its error; and a fault of kvemb.yaml's shards, "" for none.
     """
+    asked = {shard: servers.channels[shard].address for shard in servers.numbers}
     replies = servers.try_each("Status", Empty(), StatusReply, Deadline.after(timeout_s))
     first, unknown = replies.get(0), ""
     if isinstance(first, StatusReply) and not first.starting:
@@ -96,8 +97,8 @@ def ask_all(servers: "AllShards", timeout_s: float) -> tuple[dict[int, StatusRep
             unknown = str(error)
         except KvembError:
             pass  # it was there a moment ago
-        joined = {shard: Empty() for shard in servers.numbers if shard not in replies}
-        replies |= servers.try_each("Status", joined, StatusReply, Deadline.after(timeout_s))
+        elsewhere = {shard: Empty() for shard in servers.numbers if servers.channels[shard].address != asked.get(shard)}
+        replies |= servers.try_each("Status", elsewhere, StatusReply, Deadline.after(timeout_s))
     return {shard: replies[shard] for shard in servers.numbers}, unknown
 
 

@@ -54,7 +54,9 @@ LEAST_CONNECTIONS = 256
 SLOW_S = 1.0
 _OLDEST = {"redis": (6, 0), "valkey": (7, 0), "memcached": (1, 6)}
 _SLOW = "Look at its host (CPU, swap, network), and for a command that takes long (SLOWLOG GET); kvemb bench compares the nodes."
+_SERVES_NOT = "does not serve now"  # of `kvemb.stores`, for a server that answers with an error
 _SILENT = "no complete answer within"  # the words of `kvemb.net.exchange` for a server with an open connection
+_WAITS = "It runs, and says why it does not serve. Shards wait for it and lose nothing; kvemb repair is not needed."
 _UNREACHED = "Start it, or put its address right in storage.nodes. Shards wait for it and lose nothing; kvemb repair is not needed."
 
 
@@ -109,7 +111,7 @@ def _unreached(where: str, why: str) -> Finding:
         return error("node-password", where, why, "Set the variables that storage.username_env and password_env name.")
     if _SILENT in why:
         return error("node-hangs", where, f"takes connections, and does not answer: {why}", f"It is stopped, or far too slow. {_SLOW}")
-    return error("node-unreachable", where, why, _UNREACHED)
+    return error("node-unreachable", where, why, _WAITS if _SERVES_NOT in why else _UNREACHED)
 
 
 def _judge_version(where: str, server: str) -> Iterator[Finding]:
@@ -129,7 +131,7 @@ def _judge_memory(where: str, node: NodeStats) -> Iterator[Finding]:
         yield warning("node-no-limit", where, what, "CONFIG SET maxmemory, and in its file, to what the host can spare.")
     elif node.used_bytes > (1 - LEAST_HEADROOM) * node.limit_bytes:
         what = f"uses {node.used_bytes / 1e6:,.0f} of {node.limit_bytes / 1e6:,.0f} MB; full, it refuses writes and shards wait"
-        yield error("node-headroom", where, what, "Raise its limit (maxmemory, or -m), or move to more nodes (docs/compose.md).")
+        yield error("node-headroom", where, what, "Raise its limit (maxmemory, or -m), or `kvemb nodes add` (docs/scaling.md).")
 
 
 def _judge_redis(where: str, settings: Mapping[str, str]) -> Iterator[Finding]:

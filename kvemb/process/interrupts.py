@@ -9,7 +9,8 @@ give no such moment.
 
 Calls off the main thread: a signal interrupts the main thread wherever it is. While a call begins or is cancelled, that leaves the lock of
 gRPC's channel held for ever. Every later call on it waits past its deadline, because the thread that would end it needs the lock, too. So a
-thread of its own makes a call for the main thread, which waits for it, and may leave that wait at any time.
+thread of its own makes a call for the main thread, which waits for it, and may leave that wait at any time. So it is with closing: the
+interpreter's end collects a channel that is closed by half, and waits for ever for gRPC's thread, which runs no more.
 
 `StopFlag`: a signal handler may not set a `threading.Event`. It runs in the main thread, perhaps inside the event's own `wait`. There it
 would wait for ever for the lock that the interrupted wait holds. Here nothing is locked, and `wait` looks at the flag again and again.
@@ -228,7 +229,32 @@ def _make(made: "Future[Any]", begin: Callable[[], Any], timeout_s: float) -> No
         made.set_result(result)
 
 
-_LOOK_S = 0.05
+def finish_off_main_thread(act: Callable[[], None]) -> None:
+    """Do something that Ctrl-C must not cut short: in a thread that the program's end waits for. Only the wait for it can be left.
+
+    Args:
+        act: is carried out once, before this returns unless a signal's handler raises.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        act()
+        return
+    done = StopFlag()
+
+    def finish() -> None:
+        try:
+            act()
+        finally:
+            done.set()
+
+    try:
+        threading.Thread(target=finish, name="kvemb-close").start()
+    except RuntimeError:  # the interpreter is ending, and starts no threads any more
+        act()
+        return
+    done.wait(DELIVERY_TIMEOUT_S, look_s=_LOOK_AT_CLOSE_S)  # not `join`: when it is interrupted it counts the thread as ended
+
+
+_LOOK_S, _LOOK_AT_CLOSE_S = 0.05, 0.002
 
 
 class StopFlag:
@@ -245,9 +271,9 @@ class StopFlag:
         """Whether it has been set."""
         return self._set
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait at most so long until it is set; return whether it is."""
+    def wait(self, timeout_s: float, look_s: float = _LOOK_S) -> bool:
+        """Wait at most so long until it is set, looking every `look_s`; return whether it is."""
         end = time.monotonic() + timeout_s
         while not self._set and (left_s := end - time.monotonic()) > 0:
-            time.sleep(min(left_s, _LOOK_S))
+            time.sleep(min(left_s, look_s))
         return self._set

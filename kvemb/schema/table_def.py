@@ -277,8 +277,12 @@ class TableDef:
                 "is trained is created with an optimizer"
             )
 
-    def require_same(self, other: "TableDef") -> None:
+    def require_same(self, other: "TableDef", advice: str = "Open it with its own definition, or choose another name.") -> None:
         """Refuse a definition with another identity than this existing one.
+
+        Args:
+            other: the definition that is asked for.
+            advice: the next step, in the error.
 
         Raises:
             TableMismatchError: showing the values that differ, existing against asked for.
@@ -287,7 +291,6 @@ class TableDef:
         different = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
         if different:
             lines = [f"  {key}: exists with {mine.get(key)!r}, asked for {theirs.get(key)!r}" for key in different]
-            advice = "Open it with its own definition, or choose another name."
             if self.identity() == other.opened_as(self).identity():  # a user never asks for an algorithm, but a checkpoint does
                 advice = "Rows that were never pushed would change. To load them, drop the table first; the load makes it as it was."
             raise TableMismatchError(

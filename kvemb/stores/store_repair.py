@@ -56,8 +56,11 @@ class StoreRepair:
         Raises:
             WrongNodeError: a node carries the marker of another node or cluster; that is no case for repair.
         """
-        lost, whole = [], []
-        for address, share in deadline.shared(self._nodes.addresses(deadline)):
+        lost, whole = list[LostNode](), list[MarkedState]()
+        for address, share in deadline.shared([*self._nodes.addresses(deadline), ""]):  # the last share is for what is kept on the others
+            if not address:
+                self._nodes.keep(whole, share)
+                break
             try:
                 state = self._nodes.state(address, share)
             except (NodeUnavailableError, DeadlineExceededError):
@@ -66,7 +69,6 @@ class StoreRepair:
                 lost.append(found)
             else:
                 whole.append(state)
-        self._nodes.keep(whole, deadline)
         return lost
 
     def looks_lost(self, deadline: Deadline) -> bool:

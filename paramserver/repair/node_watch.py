@@ -89,6 +89,7 @@ class NodeWatch:
         self._before: dict[str, int] = {}
         self.seen = NodesSeen()
         self._asking = WhyWaiting()  # whose the shard is
+        self._looking, self._copying = WhyWaiting(), WhyWaiting()
 
     def start(self) -> None:
         """Take the counters as they are now, and begin to watch."""
@@ -137,8 +138,10 @@ class NodeWatch:
         except FencedError:
             raise
         except KvembError as error:  # said again by the next batch, which cannot go on either
-            log.warning("%s", error)
+            if self._looking.is_news(str(error)):
+                log.warning("%s", error)
             return False
+        self._looking.over()
         return True
 
     def _see_lost_nodes(self) -> list[LostNode]:
@@ -155,7 +158,10 @@ class NodeWatch:
         try:
             self._copies()
         except (KvembError, OSError) as error:  # of a node, or of the shard's own folder
-            log.warning("%s", error)
+            if self._copying.is_news(str(error)):
+                log.warning("%s", error)
+        else:
+            self._copying.over()
 
     def look_for_another_owner(self) -> None:
         """Ask whether the shard is still ours; where that cannot be told, the next batch will say so.

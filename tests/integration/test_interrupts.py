@@ -53,3 +53,33 @@ def test_calls_that_were_interrupted_hold_no_later_call_up() -> None:
     with LocalCluster("valkey", 1, shards=2) as local:
         done = subprocess.run([sys.executable, "-c", PROGRAM, local.url], capture_output=True, text=True, timeout=200, check=False)
     assert (done.stdout.split(), done.returncode) == (["True", "2"], 0), done.stderr
+
+
+CLOSED_BY_HALF = """
+import atexit, os, signal, time
+from kvemb.client.all_shards import AllShards
+from kvemb.client.shard_channel import ShardChannel
+
+close, closed = ShardChannel.close, []
+
+def close_slowly(channel):
+    if channel.shard == 0:
+        os.kill(os.getpid(), signal.SIGINT)  # the second Ctrl-C, while the first one is obeyed
+    time.sleep(0.3)
+    close(channel)
+    closed.append(channel.shard)
+
+ShardChannel.close = close_slowly
+servers = AllShards(["127.0.0.1:1", "127.0.0.1:2"])
+assert len(servers.channels) == 2
+try:
+    servers.close()
+except KeyboardInterrupt:
+    servers.close()  # does nothing more
+    atexit.register(lambda: print(closed))  # is called when threads like ours have ended
+"""
+
+
+def test_channels_are_closed_to_the_last_before_the_program_ends_though_ctrl_c_came_while_they_were_closed() -> None:
+    done = subprocess.run([sys.executable, "-c", CLOSED_BY_HALF], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.returncode) == ("[0, 1]\n", 0), done.stderr

@@ -242,7 +242,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused_before_anything_happens(small
     assert not (tmp_path / "b").exists()
     with LocalCluster("valkey", 1, shards=1) as other, kvemb.connect(other.url) as client:
         client.create_table("user", dim=32, optimizer=kvemb.optim.sgd())
-        with pytest.raises(TableMismatchError, match="optimizer"):
+        with pytest.raises(TableMismatchError, match=r"optimizer(.|\n)*drop the table first"):
             client.load(str(tmp_path / "a"))
         with pytest.raises(CheckpointError, match="not a base for this one"):
             client.save(str(tmp_path / "b"), base=str(tmp_path / "a"))

@@ -1,5 +1,6 @@
 """`kvemb shards`, and `cluster.shards`, against a real cluster."""
 
+import re
 import shutil
 import signal
 import subprocess
@@ -88,6 +89,24 @@ def test_a_shard_joins_by_one_command_and_another_leaves_from_python(kind: str, 
             for url, rows in ((base.url, before), (after.url, before), (last.url, moved)):
                 cluster.load(url)
                 np.testing.assert_array_equal(table.pull(IDS, timeout_s=PATIENCE_S), rows)
+
+
+def test_a_shard_that_came_back_at_another_address_is_looked_at_there_though_kvemb_yaml_has_its_old_one(
+    require_server: Callable[[str], str],
+) -> None:
+    require_server("redis-server")
+    with LocalCluster("redis", 1, shards=2, memory_mb=64) as local:
+        path, address = str(local.config_path), f"127.0.0.1:{free_ports(1)[0]}"
+        with kvemb.connect(local.url) as cluster:
+            old = cluster.config.servers.shards[1]
+        assert run("shards", "remove", path, old, "--yes").returncode == 0
+        local.shards[1].stop(PATIENCE_S)
+        local.start_shard(1, "--listen", address)
+        assert run("shards", "add", path, address, "--yes").returncode == 0
+        status = run("status", path)
+        assert status.returncode == 0, status.stdout
+        assert re.search(rf"^1 +{address} .* ok$", status.stdout, re.MULTILINE)
+        assert run("doctor", path).returncode == 0
 
 
 def test_connections_that_were_idle_while_a_shard_joined_ask_all_shards(require_server: Callable[[str], str]) -> None:

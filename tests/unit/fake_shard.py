@@ -54,6 +54,7 @@ class FakeShard:
         self.hello_error: KvembError | None = None
         self.ends_streams = False  # after what it has answered, as one that was idle for long
         self.first_step = 0  # as a shard of a sync job tells it
+        self.mode = "async"
         self.port = 0
         self.start()
 
@@ -77,7 +78,7 @@ class FakeShard:
         self.hellos.append(HelloRequest.decode(data))
         if self.hello_error is not None:
             return Reply(to_wire(self.hello_error), b"").encode()
-        return Reply({}, HelloReply(self.hellos[-1].incarnation or 41, self.last, "async", self.first_step).encode()).encode()
+        return Reply({}, HelloReply(self.hellos[-1].incarnation or 41, self.last, self.mode, self.first_step).encode()).encode()
 
     def _bye(self, data: bytes, context: Any) -> bytes:
         self.byes.append(ByeRequest.decode(data))

@@ -195,6 +195,8 @@ def test_list_names_whole_unfinished_and_damaged_checkpoints(tmp_path: Path) -> 
         open_chain(str(tmp_path / "c"))
     with pytest.raises(CheckpointError, match="no checkpoint there"):
         open_chain(str(tmp_path / "e"))
+    with pytest.raises(CheckpointError, match="a folder of checkpoints, not one of them"):
+        open_chain(str(tmp_path))
 
 
 @pytest.mark.parametrize("where", ["memory", "file"])

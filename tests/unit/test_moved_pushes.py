@@ -318,6 +318,7 @@ def test_every_shard_of_the_new_map_hears_of_a_sync_jobs_step_and_none_that_has_
     session = connect(sync=True)
     session.push(rows_of(*IDS), soon()).wait_applied()
     third, maps.now = joined(maps, shards)
+    third.mode = "sync"
     session.push(rows_of(*IDS), soon()).wait_applied(20)
     assert [part.step for part in third.taken] == [2]
     without = tuple(NodePlace("", GONE) if shard == 1 else place for shard, place in enumerate(maps.now.shards))

@@ -135,3 +135,8 @@ def test_a_watch_goes_on_although_the_shards_own_folder_cannot_be_read(caplog: p
 
     NodeWatch(SlowStore([]), 1.0, copies=copies).look_at_copies()
     assert "data/tables" in caplog.text
+
+
+def test_a_node_that_stays_away_is_said_once_until_it_is_back_and_away_again(caplog: pytest.LogCaptureFixture) -> None:
+    watched(SlowStore([-0.5, -0.5, -0.5, 0.0078125, -0.5, -0.5]))
+    assert [record.getMessage() for record in caplog.records].count("node watch-slow:1: connection refused") == 2

@@ -240,6 +240,12 @@ class NodeStore(Store):
                 )
             if value is not None and value != marker.encode():
                 raise diagnose(address, marker, value)
+        for at, (address, (run_id, _), maps) in enumerate(zip(nodes, inspected, copies, strict=True)):
+            if maps is None and not self._server.swap(address, MAP_NAME.encode(), None, cluster_map.encode(), run_id, deadline):
+                raise ConfigError(
+                    f"storage.nodes: {address} leads to the same server as {' or '.join(nodes[:at])}; each node is a server of its own. No "
+                    "row and no marker was written: correct storage.nodes in kvemb.yaml, and start the shard again."
+                )
         self._links.put_blobs(MAP_NAME.encode(), cluster_map.encode(), deadline)  # before any marker names it
         self._links.put_blobs(MARKER_KEY, [marker.encode() for marker in wanted], deadline)
 
