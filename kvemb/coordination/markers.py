@@ -164,7 +164,8 @@ def diagnose(node: str, expected: Marker, got: bytes | None) -> StorageError:
     if marker.node != expected.node:
         return WrongNodeError(
             f"node {node}: is node {marker.node} of its cluster, expected node {expected.node}. Addresses are swapped in kvemb.yaml, "
-            "or a container address was reused."
+            "or a container address was reused. Or it was a replica of that node, and has its rows: FLUSHALL it, and shards bring its own "
+            "back."
         )
     if (marker.map_digest, marker.map_serial) != (expected.map_digest, expected.map_serial):
         return MapChangedError(

@@ -141,7 +141,8 @@ def _judge_redis(where: str, settings: Mapping[str, str]) -> Iterator[Finding]:
         yield error("node-eviction", where, what, "CONFIG SET maxmemory-policy noeviction, and in redis.conf.")
     if settings.get("role") == "slave" and settings.get("cluster_enabled") != "1":
         what = f"is a replica of {settings.get('master_host')}: it takes no writes"
-        yield error("node-replica", where, what, "Name the primary in storage.nodes, or run REPLICAOF NO ONE here.")
+        own = "Where it was a node of its own: REPLICAOF NO ONE and FLUSHALL here, for it has that server's rows; shards restore its own."
+        yield error("node-replica", where, what, f"Name the primary in storage.nodes. {own}")
     # Without a schedule the server takes writes, also if the last save failed.
     if settings.get("rdb_last_bgsave_status") == "err" and settings.get("save", "unknown"):
         what = "its last snapshot failed: it refuses writes while stop-writes-on-bgsave-error is on"

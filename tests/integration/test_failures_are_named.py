@@ -3,10 +3,12 @@
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
+import redis
 import yaml
 
 import kvemb
@@ -51,6 +53,31 @@ def test_writes_that_wait_for_a_hung_node_name_it() -> None:
             hung.process.signal(signal.SIGCONT)
         table.flush(timeout_s=30)
         assert (table.pull(ids) == 1).all()  # the push, then the assign, which stayed queued
+
+
+def test_a_node_that_was_made_the_replica_of_another_is_mended_as_its_error_says(caplog: pytest.LogCaptureFixture) -> None:
+    ids = np.arange(500)
+    with LocalCluster("redis", 2, shards=1) as local, kvemb.connect(local.url) as cluster:
+        table = new_table(cluster)
+        table.push(ids, -np.ones((500, 2))).wait_applied(timeout_s=20)
+        addresses = [one.address for one in local.servers]
+        with (
+            closing(redis.Redis.from_url(f"redis://{addresses[0]}")) as primary,
+            closing(redis.Redis.from_url(f"redis://{addresses[1]}")) as node,
+        ):
+            primary.config_set("repl-diskless-sync-delay", 0)
+            node.replicaof(*addresses[0].split(":"))
+            copied = Deadline.after(60)
+            while node.info("replication").get("master_link_status") != "up":
+                assert not copied.expired
+                threading.Event().wait(0.1)
+            node.replicaof("NO", "ONE")
+            for _ in range(2):
+                with pytest.raises(WrongNodeError, match="FLUSHALL"):
+                    table.pull(ids, timeout_s=1)
+            node.flushall()
+            assert (table.pull(ids, timeout_s=60) == 1).all()
+    assert sum("not followed yet" in line for line in caplog.messages) <= 1
 
 
 def test_an_empty_push_is_a_step_of_a_sync_job() -> None:

@@ -273,10 +273,13 @@ class SeenNodes:
         cluster_map = newest_map(copies, [f"node {address}" for address in self._values], known) or known
         ours = next(iter(before.markers.values())).cluster_id
         try:
-            return cluster_map, places_of(cluster_map, self._links.in_file, self._numbers(ours))
+            found = places_of(cluster_map, self._links.in_file, self._numbers(ours))
         except ConfigError as error:  # addresses lead elsewhere just now; the known ones stay in use until they lead right again
-            log.warning("the cluster map of version %d is not followed yet: %s", cluster_map.version, error)
+            if self._links.lead_elsewhere.is_news(str(error)):
+                log.warning("the cluster map of version %d is not followed yet: %s", cluster_map.version, error)
             return before.map, before.places
+        self._links.lead_elsewhere.over()
+        return cluster_map, found
 
     def require(self, address: str, deadline: Deadline) -> tuple[str, bytes | None]:
         """Return a node's run id, and the value in the place of its marker.

@@ -16,7 +16,7 @@ from kvemb.coordination.markers import MARKER_KEY, accept, why_lost
 from kvemb.coordination.replicated_values import ValueCell
 from kvemb.coordination.shard_owners import OwnerFence
 from kvemb.errors import DeadlineExceededError, NodeUnavailableError, StorageError
-from kvemb.net.deadline import Deadline
+from kvemb.net.deadline import Deadline, WhyWaiting
 from kvemb.net.exchange import Conversation, run
 from kvemb.net.link import Link
 from kvemb.net.pool import Doubts, LinkPool
@@ -110,6 +110,7 @@ class NodeLinks:
         in_file: the addresses that kvemb.yaml says.
         follow: called after an error that nodes at other addresses, or another map, would explain, and with the deadline of whoever waits
             for it; returns whether there is a new view.
+        lead_elsewhere: why addresses lead to other nodes than the map says, while they do.
         meta_pool: the pool for small values of every node.
     """
 
@@ -118,6 +119,7 @@ class NodeLinks:
         self.in_file = nodes
         self.view = NodesView.unopened(nodes)
         self.follow: Callable[[StorageError, Deadline | None], bool] = lambda error, deadline: False
+        self.lead_elsewhere = WhyWaiting()
         doubts = Doubts()
         self.pool = LinkPool(self._checked_link, server.dropped, doubts)
         self.plain_pool = LinkPool(self._plain_link, server.dropped, doubts)  # to nodes in any state, for repair
