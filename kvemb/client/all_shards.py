@@ -162,12 +162,15 @@ class AllShards:
                 continue
             if isinstance(reply, Exception):
                 raise reply
-            got = (reply.cluster, reply.shard, reply.cluster_id, reply.mode)
-            expected = (config.cluster, shard, first.cluster_id, config.servers.mode)
-            if got != expected:
+            told = {
+                "cluster": (reply.cluster, config.cluster),
+                "shard": (reply.shard, shard),
+                "cluster id": (reply.cluster_id.hex(), first.cluster_id.hex()),
+                "mode": (reply.mode, config.servers.mode),
+            }
+            if wrong := [f"{what} {got!r}, expected {expected!r}" for what, (got, expected) in told.items() if got != expected]:
                 raise ConfigError(
-                    f"{channels[shard]}: answers as (cluster, shard, cluster id, mode) {got!r}, expected {expected!r}. "
-                    "Start the shards and connect with the same kvemb.yaml."
+                    f"{channels[shard]}: answers as {'; '.join(wrong)}. Start the shards and connect with the same kvemb.yaml."
                 )
         return first
 

@@ -61,7 +61,8 @@ def server_error(address: str, line: bytes, keys: RowKeys | None = None, row: in
         return _foreign(node, address, keys)
     if text.startswith(":"):
         return RecordError(f"{node}: the page of this row has {text[1:]} bytes, too many. Another program wrote under its key. {MENDED}")
-    return ProtocolError(f"{node}: the server answered {text!r}")
+    asks = "; is this a server of the kind that storage.kind says?" if "unknown command" in text.lower() else ""
+    return ProtocolError(f"{node}: the server answered {text!r}{asks}")
 
 
 def _foreign(node: str, address: str, keys: RowKeys | None) -> RecordError:

@@ -80,6 +80,27 @@ def test_a_node_that_was_made_the_replica_of_another_is_mended_as_its_error_says
     assert sum("not followed yet" in line for line in caplog.messages) <= 1
 
 
+def test_what_differs_between_a_config_and_its_shards_is_named_and_nothing_else(calm: tuple[str, kvemb.Cluster, kvemb.Table]) -> None:
+    config = calm[1].config
+    storage = {"kind": config.storage.kind, "nodes": list(config.storage.nodes)}
+    with pytest.raises(ConfigError, match=rf"answers as cluster '{config.cluster}', expected 'another'\. Start the shards"):
+        kvemb.connect({"cluster": "another", "storage": storage, "parameter_servers": {"shards": list(config.servers.shards)}})
+
+
+@pytest.mark.parametrize(("kind", "taken_for"), [("redis", "memcached"), ("memcached", "redis"), ("memcached", "redis-cluster")])
+def test_a_server_of_another_kind_is_asked_about(kind: str, taken_for: str, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    (server,) = start_servers(kind, 1, tmp_path, 64)
+    try:
+        with (
+            open_store(StorageConfig(taken_for, (server.address,)), role="reader") as store,
+            pytest.raises(KvembError, match=r"is this a server of the kind that storage\.kind says"),
+        ):
+            store.open(Deadline.after(5))
+    finally:
+        server.process.kill()
+
+
 def test_an_empty_push_is_a_step_of_a_sync_job() -> None:
     started = LocalCluster("valkey", 1, shards=2, mode="sync", trainers=2)
     with started as local, kvemb.connect(local.url, trainer="a") as a, kvemb.connect(local.url, trainer="b") as b:
