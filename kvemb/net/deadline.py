@@ -59,8 +59,12 @@ class Deadline:
 
     def shared(self, items: Sequence[T]) -> Iterator[tuple[T, "Deadline"]]:
         """Yield each of these with its share of the time that remains: one that hangs leaves time for the others."""
-        for index, item in enumerate(items):
-            yield item, Deadline.after(self.remaining_s() / (len(items) - index))
+        return zip(items, self.shares(len(items)), strict=False)
+
+    def shares(self, n: int) -> Iterator["Deadline"]:
+        """Yield n times a share of the time that remains then."""
+        for index in range(n):
+            yield Deadline.after(self.remaining_s() / (n - index))
 
     def remaining_s(self) -> float:
         """Seconds that remain; never negative."""

@@ -56,11 +56,9 @@ class StoreRepair:
         Raises:
             WrongNodeError: a node carries the marker of another node or cluster; that is no case for repair.
         """
-        lost, whole = list[LostNode](), list[MarkedState]()
-        for address, share in deadline.shared([*self._nodes.addresses(deadline), ""]):  # the last share is for what is kept on the others
-            if not address:
-                self._nodes.keep(whole, share)
-                break
+        lost, whole, addresses = list[LostNode](), list[MarkedState](), self._nodes.addresses(deadline)
+        shares = deadline.shares(len(addresses) + 1)
+        for address, share in zip(addresses, shares, strict=False):
             try:
                 state = self._nodes.state(address, share)
             except (NodeUnavailableError, DeadlineExceededError):
@@ -69,6 +67,7 @@ class StoreRepair:
                 lost.append(found)
             else:
                 whole.append(state)
+        self._nodes.keep(whole, next(shares))  # the last one: those that hang have not taken it
         return lost
 
     def looks_lost(self, deadline: Deadline) -> bool:

@@ -199,12 +199,12 @@ class NodeLinks:
             return self._ask(links[address], keys, deadline)
 
     def owners_elsewhere(self, address: str, deadline: Deadline) -> list[bytes | None]:
-        """The other nodes' copies of the owner record."""
+        """The other nodes' copies of the owner record; those that hang leave the caller a share of the time."""
         key, found = self._fence.name.encode(), []
-        for other in self.view.addresses:
-            if other != address:
-                with suppress(NodeUnavailableError, DeadlineExceededError):
-                    found += self.first_look(other, [key], deadline)
+        others = [other for other in self.view.addresses if other != address]
+        for other, share in zip(others, deadline.shares(len(others) + 1), strict=False):
+            with suppress(NodeUnavailableError, DeadlineExceededError):
+                found += self.first_look(other, [key], share)
         return found
 
     def cell(self, address: str, name: str, run_id: str, deadline: Deadline, *, joins: bool = False) -> ValueCell:
