@@ -286,6 +286,12 @@ class ServerExamination:
         if call.excinfo is not None and isinstance(call.excinfo.value, SystemExit):
             self._ended, item.session.shouldstop = call.excinfo.value, "ended"
 
+    def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> bool:
+        """End where a signal came between two tests; pytest would take it for an error of its own."""
+        if isinstance(excinfo.value, SystemExit):
+            self._ended = excinfo.value
+        return self._ended is not None
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add a test to the checks."""
         if self._ended is not None or (report.passed and report.when != "call"):
