@@ -244,7 +244,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, default, what in (
         ("rows", 1_000_000, "of the table"), ("steps", 200, "of training"), ("context", 128, "bytes of a stretch"),
         ("batch-size", 16, "stretches per step and rank"), ("layers", 2, "of the model"), ("text-mb", 8, "MB of text"),
-        ("every", 10, "steps from one line to the next"), ("save-every", 50, "steps from one checkpoint to the next"),
+        ("every", 10, "steps from one line to the next"), ("save-every", 50, "steps from one checkpoint to the next, of rows in a cluster"),
         ("seed", 0, "of everything drawn"), ("kill-at", None, "step before which rank 1 is killed, once"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, help=what if default is None else f"{what} (default {default})")
