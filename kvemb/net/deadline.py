@@ -62,7 +62,7 @@ class Deadline:
         return zip(items, self.shares(len(items)), strict=False)
 
     def shares(self, n: int) -> Iterator["Deadline"]:
-        """Yield n times a share of the time that remains then."""
+        """Yield n times a share of the time that remains then: of `shared`, and where the last share is for something else."""
         for index in range(n):
             yield Deadline.after(self.remaining_s() / (n - index))
 
