@@ -89,6 +89,7 @@ FULL = (
     "tests/faults/test_faults_bytes.py::test_rows_that_another_program_wrote_over_come_back_with_the_next_push_or_repair[memcached-64]",
     "tests/faults/test_faults_copies.py::test_damaged_copies_are_mended",
     "tests/faults/test_faults_copies.py::test_shards_start",
+    "tests/faults/test_faults_flash.py::test_a_",
     "tests/faults/test_faults_load.py::test_a_load_over_nodes_that_lost_rows_and_keys_of_another_type_ends_at_the_checkpoint[memcached-3000]",
     "tests/faults/test_faults_load.py::test_a_shard_that_wakes_up",
     "tests/faults/test_faults_load.py::test_rows_created_since",

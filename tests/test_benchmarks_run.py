@@ -28,6 +28,7 @@ TINY: dict[str, Sequence[str]] = {
     "policies": ("--steps", "4", "--batch", "100", "--users", "50", "--new", "5", "--window", "20"),
     "publish": ("--rows", "5000", "--probes", "2", "--rtt-ms", "5", *_ONCE),
     "exchange": ("--ranks", "2", "--tables", "2", "--lines", "16", "--rows", "500", "--steps", "3", *_ONCE),
+    "flash": ("--rows", "5000", "--dim", "32", "--batch", "500", "--seconds", "0.2", "--cold", *_ONCE),
     "frameworks": ("--framework", "torch", "--batch", "64", "--lines", "2000", "--steps", "9", *_ONCE),
     "index": ("--rows", "20000", "--batch", "500", "--repeats", "1"),
     "storage_optimizes": ("--rows", "5000", "--seconds", "0.05", *_ONCE),

@@ -52,6 +52,7 @@ _UNSET = re.compile(r"variables that are not set: ([^.]+)")  # the words of `Tls
 LEAST_HEADROOM, NEARLY_FULL = 0.1, 0.7
 LEAST_CONNECTIONS = 256
 SLOW_S = 1.0
+_NEVER = str(2**32 - 1)  # memcached's age of an item that no item reaches
 _OLDEST = {"redis": (6, 0), "valkey": (7, 0), "memcached": (1, 6)}
 _SLOW = "Look at its host (CPU, swap, network), and for a command that takes long (SLOWLOG GET); kvemb bench compares the nodes."
 _SERVES_NOT = "does not serve now"  # of `kvemb.stores`, for a server that answers with an error
@@ -75,7 +76,13 @@ def judge_node(node: NodeStats, settings: Mapping[str, str]) -> Iterator[Finding
         yield warning("node-slow", where, f"answers, but took {node.answer_s:.1f} s to say how it is; pulls and shards wait as long", _SLOW)
     yield from _judge_version(where, node.server)
     yield from _judge_memory(where, node)
-    yield from _judge_redis(where, settings) if "redis_version" in settings else _judge_memcached(where, settings)
+    if "redis_version" in settings:
+        yield from _judge_redis(where, settings)
+        return
+    if node.unsafe:  # of Redis it is one of its settings
+        mend = "Then restart the shards that stopped for it (kvemb status)."
+        yield error("node-eviction", where, node.unsafe.removeprefix(f"{where}: "), mend)
+    yield from _judge_memcached(where, settings)
 
 
 def judge_limits(address: str, tables: Sequence[TableDef], limits: BucketLimits) -> Iterator[Finding]:
@@ -130,8 +137,9 @@ def _judge_memory(where: str, node: NodeStats) -> Iterator[Finding]:
         what = "has no memory limit: when the host is full the kernel ends it, and all its rows are restored"
         yield warning("node-no-limit", where, what, "CONFIG SET maxmemory, and in its file, to what the host can spare.")
     elif node.used_bytes > (1 - LEAST_HEADROOM) * node.limit_bytes:
-        what = f"uses {node.used_bytes / 1e6:,.0f} of {node.limit_bytes / 1e6:,.0f} MB; full, it refuses writes and shards wait"
-        yield error("node-headroom", where, what, "Raise its limit (maxmemory, or -m), or `kvemb nodes add` (docs/scaling.md).")
+        what = f"uses {node.used_bytes / 1e6:,.0f} of {node.limit_bytes / 1e6:,.0f} MB; full, it takes no writes, and shards wait"
+        mend = "Raise its limit (maxmemory, or -m; of rows on flash the size in ext_path), or `kvemb nodes add` (docs/scaling.md)."
+        yield error("node-headroom", where, what, mend)
 
 
 def _judge_redis(where: str, settings: Mapping[str, str]) -> Iterator[Finding]:
@@ -160,10 +168,15 @@ def _judge_memcached(where: str, settings: Mapping[str, str]) -> Iterator[Findin
         "slab_reassign": (settings.get("slab_reassign") == "yes", "moves slab pages, and throws rows away with them"),
         "cas_enabled": (settings.get("cas_enabled") == "no", "knows no conditional writes"),
         "memory_file": (settings.get("memory_file", "") not in ("", "(null)"), "may come back old after a warm restart"),
+        "ext_drop_unread": (settings.get("ext_drop_unread") == "yes", "throws rows on flash away that were not read for long"),
     }
+    mend = "Start it with -M -o no_slab_reassign, without -C, -e and ext_drop_unread."
     for bad, why in unsafe.values():
         if bad:
-            yield error("node-eviction", where, f"memcached {why}", "Start it with -M -o no_slab_reassign, without -C and -e.")
+            yield error("node-eviction", where, f"memcached {why}", mend)
+    if settings.get("ext_item_age") == _NEVER:
+        what = "has a flash file (ext_path), and moves no row there by its age: memory fills first, and 1.6.18 moves none even then"
+        yield warning("node-flash-idle", where, what, "Start it with -o ext_item_age=10 beside ext_path (docs/capacity.md).")
     if settings.get("lru_maintainer_thread") == "yes":
         what = "runs memcached's LRU maintainer, which nothing here needs"
         mend = "Start it with -o no_lru_maintainer -R 200: a third less CPU time per row (docs/adr/0021)."

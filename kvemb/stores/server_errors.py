@@ -12,7 +12,7 @@ from kvemb.errors import (
 from kvemb.schema.buckets import BucketKeys
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.pages import PagedKeys
-from kvemb.wire.buffer_scan import WRONG_TYPE
+from kvemb.wire.buffer_scan import UNREAD, WRONG_TYPE
 
 # Errors that pass by themselves, or once the node is mended; and the next step for each.
 _NOT_READY = {
@@ -25,6 +25,7 @@ _NOT_READY = {
     "-MISCONF": "It cannot write its snapshots; look at its log and its disk.",
     "-NOREPLICAS": "It has fewer replicas than min-replicas-to-write; start them.",
     "-ERR max number of clients": "Raise its maxclients, or close other connections.",
+    UNREAD.decode(): "Give it more (-m, or the line `cache_memlimit MEGABYTES`); it needs some for rows on their way from flash.",
 }
 _REFUSED = ("-NOAUTH", "-WRONGPASS", "-NOPERM", "-DENIED", "-ERR AUTH", "-ERR invalid password")
 MENDED = "The next push that touches the row, or `kvemb repair --all`, writes it over."

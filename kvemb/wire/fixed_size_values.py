@@ -14,6 +14,7 @@ from kvemb.arrays.ids import as_items
 from kvemb.errors import ProtocolError
 from kvemb.wire.buffer_scan import (
     EOL,
+    UNREAD,
     WRONG_TYPE,
     Bytes,
     find,
@@ -23,6 +24,7 @@ from kvemb.wire.buffer_scan import (
     pieces,
     prefix_size,
     take_line,
+    unread_bytes,
     value_size,
 )
 from kvemb.wire.replies import RowsReader, UnexpectedValueError
@@ -62,6 +64,7 @@ class FixedSizeValuesReply(RowsReader):
         self.n_rows = len(self.found)
         self._stride = len(self.head) + self.size_bytes + len(EOL)
         self._values = as_items(self.out)  # [n] items of m bytes, in the memory of out
+        self._unread = 2 * self.head + self.miss  # see unread_bytes
 
     @property
     def reply_bytes(self) -> int:
@@ -130,7 +133,8 @@ class FixedSizeValuesReply(RowsReader):
 
     def _hit_is_cut(self, data: Bytes) -> bool:
         """Whether data is empty or a value's beginning alone: by far the most frequent end of a feed."""
-        return len(data) < self._stride and (not len(data) or data[: len(self.head)].tobytes() == self.head)
+        begins = not len(data) or data[: len(self.head)].tobytes() == self.head
+        return begins and len(data) < self._stride and data[: len(self._unread)].tobytes() != self._unread
 
     def _take_mixed(self, data: Bytes) -> int:
         """Hits and misses in any order: the misses are searched, and everything between them must be hits."""
@@ -196,6 +200,9 @@ class FixedSizeValuesReply(RowsReader):
         line = take_line(data, skipped)
         if line is None:
             return 0
+        if unread := unread_bytes(data, line):
+            self._refused(UNREAD)
+            return unread
         begin = data[:skipped].tobytes() + line + EOL
         if begin == self.head or self.miss.startswith(begin):
             whole = self._stride if begin == self.head else len(self.miss)

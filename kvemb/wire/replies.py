@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvemb.errors import ProtocolError
 from kvemb.process.cached_property import batch_value
-from kvemb.wire.buffer_scan import EOL, WRONG_TYPE, Bytes, is_error, matches, prefix_size, take_line, value_size
+from kvemb.wire.buffer_scan import EOL, UNREAD, WRONG_TYPE, Bytes, is_error, matches, prefix_size, take_line, unread_bytes, value_size
 
 
 class UnexpectedValueError(Exception):
@@ -213,13 +213,16 @@ class BlobReply(ReplyReader):
         if size > MAX_BLOB_BYTES:
             self.value, self._over = FOREIGN, size + len(EOL)
             return after
-        if len(data) < after + size + len(EOL):
-            return 0
         whole = data[after : after + size + len(EOL)].tobytes()
-        if not whole.endswith(EOL):
-            raise ProtocolError(f"a value of {size} bytes is not followed by a line end")
-        self.value, self.done = whole[: -len(EOL)], True
-        return after + size + len(EOL)
+        if len(whole) == size + len(EOL) and whole.endswith(EOL):
+            self.value, self.done = whole[: -len(EOL)], True
+            return after + len(whole)
+        if unread := unread_bytes(data, line):
+            self.error, self.done = UNREAD, True
+            return unread
+        if len(whole) < size + len(EOL):
+            return 0
+        raise ProtocolError(f"a value of {size} bytes is not followed by a line end")
 
 
 @dataclass(eq=False)

@@ -81,3 +81,21 @@ def test_a_node_that_answers_with_an_error_is_not_to_be_started() -> None:
     assert (found.name, found.mend.startswith("It runs")) == ("node-unreachable", True)
     (found,) = judge_node(replace(NODE, error="node n:1: cannot connect: Connection refused."), {})
     assert (found.name, found.mend.startswith("Start it")) == ("node-unreachable", True)
+
+
+MEMCACHED = {"evictions": "off", "slab_reassign": "no", "cas_enabled": "yes", "memory_file": "(null)", "maxconns": "4096"}
+
+
+@pytest.mark.parametrize(
+    ("change", "unsafe", "found"),
+    [
+        ({}, "", []),
+        ({"ext_item_age": "10", "ext_drop_unread": "no"}, "", []),
+        ({"ext_item_age": "4294967295"}, "", ["node-flash-idle"]),
+        ({"ext_item_age": "10", "ext_drop_unread": "yes"}, "", ["node-eviction"]),
+        ({"ext_item_age": "10"}, "node n:1: 70 MB of rows lie in its flash file of 100 MB", ["node-eviction"]),
+    ],
+)
+def test_a_memcached_with_a_flash_file(change: dict[str, str], unsafe: str, found: list[str]) -> None:
+    node = replace(NODE, server="memcached 1.6.18", unsafe=unsafe)
+    assert [finding.name for finding in judge_node(node, MEMCACHED | change)] == found

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvemb.errors import ProtocolError
-from kvemb.wire.buffer_scan import find
+from kvemb.wire.buffer_scan import UNREAD, find
 from kvemb.wire.fixed_size_values import FixedSizeValuesReply
 from kvemb.wire.memcached.memcached_replies import CasValuesReply, CasWriteReply
 from kvemb.wire.replies import (
@@ -42,8 +42,8 @@ def stride(n: int, *, size: int = 4, prefix: int | None = None, asking: bool = F
     return FixedSizeValuesReply(asked + b"$%d\r\n" % size, size, asked + b"$-1\r\n", out, np.zeros(n, dtype=bool), asked)
 
 
-def meta(n: int) -> FixedSizeValuesReply:
-    return FixedSizeValuesReply(b"VA 4\r\n", 4, b"EN\r\n", np.zeros((n, 4), dtype=np.uint8), np.zeros(n, dtype=bool))
+def meta(n: int, size: int = 4) -> FixedSizeValuesReply:
+    return FixedSizeValuesReply(b"VA %d\r\n" % size, size, b"EN\r\n", np.zeros((n, size), dtype=np.uint8), np.zeros(n, dtype=bool))
 
 
 def token(n: int, size: int = 4) -> CasValuesReply:
@@ -90,6 +90,7 @@ class Case:
 
 MOVED = b"-MOVED 3999 127.0.0.1:6381"
 OOM = b"SERVER_ERROR out of memory storing object"
+LONG = b"x" * 40
 CASES = {
     "hits": Case(lambda: stride(3), b"$4\r\nabcd\r\n$4\r\nefgh\r\n$4\r\n\r\n$-\r\n", ([b"abcd", b"efgh", b"\r\n$-"], [])),
     "misses": Case(lambda: stride(3), b"$-1\r\n" * 3, ([None] * 3, [])),
@@ -135,6 +136,18 @@ CASES = {
         lambda: token(3, 15), b"VA 15 c5\r\nVA 15 c9\r\nEN\r\nz\r\nEN\r\nVA 15 c6\r\n0123VA 15 c9\r\n4\r\n",
         ([b"VA 15 c9\r\nEN\r\nz", None, b"0123VA 15 c9\r\n4"], [5, 6], []),
     ),
+    "values that were not read from flash": Case(
+        lambda: meta(6, 40), (b"VA 40\r\n" * 2 + b"EN\r\n" + b"VA 40\r\n" + LONG + b"\r\nEN\r\n") * 2,
+        ([None, LONG, None] * 2, [(0, UNREAD), (3, UNREAD)]),
+    ),
+    "the last value was not read from flash": Case(
+        lambda: meta(2, 40), b"VA 40\r\n" + LONG + b"\r\n" + b"VA 40\r\n" * 2 + b"EN\r\n", ([LONG, None], [(1, UNREAD)])
+    ),
+    "values with tokens that were not read from flash": Case(
+        lambda: token(3, 40), b"VA 40 c7\r\n" * 2 + b"EN\r\nVA 40 c8\r\n" + LONG + b"\r\n" + b"VA 40 c9\r\n" * 2 + b"EN\r\n",
+        ([None, LONG, None], [8], [(0, UNREAD), (2, UNREAD)]),
+    ),
+    "a small value that was not read from flash": Case(lambda: BlobReply(miss=b"EN"), b"VA 18\r\nVA 18\r\nEN\r\n", (None, UNREAD)),
     "stored": Case(lambda: codes(3, b"+OK\r\n"), b"+OK\r\n" * 3, ([0, 0, 0], [])),
     "stored and full": Case(
         lambda: codes(4, b"HD\r\n", b"NS\r\n", b"EX\r\n", b"NF\r\n"),

@@ -1,7 +1,8 @@
 """memcached nodes: rows by the meta protocol, and the server's statistics and settings.
 
 memcached may lose rows in silence, by eviction and by moving slab pages, and may start with older content after a warm restart. A node
-whose settings allow any of that is refused.
+whose settings allow any of that is refused. One that keeps rows on flash (`-o ext_path=…`) has in memory what finds them there; how full it
+is says the fuller of both.
 """
 
 from collections.abc import Iterator
@@ -27,6 +28,12 @@ from kvemb.wire.replies import BlobReply
 
 _ITEM_OVERHEAD_BYTES = 64  # item header, token, flags and line end (memcached.h: sizeof(item) 48 + 8 + 2, rounded up)
 SAFE_OPTIONS = "-M -o no_slab_reassign"
+# Rows that went with the oldest page of a flash file that was full, that were not written over to another one, or could not be read.
+_LOST_ON_FLASH = ("extstore_objects_evicted", "extstore_compact_lost", "miss_from_extstore")
+# Of a flash file, which rows that are written again fill until they are compacted: shares that count as full, and at which no more is
+# written. With half of it rows none was lost, of the busiest training; with two thirds a few were, and with four fifths many (ADR 0121).
+_FULL, _MOST = 0.5, 0.6
+_PAGE_BYTES = 1 << 20  # of memory, that memcached deals out to one size of items at a time
 
 
 class MemcachedServer(NodeServer):
@@ -57,9 +64,11 @@ class MemcachedServer(NodeServer):
     def inspect(self, address: str, deadline: Deadline) -> tuple[str, int]:
         settings = self.settings(address, deadline)
         self.item_limit = _number(address, settings, "item_size_max")
+        stats = self._counted(address, deadline)
         if not self._config.allow_row_loss:
             _require_safe(address, settings)
-        return "", _number(address, self._counted(address, deadline), "curr_items")
+            _require_room_on_flash(address, stats)
+        return "", _number(address, stats, "curr_items")
 
     def settings(self, address: str, deadline: Deadline) -> dict[str, str]:
         return _ask(self._connect, address, deadline, "settings")
@@ -71,14 +80,22 @@ class MemcachedServer(NodeServer):
         stats = self._counted(address, deadline)
         counters = (f"slab_reassign_{why}" for why in ("evictions_nomem", "busy_deletes"))
         moved = sum(_number(address, stats, name) for name in counters if name in stats)
+        lost = sum(_number(address, stats, name) for name in _LOST_ON_FLASH if name in stats)
+        used_bytes, limit_bytes = _fullest(address, stats)
+        unsafe = ""
+        try:
+            _require_room_on_flash(address, stats)
+        except UnsafeNodeError as error:
+            unsafe = "" if self._config.allow_row_loss else str(error)
         return NodeStats(
             address=address,
             server=f"memcached {stats.get('version', '?')}",
             n_keys=_number(address, stats, "curr_items"),
-            used_bytes=_number(address, stats, "bytes"),
-            limit_bytes=_number(address, stats, "limit_maxbytes"),
-            evicted=_number(address, stats, "evictions") + moved,
+            used_bytes=used_bytes,
+            limit_bytes=limit_bytes,
+            evicted=_number(address, stats, "evictions") + moved + lost,
             moved=moved,
+            unsafe=unsafe,
             traffic_bytes=_number(address, stats, "bytes_read") + _number(address, stats, "bytes_written"),
         )
 
@@ -112,13 +129,44 @@ def _require_safe(address: str, settings: dict[str, str]) -> None:
         "slab_reassign": (settings.get("slab_reassign") != "no", "moving a slab page throws rows away"),
         "cas_enabled": (settings.get("cas_enabled") != "yes", "writes cannot be made conditional"),
         "memory_file": (settings.get("memory_file", "") not in ("", "(null)"), "a warm restart may come back empty or old"),
+        "ext_drop_unread": (settings.get("ext_drop_unread") == "yes", "it throws rows on flash away that were not read for long"),
     }
     for setting, (unsafe, why) in dangers.items():
         if unsafe:
             raise UnsafeNodeError(
                 f"node {address}: memcached runs with {setting}={settings.get(setting)}: {why}. Start it with `{SAFE_OPTIONS}` and "
-                "without -C and -e (or set storage.allow_row_loss: true, if rows may be lost)."
+                "without -C, -e and ext_drop_unread (or set storage.allow_row_loss: true, if rows may be lost)."
             )
+
+
+def _on_flash(address: str, stats: dict[str, str]) -> tuple[int, int]:
+    """Bytes of rows in a node's flash file, and its size; 0 and 0: it has none."""
+    if "extstore_limit_maxbytes" not in stats:
+        return 0, 0
+    return _number(address, stats, "extstore_bytes_used"), _number(address, stats, "extstore_limit_maxbytes")
+
+
+def _fullest(address: str, stats: dict[str, str]) -> tuple[int, int]:
+    """Bytes used, and their limit: of memory, or of a flash file that is nearer to its end.
+
+    With a flash file, `bytes` counts the rows there, too. Memory is then what is dealt out to sizes of items: none comes back from there,
+    and when there is no page left for what finds rows on flash, none can go there.
+    """
+    used, limit = _number(address, stats, "bytes"), _number(address, stats, "limit_maxbytes")
+    on_flash, room = _on_flash(address, stats)
+    if not room:
+        return used, limit
+    used = max(0, limit - _number(address, stats, "slab_global_page_pool") * _PAGE_BYTES)
+    return (on_flash, int(room * _FULL)) if on_flash * limit > used * room * _FULL else (used, limit)
+
+
+def _require_room_on_flash(address: str, stats: dict[str, str]) -> None:
+    used, size = _on_flash(address, stats)
+    if used > _MOST * size:
+        raise UnsafeNodeError(
+            f"node {address}: {used / 1e6:,.0f} MB of rows lie in its flash file of {size / 1e6:,.0f} MB: memcached throws the oldest away "
+            "when it is full. Start it with a larger file (-o ext_path), twice the size of its rows: the shards bring its rows back."
+        )
 
 
 def _ask(connect: Connect, address: str, deadline: Deadline, arguments: str = "") -> dict[str, str]:

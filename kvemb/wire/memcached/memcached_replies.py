@@ -20,7 +20,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import ProtocolError
-from kvemb.wire.buffer_scan import EOL, Bytes, find, is_error, matches, matches_at, parse_digits, take_line, value_size, windows
+from kvemb.wire.buffer_scan import (
+    EOL,
+    UNREAD,
+    Bytes,
+    find,
+    is_error,
+    matches,
+    matches_at,
+    parse_digits,
+    take_line,
+    unread_bytes,
+    value_size,
+    windows,
+)
 from kvemb.wire.replies import ReplyReader, RowsReader, UnexpectedValueError
 
 _MISS = b"EN\r\n"
@@ -106,6 +119,9 @@ class CasValuesReply(RowsReader):
         line = take_line(data, 0)
         if line is None or line + b"\r\n" == _MISS:
             return 0
+        if unread := unread_bytes(data, line):
+            self._refused(UNREAD)
+            return unread
         digits = line[len(self._head) :] if line.startswith(self._head) else b""
         if digits.isdigit() and len(digits) <= _MAX_DIGITS:
             if len(data) >= len(line) + self.size_bytes + 4:
