@@ -176,7 +176,7 @@ def _judge_memcached(where: str, settings: Mapping[str, str]) -> Iterator[Findin
             yield error("node-eviction", where, f"memcached {why}", mend)
     if settings.get("ext_item_age") == _NEVER:
         what = "has a flash file (ext_path), and moves no row there by its age: memory fills first, and 1.6.18 moves none even then"
-        yield warning("node-flash-idle", where, what, "Start it with -o ext_item_age=10 beside ext_path (docs/capacity.md).")
+        yield warning("node-flash-idle", where, what, "Start it with -o ext_item_age=1 beside ext_path (docs/capacity.md).")
     if settings.get("lru_maintainer_thread") == "yes":
         what = "runs memcached's LRU maintainer, which nothing here needs"
         mend = "Start it with -o no_lru_maintainer -R 200: a third less CPU time per row (docs/adr/0021)."
