@@ -134,6 +134,16 @@ def queued(slurm: OneMachine, program: Path, *words: str, **variables: str) -> t
     return job, run, log
 
 
+def changed(slurm: OneMachine, line: str) -> Path:
+    """Return the example with a line before it."""
+    program = slurm.folder / "changed.py"
+    folder = str(EXAMPLE.parent)
+    program.write_text(
+        f"import os, sys, time\n{line}\nsys.path.insert(0, {folder!r})\nimport elastic_torch\nsys.exit(elastic_torch.main())\n"
+    )
+    return program
+
+
 def undisturbed(slurm: OneMachine) -> str:
     """What the example says at its end on a local cluster."""
     done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=WAIT_S, check=True, env=slurm.env)
@@ -145,7 +155,10 @@ def undisturbed(slurm: OneMachine) -> str:
 @pytest.mark.full
 def test_a_job_whose_parts_die_and_that_is_queued_again_learns_what_it_learns_undisturbed(slurm: OneMachine) -> None:
     expected = undisturbed(slurm)
-    job, run, log = queued(slurm, EXAMPLE, "--kill-at", "50", SHARDS="2")
+    # In the first run rank 1 waits before step 50, where it is killed in the second one.
+    in_the_first_run = "os.environ['TORCHELASTIC_RESTART_COUNT'], os.kill = '0', lambda process, number: time.sleep(600)"
+    program = changed(slurm, f"if 'SLURM_RESTART_COUNT' not in os.environ: {in_the_first_run}")
+    job, run, log = queued(slurm, program, "--kill-at", "50", SHARDS="2")
     try:
         slurm.until((run / "made/rows/step-000020/manifest.json").exists, "a checkpoint")
         (shard,) = processes("kvemb.cli shard", str(run), "--shard 1")
@@ -153,10 +166,8 @@ def test_a_job_whose_parts_die_and_that_is_queued_again_learns_what_it_learns_un
         slurm.until((run / "made/rows/step-000040/manifest.json").exists, "a checkpoint after a shard died")
         port = re.findall(r"127\.0\.0\.1:(\d+)", (run / "kvemb.yaml").read_text())[0]
         (storage,) = processes("redis-server", f"127.0.0.1:{port}")
-        os.kill(storage, signal.SIGSTOP)  # so that the job cannot end before it is queued again
+        os.kill(storage, signal.SIGKILL)
         assert slurm.said("scontrol", "requeue", job) == ""
-        with suppress(ProcessLookupError):
-            os.kill(storage, signal.SIGKILL)
         slurm.until(lambda: "COMPLETED" in state(slurm, job), "the job to be done")
         assert "Restarts=1" in state(slurm, job)
     finally:
@@ -171,14 +182,8 @@ def test_a_job_whose_parts_die_and_that_is_queued_again_learns_what_it_learns_un
 @pytest.mark.full
 def test_a_job_that_torchrun_gives_up_is_queued_again_by_the_script_and_goes_on_from_its_newest_checkpoint(slurm: OneMachine) -> None:
     expected = undisturbed(slurm)
-    program = slurm.folder / "fails_in_the_first_run.py"  # at each of its starts there, for rank 1 takes it for the first
-    program.write_text(
-        "import os, sys\n"
-        "os.environ['TORCHELASTIC_RESTART_COUNT'] = os.environ.get('SLURM_RESTART_COUNT', '0')\n"
-        f"sys.path.insert(0, {str(EXAMPLE.parent)!r})\n"
-        "import elastic_torch\n"
-        "sys.exit(elastic_torch.main())\n"
-    )
+    # Rank 1 is killed in each start of the first run, for it takes each for the first.
+    program = changed(slurm, "os.environ['TORCHELASTIC_RESTART_COUNT'] = os.environ.get('SLURM_RESTART_COUNT', '0')")
     job, run, log = queued(slurm, program, "--kill-at", "50")
     try:
         slurm.until((run / "made/rows/step-000040/manifest.json").exists, "a checkpoint")
