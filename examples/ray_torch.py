@@ -4,6 +4,7 @@
     python examples/ray_torch.py                        # a local cluster, and two workers of a local Ray
     python examples/ray_torch.py --kill-at 50           # worker 1 is killed before step 50: all start again; the same loss and rows
     python examples/ray_torch.py --config kvemb.yaml --folder /shared/run --workers 8          # your own cluster; --address of your Ray
+    python examples/ray_torch.py --config kvemb.yaml --folder /shared/run --workers 1:8 --address auto    # as many as there is room for
 
 Storage and shards are outside of Ray. A `ray.train.Checkpoint` has the dense weights, and names the kvemb checkpoint that goes with them,
 so Ray says where a job goes on: after a failure, and when the driver is started again with the same folder. docs/engines.md says more.
@@ -15,6 +16,7 @@ import signal
 import sys
 import tempfile
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +45,20 @@ def load_named(cluster: kvemb.Cluster, checkpoint: ray.train.Checkpoint | None) 
 
 def worker(job: dict[str, Any]) -> str:
     """Be one rank; Ray has called init_process_group."""
-    torch.set_num_threads(1)
-    rank, checkpoint = distributed.get_rank(), ray.train.get_checkpoint()
 
     def kill(step: int) -> None:
         mark = Path(job["folder"]) / "killed"
-        if step == job["kill_at"] and rank == 1 and not mark.exists():
+        if step == job["kill_at"] and distributed.get_rank() == 1 and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
+    return work(job, kill)
+
+
+def work(job: dict[str, Any], before: Callable[[int], None]) -> str:
+    """Train from the checkpoint that Ray names; `before` is called before each step."""
+    torch.set_num_threads(1)
+    rank, checkpoint = distributed.get_rank(), ray.train.get_checkpoint()
     with connect_rank(job["config"]) as cluster:
 
         def save(step: int, state: dict[str, Any]) -> None:
@@ -67,7 +74,7 @@ def worker(job: dict[str, Any]) -> str:
 
         found = load_named(cluster, checkpoint)
         begun = f"{distributed.get_world_size()} workers went on at step {found['step'] if found else 0}"
-        told = train(cluster, found, save, kill)
+        told = train(cluster, found, save, before)
         distributed.barrier()
     return f"{begun}\n{told}"
 
@@ -75,7 +82,7 @@ def worker(job: dict[str, Any]) -> str:
 def run(args: argparse.Namespace, config: str, folder: Path) -> int:
     """Train on Ray; return the exit code."""
     # A Ray that is started here has nothing but what the workers need.
-    own = {"num_cpus": args.workers, "include_dashboard": False, "object_store_memory": 100 << 20}
+    own = {"num_cpus": most(args.workers), "include_dashboard": False, "object_store_memory": 100 << 20}
     ray.init(args.address or "local", **({} if args.address else own), log_to_driver=False)
     job = {"config": config, "folder": str(folder), "kill_at": args.kill_at}
     trainer = TorchTrainer(
@@ -96,12 +103,23 @@ def run(args: argparse.Namespace, config: str, folder: Path) -> int:
     return 0
 
 
+def workers(word: str) -> int | tuple[int, int]:
+    """Read N, or MIN:MAX."""
+    least, _, greatest = word.partition(":")
+    return (int(least), int(greatest)) if greatest else int(least)
+
+
+def most(n_workers: int | tuple[int, int]) -> int:
+    """How many workers there may be."""
+    return n_workers if isinstance(n_workers, int) else n_workers[1]
+
+
 def main() -> int:
     """Start the workers."""
     parser = argparse.ArgumentParser(description="Train on Ray, killed in the middle.")
     parser.add_argument("--config", help="kvemb.yaml of a running cluster in sync mode")
     parser.add_argument("--folder", type=Path, help="for checkpoints, reached by all workers and shards")
-    parser.add_argument("--workers", type=int, default=2, help="of Ray (2)")
+    parser.add_argument("--workers", type=workers, default=2, metavar="N", help="of Ray (2); MIN:MAX: Ray changes it while the job runs")
     parser.add_argument("--address", help="of a running Ray; without, one is started here")
     parser.add_argument("--max-failures", type=int, default=3, metavar="N", help="how often Ray starts all workers again (3)")
     parser.add_argument("--kill-at", type=int, metavar="STEP", help="kill worker 1 before this step, once")
@@ -110,7 +128,7 @@ def main() -> int:
         parser.error("--config and --folder go together")
     if args.config is not None:
         return run(args, args.config, args.folder.absolute())
-    with tempfile.TemporaryDirectory() as folder, kvemb.local(shards=2, mode="sync", trainers=args.workers) as url:
+    with tempfile.TemporaryDirectory() as folder, kvemb.local(shards=2, mode="sync", trainers=most(args.workers)) as url:
         return run(args, url, Path(folder))
 
 

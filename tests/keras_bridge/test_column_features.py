@@ -1,6 +1,7 @@
 """DenseFeatures in Keras: blocks, order and missing values are TensorFlow's; it is trained, saved and loaded like any layer."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 pytest.importorskip("keras", exc_type=ImportError)
 
 import keras
-from keras_models import CLOSE, SEED
+from keras_models import CLOSE, SEED, names_of
 
 import kvemb
 from kvemb.columns import (
@@ -200,39 +201,78 @@ def test_tensorflows_own_columns_are_taken(name: str) -> None:
     assert DenseFeatures(theirs, name="same").get_config() == ours
 
 
-def test_ids_of_a_feature_space_go_into_embeddings_that_are_tables(cluster: kvemb.Cluster, name: str) -> None:
-    pytest.importorskip("tensorflow")  # FeatureSpace reads by tf.data
-    space = keras.utils.FeatureSpace(
+def feature_space() -> tuple[Any, dict[str, Any]]:
+    """One that has every kind of feature that gives ids, and what it was adapted to."""
+    of = keras.utils.FeatureSpace
+    space = of(
         {
-            "colour": keras.utils.FeatureSpace.string_categorical(output_mode="int"),
-            "page": keras.utils.FeatureSpace.integer_categorical(output_mode="int"),
-            "word": keras.utils.FeatureSpace.string_hashed(50, output_mode="int"),
-            "age": keras.utils.FeatureSpace.float_discretized(3, output_mode="int"),
+            "colour": of.string_categorical(output_mode="int"),
+            "page": of.integer_categorical(output_mode="int"),
+            "word": of.string_hashed(50, output_mode="int"),
+            "user": of.integer_hashed(50, output_mode="int"),
+            "age": of.float_discretized(3, output_mode="int"),
+            "price": of.float_normalized(),
         },
-        crosses=[keras.utils.FeatureSpace.cross(("colour", "page"), 40, output_mode="int")],
+        crosses=[of.cross(("colour", "page"), 40, output_mode="int")],
         output_mode="dict",
     )
     given = {
         "colour": np.array(["red", "green", "blue", "red"]),
         "page": np.array([3, 7, 7, 1]),
         "word": np.array(["a", "b", "c", "d"]),
+        "user": np.array([5, 2**30, 5, 1]),
         "age": np.array([17.0, 30.0, 50.0, 70.0], np.float32),
+        "price": np.array([1.0, 2.0, 3.0, 5.0], np.float32),
     }
     space.adapt(given)
-    ids = {key: keras.ops.convert_to_numpy(of) for key, of in space(given).items()}
-    inputs = {key: keras.Input(of.shape[1:], dtype="int64", name=key) for key, of in ids.items()}
-    blocks = [keras.layers.Flatten()(keras.layers.Embedding(64, 3, name=f"{key}_rows")(of)) for key, of in inputs.items()]
-    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()(blocks)))
-    model.compile(keras.optimizers.SGD(RATE), "mse")
-    before = model.predict(ids, verbose=0)
-    names = {f"{key}_rows": f"{name}.{key}" for key in ids}
-    tables = distribute(model, cluster, min_rows=1, names=names, quiet=True).tables
-    assert len(tables) == 5, "four features and a cross"
-    np.testing.assert_allclose(model.predict(ids, verbose=0), before, **CLOSE)
+    return space, given
+
+
+def numbers(space: Any, given: dict[str, Any]) -> dict[str, Any]:
+    return {key: keras.ops.convert_to_numpy(of) for key, of in space(given).items()}
+
+
+def behind(encoded: dict[str, Any]) -> Any:
+    """An embedding behind each of the ids, a dense layer behind all."""
+    keras.utils.set_random_seed(SEED)
+    flat, rows = keras.layers.Flatten, keras.layers.Embedding
+    blocks = [of if key == "price" else flat()(rows(64, 3, name=f"{key}_rows")(of)) for key, of in encoded.items()]
+    return keras.layers.Dense(1)(keras.layers.Concatenate()(blocks))
+
+
+def test_ids_of_a_feature_space_go_into_embeddings_that_are_tables_and_both_are_saved(
+    cluster: kvemb.Cluster, name: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("tensorflow")  # FeatureSpace reads by tf.data
+    space, given = feature_space()
+    encoded, y = space.get_encoded_features(), np.array([[1.0], [0.0], [0.5], [1.0]], np.float32)
+    outputs = [behind(encoded) for _ in range(2)]
+    plain, ours = (keras.Model(encoded, one) for one in outputs)
+    for model in (plain, ours):
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+    tables = distribute(ours, cluster, min_rows=1, names=names_of(name), quiet=True).tables
+    assert len(tables) == 6, "five features and a cross"
     first = {table.name: table.pull(np.arange(64)) for table in tables}
-    model.train_on_batch(ids, np.ones((4, 1), np.float32))
+
+    ids = numbers(space, given)
+    losses = [model.fit(ids, y, batch_size=2, epochs=2, shuffle=False, verbose=0).history["loss"] for model in (plain, ours)]
+    np.testing.assert_allclose(losses[1], losses[0], **CLOSE)
     trained = {of.name: np.flatnonzero((of.pull(np.arange(64)) != first[of.name]).any(axis=1)).tolist() for of in tables}
-    assert trained == {f"{name}.{key}": np.unique(of).tolist() for key, of in ids.items()}
+    assert trained == {f"{name}.{key}_rows": np.unique(of).tolist() for key, of in ids.items() if key != "price"}
+
+    if keras.backend.backend() == "tensorflow":  # elsewhere Keras takes no text into a model
+        raw = {key: keras.ops.convert_to_tensor(of[:, None]) for key, of in given.items()}
+        whole = [keras.Model(space.get_inputs(), one) for one in outputs]
+        distribute(whole[1], cluster, min_rows=1, names=names_of(name), quiet=True)
+        np.testing.assert_allclose(*(model.predict(raw, verbose=0) for model in whole), **CLOSE)
+
+    ours.save(tmp_path / "model.keras")
+    space.save(str(tmp_path / "space.keras"))
+    again, same_space = (keras.saving.load_model(tmp_path / f"{what}.keras") for what in ("model", "space"))
+    distribute(again, cluster, min_rows=1, names=names_of(name), quiet=True)
+    ids = numbers(same_space, given)
+    losses = [model.fit(ids, y, batch_size=2, epochs=2, shuffle=False, verbose=0).history["loss"] for model in (plain, again)]
+    np.testing.assert_allclose(losses[1], losses[0], **CLOSE)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ pytest.importorskip("pyarrow")
 from kvemb.local_cluster.processes import free_ports
 from kvemb.net.deadline import Deadline
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/elastic_torch.py"
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "munged", "redis-server")
@@ -124,17 +124,41 @@ def processes(*words: str) -> list[int]:
     return found
 
 
+def queued(slurm: OneMachine, program: Path, *words: str, **variables: str) -> tuple[str, Path, Path]:
+    """Queue a job of this program, with words of its own; return its number, its folder, and where it says what it does."""
+    run, log = slurm.folder / "run", slurm.folder / "job.txt"
+    script = ["sbatch", "--parsable", f"--output={log}", str(ROOT / "deploy/slurm/kvemb.sbatch"), str(run), str(program)]
+    places = ["--config", str(run / "kvemb.yaml"), "--folder", str(run / "made"), *words]
+    job = slurm.said(*script, *places, PYTHON=sys.executable, RANKS="2", **variables).strip()
+    assert job.isdigit(), job
+    return job, run, log
+
+
+def changed(slurm: OneMachine, line: str) -> Path:
+    """Return the example with a line before it."""
+    program = slurm.folder / "changed.py"
+    folder = str(EXAMPLE.parent)
+    program.write_text(
+        f"import os, sys, time\n{line}\nsys.path.insert(0, {folder!r})\nimport elastic_torch\nsys.exit(elastic_torch.main())\n"
+    )
+    return program
+
+
+def undisturbed(slurm: OneMachine) -> str:
+    """What the example says at its end on a local cluster."""
+    done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=WAIT_S, check=True, env=slurm.env)
+    expected = done.stdout.splitlines()[-1]
+    assert re.fullmatch(r"loss \d\.\d{6}, rows [0-9a-f]{16}", expected)
+    return expected
+
+
 @pytest.mark.full
 def test_a_job_whose_parts_die_and_that_is_queued_again_learns_what_it_learns_undisturbed(slurm: OneMachine) -> None:
-    undisturbed = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=WAIT_S, check=True, env=slurm.env)
-    expected = undisturbed.stdout.splitlines()[-1]
-    assert re.fullmatch(r"loss \d\.\d{6}, rows [0-9a-f]{16}", expected)
-
-    run, log = slurm.folder / "run", slurm.folder / "job.txt"
-    program = [str(EXAMPLE), "--config", str(run / "kvemb.yaml"), "--folder", str(run / "made"), "--kill-at", "50"]
-    script = ["sbatch", "--parsable", f"--output={log}", str(ROOT / "deploy/slurm/kvemb.sbatch"), str(run), *program]
-    job = slurm.said(*script, PYTHON=sys.executable, RANKS="2", SHARDS="2").strip()
-    assert job.isdigit(), job
+    expected = undisturbed(slurm)
+    # In the first run rank 1 waits before step 50, where it is killed in the second one.
+    in_the_first_run = "os.environ['TORCHELASTIC_RESTART_COUNT'], os.kill = '0', lambda process, number: time.sleep(600)"
+    program = changed(slurm, f"if 'SLURM_RESTART_COUNT' not in os.environ: {in_the_first_run}")
+    job, run, log = queued(slurm, program, "--kill-at", "50", SHARDS="2")
     try:
         slurm.until((run / "made/rows/step-000020/manifest.json").exists, "a checkpoint")
         (shard,) = processes("kvemb.cli shard", str(run), "--shard 1")
@@ -142,10 +166,8 @@ def test_a_job_whose_parts_die_and_that_is_queued_again_learns_what_it_learns_un
         slurm.until((run / "made/rows/step-000040/manifest.json").exists, "a checkpoint after a shard died")
         port = re.findall(r"127\.0\.0\.1:(\d+)", (run / "kvemb.yaml").read_text())[0]
         (storage,) = processes("redis-server", f"127.0.0.1:{port}")
-        os.kill(storage, signal.SIGSTOP)  # so that the job cannot end before it is queued again
+        os.kill(storage, signal.SIGKILL)
         assert slurm.said("scontrol", "requeue", job) == ""
-        with suppress(ProcessLookupError):
-            os.kill(storage, signal.SIGKILL)
         slurm.until(lambda: "COMPLETED" in state(slurm, job), "the job to be done")
         assert "Restarts=1" in state(slurm, job)
     finally:
@@ -155,6 +177,42 @@ def test_a_job_whose_parts_die_and_that_is_queued_again_learns_what_it_learns_un
     assert said.count("2 ranks begin at step 40") >= 2, said  # after it was queued again, and after rank 1 was killed in that run
     script_and_shards = (str(slurm.folder / "spool"),), ("kvemb.cli", str(run))
     slurm.until(lambda: not any(processes(*words) for words in script_and_shards), "all that the job began to end")
+
+
+@pytest.mark.full
+def test_a_job_that_torchrun_gives_up_is_queued_again_by_the_script_and_goes_on_from_its_newest_checkpoint(slurm: OneMachine) -> None:
+    expected = undisturbed(slurm)
+    # Rank 1 is killed in each start of the first run, for it takes each for the first.
+    program = changed(slurm, "os.environ['TORCHELASTIC_RESTART_COUNT'] = os.environ.get('SLURM_RESTART_COUNT', '0')")
+    job, run, log = queued(slurm, program, "--kill-at", "50")
+    try:
+        slurm.until((run / "made/rows/step-000040/manifest.json").exists, "a checkpoint")
+        slurm.until(lambda: "Restarts=1" in state(slurm, job), "torchrun to give up")
+        slurm.until(lambda: "COMPLETED" in state(slurm, job), "the job to be done")
+        assert "Restarts=1" in state(slurm, job)
+    finally:
+        slurm.said("scancel", job)
+    said = log.read_text()
+    told = [line for line in said.splitlines() if re.match(r"loss|2 ranks begin|kvemb.sbatch: torchrun", line)]
+    starts = ["2 ranks begin at step 0", *["2 ranks begin at step 40"] * 3]  # torchrun's --max-restarts
+    assert told == [*starts, "kvemb.sbatch: torchrun gave up; queues the job again", "2 ranks begin at step 40", expected], said
+
+
+@pytest.mark.full
+def test_a_job_that_always_fails_is_queued_again_as_often_as_it_may_be_and_fails(slurm: OneMachine) -> None:
+    program = slurm.folder / "fails.py"
+    program.write_text("raise SystemExit('no data')\n")
+    job, run, log = queued(slurm, program, REQUEUES="1")
+    try:
+        slurm.until(lambda: "JobState=FAILED" in state(slurm, job), "the job to fail")
+        assert "Restarts=1" in state(slurm, job)
+    finally:
+        slurm.said("scancel", job)
+    told = re.findall(r"^kvemb.sbatch: torchrun.*", log.read_text(), re.MULTILINE)
+    assert told == [
+        "kvemb.sbatch: torchrun gave up; queues the job again",
+        f"kvemb.sbatch: torchrun gave up, and the job was queued again 1 times (REQUEUES); what it pushed is in {run}",
+    ]
 
 
 def state(slurm: OneMachine, job: str) -> str:
