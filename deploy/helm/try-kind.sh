@@ -57,8 +57,10 @@ END
     kind load docker-image "$image" --name "$cluster"
 fi
 
-say 'the chart, with a trainer that runs the demo'
-helm upgrade --install kvemb deploy/helm/kvemb --kube-context "$context" --namespace $namespace --create-namespace \
+say 'the chart, with a trainer that runs the demo, where pods may do as little as Kubernetes knows'
+kubectl create namespace $namespace 2>/dev/null || true
+kubectl label --overwrite namespace $namespace pod-security.kubernetes.io/enforce=restricted
+helm upgrade --install kvemb deploy/helm/kvemb --kube-context "$context" --namespace $namespace \
     -f deploy/helm/examples/memcached.yaml "$@" --set "image.repository=${image%:*},image.tag=${image##*:}" \
     --set toolbox.enabled=true,shards.resources.requests.cpu=100m,storage.cpu=100m,trainer.resources.requests.cpu=100m,shards.volume.size=2Gi
 kubectl wait statefulset/kvemb-memcached --for 'jsonpath={.status.readyReplicas}=2' --timeout 5m  # OnDelete has no rollout to wait for
