@@ -21,6 +21,9 @@ if TYPE_CHECKING:  # they import gRPC
     from kvemb.client.shard_client import ShardClient
 
 
+LOOK_S = 10.0  # for each question of a look at the cluster, at most: storage.timeout_s says how long training may wait for a node
+
+
 @dataclass(frozen=True, eq=False)
 class ShardStatus:
     """One shard: `reply`, or None and the `error` that says why."""
@@ -57,6 +60,7 @@ def survey(config: Config) -> ClusterStatus:
     """
     from kvemb.client.all_shards import AllShards
 
+    config = hasty(config)
     store = open_store(replace(config.storage, on_lost_node="fail"), role="trainer")
     servers = AllShards.of(config.servers)
     try:
@@ -75,6 +79,11 @@ def survey(config: Config) -> ClusterStatus:
     finally:
         servers.close()
         store.close()
+
+
+def hasty(config: Config) -> Config:
+    """Return a config for a look at the cluster: its questions have `LOOK_S` at most, and so what does not answer is named soon."""
+    return replace(config, storage=replace(config.storage, timeout_s=min(config.storage.timeout_s, LOOK_S)))
 
 
 def ask_all(servers: "AllShards", timeout_s: float) -> tuple[dict[int, StatusReply | Exception], str]:

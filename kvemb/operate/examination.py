@@ -25,7 +25,7 @@ from kvemb.errors import (
 from kvemb.evict import never
 from kvemb.net.deadline import Deadline
 from kvemb.operate.certificate_findings import judge_certificates
-from kvemb.operate.cluster_status import ask_all, nodes_of_another
+from kvemb.operate.cluster_status import ask_all, hasty, nodes_of_another
 from kvemb.operate.findings import (
     ERROR,
     NEARLY_FULL,
@@ -76,6 +76,7 @@ class Examination:
 
 def examine(config: Config, our_version: str) -> Examination:
     """Look at all nodes and shards of a cluster."""
+    config = hasty(config)
     certificates = list(judge_certificates(config, config.storage.timeout_s))
     told = {finding.where for finding in certificates if finding.level == ERROR}
     with ExitStack() as stack:

@@ -372,3 +372,29 @@ def test_the_script_for_a_real_cluster_is_valid_and_names_what_the_chart_makes()
     for name in ("kvemb-shard", "kvemb-memcached", "kvemb-toolbox", "kvemb-demo"):
         assert name in made
         assert name in script.read_text()
+
+
+def test_rollout_status_is_asked_only_of_what_rolls_out() -> None:
+    """kubectl refuses it for OnDelete."""
+    asked = set()
+    for path in ("deploy/helm/try-kind.sh", "docs/kubernetes.md", "deploy/helm/kvemb/templates/NOTES.txt"):
+        asked |= set(re.findall(r"rollout status (?:statefulset|deploy\w*)/(kvemb-[a-z]+)", (ROOT / path).read_text()))
+    assert {"kvemb-shard", "kvemb-toolbox"} <= asked
+    found = resources("memcached", "toolbox.enabled=true", release="kvemb")
+    of = {one["metadata"]["name"]: one["spec"].get("updateStrategy", {}) for one in of_kind(found, "StatefulSet", "Deployment")}
+    assert of["kvemb-memcached"] == {"type": "OnDelete"}
+    assert [name for name in asked if of[name]] == []
+
+
+def test_commands_in_the_toolbox_are_about_the_release_that_is_there() -> None:
+    """A mounted ConfigMap follows after a minute or so, and a new pod has it at once."""
+    before, again, after = (
+        pods(resources("memcached", "toolbox.enabled=true", *more))["toolbox"] for more in ((), (), ("shards.replicas=4",))
+    )
+    assert before == again
+    assert before["metadata"]["annotations"] != after["metadata"]["annotations"]
+
+
+def test_a_pull_waits_longer_than_resolvers_keep_a_pods_old_address() -> None:
+    assert loaded("memcached").storage.timeout_s >= 4 * 30  # CoreDNS keeps it for 30 s; then rows are restored
+    assert loaded("memcached", 'storage.options={"timeout_s":7}').storage.timeout_s == 7

@@ -28,6 +28,7 @@ from kvemb.coordination.map_copies import MAP_NAME
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import free_ports
 from kvemb.local_cluster.storage_servers import start_servers
+from kvemb.operate import cluster_status
 from kvemb.operate.examination import examine
 from kvemb.operate.findings import Finding
 from kvemb.protocol.message_format import installed_version
@@ -397,3 +398,26 @@ def test_a_reader_may_ask_shards_that_speak_tls(require_server: Callable[[str], 
     with running(TlsCluster(tmp_path)) as secured:
         found = examine(load(secured.as_seen_by(secured.issue("reader/oncall", name="oncall")), {}), installed_version()).findings
     assert [one.name for one in found if one.level == "error"] == []
+
+
+def test_a_look_at_the_cluster_names_silent_machines_soon_however_long_training_waits_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_status, "LOOK_S", 0.5)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as first,
+        socket.create_server(("127.0.0.1", 0)) as second,
+    ):  # they take connections, and answer nothing
+        node, shard_address = (f"127.0.0.1:{silent.getsockname()[1]}" for silent in (first, second))
+        (tmp_path / "kvemb.yaml").write_text(f"""
+cluster: c
+storage: {{kind: memcached, nodes: ["{node}"], timeout_s: 600, insecure: true}}
+parameter_servers: {{shards: ["{shard_address}"], insecure: true}}
+""")
+        config = load(tmp_path / "kvemb.yaml", {})
+        began = time.monotonic()
+        (shard,) = cluster_status.survey(config).shards
+        found = {finding.name for finding in examine(config, installed_version()).findings}
+        assert time.monotonic() - began < 60
+    assert "no answer" in shard.error
+    assert {"shard-hangs", "node-hangs"} <= found
