@@ -16,7 +16,6 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +44,15 @@ def load_named(cluster: kvemb.Cluster, checkpoint: ray.train.Checkpoint | None) 
 
 def worker(job: dict[str, Any]) -> str:
     """Be one rank; Ray has called init_process_group."""
+    torch.set_num_threads(1)
+    rank, checkpoint = distributed.get_rank(), ray.train.get_checkpoint()
 
     def kill(step: int) -> None:
         mark = Path(job["folder"]) / "killed"
-        if step == job["kill_at"] and distributed.get_rank() == 1 and not mark.exists():
+        if step == job["kill_at"] and rank == 1 and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    return work(job, kill)
-
-
-def work(job: dict[str, Any], before: Callable[[int], None]) -> str:
-    """Train from the checkpoint that Ray names; `before` is called before each step."""
-    torch.set_num_threads(1)
-    rank, checkpoint = distributed.get_rank(), ray.train.get_checkpoint()
     with connect_rank(job["config"]) as cluster:
 
         def save(step: int, state: dict[str, Any]) -> None:
@@ -74,7 +68,7 @@ def work(job: dict[str, Any], before: Callable[[int], None]) -> str:
 
         found = load_named(cluster, checkpoint)
         begun = f"{distributed.get_world_size()} workers went on at step {found['step'] if found else 0}"
-        told = train(cluster, found, save, before)
+        told = train(cluster, found, save, kill)
         distributed.barrier()
     return f"{begun}\n{told}"
 
