@@ -20,5 +20,12 @@ collect_ignore = ["conftest.py", "strategies_job.py"]  # for doctests, which wou
 def sync_cluster(require_server: Callable[[str], str]) -> Iterator[kvemb.Cluster]:
     """A sync job of one trainer on Redis, two shards."""
     require_server("redis-server")
-    with kvemb.local(store="redis", shards=2, mode="sync", trainers=1) as url, kvemb.connect(url, trainer="tensorflow") as cluster:
+    local = kvemb.local(store="redis", shards=2, mode="sync", trainers=1, durability="os")
+    with local as url, kvemb.connect(url, trainer="tensorflow", timeout_s=60) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """Of this test's tables."""
+    return "".join(c if c.isalnum() else "." for c in request.node.name)[-40:]
