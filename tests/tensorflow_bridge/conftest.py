@@ -13,7 +13,11 @@ import kvemb
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-collect_ignore = ["conftest.py", "strategies_job.py"]  # for doctests, which would not tell it from those of other folders
+collect_ignore = [
+    "conftest.py",
+    "multi_worker_job.py",
+    "strategies_job.py",
+]  # for doctests, which would not tell it from those of other folders
 
 
 @pytest.fixture(scope="module")

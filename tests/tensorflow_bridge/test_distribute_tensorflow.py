@@ -476,6 +476,11 @@ def plain_with(**variables: Any) -> Any:
     return model
 
 
+def mirrored() -> Any:
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        return Model()
+
+
 def built() -> tuple[Any, Any]:
     model, optimizer = Model(), OPTIMIZERS["adam"]()
     optimizer.build(model.trainable_variables)
@@ -505,6 +510,7 @@ def built() -> tuple[Any, Any]:
         (lambda: (Model(), OPTIMIZERS["sgd"]()), {"names": {"towers.word": ""}}, "variable 'towers.word': .*give names="),
         (lambda: (Model(), OPTIMIZERS["sgd"]()), {"max_unapplied": -1}, "max_unapplied is -1"),
         (lambda: (plain_with(w=tf.Variable(tf.ones([20, 2], tf.float16))), OPTIMIZERS["sgd"]()), {}, "'w': it is float16"),
+        (lambda: (mirrored(), OPTIMIZERS["sgd"]()), {}, "'towers.user': MirroredVariable is no plain .* outside of a strategy's scope"),
         (lambda: (plain_with(w=tf.Variable(tf.ones([20, 2]), constraint=abs)), OPTIMIZERS["sgd"]()), {}, "'w': constraint"),
     ],
 )

@@ -9,7 +9,6 @@ Gradients of an id that comes several times are summed first, as the parameter s
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,12 +28,8 @@ from .table_variables import TableVariable
 _SEEN = 64  # lookups of a table whose versions are known at a push: more than a step makes
 
 
-@dataclass(frozen=True)
-class _Given:
-    """The gradients of one table's variable that an optimizer was given: tf.IndexedSlices."""
-
-    variable: TableVariable
-    slices: Any
+_Given = tuple[TableVariable, Any]
+"""The variable of a table, and the tf.IndexedSlices that an optimizer was given for it."""
 
 
 def checked_rule(optimizer: Any) -> MappedRule:
@@ -108,7 +103,7 @@ class JoinedOptimizer:
             if not isinstance(variable, TableVariable):
                 rest.append((gradient, variable))
             elif gradient is not None:
-                given.append(_Given(variable, _checked(variable, gradient)))
+                given.append((variable, _checked(variable, gradient)))
         if not self._optimizer.built:
             self.build(variables)  # before the push: in a tf.function, what state begins with must not depend on it
         with tf.control_dependencies(self._push(given)):
@@ -123,9 +118,9 @@ class JoinedOptimizer:
         n_steps = tf.identity(tf.convert_to_tensor(self._optimizer.iterations))
 
         def push(rate: Any, n_steps: Any, *arrays: NDArray[Any]) -> None:
-            self._push_arrays([of.variable for of in given], float(rate), int(n_steps), arrays)
+            self._push_arrays([variable for variable, _ in given], float(rate), int(n_steps), arrays)
 
-        tensors = [rate, n_steps, *(part for of in given for part in (of.slices.indices, of.slices.values))]
+        tensors = [rate, n_steps, *(part for _, slices in given for part in (slices.indices, slices.values))]
         if tf.executing_eagerly():
             push(*(of.numpy() for of in tensors))
             return []

@@ -236,8 +236,12 @@ def _take_later(table: TablePort, ids: Any, versions: Any) -> Take:
 
 
 def _refuse_replicas() -> None:
+    """Refuse replicas, of which a process may have several. A worker that is one replica is a trainer as any other."""
     context = tf.distribute.get_replica_context() if tf.distribute.has_strategy() else None
-    if context is not None and context.num_replicas_in_sync > 1:
+    if context is None or context.num_replicas_in_sync == 1:
+        return
+    several = isinstance(context.strategy, tf.distribute.MultiWorkerMirroredStrategy) and len(context.strategy.extended.worker_devices) == 1
+    if not several:
         raise InvalidInputError(
             f"rows are looked up in a replica of tf.distribute ({context.num_replicas_in_sync} of them), which would average gradients of "
             "different rows. Train one process for each device instead, each a trainer of the cluster"
