@@ -141,20 +141,13 @@ def distribute(
             The model is as it was; tables may have been made.
 
     Example:
-        >>> import kvemb, tensorflow as tf
-        >>> from kvemb.tensorflow import distribute
-        >>> model, optimizer = tf.Module(), tf.keras.optimizers.SGD(0.5)
-        >>> model.word = tf.Variable(tf.ones([20_000, 2]))
-        >>> with kvemb.local(shards=1) as url, kvemb.connect(url) as cluster:
-        ...     done = distribute(model, cluster, optimizer=optimizer, quiet=True)
-        ...     with tf.GradientTape() as tape:
-        ...         loss = tf.reduce_sum(tf.nn.embedding_lookup(model.word, [7, 8, 7]))
-        ...     grads = tape.gradient(loss, model.trainable_variables)
-        ...     _ = optimizer.apply_gradients(zip(grads, model.trainable_variables))
-        ...     cluster.flush()
-        ...     tf.gather(model.word, [7, 8]).numpy()
-        array([[0. , 0. ],
-               [0.5, 0.5]], dtype=float32)
+        model, optimizer = Recommender(), tf.keras.optimizers.Adagrad(0.05)
+        distribute(model, cluster, optimizer=optimizer)
+        for batch in dataset:
+            with tf.GradientTape() as tape:
+                loss = model.loss(batch)
+            grads = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(grads, model.trainable_variables))
     """
     from .joined_optimizer import JoinedOptimizer, checked_rule  # with Keras, which a program has that gives an optimizer of it
 
