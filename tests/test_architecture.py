@@ -78,9 +78,9 @@ ROOMS = {
         {"trainer.lookahead"},
         {"trainer", "trainer.bridge", "trainer.columns"},
         {"trainer.jax", "trainer.keras.layers", "trainer.torch.lookup"},
-        {"trainer.keras.steps", "trainer.tensorflow", "trainer.torch.checkpoints", "trainer.torch.modules", "trainer.torch.optimizer"},
+        {"trainer.keras.steps", "trainer.torch.checkpoints", "trainer.torch.modules", "trainer.torch.optimizer"},
         {"trainer.keras.distributing", "trainer.torch.collections", "trainer.torch.conversion", "trainer.torch.loaders"},
-        {"trainer.torch.export"},
+        {"trainer.tensorflow", "trainer.torch.export"},
         {"trainer.keras", "trainer.torch"},
     ),
 }

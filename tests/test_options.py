@@ -23,6 +23,7 @@ CONSISTENCY = "tests/torch/test_prefetch_consistency.py"
 STORES = "tests/integration/test_stores.py"
 KERAS = "tests/keras_bridge"
 JAX = "tests/jax_bridge/test_distribute_jax.py"
+TENSORFLOW = "tests/tensorflow_bridge/test_distribute_tensorflow.py"
 FEATURES = f"{KERAS}/test_distributed_embedding.py"
 TRAINERS = "tests/faults/test_faults_trainers.py"
 OF_A_TABLE = f"{DISTRIBUTE}:test_options_reach_the_tables"
@@ -182,6 +183,24 @@ SHOWN_BY = {
         "seed": f"{JAX}:test_options_reach_the_tables",
         "reduce": f"{JAX}:test_options_reach_the_tables",
         "quiet": f"{JAX}:test_options_reach_the_tables",
+    },
+    "trainer/tensorflow/distribute_tensorflow.py:distribute": {
+        "model": f"{TENSORFLOW}:test_rows_weights_and_losses_are_those_of_the_same_program_without_the_line",
+        "cluster": f"{TENSORFLOW}:test_rows_weights_and_losses_are_those_of_the_same_program_without_the_line",
+        "optimizer": f"{TENSORFLOW}:test_rows_weights_and_losses_are_those_of_the_same_program_without_the_line",
+        "min_rows": f"{TENSORFLOW}:test_options_reach_the_tables",
+        "names": f"{TENSORFLOW}:test_options_reach_the_tables",
+        "leave": f"{TENSORFLOW}:test_options_reach_the_tables",
+        "initializer": f"{TENSORFLOW}:test_options_reach_the_tables",
+        "dtype": f"{TENSORFLOW}:test_options_reach_the_tables",
+        "seed": f"{TENSORFLOW}:test_options_reach_the_tables",
+        "reduce": f"{TENSORFLOW}:test_options_reach_the_tables",
+        "max_unapplied": f"{TENSORFLOW}:test_options_reach_the_tables",
+        "quiet": f"{TENSORFLOW}:test_options_reach_the_tables",
+    },
+    "trainer/tensorflow/distribute_tensorflow.py:materialize": {
+        "model": f"{TENSORFLOW}:test_a_saved_model_is_made_of_a_plain_copy",
+        "max_bytes": f"{TENSORFLOW}:test_a_saved_model_is_made_of_a_plain_copy",
     },
     "trainer/keras/distributing/distribute_keras.py:materialize": {
         "model": f"{KERAS}/test_keras_uses.py:test_a_copy_of_plain_layers_predicts_the_same_without_a_cluster",

@@ -42,11 +42,13 @@ class ClusterLookups:
     Args:
         shared: of all tables.
         takers: by table.
+        told: by table, called with the result of each lookup.
         n_lookups: how many there were.
     """
 
     shared: SharedLookups
     takers: dict[str, "RowsOptimizer"] = field(default_factory=dict)
+    told: dict[str, Callable[[LookupResult], None]] = field(default_factory=dict)
     n_lookups: int = 0
 
 
@@ -113,10 +115,18 @@ def lookups_of(cluster: Any) -> ClusterLookups:
 
 
 def look_up(asked: Sequence[AskedTensor]) -> list[LookedUp]:
-    """Look ids up in tables, in one pull for each cluster.
+    """Look ids up in tables, in one pull for each cluster; their RowsOptimizer takes the gradients. Arguments and errors: see `find`."""
+    return [_anchored(looked_up, take) for looked_up, take in find(asked)]
+
+
+def find(asked: Sequence[AskedTensor]) -> list[tuple[LookedUp, Take]]:
+    """Look ids up in tables, in one pull for each cluster. To a tape the rows are constants: it is for the caller to attach their gradient.
 
     Args:
         asked: tables, each with a tensor of integer ids [m].
+
+    Returns:
+        Rows and positions, and the function that hands a gradient of the rows to the table's RowsOptimizer.
 
     Raises:
         InvalidInputError: an object that is no table, ids it does not take, a graph of TensorFlow 1, or a tf.distribute replica.
@@ -131,10 +141,10 @@ def look_up(asked: Sequence[AskedTensor]) -> list[LookedUp]:
         )
     slots = here.slots
     if slots is not None and slots.graph is tf.compat.v1.get_default_graph():
-        return [_anchored(*slots.next(table, ids)) for table, ids in asked]
+        return [slots.next(table, ids) for table, ids in asked]
     if tf.executing_eagerly():
         found = pull([asked_of(table, ids.numpy()) for table, ids in asked])
-        return [_anchored(*_eager(table, one)) for (table, _), one in zip(asked, found, strict=True)]
+        return [_eager(table, one) for (table, _), one in zip(asked, found, strict=True)]
     return _in_graph(asked)
 
 
@@ -147,7 +157,11 @@ def pull(asked: Sequence[Asked]) -> list[LookupResult]:
     for of_cluster in places.values():
         lookups = lookups_of(asked[of_cluster[0]][0].cluster)
         lookups.n_lookups += len(of_cluster)
-        found |= zip(of_cluster, lookups.shared.look_up([asked[at] for at in of_cluster], recording=False), strict=True)
+        results = lookups.shared.look_up([asked[at] for at in of_cluster], recording=False)
+        found |= zip(of_cluster, results, strict=True)
+        for at, result in zip(of_cluster, results, strict=True):
+            if (told := lookups.told.get(asked[at][0].name)) is not None:
+                told(result)
     return [found[at] for at in range(len(asked))]
 
 
@@ -172,6 +186,7 @@ def take(table: TablePort, found: LookupResult, gradient: NDArray[np.float32]) -
 
 
 def _anchored(looked_up: LookedUp, take: Take) -> LookedUp:
+    """Attach a gradient."""
     rows, at = looked_up
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
@@ -190,7 +205,7 @@ def _eager(table: TablePort, found: LookupResult) -> tuple[LookedUp, Take]:
     return (tf.convert_to_tensor(rows_of(table, found)), tf.convert_to_tensor(at)), take_now
 
 
-def _in_graph(asked: Sequence[AskedTensor]) -> list[LookedUp]:
+def _in_graph(asked: Sequence[AskedTensor]) -> list[tuple[LookedUp, Take]]:
     tables = [table for table, _ in asked]
 
     def pull_now(*ids: NDArray[Any]) -> list[NDArray[Any]]:
@@ -204,7 +219,7 @@ def _in_graph(asked: Sequence[AskedTensor]) -> list[LookedUp]:
     made = []
     for i, table in enumerate(tables):
         rows, at, ids, versions = flat[4 * i : 4 * i + 4]
-        made.append(_anchored((tf.ensure_shape(rows, [None, table.dim]), tf.ensure_shape(at, [None])), _take_later(table, ids, versions)))
+        made.append(((tf.ensure_shape(rows, [None, table.dim]), tf.ensure_shape(at, [None])), _take_later(table, ids, versions)))
     return made
 
 
@@ -221,8 +236,12 @@ def _take_later(table: TablePort, ids: Any, versions: Any) -> Take:
 
 
 def _refuse_replicas() -> None:
+    """Refuse replicas, of which a process may have several. A worker that is one replica is a trainer as any other."""
     context = tf.distribute.get_replica_context() if tf.distribute.has_strategy() else None
-    if context is not None and context.num_replicas_in_sync > 1:
+    if context is None or context.num_replicas_in_sync == 1:
+        return
+    worker = isinstance(context.strategy, tf.distribute.MultiWorkerMirroredStrategy)
+    if not (worker and len(context.strategy.extended.worker_devices) == 1):
         raise InvalidInputError(
             f"rows are looked up in a replica of tf.distribute ({context.num_replicas_in_sync} of them), which would average gradients of "
             "different rows. Train one process for each device instead, each a trainer of the cluster"

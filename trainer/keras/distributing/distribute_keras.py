@@ -158,8 +158,7 @@ def _check(model: Any, cluster: Any, optimizer: object) -> None:
         instead = (
             ", of Keras 2 (tf_keras): look its rows up with kvemb.tensorflow, in its train_step (docs/frameworks.md)"
             if "tf_keras" in packages
-            else ", whose variables do not say which are embeddings: put tables in their places, and kvemb.tensorflow's embedding_lookup "
-            "in that of tf.nn's or of a layer's call (docs/frameworks.md)"
+            else ", a program without Keras's models: kvemb.tensorflow.distribute converts it (docs/frameworks.md)"
             if "tensorflow" in packages
             else ""
         )

@@ -99,6 +99,10 @@ class MappedRule:
         Raises:
             InvalidInputError: the model is compiled with another rule by now.
         """
+        return self.with_rate(optimizer, _rate(rule_of(optimizer), now, n_batches), n_steps)
+
+    def with_rate(self, optimizer: Any, lr: float, n_steps: int) -> StepValues:
+        """Return the values for the coming step, after `n_steps`, with the learning rate that it has; raises as `at`."""
         rule = rule_of(optimizer)
         if _class_of(rule) is not self._kind:
             raise InvalidInputError(
@@ -106,7 +110,7 @@ class MappedRule:
                 "compile it with that"
             )
         self._refuse(rule)
-        values = self._values(rule, _rate(rule, now, n_batches), n_steps + 1)
+        values = self._values(rule, lr, n_steps + 1)
         return replace(values, clipnorm=rule.clipnorm, clipvalue=rule.clipvalue)
 
     def _values(self, rule: Any, lr: float, step: int) -> StepValues:
