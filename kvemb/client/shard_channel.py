@@ -84,6 +84,7 @@ _STUCK = "gRPC did not end the call at its deadline; connect again"
 _PROBE_S = 2.0
 SAY_AFTER_S = 5.0
 _GREETING_S = 0.5  # a server that lives greets at once
+_SHUT = "No process listens there, or a firewall or a network policy shuts it off"
 HANGS, LAST_WORDS = "A process has the port and says nothing", "It has ended; its last words"
 log = logging.getLogger("kvemb")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
@@ -269,7 +270,7 @@ class ShardChannel:
         if heard == SPEAKS_TLS and self._tls is None:
             return "It speaks TLS there, and this kvemb.yaml does not say so: parameter_servers.tls."
         if heard in (NOBODY, HANGS_UP):
-            there = "No process listens there" if heard == NOBODY else "Connections are taken and ended there, as by a proxy with no shard"
+            there = _SHUT if heard == NOBODY else "Connections are taken and ended there, as by a proxy with no shard"
             return f"{there}{self._words_of_the_dead()}"
         if heard == FOREIGN:
             return "The server there is no shard: correct the address in kvemb.yaml."
