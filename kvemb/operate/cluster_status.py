@@ -181,6 +181,6 @@ def _shard(index: int, address: str, reply: StatusReply | Exception) -> ShardSta
 
 
 def healthy(status: ClusterStatus) -> bool:
-    """Whether every node and every shard answered, is one of this cluster, and none has failed or is still starting."""
+    """Whether every node and shard answered, is one of this cluster and has its rows, and none has failed or is still starting."""
     nodes_well = not status.nodes_error and not status.strangers and not any(node.error for node in status.nodes)
-    return nodes_well and all(s.reply is not None and not s.reply.failure and not s.reply.starting for s in status.shards)
+    return nodes_well and all(s.reply is not None and not (s.reply.failure or s.reply.starting or s.reply.repair) for s in status.shards)

@@ -51,10 +51,10 @@ def test_a_shard_that_starts_says_how_far_it_is_and_is_not_well_yet() -> None:
     assert not healthy(ClusterStatus((shard(0), starts), ()))
 
 
-def test_a_repair_stands_below_and_is_no_trouble() -> None:
+def test_a_repair_stands_below_and_is_no_health_until_the_rows_are_back() -> None:
     printed = lines(shard(0), shard(1, repair="node n:1: in repair"))
     assert printed[-1] == "shard 1 repairs: node n:1: in repair"
-    assert healthy(ClusterStatus((shard(0, repair="node n:1: in repair"),), ()))
+    assert not healthy(ClusterStatus((shard(0, repair="node n:1: in repair"),), ()))
 
 
 def test_how_far_cold_rows_are_compared_stands_last() -> None:

@@ -5,9 +5,8 @@ What must not live here: which embeddings there are (`models_of_libraries`), how
 are made and filled, and then the embeddings replaced.
 """
 
-import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,6 +15,7 @@ from kvemb.errors import InvalidInputError
 from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
 
+from ..bridge.distributed import Distributed
 from ..bridge.filled_tables import CARRIED, First, SiteTable, TableOptions, check_connection, fill, make_table, trained_already
 from .embedded_step import EmbeddedStep, embed
 from .models_of_libraries import JaxSite, Names, find_sites, library_of
@@ -23,24 +23,19 @@ from .traced_lookups import TracedLookups
 
 if TYPE_CHECKING:
     from kvemb.api import Cluster
-    from kvemb.api.table import Table
 
 
-@dataclass(frozen=True, eq=False)
-class DistributedJax:
-    """The result of `distribute`; its text is the report.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DistributedJax(Distributed):
+    """The result of `distribute`.
 
     Args:
-        tables: of the model's embeddings.
         params: what is left of the model, as arrays: to be trained by `step`, and to make an optimizer's state of.
         model: of parameters: makes a model over tables of them.
-        lines: of the text.
     """
 
-    tables: tuple["Table", ...]
     params: Any
     model: Callable[[Any], Any]
-    lines: tuple[str, ...] = field(repr=False)
 
     def step(self, loss_fn: Callable[[Any, Any], Any], **options: Any) -> EmbeddedStep:
         """Make a training step of the loss that the plain model has.
@@ -55,9 +50,6 @@ class DistributedJax:
         """
         traced = TracedLookups(lambda params, batch: loss_fn(self.model(params), batch), self.params, [one.name for one in self.tables])
         return embed(traced.loss, {one.name: one for one in self.tables}, ids=traced.ids, **options)
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines)
 
 
 def distribute(
@@ -118,9 +110,8 @@ def distribute(
     fill(tables, None)
     params, model_of = library.parts(library.replaced(model, sites))
     lines = [*_lines(tables), *(f"embedding {path!r} stays: {why}" for path, why in left), *trained_already(tables)]
-    done = DistributedJax(tuple(one.table for one in tables), params, model_of, tuple(lines))
-    if not quiet:
-        print(done, file=sys.stderr)
+    done = DistributedJax(tables=tuple(one.table for one in tables), lines=tuple(lines), params=params, model=model_of)
+    done.report(quiet=quiet)
     return done
 
 

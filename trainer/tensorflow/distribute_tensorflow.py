@@ -8,9 +8,8 @@ materialize: a plain copy of a model over tables, to save, export or look at.
 """
 
 import copy
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from kvemb.errors import InvalidInputError
 from kvemb.init import Initializer
 from kvemb.schema.table_def import check_table_name
 
+from ..bridge.distributed import Distributed
 from ..bridge.filled_tables import (
     CARRIED,
     First,
@@ -38,7 +38,6 @@ from .table_variables import PLAIN, TableVariable, become
 
 if TYPE_CHECKING:
     from kvemb.api import Cluster
-    from kvemb.api.table import Table
 
 Names = Mapping[str, str] | Callable[[str], str]
 """Table names by path in the model, or a function from it."""
@@ -83,22 +82,15 @@ class VariableSite:
         return f"table {self.table!r} (variable {self.path!r})"
 
 
-@dataclass(frozen=True, eq=False)
-class DistributedTensorFlow:
-    """The result of `distribute`; its text is the report.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DistributedTensorFlow(Distributed):
+    """The result of `distribute`.
 
     Args:
-        tables: of the model's variables.
         steps: push the gradients: `last_ack` is of the newest push.
-        lines: of the text.
     """
 
-    tables: tuple["Table", ...]
     steps: StepTables
-    lines: tuple[str, ...] = field(repr=False)
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines)
 
 
 def distribute(
@@ -175,9 +167,8 @@ def distribute(
     joined = JoinedOptimizer(optimizer, rule, [become(one.site.variable, one.table, one.site.path) for one in tables], max_unapplied)
     joined.install()
     lines = [*_lines(tables), *(f"variable {path!r} stays: {why}" for path, why in left), *trained_already(tables)]
-    done = DistributedTensorFlow(tuple(one.table for one in tables), joined.tables, tuple(lines))
-    if not quiet:
-        print(done, file=sys.stderr)
+    done = DistributedTensorFlow(tables=tuple(one.table for one in tables), lines=tuple(lines), steps=joined.tables)
+    done.report(quiet=quiet)
     return done
 
 

@@ -9,10 +9,9 @@ materialize: a plain Keras copy of a model over tables, to save, export or look 
 The copy knows no cluster, and trains like any model.
 """
 
-import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -21,6 +20,7 @@ from kvemb.errors import InvalidInputError
 from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
 
+from ...bridge.distributed import Distributed
 from ...bridge.filled_tables import (
     CARRIED,
     First,
@@ -44,25 +44,17 @@ from .keras_sites import DeclaredTable, KerasSite, Names, counterpart, declared_
 
 if TYPE_CHECKING:
     from kvemb.api import Cluster
-    from kvemb.api.table import Table
 
 
-@dataclass(frozen=True, eq=False)
-class DistributedKeras:
-    """The result of `distribute`; its text is the report.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DistributedKeras(Distributed):
+    """The result of `distribute`.
 
     Args:
-        tables: of the model's layers.
         steps: push the gradients: `last_ack` is of the newest push.
-        lines: of the text.
     """
 
-    tables: tuple["Table", ...]
     steps: PushedSteps
-    lines: tuple[str, ...] = field(repr=False)
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines)
 
 
 def distribute(
@@ -146,9 +138,8 @@ def distribute(
     own = {of.config.name: of for of in declared}
     connected = _connect(model, hands, mapped, own, dict(features or {}), max_unapplied)
     lines = [*_lines(tables, left, ours), *trained_already(tables), _ahead_line(cluster.mode)]
-    done = DistributedKeras(tuple(connected.tables.values()), connected.steps, tuple(lines))
-    if not quiet:
-        print(done, file=sys.stderr)
+    done = DistributedKeras(tables=tuple(connected.tables.values()), lines=tuple(lines), steps=connected.steps)
+    done.report(quiet=quiet)
     return done
 
 

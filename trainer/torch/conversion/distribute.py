@@ -5,9 +5,8 @@ What must not live here: the choice of embeddings (`distribute_plan`), first row
 The model and the optimizer are changed last, by assignments that are undone if one fails.
 """
 
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -18,6 +17,7 @@ from kvemb.errors import InvalidInputError
 from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
 
+from ...bridge.distributed import Distributed
 from ...bridge.filled_tables import Carry, First, SiteTable, TableOptions, check_connection, exists, fill, make_table, open_table
 from ...bridge.pushed_steps import MAX_UNAPPLIED, check_max_unapplied
 from ..lookup.table_module import modules_by_table
@@ -33,25 +33,17 @@ from .recognized_embeddings import is_scaled
 
 if TYPE_CHECKING:
     from kvemb.api import Cluster
-    from kvemb.api.table import Table
 
 
-@dataclass(frozen=True, eq=False)
-class Distributed:
-    """The result of `distribute`; its text is the report.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DistributedTorch(Distributed):
+    """The result of `distribute`.
 
     Args:
-        tables: made or opened, in the model's order.
         optimizer: pushes at the optimizer's step: `last_ack`, `staleness`; None unless a torch optimizer was given.
-        lines: of the text.
     """
 
-    tables: tuple["Table", ...]
     optimizer: SparseOptimizer | None
-    lines: tuple[str, ...] = field(repr=False)
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines)
 
 
 def distribute(
@@ -69,7 +61,7 @@ def distribute(
     reduce: str = "sum",
     max_unapplied: int = MAX_UNAPPLIED,
     quiet: bool = False,
-) -> Distributed:
+) -> DistributedTorch:
     """Replace a model's large nn.Embedding and nn.EmbeddingBag by ones whose rows the cluster keeps, in place.
 
     Every trainer of a job calls it, with the same arguments, before the model is wrapped (DistributedDataParallel, torch.compile);
@@ -142,9 +134,9 @@ def distribute(
     sparse = _change(model, tables, torchs, follows, max_unapplied)
     for site in plan.sites:
         let_go(site.weight)
-    done = Distributed(tuple(one.table for one in tables), sparse, tuple(lines(plan, tables, carry_weights, follows, trained)))
-    if not quiet:
-        print(done, file=sys.stderr)
+    report = lines(plan, tables, carry_weights, follows, trained)
+    done = DistributedTorch(tables=tuple(one.table for one in tables), lines=tuple(report), optimizer=sparse)
+    done.report(quiet=quiet)
     return done
 
 
