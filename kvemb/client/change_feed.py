@@ -310,9 +310,8 @@ class _ShardStream:
             self._feed.changed.wait_for(lambda: self._ended or not self.replies or self._n_bytes < self._max_bytes)
             if self._ended:
                 return
-            if not (reply.kind == _MOVED and reply.serial <= self.serial):
-                self.replies.append(reply)
-                self._n_bytes += reply.size_bytes
+            self.replies.append(reply)
+            self._n_bytes += reply.size_bytes
             if reply.whole and not (reply.kind == BEGIN and self._request.start == START):
                 self._last = reply
             self._feed.changed.notify_all()

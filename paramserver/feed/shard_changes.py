@@ -220,6 +220,9 @@ class ShardChanges:
         return ids[self._owned[definition.placement.slots(ids)]]
 
     def _event(self, event: EventEntry, after: Position) -> Iterator[FeedReply]:
+        if event.name == MOVED and event.serial <= self._serial:  # a stream from the start begins behind it, and its journal before
+            self._at = after
+            return
         details = {"gone": _slots(event.gone), "came": _slots(event.came), "left": event.left} if event.name == MOVED else {}
         if event.name not in (MOVED, LOAD):
             definition = self._parts.registry.find_key(event.table)
@@ -233,7 +236,7 @@ class ShardChanges:
             yield replace(self._reply(LOAD, whole=False), details=details)
             yield from self._row_log(0, behind=after)
             return
-        self._at, self._serial = after, max(self._serial, event.serial)
+        self._at, self._serial = after, max(self._serial, event.serial)  # only a move has one
         yield replace(self._reply(event.name), details=details)
 
     # --- the row log -----------------------------------------------------------------------------------------------------------------

@@ -243,6 +243,24 @@ def test_a_slot_that_moves_is_told_by_both_shards_and_no_version_goes_back(kind:
         assert all(k == before + 1 for (_, before), (_, k) in pairwise(batches))
 
 
+def test_a_feed_from_the_start_is_not_told_the_moves_of_before_and_follows_a_shard_that_had_given_all_away(local: LocalCluster) -> None:
+    with kvemb.connect(local.url) as cluster:
+        table, moves = ledger(cluster), ShardMoves(local.url)
+        push(table, np.arange(1000))
+        for owners in (np.full(N_SLOTS, 1), equal_runs(2)):  # the journals keep these
+            moves.begin(owners)
+            moves.wait()
+        moves.close()
+        log = FeedLog(cluster.feed(from_="start"))
+        for _ in range(3):
+            push(table, np.arange(2000))
+        log.reach(cluster)
+        log.stop()
+        _, versions = table.pull_known(np.arange(2000, dtype=np.uint64))
+    assert [log.versions["ledger", row] for row in range(2000)] == versions.tolist()
+    assert not [event for event in log.events if event.kind == "moved"]
+
+
 def test_a_shard_that_joins_and_leaves_again_is_told_from_its_first_batch_to_its_last(kind: str) -> None:
     with LocalCluster(kind, KINDS[kind], shards=1, memory_mb=64) as local, kvemb.connect(local.url) as cluster:
         hasty, address = HastyTrainer(local.url, "h", 1), f"127.0.0.1:{free_ports(1)[0]}"
