@@ -6,6 +6,7 @@ Fixtures of one part live with its tests.
 import os
 import shutil
 import signal
+import time
 import zlib
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
@@ -33,7 +34,9 @@ PACKAGE_OF = {"redis-server": "redis-server", "redis-cli": "redis-tools", "memca
 
 
 TURNS = 3
-"""So many runs of CI have had every test."""
+"""So many runs of CI have had every test, where each had the time."""
+
+_BEGUN_S = time.monotonic()
 
 # The tests of one file stay in one process. These take minutes there, so no process may be left with one when all others have ended.
 BEGIN_FIRST = (
@@ -45,15 +48,23 @@ BEGIN_FIRST = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--turn`: CI runs what `make test` runs with every commit, and the rest in turns."""
+    """Add what CI gives: it runs what `make test` runs with every commit, and of the rest what is due and there is time for."""
     parser.addoption(
         "--turn", type=int, choices=range(TURNS), help=f"of the tests marked full, those of this one of {TURNS} turns (default: all)"
     )
+    parser.addoption("--full-for", type=float, metavar="SECONDS", help="begin no test marked full later than that; skip it (default: any)")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what only `make test-all` runs when its time is up, so that a slow machine runs less of it, and all that `make test` runs."""
+    most_s = item.config.getoption("full_for")
+    if most_s is not None and item.get_closest_marker("full") and time.monotonic() - _BEGUN_S > most_s:
+        pytest.skip(f"the tests marked full have had their {most_s:g} s")
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests that are slow, leave out those whose turn it is not, and begin with the longest."""
+    """Mark the tests that are slow, leave out those whose turn it is not, begin with the longest, and end with files of slow ones alone."""
     for item in items:
         if item.nodeid.startswith(FULL):
             item.add_marker("full")
@@ -61,12 +72,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     waiting = [item for item in items if turn is not None and item.get_closest_marker("full") and turn_of(item.nodeid) != turn]
     config.hook.pytest_deselected(items=waiting)
     left = set(waiting)
-    items[:] = sorted((item for item in items if item not in left), key=lambda item: not item.nodeid.startswith(BEGIN_FIRST))
+    due = [item for item in items if item not in left]
+    always = {file_of(item.nodeid) for item in due if not item.get_closest_marker("full")}
+    items[:] = sorted(due, key=lambda item: (file_of(item.nodeid) not in always, not item.nodeid.startswith(BEGIN_FIRST)))
+
+
+def file_of(nodeid: str) -> str:
+    """Return the file of a test."""
+    return nodeid.partition("::")[0]
 
 
 def turn_of(nodeid: str) -> int:
     """Return the turn in which a test of the marker `full` runs: that of its file, whose tests share a cluster."""
-    return zlib.crc32(nodeid.partition("::")[0].encode()) % TURNS
+    return zlib.crc32(file_of(nodeid).encode()) % TURNS
 
 
 class FailuresAtOnce:
@@ -79,7 +97,8 @@ class FailuresAtOnce:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         terminal = self._config.pluginmanager.get_plugin("terminalreporter")
         if report.failed and terminal is not None:  # a worker has none
-            terminal.write_line(f"\nFAILED {report.nodeid}")
+            crash = getattr(report.longrepr, "reprcrash", None)
+            terminal.write_line(f"\nFAILED {report.nodeid} - {' '.join(crash.message.split())[:300] if crash else report.when}")
 
 
 def pytest_configure(config: pytest.Config) -> None:

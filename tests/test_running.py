@@ -88,8 +88,15 @@ def test_each_turn_has_what_make_test_runs_and_three_have_the_rest_once(tmp_path
     assert sorted(re.findall(r"\d+ passed(?:, \d+ deselected)?", " ".join(ran))) == ["1 passed, 1 deselected"] * 2 + ["2 passed"]
 
 
-def test_a_failure_is_named_before_the_run_ends(tmp_path: Path) -> None:
-    lines = run(tmp_path, "def test_it():\n    raise ValueError\ndef test_on():\n    print(1)\n", "-n", "1").stdout.splitlines()
+def test_what_make_test_runs_is_run_when_the_time_of_the_rest_is_up(tmp_path: Path) -> None:
+    done = run(tmp_path, PROMISES, "-n", "0", "-rs", "--full-for", "0")
+    assert "1 passed, 1 skipped" in done.stdout.splitlines()[-1]
+    assert "the tests marked full have had their 0 s" in done.stdout
+
+
+def test_a_failure_is_named_with_its_reason_before_the_run_ends(tmp_path: Path) -> None:
+    lines = run(tmp_path, "def test_it():\n    raise ValueError('no')\ndef test_on():\n    print(1)\n", "-n", "1").stdout.splitlines()
     named = [number for number, line in enumerate(lines) if line.startswith("FAILED ")]
     assert len(named) == 2
+    assert lines[named[0]].endswith("::test_it - ValueError: no")
     assert named[0] < lines.index("=================================== FAILURES ===================================") < named[1]
