@@ -50,6 +50,7 @@ demo:
 	@exec .venv/bin/kvemb demo $(ARGS)
 
 # A file's tests stay in one process, in which they share their cluster; the folders of slow tests come first. ARGS="-n 0 …": in this process.
+# Tests with a Slurm are those of `make libraries`, which installs it.
 PYTEST := $(PY) -m pytest -n auto --dist loadscope --no-loadscope-reorder
 
 test: setup
@@ -58,7 +59,7 @@ test: setup
 
 test-all: setup
 	@sh scripts/servers.sh
-	@$(PYTEST) -m 'not long' $(ARGS)
+	@$(PYTEST) -m 'not long' --ignore=tests/libraries/test_slurm.py $(ARGS)
 
 chaos: setup
 	@sh scripts/servers.sh

@@ -300,7 +300,7 @@ def test_a_page_that_another_program_replaced_is_named_and_every_row_of_it_comes
             else:
                 repair(cluster.config, all_nodes=True)
             table.flush(timeout_s=PATIENCE_S)
-            eventually(lambda: np.unique(table.pull(ids)).tolist() == [expected], f"{what}: every row is {expected}")  # noqa: B023
+            eventually(lambda: np.unique(table.pull(ids, timeout_s=PATIENCE_S)).tolist() == [expected], f"{what}: every row is {expected}")  # noqa: B023
         assert len(table) == 4000
 
 
@@ -321,7 +321,7 @@ def test_a_shard_that_replays_its_journal_over_a_page_of_another_type_brings_it_
             replace_page(local, table, row, what)
         for number in range(2):
             local.launch_shard(number)
-        eventually(lambda: np.unique(table.pull(ids)).tolist() == [2], "every row is 2")
+        eventually(lambda: np.unique(table.pull(ids, timeout_s=PATIENCE_S)).tolist() == [2], "every row is 2")
 
 
 def paged_table(cluster: kvemb.Cluster) -> kvemb.Table:

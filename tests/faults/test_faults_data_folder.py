@@ -218,14 +218,14 @@ def test_a_node_lost_while_the_shards_folder_is_away_is_repaired_when_that_is_ba
     with cluster(tmp_path / "data") as local, kvemb.connect(local.url, timeout_s=PATIENCE_S) as connected:
         table, ids, config = counting_table(connected, "t"), np.arange(100), load(local.config_path, {})
         add(table, ids).wait_applied(timeout_s=PATIENCE_S)
-        before, folder = table.pull(ids), tmp_path / "data" / "shard-0"
+        before, folder = table.pull(ids, timeout_s=PATIENCE_S), tmp_path / "data" / "shard-0"
         away = folder.rename(folder.with_name("away"))
         with closing(redis.Redis(*config.storage.nodes[0].rsplit(":", 1))) as client:
             client.flushall()
         eventually(lambda: "the shard's own folder" in local.shards[0].log_tail(), "the shard does not say what it waits for")
         assert local.shards[0].poll() is None
         away.rename(folder)
-        assert np.array_equal(table.pull(ids), before)
+        assert np.array_equal(table.pull(ids, timeout_s=PATIENCE_S), before)
 
 
 def test_a_start_on_another_folder_than_the_last_is_refused_until_that_one_is_back(

@@ -141,7 +141,7 @@ def test_so_it_is_at_full_size(kind: str, n_rows: int, dim: int, require_server:
         small = table.push(ids[:10], ones[:10])
         for ack in (large, small):
             ack.wait_applied(10 * LONG_S)
-        rows = table.pull(ids)
+        rows = table.pull(ids, timeout_s=PATIENCE_S)
         assert np.unique(rows[:10]).tolist() == [2]
         assert np.unique(rows[10:]).tolist() == [1]
         table.assign(ids, -5 * ones)

@@ -133,7 +133,7 @@ def test_who_slept_through_all_of_it_goes_on_by_the_new_map(local: LocalCluster)
         try:
             table = sleeper.table("t")
             first = local.servers[0]
-            before = table.pull(np.arange(100))
+            before = table.pull(np.arange(100), timeout_s=PATIENCE_S)
             nodes = load.cluster.nodes
             nodes.begin(nodes.exchange(first.address, third.address))
             nodes.wait(timeout_s=PATIENCE_S)

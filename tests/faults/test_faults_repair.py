@@ -141,7 +141,7 @@ def test_a_pull_from_a_lost_node_waits_or_fails_as_configured(require_server: Ca
                 waker.join()
             processes.resume(local.shards[0])
             add(table, IDS).wait_applied(timeout_s=PATIENCE_S)
-            eventually(lambda table=table: np.unique(table.pull(IDS)).tolist() == [2], "not repaired")  # type: ignore[misc]
+            eventually(lambda table=table: np.unique(table.pull(IDS, timeout_s=PATIENCE_S)).tolist() == [2], "not repaired")  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("policy", ["wait", "fail"])

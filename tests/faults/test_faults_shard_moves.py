@@ -234,7 +234,7 @@ def test_what_a_shard_had_taken_before_it_left_is_heard_of_from_shard_0(
         table.push(IDS, ones).wait_applied(PATIENCE_S)
         cluster.shard_proxies[GIVER].set_open(Flow(hold=True), DOWN)
         taken = [table.push(IDS, ones) for _ in range(3)]
-        eventually(lambda: bool((table.pull(IDS) == -4).all()), "the pushes are not applied")
+        eventually(lambda: bool((table.pull(IDS, timeout_s=PATIENCE_S) == -4).all()), "the pushes are not applied")
         cluster.shard_proxies[GIVER].set_open(Flow(hold=True), UP)
         on_its_way = table.push(IDS, ones)
         moves = ShardMoves(cluster.url)
@@ -245,7 +245,7 @@ def test_what_a_shard_had_taken_before_it_left_is_heard_of_from_shard_0(
         cluster.shard_proxies[GIVER].reset_all()
         for ack in (*taken, on_its_way, table.push(IDS, ones)):
             ack.wait_applied(PATIENCE_S)
-        assert np.unique(table.pull(IDS)).tolist() == [-6]
+        assert np.unique(table.pull(IDS, timeout_s=PATIENCE_S)).tolist() == [-6]
 
 
 def test_what_was_on_its_way_while_slots_went_and_came_back_is_applied_once(require_server: Callable[[str], str]) -> None:
@@ -256,7 +256,7 @@ def test_what_was_on_its_way_while_slots_went_and_came_back_is_applied_once(requ
         table.push(IDS, ones).wait_applied(PATIENCE_S)
         cluster.shard_proxies[GIVER].set_open(Flow(hold=True), DOWN)
         unanswered = [table.push(IDS, ones) for _ in range(3)]
-        eventually(lambda: bool((table.pull(IDS) == -4).all()), "the pushes are not applied")
+        eventually(lambda: bool((table.pull(IDS, timeout_s=PATIENCE_S) == -4).all()), "the pushes are not applied")
         cluster.shard_proxies[GIVER].set_open(Flow(hold=True), UP)
         on_its_way = table.push(IDS, ones)
         moves = ShardMoves(cluster.url)
@@ -267,4 +267,4 @@ def test_what_was_on_its_way_while_slots_went_and_came_back_is_applied_once(requ
         cluster.shard_proxies[GIVER].reset_all()
         for ack in (*unanswered, on_its_way, table.push(IDS, ones)):
             ack.wait_applied(PATIENCE_S)
-        assert np.unique(table.pull(IDS)).tolist() == [-6]
+        assert np.unique(table.pull(IDS, timeout_s=PATIENCE_S)).tolist() == [-6]
