@@ -118,7 +118,9 @@ class ChangeFeed:
         return None
 
     def _is_held(self, reply: FeedReply) -> bool:
-        return reply.kind == _MOVED and not all(self._has_told(shard, reply.serial) for shard, _ in reply.details["came"])
+        """Whether a shard that slots came from, or went to, has more to tell of before: of the latter, that it had left, perhaps."""
+        shards = (shard for name in ("came", "gone") for shard, _ in reply.details.get(name, ()))
+        return reply.kind == _MOVED and not all(self._has_told(shard, reply.serial) for shard in shards)
 
     def _has_told(self, shard: int, serial: int) -> bool:
         """Whether everything was taken that a shard told before a move."""
