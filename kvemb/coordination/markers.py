@@ -119,6 +119,30 @@ class Marker:
         return marker
 
 
+_PLACE_AT = len(msgpack.packb([0] * 10)[:1] + b"".join(map(msgpack.packb, (_MAGIC, _VERSION, bytes(16)))))
+
+
+def alike(places: Sequence[int], values: Sequence[bytes | bool | None]) -> list[list[int]]:
+    """Group the values in the places of markers by what they say besides their place: thousands of slots are judged as one.
+
+    Args:
+        places: node of each, as of `Marker`.
+        values: of any kind; those that are no bytes are of one group where they are equal.
+
+    Returns:
+        The numbers of each group, in order. A value that does not name its place is alone.
+    """
+    groups: dict[object, list[int]] = {}
+    for at, (place, value) in enumerate(zip(places, values, strict=True)):
+        says: object = value
+        if isinstance(value, bytes):
+            packed = msgpack.packb(place)
+            end = _PLACE_AT + len(packed)
+            says = (value[:_PLACE_AT], value[end:]) if value[_PLACE_AT:end] == packed else at
+        groups.setdefault((type(says), says), []).append(at)
+    return list(groups.values())
+
+
 class DamagedMarkerError(WrongNodeError):
     """The value in the place of a marker is no marker; `why_lost` and `diagnose` say what follows for the node."""
 

@@ -129,7 +129,7 @@ class StoreRepair:
     def finish(self, address: str, nonce: str, shards: Collection[int], deadline: Deadline) -> bool:
         """Renew the marker when all of these shards have reported; return True when the node is in use again, False to be asked again."""
         lane, state = self._lane(address, nonce), self._state_now(address, deadline)
-        left = {at: lane.ended(self._nodes.expected(state, at)) for at, one in enumerate(state.judged) if one == ("repairing", nonce)}
+        left = dict.fromkeys(at for at, one in enumerate(state.judged) if one == ("repairing", nonce))
         begun_with = np.flatnonzero(np.isin(state.places, lane.places)).tolist()
         if state.process != lane.process or not all(at in left or state.repaired(at) == nonce for at in begun_with):
             raise NodeLostError(f"node {address}: repair {nonce} is not going on there any more; begin again")
@@ -137,7 +137,7 @@ class StoreRepair:
         if not all(self._nodes.covers(report, lane, state.places[list(left)]) for report in reports):
             return False
         self._nodes.restored(lane, deadline)  # before any store can see its markers in order
-        if not self._nodes.swap(state, left, deadline):
+        if not self._nodes.swap(state, {at: lane.ended(self._nodes.expected(state, at)) for at in left}, deadline):
             return False  # another shard is finishing it, or it is over: the next call tells
         self._nodes.over(lane, shards, deadline)
         del self._lanes[address]

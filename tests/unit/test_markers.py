@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvemb.coordination.markers import Identity, Marker, accept, diagnose, first_identity, why_lost
+from kvemb.coordination.markers import Identity, Marker, accept, alike, diagnose, first_identity, why_lost
 from kvemb.errors import MapChangedError, NodeLostError, NodeSuspectError, StorageError, WrongNodeError
 
 MARKER = Marker(b"0123456789abcdef", 1, b"lifetime", 2**64 - 1, 1, "run-1")
@@ -180,3 +180,15 @@ def test_damaged_markers_always_diagnose(at: int, patch: bytes, cut: int) -> Non
     damaged[at : at + cut] = patch
     if bytes(damaged) != MARKER.encode():
         assert isinstance(diagnose("host:1", MARKER, bytes(damaged)), StorageError)
+
+
+def test_values_that_differ_in_their_place_alone_are_of_one_group_and_no_others() -> None:
+    one, other = replace(MARKER, node=0), replace(MARKER, node=0, repair="0123456789abcdef", repairing=True)
+    values: list[bytes | bool | None] = [*one.of_nodes(range(300)), *other.of_nodes(range(300, 400))]
+    assert alike(range(400), values) == [[*range(300)], [*range(300, 400)]]
+    values[3] = values[4]  # it names another place
+    values[5], values[6], values[7], values[8] = None, False, b"", None
+    values[200] = replace(one, node=200, generation=bytes(8)).encode()
+    groups = alike(range(400), values)
+    assert [group for group in groups if len(group) < 90] == [[3], [5, 8], [6], [7], [200]]
+    assert sorted(at for group in groups for at in group) == [*range(400)]

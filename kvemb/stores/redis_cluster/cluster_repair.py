@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.coordination.markers import DamagedMarkerError, Marker, Why, why_lost
+from kvemb.coordination.markers import DamagedMarkerError, Marker, Why, alike, why_lost
 from kvemb.coordination.replicated_values import ValueCell
 from kvemb.coordination.shard_owners import OwnerFence
 from kvemb.errors import DeadlineExceededError, NodeLostError, NodeUnavailableError
@@ -105,7 +105,11 @@ class SlotsOfPrimaries(MarkedNodes):
         if not settled:
             raise NodeUnavailableError(f"node {address}: holds no slot for the moment; all are on their way to other nodes, or with them")
         slots, values = slots[settled], [value if isinstance(value, bytes) else None for value in (found[at] for at in settled)]
-        judged = [self._judge(slot, value, process, address) for slot, value in zip(slots.tolist(), values, strict=True)]
+        judged: list[tuple[Why, str | None] | None] = [None] * len(slots)
+        for group in alike(slots.tolist(), values):
+            verdict = self._judge(int(slots[group[0]]), values[group[0]], process, address)
+            for at in group if verdict else ():
+                judged[at] = verdict
         if not any(judged) and lane is None and not self._whole.has(process, deadline):
             judged = [("suspect", None)] * len(slots)
         return MarkedState(address, process, slots, values, judged)

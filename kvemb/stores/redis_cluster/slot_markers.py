@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.coordination.markers import Identity, Marker, accept, why_lost
+from kvemb.coordination.markers import Identity, Marker, accept, alike, why_lost
 from kvemb.errors import DeadlineExceededError, NodeUnavailableError, StorageError, WrongNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.net.pool import LinkPool
@@ -91,7 +91,7 @@ class SlotMarkers:
         self._codec = RespCodec()
         self.origin: Identity | None = None
         self.repairs: dict[int, str] = {}
-        self._encoded: dict[int, tuple[str, bytes]] = {}  # by slot, for which repair
+        self._encoded: dict[int, bytes] = {}  # by slot, what is expected: a look at all slots compares thousands
         self.changed: set[str] = set()
 
     def expected(self, slot: int) -> Marker:
@@ -100,12 +100,13 @@ class SlotMarkers:
         return slot_marker(self.origin.cluster_id, slot, self.origin.generation, self.repairs.get(slot, ""))
 
     def encoded(self, slot: int) -> bytes:
-        """The bytes of the marker that a slot should have; kept, because a look at all slots compares thousands."""
-        nonce = self.repairs.get(slot, "")
-        kept = self._encoded.get(slot)
-        if kept is None or kept[0] != nonce:
-            kept = self._encoded[slot] = nonce, self.expected(slot).encode()
-        return kept[1]
+        """The bytes of the marker that a slot should have."""
+        return self._encoded[slot]
+
+    def _expect(self, slots: Sequence[int], repair: str) -> None:
+        """Expect in these slots the markers of this repair from now on."""
+        self.repairs.update(dict.fromkeys(slots, repair))
+        self._encoded.update(zip(slots, self.expected(slots[0]).of_nodes(slots), strict=True))
 
     def pin(self, values: Sequence[bytes | None], origin: Identity, owners: NDArray[np.int64], *, may_be_lost: bool) -> None:
         """Expect the markers that stand there from now on; see `Store.open`.
@@ -116,17 +117,14 @@ class SlotMarkers:
             owners: the numbers of the primaries that were asked, see `ClusterTopology.owners`; taken over.
             may_be_lost: whether a slot may be without a good marker: no node vouches for it then.
         """
-        self.origin, self.repairs = origin, {}
-        self._encoded = {slot: ("", data) for slot, data in enumerate(self.expected(0).of_nodes(range(N_SLOTS)))}
-        lost = []
-        for slot, value in enumerate(values):
-            if value == self.encoded(slot):
-                continue
-            expected, name = self.expected(slot), self._topology.slot_name(slot)
+        self.origin, lost = origin, list[int]()
+        self._expect(range(N_SLOTS), "")
+        for slots in alike(range(N_SLOTS), values):
+            value, expected, name = values[slots[0]], self.expected(slots[0]), self._topology.slot_name(slots[0])
             if may_be_lost and why_lost(name, expected, value, ""):
-                lost.append(slot)
-                continue
-            self.repairs[slot] = accept(name, expected, value, "").repair
+                lost += slots
+            else:
+                self._expect(slots, accept(name, expected, value, "").repair)
         owners[[*lost, *self._topology.on_the_way]] = -1  # the latter were seen where they go to
         self._topology.vouched = owners
 
@@ -140,12 +138,14 @@ class SlotMarkers:
             except KeyError:  # none remains; another thread may have taken the last
                 return
             slots = np.flatnonzero(self._topology.slots_of(address))
-            for slot, value in zip(slots.tolist(), self.at(address, slots, deadline), strict=True):
+            values = self.at(address, slots, deadline)
+            for group in alike(slots.tolist(), values):
+                some, value = slots[group].tolist(), values[group[0]]
                 with suppress(StorageError):  # the batch says what is wrong
-                    if isinstance(value, bytes) and value != self.expected(slot).encode():
-                        self.repairs[slot] = accept(self._topology.slot_name(slot), self.expected(slot), value, "").repair
-                if value == self.expected(slot).encode() and slot not in self._topology.on_the_way:
-                    self._topology.vouched[slot] = self._topology.number(address)
+                    if isinstance(value, bytes):
+                        self._expect(some, accept(self._topology.slot_name(some[0]), self.expected(some[0]), value, "").repair)
+                        settled = [slot for slot in some if slot not in self._topology.on_the_way]
+                        self._topology.vouched[settled] = self._topology.number(address)
 
     def check(self, address: str, slot: int, marker: Marker, *, leaving: bool = False, importing: bool = False) -> Check:
         """Return the check that reads a marker after a batch's rows."""
