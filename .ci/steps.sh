@@ -4,7 +4,7 @@
 #   begin NAME SECONDS COMMAND...    begin it, beside what follows
 #   end NAME...                      wait for what was begun, and show its output
 #   alone NAME SECONDS COMMAND...    where NAME has failed: once more, when nothing runs beside it. What passes then has passed, and is named
-#   turn                             whose turn this commit is: 0, 1 or 2; nothing where that cannot be known
+#   commits                          the commit's number, which says what has its turn; nothing where that cannot be known
 #   is_due TURN PATH...              does an extra run with this commit? In its turn, and if the commit touches a path
 #   pass_over NAME                   it does not
 #   passed NAME...                   did all of them, or were passed over?
@@ -40,15 +40,15 @@ within() { # seconds: so many, or as many as the whole run has left
     printf '%s' "$(($1 < left ? $1 : left > 1 ? left : 1))"
 }
 
-turn() {
+commits() {
     [ "$(git rev-parse --is-shallow-repository 2>/dev/null)" = false ] && git rev-parse -q --verify HEAD~1 >/dev/null || return 0
-    printf '%s' "$(($(git rev-list --count --first-parent HEAD) % 3))"
+    git rev-list --count --first-parent HEAD
 }
 
 is_due() {
     local now
-    now=$(turn)
-    [ "${now:-$1}" = "$1" ] || ! git diff --quiet HEAD~1 HEAD -- .ci "${@:2}"
+    now=$(commits)
+    [ $((${now:-$1} % 3)) = "$1" ] || ! git diff --quiet HEAD~1 HEAD -- .ci "${@:2}"
 }
 
 pass_over() {

@@ -50,7 +50,10 @@ BEGIN_FIRST = (
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add what CI gives: it runs what `make test` runs with every commit, and of the rest what is due and there is time for."""
     parser.addoption(
-        "--turn", type=int, choices=range(TURNS), help=f"of the tests marked full, those of this one of {TURNS} turns (default: all)"
+        "--turn",
+        type=int,
+        metavar="N",
+        help=f"of the tests marked full those of one in {TURNS} turns, in an order of its own (default: all)",
     )
     parser.addoption("--full-for", type=float, metavar="SECONDS", help="begin no test marked full later than that; skip it (default: any)")
 
@@ -64,27 +67,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests that are slow, leave out those whose turn it is not, begin with the longest, and end with files of slow ones alone."""
+    """Mark the tests that are slow, leave out those whose turn it is not, and begin with the longest; a turn has an order of its own."""
     for item in items:
         if item.nodeid.startswith(FULL):
             item.add_marker("full")
     turn = config.getoption("turn")
-    waiting = [item for item in items if turn is not None and item.get_closest_marker("full") and turn_of(item.nodeid) != turn]
+    waiting = [item for item in items if turn is not None and item.get_closest_marker("full") and hash_of(item) % TURNS != turn % TURNS]
     config.hook.pytest_deselected(items=waiting)
     left = set(waiting)
-    due = [item for item in items if item not in left]
-    always = {file_of(item.nodeid) for item in due if not item.get_closest_marker("full")}
-    items[:] = sorted(due, key=lambda item: (file_of(item.nodeid) not in always, not item.nodeid.startswith(BEGIN_FIRST)))
+    # Not all come to run in their time: each turn begins with others.
+    order = {item: 0 if turn is None else hash_of(item, str(turn)) for item in items}
+    items[:] = sorted((item for item in items if item not in left), key=lambda item: (not item.nodeid.startswith(BEGIN_FIRST), order[item]))
 
 
-def file_of(nodeid: str) -> str:
-    """Return the file of a test."""
-    return nodeid.partition("::")[0]
-
-
-def turn_of(nodeid: str) -> int:
-    """Return the turn in which a test of the marker `full` runs: that of its file, whose tests share a cluster."""
-    return zlib.crc32(file_of(nodeid).encode()) % TURNS
+def hash_of(item: pytest.Item, salt: str = "") -> int:
+    """Return a number of a test's file, whose tests share a cluster."""
+    return zlib.crc32((salt + item.nodeid.partition("::")[0]).encode())
 
 
 class FailuresAtOnce:
@@ -110,10 +108,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Of `-n auto`: two workers for each core, for tests of clusters wait about as long as they work; at most 8, each takes half a GB.
 
-    The tests that `make test` leaves out wait longer: with them there is one worker more for every two cores.
+    More of them starve the servers that each one starts, until a deadline of a second passes.
     """
-    per_core = 2.0 if "not full" in config.option.markexpr else 2.5
-    return min(8, int(per_core * (os.cpu_count() or 1)))
+    return min(8, 2 * (os.cpu_count() or 1))
 
 
 def find_server(name: str) -> str:
