@@ -123,8 +123,6 @@ class SlotsOfPrimaries(MarkedNodes):
         raise NodeLostError(f"node {lane.address}: holds none of the slots any more that repair {lane.nonce} began with; begin again")
 
     def _judge(self, slot: int, value: bytes | None, process: str, address: str) -> tuple[Why, str | None] | None:
-        if value == self._markers.encoded(slot):
-            return None
         expected = self._markers.expected(slot)
         name = f"{address} (slot {slot})"
         try:

@@ -91,22 +91,12 @@ class SlotMarkers:
         self._codec = RespCodec()
         self.origin: Identity | None = None
         self.repairs: dict[int, str] = {}
-        self._encoded: dict[int, bytes] = {}  # by slot, what is expected: a look at all slots compares thousands
         self.changed: set[str] = set()
 
     def expected(self, slot: int) -> Marker:
         """Return the marker that a slot should have."""
         assert self.origin is not None, "open() comes first"
         return slot_marker(self.origin.cluster_id, slot, self.origin.generation, self.repairs.get(slot, ""))
-
-    def encoded(self, slot: int) -> bytes:
-        """The bytes of the marker that a slot should have."""
-        return self._encoded[slot]
-
-    def _expect(self, slots: Sequence[int], repair: str) -> None:
-        """Expect in these slots the markers of this repair from now on."""
-        self.repairs.update(dict.fromkeys(slots, repair))
-        self._encoded.update(zip(slots, self.expected(slots[0]).of_nodes(slots), strict=True))
 
     def pin(self, values: Sequence[bytes | None], origin: Identity, owners: NDArray[np.int64], *, may_be_lost: bool) -> None:
         """Expect the markers that stand there from now on; see `Store.open`.
@@ -117,14 +107,13 @@ class SlotMarkers:
             owners: the numbers of the primaries that were asked, see `ClusterTopology.owners`; taken over.
             may_be_lost: whether a slot may be without a good marker: no node vouches for it then.
         """
-        self.origin, lost = origin, list[int]()
-        self._expect(range(N_SLOTS), "")
+        self.origin, self.repairs, lost = origin, {}, list[int]()
         for slots in alike(range(N_SLOTS), values):
             value, expected, name = values[slots[0]], self.expected(slots[0]), self._topology.slot_name(slots[0])
             if may_be_lost and why_lost(name, expected, value, ""):
                 lost += slots
             else:
-                self._expect(slots, accept(name, expected, value, "").repair)
+                self.repairs |= dict.fromkeys(slots, accept(name, expected, value, "").repair)
         owners[[*lost, *self._topology.on_the_way]] = -1  # the latter were seen where they go to
         self._topology.vouched = owners
 
@@ -143,7 +132,8 @@ class SlotMarkers:
                 some, value = slots[group].tolist(), values[group[0]]
                 with suppress(StorageError):  # the batch says what is wrong
                     if isinstance(value, bytes):
-                        self._expect(some, accept(self._topology.slot_name(some[0]), self.expected(some[0]), value, "").repair)
+                        marker = accept(self._topology.slot_name(some[0]), self.expected(some[0]), value, "")
+                        self.repairs |= dict.fromkeys(some, marker.repair)
                         settled = [slot for slot in some if slot not in self._topology.on_the_way]
                         self._topology.vouched[settled] = self._topology.number(address)
 
