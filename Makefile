@@ -28,7 +28,7 @@ NOTEBOOKS := $(wildcard docs/tutorials/*.ipynb)
 
 help:
 	@echo 'make demo     train skip-gram embeddings on a real local cluster (under 2 minutes)'
-	@echo 'make test     every promise once, against real Valkey, Redis, Redis Cluster and memcached (six to thirteen minutes on two cores)'
+	@echo 'make test     every promise once, against real Valkey, Redis, Redis Cluster and memcached (a quarter to half an hour on two cores)'
 	@echo 'make test-all the whole suite: also the slow tests, and whole clusters on every other storage kind (an hour on two cores)'
 	@echo 'make chaos    random faults for $$SECONDS on $$STORE, in $$MODE: is every acknowledged push applied exactly once?'
 	@echo 'make fuzz     bytes of any kind for $$SECONDS against shards and clients: does anything end, hang, grow, or harm an honest trainer?'
