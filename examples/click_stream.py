@@ -1,6 +1,6 @@
 """Training from a stream: each click of a Kafka topic counts once, however often the job, or a server, is killed.
 
-    pip install confluent-kafka 'kvemb[checkpoint]'
+    pip install confluent-kafka pyarrow fsspec
     python examples/click_stream.py --brokers 10.0.0.9:9092 --topic clicks --checkpoints /data/run/clicks --config kvemb.yaml
 
 A message is the id of an item, as decimal digits. The table `clicks` counts how often each was clicked: write your model's step in place of

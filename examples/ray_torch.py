@@ -1,6 +1,6 @@
 """The job of elastic_torch.py on Ray: TorchTrainer starts the ranks, and starts them all again when one is lost.
 
-    pip install 'ray[train]' 'kvemb[torch,checkpoint]'
+    pip install 'ray[train]' torch pyarrow fsspec
     python examples/ray_torch.py                        # a local cluster, and two workers of a local Ray
     python examples/ray_torch.py --kill-at 50           # worker 1 is killed before step 50: all start again; the same loss and rows
     python examples/ray_torch.py --config kvemb.yaml --folder /shared/run --workers 8          # your own cluster; --address of your Ray

@@ -68,9 +68,9 @@ def test_the_version_of_pyproject_is_the_one_of_chart_image_and_pages() -> None:
 def test_the_description_has_words_where_the_readme_links_into_the_repository() -> None:
     described = runpy.run_path(str(ROOT / "setup.py"))["described"]()
     assert all("://" in link for link in re.findall(r"\]\(([^)]*)\)", described))
-    assert "docs/guarantees.md" in described
+    assert "docs/limits.md: refused, slow, never run." in described
     assert "!" not in {line[:1] for line in described.splitlines()}  # of a picture
-    assert len(described) > 0.8 * len(read("README.md"))
+    assert len(described) > 0.7 * len(read("README.md"))
 
 
 def test_operators_find_rules_dashboard_and_chart_beside_an_installed_kvemb() -> None:

@@ -46,18 +46,15 @@ html_copy_source = False
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}
 
-_README = re.compile(r"^<!-- README(?: from (.+?))?(?: to (.+?))? -->$", re.MULTILINE)
+_README = re.compile(r"^<!-- README to (.+?) -->$", re.MULTILINE)
 _NAMED_BY_FILE = re.compile(r"\[[\w./-]+\.md\](?=\([^)\s]+\.md[#)])")
 _LINK = re.compile(r"(\]\()(?!https?:|#)")
 
 
 def _from_readme(part: re.Match[str]) -> str:
-    """README.md from one heading to another, with its links as they are from docs/."""
+    """README.md up to a heading, with its links as they are from docs/."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    begin, end = part[1], part[2]
-    text = text[text.index(f"\n{begin}\n") + 1 :] if begin else text
-    text = text[: text.index(f"\n{end}\n") + 1] if end else text
-    text = re.sub("^###", "##", text, flags=re.MULTILINE) if begin else text  # the page has a title of its own
+    text = text[: text.index(f"\n{part[1]}\n") + 1]
     text = text.replace("\n\n```\n", "\n```\n")  # the blank line that ends an example for doctest
     return _LINK.sub(r"\1../", text).replace("](../docs/", "](")
 

@@ -23,10 +23,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from kvemb.checkpoint.format.parquet_blocks import require_extra
 from kvemb.errors import CheckpointError, ConfigError
 from kvemb.net.deadline import pauses
 from kvemb.process import replace_atomically, sync_folder
+from kvemb.process.extras import require_extra
 
 _PUTS_WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "obs", "cos", "memory", "r2"}
 _PAUSES_S = tuple(islice(pauses(0.2, 1.6), 4))

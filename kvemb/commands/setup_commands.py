@@ -19,6 +19,7 @@ from kvemb.errors import ConfigError, n_of
 from kvemb.net.deadline import Deadline
 from kvemb.net.name_lookup import is_loopback
 from kvemb.net.tls_link import connector_of
+from kvemb.process.extras import require_extra
 from kvemb.protocol.roles import ADMIN, SCHEME, SHARD, TRAINER
 from kvemb.stores.redis_server.acl_users import ACL_USERS, check_user
 from kvemb.stores.redis_server.redis_login import RedisAccess
@@ -94,12 +95,9 @@ _SECTION = "tls: {{ca: {ca}, cert_env: KVEMB_TLS_CERT, key_env: KVEMB_TLS_KEY}}"
 
 def certificates_command(args: argparse.Namespace) -> int:
     """Write them beside kvemb.yaml, and say where each belongs."""
-    try:
-        from kvemb.net.certificate_authority import Authority
-    except ImportError as error:
-        raise ConfigError(
-            "certificates are made by cryptography, which is not installed here: pip install 'kvemb[certificates]'"
-        ) from error
+    require_extra("cryptography", what="certificates", extra="certificates")
+    from kvemb.net.certificate_authority import Authority
+
     config = load(args.config, os.environ)
     beside = Path(args.config).parent
     authority = Authority(beside / args.out)
@@ -171,10 +169,7 @@ def acl_command(args: argparse.Namespace) -> int:
 
 def completion_command(parser: argparse.ArgumentParser, shell: str) -> int:
     """Print the script for one shell."""
-    try:
-        import shtab
-    except ImportError as error:
-        raise ConfigError("completion is made by shtab, which is not installed here; run: pip install 'kvemb[completion]'") from error
+    shtab = require_extra("shtab", what="completions", extra="completion")
     for one in _parsers(parser):
         for action in one._actions:
             if action.dest in ("config", "url"):

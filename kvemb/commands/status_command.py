@@ -222,7 +222,7 @@ def conformance_command(args: argparse.Namespace) -> int:
     if url.encrypted:
         raise ConfigError("--conformance: takes redis:// alone, without encryption; which commands a server has does not depend on it")
     if find_spec("pytest") is None:
-        raise ConfigError("--conformance: the contract of a store is written as tests: pip install pytest, or kvemb[dev]")
+        raise ConfigError("--conformance: the contract of a store is written as tests: pip install pytest")
     os.environ.pop("PYTEST_ADDOPTS", None)  # the user's, of tests of their own
     from kvemb.testing.conformance import HOLDS, MISSING, ServerCheck, ServerExamination
 

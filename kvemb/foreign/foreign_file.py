@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.checkpoint.checkpoint_storage import shown
-from kvemb.checkpoint.format.parquet_blocks import require_extra
 from kvemb.errors import ConfigError, ForeignRowsError
+from kvemb.process.extras import require_extra
 
 
 class ForeignFile:

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.checkpoint.checkpoint_storage import shown
-from kvemb.checkpoint.format.parquet_blocks import require_extra
 from kvemb.errors import ForeignRowsError
 from kvemb.foreign.foreign_file import ForeignFile, is_local, translated
+from kvemb.process.extras import require_extra
 
 _NUMPY_HAS = ("torch.float64", "torch.float32", "torch.float16")
 

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.checkpoint.format.parquet_blocks import binary_rows, require_extra
+from kvemb.checkpoint.format.parquet_blocks import binary_rows
 from kvemb.errors import ForeignRowsError, n_of
 from kvemb.foreign.foreign_file import ForeignFile, translated
 from kvemb.foreign.foreign_rows import ArrayNames, ForeignRows, block_rows, gathered, ids_of, values_of, weights_of
+from kvemb.process.extras import require_extra
 from kvemb.schema.table_def import TableDef
 
 _FOOTER_BYTES = 16 << 20

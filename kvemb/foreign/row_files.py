@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvemb.arrays.ids import to_caller
 from kvemb.arrays.rounding import opaque_bytes, round_nearest, storage_dtype
 from kvemb.checkpoint.checkpoint_storage import shown
-from kvemb.checkpoint.format.parquet_blocks import require_extra, weights_type
+from kvemb.checkpoint.format.parquet_blocks import weights_type
 from kvemb.checkpoint.format.plain_parquet import PlainWriter
 from kvemb.errors import ForeignRowsError, InvalidInputError
 from kvemb.foreign.foreign_file import is_local
@@ -25,6 +25,7 @@ from kvemb.foreign.formats import FORMATS, format_of
 from kvemb.foreign.framework_arrays import require_framework
 from kvemb.foreign.narrow_weights import check_narrow, narrowed
 from kvemb.process import replace_atomically, sync_folder
+from kvemb.process.extras import require_extra
 from kvemb.schema.table_def import TableDef
 
 _SAFETENSORS = {"int8": "I8", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "uint64": "U64"}

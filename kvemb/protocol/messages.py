@@ -426,6 +426,7 @@ class ExamineReply(Message):
         disk_free, disk_bytes: of that disk, as far as the shard may use it.
         open_files, most_files: of the process, now and at most.
         journal_max_bytes: size at which the journal is cut.
+        lacks: libraries that its environment has not, for whose want a verb would fail, and how to install them; "" for none.
     """
 
     version: str
@@ -439,6 +440,7 @@ class ExamineReply(Message):
     open_files: int
     most_files: int
     journal_max_bytes: int
+    lacks: str = ""
 
 
 class SampleIdsRequest(Message):

@@ -28,11 +28,12 @@ from numpy.typing import NDArray
 from kvemb.arrays.hashing import SLOT_SHIFT
 from kvemb.checkpoint.chain import Chain, open_chain
 from kvemb.checkpoint.format.checkpoint_manifest import CheckpointManifest, SavedTable
-from kvemb.checkpoint.format.parquet_blocks import RowBlock, require_extra
+from kvemb.checkpoint.format.parquet_blocks import RowBlock
 from kvemb.checkpoint.load import META_NAME, Decision, Report, decode_decision, newest_decision, report_name
 from kvemb.coordination.replicated_values import DamagedCopyError, are_damaged
 from kvemb.errors import CheckpointError, KvembError, NodeLostError, NodeSuspectError, StorageError
 from kvemb.net.deadline import Deadline
+from kvemb.process.extras import require_extra
 from kvemb.process.work_ahead import work_ahead
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
 from kvemb.checkpoint.format.checkpoint_manifest import Cut
-from kvemb.checkpoint.format.parquet_blocks import require_extra
 from kvemb.checkpoint.writer import Fragment, read_fragment
-from kvemb.errors import BaseOutdatedError, CheckpointError, DeadlineExceededError
+from kvemb.errors import BaseOutdatedError, CheckpointError, ConfigError, DeadlineExceededError
 from kvemb.net.deadline import Deadline
+from kvemb.process.extras import missing_for_checkpoints
 from kvemb.schema.move_plan import refuses
 from kvemb.schema.record import split_version
 from kvemb.schema.table_def import TableDef
@@ -82,7 +82,8 @@ class Saver:
         # One to the same place was begun anew, since its command has ended: nothing comes of the former any more.
         if before is not None and before.running and not (before.order.url == order.url and before.thread.stop(deadline.remaining_s() / 2)):
             raise CheckpointError(f"shard {self._parts.shard}: a save to {before.order.url} is under way; wait for its end")
-        require_extra("pyarrow.parquet")
+        if lacks := missing_for_checkpoints():
+            raise ConfigError(f"shard {self._parts.shard}: {lacks}")
         storage = CheckpointStorage(order.url)
         if self._nodes.cluster_map.plan is not None:
             self._nodes.refresh_map(deadline)  # a move that has just ended is not said to go on

@@ -14,6 +14,7 @@ from kvemb.coordination.shard_notes import ShardNote
 from kvemb.coordination.shard_owners import newest_owner, owner_name
 from kvemb.errors import ClosedError, FencedError, JournalFullError, KvembError, NodeLostError, StorageError, UnsafeNodeError
 from kvemb.net.deadline import Deadline
+from kvemb.process.extras import missing_for_checkpoints
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
 
@@ -353,6 +354,8 @@ class Shard:
 
 def _log_serving(parts: ShardParts, address: str) -> None:
     shard, cluster_map = parts.shard, parts.maps.cluster_map
+    if lacks := missing_for_checkpoints():
+        log.warning("%s", lacks)
     log.info("serving on %s: %d shards, epoch %d, k %d", address, len(cluster_map.shard_numbers), parts.engine.epoch, parts.engine.k)
     if shard >= cluster_map.n_shards:
         log.info("this shard is none of the cluster's yet: `kvemb shards add` gives it its share")

@@ -13,6 +13,7 @@ import numpy as np
 from kvemb.errors import InvalidInputError, ParameterServerError
 from kvemb.evict import never
 from kvemb.net.deadline import Deadline
+from kvemb.process.extras import missing_for_checkpoints
 from kvemb.protocol.message_format import installed_version
 from kvemb.protocol.messages import (
     MAX_SAMPLED_IDS,
@@ -110,6 +111,7 @@ class InspectionHandlers:
             open_files=len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
             most_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             journal_max_bytes=servers.journal_max_mb << 20,
+            lacks=missing_for_checkpoints(),
         )
 
 

@@ -36,6 +36,7 @@ def test_nothing_is_found_where_nothing_is() -> None:
         ({"sync_s": -1.0}, "disk-unwritable"),
         ({"disk_free": 10**9}, "disk-space"),
         ({"open_files": 4000}, "open-files"),
+        ({"lacks": "saves and loads need pyarrow"}, "shard-lacks"),
     ],
 )
 def test_a_shards_host(change: dict[str, object], found: str) -> None:

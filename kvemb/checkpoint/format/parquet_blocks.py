@@ -14,7 +14,6 @@ as blocks of columns.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -24,34 +23,10 @@ from numpy.typing import NDArray
 from kvemb.arrays.rounding import opaque_bytes, storage_dtype, to_float32
 from kvemb.checkpoint.format.checkpoint_manifest import FileEntry, SortKeys
 from kvemb.checkpoint.format.plain_parquet import PlainWriter, columns_of, read_group
-from kvemb.errors import CheckpointError, ConfigError
+from kvemb.errors import CheckpointError
+from kvemb.process.extras import require_extra
 from kvemb.schema.record import HEADER_SIZE
 from kvemb.schema.table_def import TableDef
-
-
-def require_extra(module: str, *, what: str = "checkpoints", extra: str = "checkpoint") -> Any:
-    """Import pyarrow, fsspec or a module of theirs, or of another library that an extra installs.
-
-    Args:
-        module: its name.
-        what: needs it, for the message.
-        extra: installs it.
-
-    Raises:
-        ConfigError: it is not installed.
-
-    Example:
-        >>> require_extra("fsspec.core").__name__
-        'fsspec.core'
-        >>> require_extra("pyarrow_of_tomorrow")
-        Traceback (most recent call last):
-        kvemb.errors.ConfigError: checkpoints need pyarrow_of_tomorrow, which is not installed: pip install 'kvemb[checkpoint]'
-    """
-    try:
-        return import_module(module)
-    except ImportError:
-        name = module.partition(".")[0]
-        raise ConfigError(f"{what} need {name}, which is not installed: pip install 'kvemb[{extra}]'") from None
 
 
 @dataclass(frozen=True, eq=False)

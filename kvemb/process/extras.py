@@ -1,0 +1,62 @@
+"""Libraries that only some verbs need: imported on first use, or named with the command that installs them, also beside a clone."""
+
+import re
+import sys
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, requires
+from importlib.util import find_spec
+from typing import Any
+
+from kvemb.errors import ConfigError
+
+_OF_EXTRA = re.compile(r"""^([^;]+?)\s*;.*extra\s*==\s*['"]([\w-]+)['"]""")
+
+
+def require_extra(module: str, *, what: str = "checkpoints", extra: str = "checkpoint") -> Any:
+    """Import a module of a library that an extra of kvemb installs.
+
+    Args:
+        module: its name.
+        what: needs it, for the message.
+        extra: installs it.
+
+    Raises:
+        ConfigError: it is not installed.
+
+    Example:
+        >>> require_extra("fsspec.core").__name__
+        'fsspec.core'
+        >>> require_extra("pyarrow_of_tomorrow")
+        Traceback (most recent call last):
+        kvemb.errors.ConfigError: checkpoints need pyarrow_of_tomorrow, not installed in ...: pip install ...
+    """
+    try:
+        return import_module(module)
+    except ImportError:
+        raise ConfigError(lacks(module.partition(".")[0], what=what, extra=extra)) from None
+
+
+def lacks(name: str, *, what: str, extra: str) -> str:
+    """Say that a library is missing, in which environment, and how it gets there."""
+    return f"{what} need {name}, not installed in {sys.prefix}: {install_line(extra)}"
+
+
+def missing_for_checkpoints() -> str:
+    """Say what this process lacks for saves and loads; "" for nothing. Imports nothing: a shard needs them when it saves."""
+    absent = [name for name in ("pyarrow", "fsspec") if find_spec(name) is None]
+    return lacks(" and ".join(absent), what="saves and loads", extra="checkpoint") if absent else ""
+
+
+def install_line(extra: str) -> str:
+    """Return the command that installs what an extra names: its packages, and not kvemb itself, which may come from a clone.
+
+    Example:
+        >>> install_line("completion")
+        "pip install 'shtab>=1.7'"
+    """
+    try:
+        found = [_OF_EXTRA.match(line) for line in requires("kvemb") or ()]
+    except PackageNotFoundError:  # run from a checkout that was not installed
+        found = []
+    packages = [f"'{one[1]}'" for one in found if one and one[2] == extra]
+    return f"pip install {' '.join(packages) or extra}"
