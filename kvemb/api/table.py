@@ -310,8 +310,8 @@ class Table:
     def steps(self, timeout_s: float | None = None) -> int:
         """Return how often the optimizer was applied to the table, on the shard where that is most.
 
-        In sync mode these are the job's steps, in async mode batches of merged pushes. Pushes that are on their way are not among
-        them: `flush` first. Checkpoints save and load the number.
+        In sync mode these are the job's steps (in torch those with a gradient of the table), in async mode batches of merged pushes.
+        Pushes that are on their way are not among them: `flush` first. Checkpoints save and load the number.
 
         Raises:
             ShardUnavailableError: a shard did not answer in time (`away_timeout_s` unless given).

@@ -2,7 +2,8 @@
 
 A side has RULES (update rules of tables), REPEATS (whether ids may come twice in a batch), `on_its_own` (losses of the framework's own
 embedding), and two models over tables: `Trained` (step, evaluated, ahead, exported; `forget` drops gradients of a step that was not pushed,
-where the framework keeps them; `trained_ahead` instead of `ahead` where the framework has the loop) and `TrainedBags` (step).
+where the framework keeps them; `trained_ahead` instead of `ahead` where the framework has the loop) and `TrainedBags` (step). Its `turns`
+trains the tower of each batch by Adam, and `turns_alone` the framework's own embeddings, whose rows it returns.
 """
 
 import json
@@ -64,6 +65,17 @@ def equal_losses(of: Any, cluster: Any, name: str, kind: str = "sgd", **ahead: A
     got = trained(of, made, data, **ahead)
     np.testing.assert_allclose(got, expected, rtol=2e-4)
     learned(got)
+
+
+def turns(of: Any, cluster: Any, name: str) -> None:
+    """A tower that a step does not use counts the step, or does not, as in the framework: Adam's first step there shows it."""
+    made, of_turns = tables(cluster, name, of.RULES["adam"]), ["user"] * 12 + ["item"] * 3 + ["user", "item"] * 3
+    data = list(zip(of_turns, batches(len(of_turns), of.REPEATS), strict=True))
+    expected = of.turns_alone(pulled(made), data)
+    of.turns(made, data)
+    cluster.flush()
+    for tower, rows in pulled(made).items():
+        np.testing.assert_allclose(rows, expected[tower], rtol=1e-3, atol=1e-5)
 
 
 def learned(losses: list[float]) -> None:

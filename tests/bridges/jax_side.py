@@ -71,3 +71,31 @@ def on_its_own(rows: Mapping[str, Any], data: list[dict[str, Any]], kind: str) -
         params, state, loss = step(params, state, batch)
         losses.append(float(loss))
     return losses
+
+
+def turn_loss(params: Any, rows: Any, batch: Any) -> Any:
+    return sum(batch["on"][name] * ((of.sum(1) - batch["label"]) ** 2).mean() for name, of in rows.items())
+
+
+def turned(step: Any, data: list[Any]) -> None:
+    for tower, batch in data:
+        step(batch | {"on": {name: float(name == tower) for name in ("user", "item")}})
+
+
+def turns(tables: Mapping[str, Any], data: list[Any]) -> None:
+    step = kj.embed(turn_loss, tables)
+    turned(lambda batch: step({}, batch), data)
+
+
+def turns_alone(rows: Mapping[str, Any], data: list[Any]) -> dict[str, Any]:
+    params, optimizer = {name: jnp.asarray(of) for name, of in rows.items()}, PLAIN["adam"]
+    state = optimizer.init(params)
+
+    def step(batch: Any) -> None:
+        nonlocal params, state
+        grads = jax.grad(lambda params: turn_loss({}, {name: params[name][batch[name]] for name in params}, batch))(params)
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+
+    turned(step, data)
+    return params

@@ -89,3 +89,24 @@ def on_its_own(rows: Mapping[str, Any], data: list[dict[str, Any]], kind: str) -
     for of in rows.values():
         made[id(of)].set_weights([of])
     return [step_of(model, [batch["user"], batch["item"]], batch["label"]) for batch in data]
+
+
+def turned(towers: Mapping[str, Any], optimizer: Any, data: list[Any], connect: Any = lambda model: None) -> None:
+    inputs = [keras.Input((), dtype="int64", name=name) for name in towers]
+    model = keras.Model(inputs, [keras.ops.sum(of(ids), axis=1) for of, ids in zip(towers.values(), inputs, strict=True)])
+    model.compile(optimizer, ["mse", "mse"])
+    connect(model)
+    for tower, batch in data:
+        weights = [np.full(len(batch["label"]), float(name == tower)) for name in towers]
+        model.train_on_batch([batch[name] for name in towers], [batch["label"]] * 2, sample_weight=weights)
+
+
+def turns(tables: Mapping[str, Any], data: list[Any]) -> None:
+    layers = {name: Embedding(table) for name, table in tables.items()}
+    turned(layers, PLAIN["adam"](), data, lambda model: distribute(model, tables["user"].cluster, quiet=True))
+
+
+def turns_alone(rows: Mapping[str, Any], data: list[Any]) -> dict[str, Any]:
+    layers = {name: keras.layers.Embedding(*np.shape(of), weights=[of]) for name, of in rows.items()}
+    turned(layers, PLAIN["adam"](), data)
+    return {name: layer.get_weights()[0] for name, layer in layers.items()}

@@ -92,3 +92,27 @@ def on_its_own(rows: Mapping[str, Any], data: list[dict[str, Any]], kind: str) -
         optimizer.apply_gradients(zip(tape.gradient(loss, every), every, strict=True))
         losses.append(float(loss))
     return losses
+
+
+def turn_loss(lookup: Any, of: Any, ids: Any, batch: Any) -> Any:
+    return tf.reduce_mean((tf.reduce_sum(lookup(of, ids), 1) - batch["label"]) ** 2)
+
+
+def turns(tables: Mapping[str, Any], data: list[Any]) -> None:
+    optimizer = kt.RowsOptimizer(list(tables.values()))
+    steps = {
+        name: stepped(lambda batch, name=name, of=of: turn_loss(kt.embedding_lookup, of, batch[name], batch), optimizer)
+        for name, of in tables.items()
+    }
+    for tower, batch in data:
+        steps[tower](batch)
+
+
+def turns_alone(rows: Mapping[str, Any], data: list[Any]) -> dict[str, Any]:
+    variables, optimizer = {name: tf.Variable(of) for name, of in rows.items()}, PLAIN["adam"]()
+    for tower, batch in data:
+        with tf.GradientTape() as tape:
+            loss = turn_loss(tf.nn.embedding_lookup, variables[tower], batch[tower], batch)
+        every = list(variables.values())
+        optimizer.apply_gradients(zip(tape.gradient(loss, every), every, strict=True))
+    return {name: of.numpy() for name, of in variables.items()}

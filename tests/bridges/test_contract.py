@@ -32,6 +32,7 @@ BEHAVIOURS: dict[str, Callable[..., None]] = {
     "rows pulled ahead, bounded with k=0: the same losses": partial(ask.equal_losses, consistency="bounded", k=0),
     "rows pulled ahead, stale: it learns": partial(ask.learns, consistency="stale"),
     "two features share a table": ask.shares,
+    "towers trained in turn: the same rows": ask.turns,
     "padding trains nothing": partial(ask.bags, empty=False, weighted=False),
     "padding is not pulled, and has no row": ask.pads_without_a_row,
     "weights of ids": partial(ask.bags, empty=False, weighted=True),

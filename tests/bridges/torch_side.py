@@ -91,3 +91,23 @@ def on_its_own(rows: Mapping[str, Any], data: list[dict[str, Any]], kind: str) -
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def turned(towers: Mapping[str, Any], optimizer_of: Any, data: list[Any]) -> torch.nn.ModuleDict:
+    model = torch.nn.ModuleDict(towers)
+    optimizer = optimizer_of(model)
+    for tower, batch in data:
+        optimizer.zero_grad()
+        ((model[tower](torch.from_numpy(batch[tower])).sum(1) - torch.from_numpy(batch["label"])) ** 2).mean().backward()
+        optimizer.step()
+    return model
+
+
+def turns(tables: Mapping[str, Any], data: list[Any]) -> None:
+    turned({name: Embedding(table) for name, table in tables.items()}, SparseOptimizer, data)
+
+
+def turns_alone(rows: Mapping[str, Any], data: list[Any]) -> dict[str, Any]:
+    towers = {name: torch.nn.Embedding.from_pretrained(torch.tensor(of), freeze=False) for name, of in rows.items()}
+    model = turned(towers, lambda model: torch.optim.Adam(model.parameters(), lr=0.01), data)
+    return {name: model[name].weight.detach().numpy() for name in rows}

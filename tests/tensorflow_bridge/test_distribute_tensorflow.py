@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +224,30 @@ def test_schedules_momentum_and_clipping_are_the_optimizers(sync_cluster: kvemb.
         step(batch)
         expected(batch)
     check_equal(model, plain)
+
+
+def test_a_trainer_without_gradients_of_a_table_takes_part_in_its_step_at_the_rate_of_now(require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+
+    def made() -> Any:
+        return tf.keras.optimizers.SGD(tf.keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5))
+
+    def train(url: str, rank: int) -> dict[str, Any]:
+        with kvemb.connect(url, trainer=f"rank-{rank}", timeout_s=60) as cluster:
+            model, ours = Model(), made()
+            kt.distribute(model, cluster, optimizer=ours, min_rows=10, quiet=True)
+            for batch in batches(3):
+                with tf.GradientTape() as tape:
+                    loss = model.loss(batch) if rank == 0 else tf.reduce_sum(tf.gather(model.towers["word"], batch["title"]))
+                variables = model.trainable_variables
+                ours.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+            cluster.flush()
+            return rows_of(model)
+
+    with kvemb.local(store="redis", shards=2, mode="sync", trainers=2, durability="os") as url, ThreadPoolExecutor(2) as pool:
+        ours, others = pool.map(partial(train, url), range(2))
+    np.testing.assert_array_equal(ours["user"], others["user"])
+    assert not np.allclose(ours["user"], Model().towers["user"])
 
 
 def test_weight_decay_leaves_out_the_variables_that_the_optimizer_excludes(sync_cluster: kvemb.Cluster) -> None:

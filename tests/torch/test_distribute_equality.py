@@ -16,6 +16,7 @@ pytest.importorskip("torch.nn")  # not "torch": this directory could be taken fo
 
 import torch
 from ddp_job import train
+from matrix import one_of
 from torch import nn, optim
 
 import kvemb
@@ -66,6 +67,13 @@ JOBS: dict[str, tuple[Make, bool, bool]] = {
     "adam": (partial(optim.Adam, lr=0.01), False, True),
     "adamw": (partial(optim.AdamW, lr=0.01), False, True),
 }
+TURNS: dict[str, Make] = {
+    "adam": partial(optim.Adam, lr=0.01),
+    "adamw": partial(optim.AdamW, lr=0.01, weight_decay=0.1),
+    "amsgrad": partial(optim.AdamW, lr=0.01, amsgrad=True),
+    "momentum": partial(optim.SGD, lr=0.1, momentum=0.9),
+    "rmsprop": partial(optim.RMSprop, lr=0.01, momentum=0.5),
+}
 CASES = [("memcached", job) for job in JOBS] + [pytest.param("redis", job, marks=pytest.mark.full) for job in JOBS]
 
 
@@ -102,3 +110,40 @@ def test_losses_and_rows_are_those_of_the_original_model(cluster: kvemb.Cluster,
     tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 1e-5}
     for table, weight in zip(done.tables, (theirs.user.weight, theirs.items.weight), strict=True):
         np.testing.assert_allclose(table.pull(np.arange(len(weight))), weight.detach().numpy(), **tolerance)
+
+
+class Towers(nn.Module):
+    """Two embeddings, one of which a batch uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.towers = nn.ModuleList(nn.Embedding(N_USERS, DIM) for _ in range(2))
+        self.top = nn.Linear(DIM, 1)
+
+    def train_turns(self, optimizer: optim.Optimizer) -> "Towers":
+        """Tower 0 alone, then both in turn, then tower 0 frozen (whatever is looked up in it), and both again."""
+        rng = np.random.default_rng(3)
+        one, other, both, half_frozen = (False, [0]), (False, [1]), (False, [0, 1]), (True, [0, 1])
+        for frozen, used in [one] * 40 + [other, both] * 5 + [half_frozen] * 9 + [both] * 5:
+            self.towers[0].requires_grad_(not frozen)
+            ids, wanted = torch.from_numpy(rng.permutation(N_USERS)), torch.from_numpy(rng.normal(size=N_USERS)).float()
+            optimizer.zero_grad()
+            rows = torch.stack([self.towers[at](ids) for at in used]).sum(0)
+            (self.top(rows).squeeze(1) - wanted).square().mean().backward()
+            optimizer.step()
+        return self
+
+
+@pytest.mark.parametrize("cluster", one_of("memcached", "redis"), indirect=True, scope="module")
+@pytest.mark.parametrize("job", TURNS)
+def test_a_table_without_a_gradient_counts_no_step(cluster: kvemb.Cluster, job: str) -> None:
+    theirs, ours = Towers(), Towers()
+    make, optimizer = TURNS[job], TURNS[job](ours.parameters())
+    names = {f"towers.{at}": f"turns.{job}.{at}" for at in range(2)}
+    done = distribute(ours, cluster, min_rows=10, optimizer=optimizer, names=names, quiet=True)
+    ours.train_turns(optimizer)
+    theirs.train_turns(make(theirs.parameters()))
+    assert [table.steps() for table in done.tables] == [50, 24]
+    for table, tower in zip(done.tables, theirs.towers, strict=True):
+        np.testing.assert_allclose(table.pull(np.arange(N_USERS)), tower.weight.detach().numpy(), rtol=1e-4, atol=1e-5)

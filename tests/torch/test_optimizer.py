@@ -192,15 +192,26 @@ def test_the_push_carries_the_oldest_versions_that_were_seen() -> None:
     assert now[1] == 0
 
 
-def test_a_sync_step_waits_for_its_release_and_pushes_even_without_gradients() -> None:
+def test_a_sync_step_waits_for_its_release_and_takes_part_even_without_gradients() -> None:
     cluster = MemoryCluster("sync")
     optimizer = SparseOptimizer(Model(cluster), timeout_s=7.0)
     optimizer.step()
-    assert {name: (len(ids), grads.shape) for name, (ids, grads) in cluster.pushes[0].items()} == {
-        "user": (0, (0, 4)),
-        "item": (0, (0, 4)),
-    }
+    assert cluster.pushes == [{}], "no gradient is no step of a table, as in torch"
     assert optimizer.last_ack.waited_s == 7.0
+
+
+def test_a_gradient_of_no_row_is_a_step_of_its_table() -> None:
+    cluster = MemoryCluster("sync")
+    module = Embedding(cluster.table("t", 2), padding_idx=3)
+    optimizer = SparseOptimizer(module)
+    for ids in ([3], []):
+        module(torch.tensor(ids, dtype=torch.int64)).sum().backward()
+        optimizer.step()
+    assert [len(push["t"][0]) for push in cluster.pushes] == [0, 0]
+    module(torch.tensor([4])).sum().backward()
+    torch.optim.SGD(module.parameters(), lr=0.1).zero_grad()
+    optimizer.step()
+    assert cluster.pushes[2] == {}, "its gradient was dropped"
 
 
 def test_an_async_step_does_not_wait_and_without_gradients_pushes_nothing() -> None:

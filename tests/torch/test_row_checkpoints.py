@@ -139,6 +139,40 @@ def test_rows_and_dense_weights_of_the_best_epoch_come_back_together(
     assert rows.save() != where
 
 
+class Towers(nn.Module):
+    """Two embeddings, one of which a step trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.towers = nn.ModuleList(nn.Embedding(N_IDS, 4) for _ in range(2))
+
+    def rows(self) -> np.ndarray:
+        self.towers[0].table.flush()
+        return np.stack([tower.table.pull(np.arange(N_IDS)) for tower in self.towers])
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_rows_of_towers_that_are_trained_in_turn_are_saved_and_come_back(mode: str, tmp_path: Path) -> None:
+    with kvemb.local(shards=2, mode=mode, trainers=int(mode == "sync")) as url, kvemb.connect(url, trainer="first") as cluster:
+        model = Towers()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        distribute(model, cluster, min_rows=10, optimizer=optimizer, quiet=True)
+        rows, states, expected, where = RowCheckpoints(model, str(tmp_path)), [], [], []
+        for tower in (0, 0, 0, 1, 1, 1):
+            optimizer.zero_grad()
+            model.towers[tower](torch.arange(N_IDS)).square().sum().backward()
+            optimizer.step()
+            states.append(copy.deepcopy(model.state_dict()))
+            where.append(rows.save())
+            expected.append(model.rows())
+        assert len(set(where)) == 6
+        for at in (4, 2, 3):
+            model.load_state_dict(states[at])
+            assert rows.follow()
+            np.testing.assert_array_equal(model.rows(), expected[at])
+
+
 def test_a_process_that_resumes_brings_rows_and_dense_weights_back(url: str, tmp_path: Path) -> None:
     name = next(names)
     with kvemb.connect(url) as cluster:

@@ -118,7 +118,7 @@ class PushedSteps:
 
         Args:
             sharing: all lookups that share rows of these tables.
-            parts: to be pushed, by table: every table, even without a gradient; none at all where gradients overflowed.
+            parts: to be pushed, by table: each whose rule counts the step, even without a row; none at all where gradients overflowed.
             hyper: the optimizers' run-time values, by table.
             use_up: called once gradients were handed over.
             loss: for the report.

@@ -8,12 +8,16 @@ that remains at the lookup is reported.
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from kvemb.errors import InvalidInputError, KvembError
 
 from ..lookahead.cluster_ports import TablePort
+
+if TYPE_CHECKING:
+    from kvemb.checkpoint.format.checkpoint_manifest import CheckpointManifest
+    from kvemb.checkpoint.listing import Listed
 
 log = logging.getLogger("kvemb")
 _saving: "WeakSet[Any]" = WeakSet()  # clusters whose rows are saved beside states, or whose user was warned that states have none
@@ -133,9 +137,9 @@ class SavedRows:
         """
         self._cluster.flush()
         epoch = max(epoch for epoch, _ in self._cluster.progress())
-        step = max(table.steps() for table in self._tables.values())
-        url = self._url_of(epoch, step)
-        self._once(lambda: self._save(url, step))
+        steps = {name: table.steps() for name, table in self._tables.items()}
+        url = self._url_of(epoch, steps)
+        self._once(lambda: self._save(url, steps))
         return url
 
     def follow(self) -> bool:
@@ -154,29 +158,43 @@ class SavedRows:
         wanted = {name: mark.loaded for name, marks in self._marks.items() for mark in marks[::-1] if mark.loaded is not None}
         if not wanted:
             return False
-        url = self._url_of(max(epoch for epoch, _ in wanted.values()), max(step for _, step in wanted.values()))
-        loaded = self._once(lambda: self._load(url, {name: step for name, (_, step) in wanted.items()}))
+        epoch, steps = max(epoch for epoch, _ in wanted.values()), {name: step for name, (_, step) in wanted.items()}
+        loaded = self._once(lambda: self._load(epoch, steps))
         for marks in self._marks.values():
             for mark in marks:
                 mark.followed()
         return loaded
 
-    def _url_of(self, epoch: int, step: int) -> str:
-        return f"{self._url}/epoch-{epoch}-step-{step}"
+    def _url_of(self, epoch: int, steps: Mapping[str, int]) -> str:
+        """The folder for rows of these steps: tables that were not trained in every step differ, and the largest alone would not tell."""
+        most, every = max(steps.values()), sum(steps.values())
+        return f"{self._url}/epoch-{epoch}-step-{most}" + ("" if every == most * len(steps) else f"-of-{every}")
 
-    def _save(self, url: str, step: int) -> bool:
-        from kvemb.checkpoint.listing import list_checkpoints, prune  # many modules, which most jobs never need
-
-        if any(one.name == url.rpartition("/")[2] and one.manifest is not None for one in list_checkpoints(self._url)):
+    def _save(self, url: str, steps: Mapping[str, int]) -> bool:
+        if any(one.name == url.rpartition("/")[2] for one in self._whole()):
             return False
-        done = self._cluster.save(url, extra={"step": step})
+        from kvemb.checkpoint.listing import prune
+
+        done = self._cluster.save(url, extra={"step": max(steps.values()), "steps": dict(steps)})
         if self._keep is not None:
             prune(self._url, keep=self._keep, like=done.manifest)
         return True
 
-    def _load(self, url: str, steps: Mapping[str, int]) -> bool:
+    def _load(self, epoch: int, steps: Mapping[str, int]) -> bool:
         self._cluster.flush()
         if all(self._tables[name].steps() == step for name, step in steps.items()):
             return False
-        self._cluster.load(url)
+        of_epoch = [one for one in self._whole() if one.name.startswith(f"epoch-{epoch}-step-")]
+        self._cluster.load(next((one.url for one in of_epoch if _has(one.manifest, steps)), self._url_of(epoch, steps)))
         return True
+
+    def _whole(self) -> "list[Listed]":
+        from kvemb.checkpoint.listing import list_checkpoints  # many modules, which most jobs never need
+
+        return [one for one in list_checkpoints(self._url) if one.manifest is not None]
+
+
+def _has(manifest: "CheckpointManifest | None", steps: Mapping[str, int]) -> bool:
+    """Whether a checkpoint has the rows of these steps, be it of all tables or of some; kvemb 0.1 wrote the largest step only."""
+    extra = {} if manifest is None else manifest.extra
+    return steps.items() <= extra["steps"].items() if "steps" in extra else extra.get("step") == max(steps.values())

@@ -67,6 +67,7 @@ class JoinedOptimizer:
 
     def __init__(self, optimizer: Any, rule: MappedRule, variables: Sequence[TableVariable], max_unapplied: int) -> None:
         self._optimizer, self._rule, self._process = optimizer, rule, OwnProcess("TensorFlow")
+        self._variables = tuple(variables)
         self._apply, self._build, self._built = optimizer.apply, optimizer.build, list(optimizer._trainable_variables)
         lookups = lookups_of(variables[0].table.cluster)
         self.tables = StepTables([of.table for of in variables], timeout_s=None, max_unapplied=max_unapplied, shared=lookups.shared)
@@ -127,8 +128,10 @@ class JoinedOptimizer:
         return [tf.numpy_function(push, tensors, [])]
 
     def _push_arrays(self, variables: Sequence[TableVariable], rate: float, n_steps: int, arrays: Sequence[NDArray[Any]]) -> None:
-        values = self._rule.with_rate(self._optimizer, rate, n_steps)
-        gradients: list[Gradient] = []
+        values, gradients = self._rule.with_rate(self._optimizer, rate, n_steps), list[Gradient]()
+        now = {of.table.name: values if self._optimizer._use_weight_decay(of) else undecayed(values) for of in self._variables}
+        for name, one in now.items():  # of every table: in a sync job other trainers may have gradients of those that have none here
+            self.tables.hyper[name] = dict(one.hyper)
         for at, variable in enumerate(variables):
             _, ids = asked_of(variable.table, arrays[2 * at])
             groups = group_by_id(ids)
@@ -138,9 +141,7 @@ class JoinedOptimizer:
                 np.array(groups.sum(arrays[2 * at + 1]), np.float32),
                 self._versions(variable.table.name, groups.ids),
             )
-            now = values if self._optimizer._use_weight_decay(variable) else undecayed(values)
-            unique, rows, versions = ruled(part, now)
-            self.tables.hyper[variable.table.name] = dict(now.hyper)
+            unique, rows, versions = ruled(part, now[variable.table.name])
             gradients.append((variable.table.name, LookupResult(unique, np.empty(0, np.intp), rows, versions), rows))
         self.tables.push(gradients)
 

@@ -103,6 +103,11 @@ class PendingLookups:
             if len(self.leaves) > 1:
                 Variable._execution_engine.queue_callback(self._merge)
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a step finds a gradient, be it of no row or of zeros."""
+        return any(leaf.grad is not None for leaf in self.leaves)
+
     def recorded(self) -> None:
         """Take note of a lookup whose gradient is to come."""
         self._recorded = True

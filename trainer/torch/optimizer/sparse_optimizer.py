@@ -145,7 +145,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
         The gradients are used up. In a sync job the call returns after the step was applied. Where the next batch's rows were pulled ahead
         as "exact", it returns earlier. The step is then computed and on its way to storage, for which this connection's pulls wait. A
-        trainer without gradients takes part with empty tables, one whose gradients overflowed with none. In an async job the call returns
+        trainer without gradients takes part, too. As in torch, a table without a gradient counts no step. In an async job the call returns
         once the push was handed over, and pushes nothing if there are no gradients; see `last_ack`.
 
         Args:
@@ -262,6 +262,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         return bool(getattr(self, "found_inf", 0))  # set by GradScaler during its step
 
     def _parts(self) -> dict[str, GradientPart]:
+        """Return the parts of the tables that have a gradient, be it of no row: as in torch, the others' rules count no step."""
         if self._overflowed():
-            return {}  # no table at all: even an empty one would count a step of it
-        return {name: merge_gradients(pending, unscale_factor(self)) for name, pending in self._pending.items()}
+            return {}
+        return {name: merge_gradients(of, unscale_factor(self)) for name, of in self._pending.items() if of.has_gradient}
