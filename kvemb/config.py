@@ -4,6 +4,7 @@ Every message holds the path of the wrong key. Secrets are named by environment 
 connection (`StorageConfig.password`); they are in no repr. The environment is read through the mapping that the caller passes.
 """
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -53,13 +54,15 @@ class StorageConfig:
     Args:
         kind: "memcached", "redis", "valkey", "redis-cluster", or the name of a registered store.
         nodes: "host:port", in order; for redis-cluster, any primaries to start from.
-        timeout_s: deadline of one exchange with all nodes. A large call takes several: a pull of more than 128 MB has this time for every
-            32 MB. A shard has it for every piece of a batch, and makes pieces smaller where storage is slow.
+        timeout_s: how long a node may be silent before an exchange with it fails, and is tried again. For a shard, and with `on_lost_node:
+            fail`, the deadline of one whole exchange with all nodes. A large call takes several: such a pull of more than 128 MB has this
+            time for every 32 MB. A shard has it for every piece of a batch, and makes pieces smaller where storage is slow.
         username, password: of Redis; resolved from the environment.
         allow_row_loss: connect to nodes whose settings can lose rows (eviction, slab moves). A lost row is restored by the next batch that
             touches it; after memcached moved a slab page, all of the node's are. Until then pulls give the initializer's rows for them.
         on_lost_node: how connecting and a trainer's pull behave while a node is down or the parameter servers restore its rows. "wait":
-            they wait for it within the call's timeout; "fail": they fail at once.
+            they wait for it as long as a shard may be away (`parameter_servers.away_timeout_s`), or the call's own timeout; "fail": they
+            fail at once.
         tls: how connections to the nodes are encrypted; None: they are not.
         insecure: nodes beyond this machine may be reached without encryption.
     """
@@ -89,8 +92,8 @@ class ServersConfig:
         on_lost_trainer: how a shard treats a trainer that is silent for longer. "abort": the step fails and the shard stops. "wait": the
             step waits until a trainer of that name is back. "drop": steps go on without it, and it may connect again. Each shard decides
             alone, so the last step of a dead trainer may have reached some shards only. A trainer that never joined is not dropped.
-        away_timeout_s: how long a shard may be away (it restarts and replays a journal, say) before a call that waits for it fails: steps,
-            pushes, flushes and all others without a time of their own. Pulls go on meanwhile.
+        away_timeout_s: how long a shard may be away (it restarts and replays a journal, say), or a node, before a call that waits for it
+            fails: pulls, steps, pushes, flushes and all others without a time of their own. Pulls do not wait for a shard.
         cache_mb: memory in which each shard keeps records that it wrote lately, so as not to fetch them again; 0 for none.
         index_mb: memory in which each shard keeps versions of rows, 24 bytes each, about; those of the others are on its disk.
         durability: when a push counts as accepted. "fsync": its journal entry is on disk; "os": the operating system has it, so it survives
@@ -151,6 +154,14 @@ class Config:
     storage: StorageConfig
     servers: ServersConfig
     tables: tuple[TableDef, ...] = ()
+
+    @property
+    def node_waits(self) -> tuple[float, float]:
+        """Seconds that a trainer's read waits for nodes in all, unless its call says otherwise, and for one that is silent."""
+        at_once_s = self.storage.timeout_s
+        if self.storage.on_lost_node != ON_LOST_NODE[0]:
+            return at_once_s, math.inf
+        return max(at_once_s, self.servers.away_timeout_s), at_once_s
 
 
 def load(source: str | os.PathLike[str] | Mapping[str, Any], environ: Mapping[str, str]) -> Config:

@@ -393,7 +393,7 @@ class Cluster:
     def status(self, timeout_s: float | None = None) -> ClusterStatus:
         """Ask every shard and node for its state. One that does not answer is reported as such, not raised."""
         self._shared.require_open()
-        timeout_s = self._shared.pull_timeout_s if timeout_s is None else timeout_s
+        timeout_s = self._config.storage.timeout_s if timeout_s is None else timeout_s
         return read_status(self._shared.store, self._shared.shards, timeout_s)
 
     def metrics_collector(self) -> MetricsCollector:

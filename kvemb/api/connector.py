@@ -6,6 +6,7 @@ node's marker says whether it is the right one (`kvemb.stores`). What must not l
 
 from __future__ import annotations  # help() shows types as they are written here
 
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from kvemb.config import Config, load
 from kvemb.errors import ConfigError, InvalidInputError
 from kvemb.net.deadline import Deadline
 from kvemb.stores.storage_kinds import open_store
+from kvemb.stores.store import Store
 
 if TYPE_CHECKING:
     from kvemb.client.slot_moves import NodeMoves
@@ -89,8 +91,9 @@ def connect(
         read_only: only pull; needs no parameter server.
         trainer: this process's name in the job, unique there: a second process of the same name fences the first. Drawn
             from host, process and chance unless given. In a sync job give it, so that a restarted trainer takes its place again.
-        timeout_s: of connecting; storage.timeout_s unless given. A shard that says it is starting is waited for as long as one may be away
-            (`parameter_servers.away_timeout_s`).
+        timeout_s: of connecting. Unless given, storage and a shard that is starting are waited for as long as they may be away
+            (`parameter_servers.away_timeout_s`; with `storage.on_lost_node: fail` storage is not), a shard that does not answer for
+            `storage.timeout_s`.
         metrics_port: serve this process's figures to Prometheus there, until the cluster is closed. A program with a registry of its own
             registers `Cluster.metrics_collector` instead. Each process of a machine needs another port.
 
@@ -106,23 +109,46 @@ def connect(
     if trainer is not None and (read_only or not trainer or len(trainer) > 255):
         raise InvalidInputError(f"trainer is {trainer!r}: give a name of 1 to 255 characters, and none with read_only=True")
     require_encrypted(config)
-    deadline = Deadline.of_caller(config.storage.timeout_s if timeout_s is None else timeout_s)
-    store = open_store(config.storage, role="trainer")
-    if not isinstance(source, Mapping):
-        store.nodes.follow(NodesInFile(source, config))
-    try:
-        if read_only:
-            store.open(deadline)
-            shared = SharedConnection(store, None, config.storage.timeout_s, config.cluster)
-            return _served(Cluster(config, shared, partial(connect, source, read_only=True)), metrics_port)
-        from kvemb.client.opening import open_shards  # imports gRPC, which a read-only process does not need
+    waits = config.node_waits
+    if read_only:
+        return _served(_open_reader(source, config, waits, timeout_s), metrics_port)
+    from kvemb.client.opening import open_shards  # imports gRPC, which a read-only process does not need
 
-        shards = open_shards(config, trainer, store, deadline)
-        shared = SharedConnection(store, shards, config.storage.timeout_s, config.cluster)
+    store = _store_of(source, config)
+    try:
+        deadline = Deadline.of_caller(waits[0] if timeout_s is None else timeout_s, waits[1])
+        shards = open_shards(config, trainer, store, deadline, answers_s=timeout_s or config.storage.timeout_s)
+        shared = SharedConnection(store, shards, *waits, config.cluster)
         return _served(Cluster(config, shared, partial(connect, source)), metrics_port)
     except BaseException:
         store.close()
         raise
+
+
+def connect_to_serve(source: str | os.PathLike[str] | Mapping[str, Any]) -> Cluster:
+    """Open a cluster to only pull; a read waits for a node for `storage.timeout_s` at most: whoever asks does not wait for a repair."""
+    config = load(source, os.environ)
+    require_encrypted(config)
+    return _open_reader(source, config, (config.storage.timeout_s, math.inf), None)
+
+
+def _open_reader(
+    source: str | os.PathLike[str] | Mapping[str, Any], config: Config, waits: tuple[float, float], timeout_s: float | None
+) -> Cluster:
+    store = _store_of(source, config)
+    try:
+        store.open(Deadline.of_caller(waits[0] if timeout_s is None else timeout_s, waits[1]))
+        return Cluster(config, SharedConnection(store, None, *waits, config.cluster), partial(connect, source, read_only=True))
+    except BaseException:
+        store.close()
+        raise
+
+
+def _store_of(source: str | os.PathLike[str] | Mapping[str, Any], config: Config) -> Store:
+    store = open_store(config.storage, role="trainer")
+    if not isinstance(source, Mapping):
+        store.nodes.follow(NodesInFile(source, config))
+    return store
 
 
 @contextmanager

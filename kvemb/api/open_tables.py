@@ -19,7 +19,6 @@ from kvemb.datapath.prefetched_rows import PrefetchedRows, prepare_prefetched
 from kvemb.datapath.pull import PullRequest, prepare_pull
 from kvemb.datapath.push import prepare_push
 from kvemb.errors import InvalidInputError, UnknownTableError
-from kvemb.net.deadline import Deadline
 from kvemb.process import ForkLock
 from kvemb.protocol.message_format import TableRows
 from kvemb.schema.altered_table import AlteredTable, TableChanges
@@ -99,7 +98,7 @@ class OpenTables:
             if change.is_none:  # so it may be because an alteration was broken off behind its switch
                 shards.end_alter(name, "abort", old.key, timeout_s)
             else:
-                alter(shards, self._shared.store, change, self._shared.pull_timeout_s, timeout_s=timeout_s, progress=progress)
+                alter(shards, self._shared.store, change, self._shared.storage_deadline, timeout_s=timeout_s, progress=progress)
         return self._remember(shards.questions.get_table(name, timeout_s))
 
     def abort_alter(self, name: str, timeout_s: float | None) -> int:
@@ -112,7 +111,7 @@ class OpenTables:
 
     def _registered(self) -> Registered:
         values = self._shared.store.values
-        return newest_registry(values.get(META_NAME, Deadline.after(self._shared.pull_timeout_s)), values.copies_on(META_NAME))
+        return newest_registry(values.get(META_NAME, self._shared.storage_deadline()), values.copies_on(META_NAME))
 
     def forget_dropped(self) -> frozenset[str]:
         """Forget the tables that were dropped or altered, as the registry's copy in storage tells; return the keys of all such."""

@@ -6,6 +6,7 @@ first asked for.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -56,17 +57,22 @@ class PullTimes:
 class SharedConnection:
     """The parts that the tables of one connection share.
 
-    The store, the client of the shards (None = read-only), the pull timeout, the cluster's name, the counter of writes, how long pulls
-    took, and whether it was closed.
+    The store, the client of the shards (None = read-only), how long a read waits for nodes in all and for one that is silent, the cluster's
+    name, the counter of writes, how long pulls took, and whether it was closed.
     """
 
     store: Store
     shards: ShardClient | None
-    pull_timeout_s: float
+    wait_s: float
+    silent_s: float = math.inf
     cluster: str = ""
     changes: WriteCounter = field(default_factory=WriteCounter)
     pull_times: PullTimes = field(default_factory=PullTimes)
     closed: bool = False
+
+    def storage_deadline(self) -> Deadline:
+        """Return the deadline of a read that begins now, whose caller gave none."""
+        return Deadline.after(self.wait_s, self.silent_s)
 
     def require_open(self) -> None:
         """Refuse to go on after the connection was closed.
@@ -111,7 +117,7 @@ class SharedConnection:
             self.require_open()
         if stored and self.changes.may_wait and timeout_s is None:
             self.wait_stored()
-        deadline = Deadline.after(self.pull_timeout_s) if timeout_s is None else Deadline.of_caller(timeout_s)
+        deadline = Deadline.after(self.wait_s, self.silent_s) if timeout_s is None else Deadline.of_caller(timeout_s, self.silent_s)
         if stored and self.changes.may_wait and timeout_s is not None:
             self.changes.wait_stored(deadline)
         if self.shards is not None and self.shards.missing.untold:

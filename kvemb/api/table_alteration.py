@@ -36,7 +36,7 @@ def alter(
     shards: ShardClient,
     store: Store,
     change: AlteredTable,
-    pull_timeout_s: float,
+    storage_deadline: Callable[[], Deadline],
     *,
     timeout_s: float | None,
     progress: AlterProgress | None,
@@ -50,7 +50,7 @@ def alter(
         n_rows, n_done = sum(reply.n_rows for reply in before.values()), 0
 
         def copy(ids: NDArray[np.uint64]) -> int:
-            shards.copy_rows(_altered(store, change, ids, Deadline.after(pull_timeout_s)), timeout_s)
+            shards.copy_rows(_altered(store, change, ids, storage_deadline()), timeout_s)
             return len(ids)
 
         with closing(work_ahead(copy, _blocks(shards, old, timeout_s), n_threads=_AT_ONCE, name="kvemb-alter")) as copied:

@@ -19,7 +19,7 @@ from kvemb.stores.store import Store
 _BARRIER_MARGIN_S = 10.0
 
 
-def open_shards(config: Config, trainer: str | None, store: Store, deadline: Deadline) -> ShardClient:
+def open_shards(config: Config, trainer: str | None, store: Store, deadline: Deadline, *, answers_s: float) -> ShardClient:
     """Connect to the shards, then open the storage that they have provisioned.
 
     Args:
@@ -27,6 +27,7 @@ def open_shards(config: Config, trainer: str | None, store: Store, deadline: Dea
         trainer: this process's name, or None to draw one from host, process and chance.
         store: not yet open; open afterwards.
         deadline: of all of it.
+        answers_s: how long shards are waited for, unless they say that they are starting.
 
     Raises:
         ConfigError, ShardUnavailableError (of shard 0), StorageError, ParameterServerError: nothing stays connected but the store,
@@ -35,9 +36,9 @@ def open_shards(config: Config, trainer: str | None, store: Store, deadline: Dea
     sync = config.servers.mode == "sync"
     servers = AllShards.of(config.servers, store.nodes)
     try:
-        described, deadline = _described(servers, config, deadline)  # shard 0, which provisions storage; that names the others
+        described, deadline = _described(servers, config, deadline, answers_s)  # shard 0, which provisions storage; that names the others
         require_one_cluster(store.open(deadline)[0].cluster_id, described.cluster_id)
-        _described(servers, config, deadline)
+        _described(servers, config, deadline, answers_s)
     except BaseException:
         servers.close()
         raise
@@ -49,7 +50,7 @@ def open_shards(config: Config, trainer: str | None, store: Store, deadline: Dea
     return ShardClient(servers, session, timeout_s, close_timeout_s=max(DEFAULT_TIMEOUT_S, step_s))
 
 
-def _described(servers: AllShards, config: Config, deadline: Deadline) -> tuple[DescribeReply, Deadline]:
+def _described(servers: AllShards, config: Config, deadline: Deadline, answers_s: float) -> tuple[DescribeReply, Deadline]:
     """Ask every shard to describe itself; one that is starting is waited for as long as a shard may be away.
 
     Returns:
@@ -58,11 +59,11 @@ def _described(servers: AllShards, config: Config, deadline: Deadline) -> tuple[
     begun_s = time.monotonic()
     while True:
         try:
-            return servers.describe(config, deadline), deadline
+            return servers.describe(config, deadline.within(answers_s)), deadline
         except ShardStartingError:
             if time.monotonic() - begun_s >= config.servers.away_timeout_s:
                 raise
-            deadline = Deadline.after(deadline.timeout_s)
+            deadline = Deadline.after(deadline.timeout_s, deadline.silent_s)
         except ShardUnavailableError as error:
             raise ShardUnavailableError(f"{error} A program that only pulls needs no shard: connect with read_only=True.") from error
 

@@ -274,7 +274,7 @@ class PushSender:
         try:
             for data in call:
                 answered, self.trouble = True, ""
-                if self.channel.away_since_s is not None:
+                if self.channel.absence.since_s is not None:
                     self.channel.back()
                 self._receive(PushReply.decode(data))
         except grpc.RpcError as error:

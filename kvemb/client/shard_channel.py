@@ -25,7 +25,7 @@ from kvemb.errors import (
     ShardUnavailableError,
     from_wire,
 )
-from kvemb.net.deadline import Deadline, pauses
+from kvemb.net.deadline import SAY_AFTER_S, Absence, Deadline, pauses
 from kvemb.net.tls_files import Stamp, TlsFiles
 from kvemb.net.tls_probe import FOREIGN, HANGS_UP, NOBODY, SILENT, SPEAKS_TLS, look_at_port, own_uris, why_refused
 from kvemb.process import interrupts
@@ -63,9 +63,13 @@ def open_channel(address: str, tls: TlsFiles | None, options: _Options) -> grpc.
 _OPTIONS = (
     ("grpc.max_send_message_length", MAX_REQUEST_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 30_000),  # a peer that vanished is noticed in well under a minute …
+    # A peer that says nothing any more is noticed within 25 s, however it went silent. Without its own time a ping is waited for for 60 s,
+    # whatever the keepalive's says. Shards take one every 10 s.
+    ("grpc.keepalive_time_ms", 15_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 0),  # … and an idle trainer sends nothing
+    ("grpc.http2.max_pings_without_data", 0),  # else no ping is sent behind the second one while a long call waits
+    ("grpc.keepalive_permit_without_calls", 0),  # an idle trainer sends nothing
     ("grpc.use_local_subchannel_pool", 1),  # two clusters opened in one process do not share sockets or their failures
     ("grpc.enable_http_proxy", 0),  # shards are cluster-internal addresses; a proxy of the environment is not for them
     ("grpc.enable_retries", 0),  # `_REPEATABLE` decides instead: a blind retry of assign could undo a later push
@@ -82,7 +86,6 @@ _LONGEST_WORDS = 4096
 _GRACE_S = 5.0  # gRPC keeps the deadline itself; where it does not, gRPC has failed and not the shard
 _STUCK = "gRPC did not end the call at its deadline; connect again"
 _PROBE_S = 2.0
-SAY_AFTER_S = 5.0
 _GREETING_S = 0.5  # a server that lives greets at once
 _SHUT = "No process listens there, or a firewall or a network policy shuts it off"
 HANGS, LAST_WORDS = "A process has the port and says nothing", "It has ended; its last words"
@@ -193,8 +196,7 @@ class ShardChannel:
         self._stamp: Stamp = () if tls is None else tls.stamp()
         self._channels = [open_channel(address, tls, _OPTIONS)]  # the last is in use; calls may be under way on the one before
         self._abandoned = False
-        self.away_since_s: float | None = None
-        self._said_away = False
+        self.absence = Absence()
 
     def away(self, why: str, for_s: float = 0.0) -> None:
         """Record that the shard does not answer, or starts, and say it once it has lasted: waiting callers may wait for long.
@@ -203,18 +205,13 @@ class ShardChannel:
             why: names the shard.
             for_s: how long that has been so already.
         """
-        now_s = time.monotonic()
-        since_s = self.away_since_s = min(now_s - for_s, self.away_since_s or now_s)
-        if not self._said_away and now_s - since_s >= SAY_AFTER_S:
-            self._said_away = True
-            log.warning("away for %.0f s, and waited for; pulls go on: %s", now_s - since_s, why)
+        if (lasted_s := self.absence.lasts(for_s)) is not None:
+            log.warning("away for %.0f s, and waited for; pulls go on: %s", lasted_s, why)
 
     def back(self) -> None:
         """Record that the shard answers; where its absence was said, that is said, too."""
-        since_s, said = self.away_since_s, self._said_away
-        self.away_since_s, self._said_away = None, False
-        if said and since_s is not None:
-            log.warning("%s is back after %.0f s", self, time.monotonic() - since_s)
+        if (lasted_s := self.absence.over()) is not None:
+            log.warning("%s is back after %.0f s", self, lasted_s)
 
     def start(self, method: str, request: Message, deadline: Deadline) -> PendingCall:
         """Send a unary request; it waits for a shard that is still starting, at most until the deadline."""

@@ -31,7 +31,7 @@ cluster: {cluster}
 storage:
   kind: {kind}
   nodes: {nodes}  # at the first start they get equal shares, and the cluster notes whose is which: the order is free from then on
-  # timeout_s: 5.0  # of one exchange with all nodes
+  # timeout_s: 5.0  # how long a node may be silent in an exchange; pulls wait for it longer, see away_timeout_s
   # on_lost_node: wait  # or fail: what a pull does while a node is down or in repair
   # allow_row_loss: false  # true: also nodes whose settings may evict rows
   # username_env: KVEMB_STORAGE_USER  # names of environment variables, never the secrets; Redis and Valkey
@@ -43,7 +43,7 @@ parameter_servers:
   # data_dir: kvemb-data  # journals and indexes, from this file's folder on: keep them on a disk that lasts
   # durability: fsync  # or os: an acknowledged push survives the process, not the machine
   # journal_max_mb: 4096  # then a shard flushes to its row log and cuts its journal
-  # away_timeout_s: 600.0  # how long a shard may be away before what waits for it fails; pulls go on
+  # away_timeout_s: 600.0  # how long a shard or a node may be away before what waits for it fails
   # cache_mb: 256  # records that a shard keeps so as not to fetch them again
   # index_mb: 1024  # versions of rows that a shard keeps in memory, 24 bytes each; the others are on its disk
   # mode: async  # or sync: all trainers' parts of a step at once

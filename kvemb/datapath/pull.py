@@ -5,7 +5,7 @@ computed by the table's initializer -> one gather into the caller's array. No lo
 here: connections and markers (kvemb.stores), the parameter servers. Thread- and fork-safe.
 
 A pull that is too large for one exchange is read piece by piece: memory for requests and replies is that of one piece. Each piece may have
-a deadline of its own, for `storage.timeout_s` says how long a node may be silent, not how long a read of ten million rows takes.
+a deadline of its own, which says how long a node may be away, not how long a read of ten million rows takes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -115,7 +115,7 @@ def _read_piecewise(
     for piece in _pieces(wanted):
         _memory.reset(PIECE_BYTES)
         asked = [WantedRows(wanted[table].definition, wanted[table].ids[rows]) for table, rows in piece]
-        until = Deadline.after(deadline.timeout_s) if renewed else deadline
+        until = Deadline.after(deadline.timeout_s, deadline.silent_s) if renewed else deadline
         try:
             shares = read_tables(store, asked, until, _memory, versions=versions, missing=missing)
         except DeadlineExceededError as error:

@@ -1,6 +1,6 @@
 """One deadline for a whole batch, on the monotonic clock: every wait in this product takes its share from one of these.
 
-And how long to wait between tries, and why. Which errors are worth another try is for every caller to say.
+And how long to wait between tries, why, and what is said of it. Which errors are worth another try is for every caller to say.
 """
 
 import math
@@ -34,6 +34,11 @@ def checked_timeout(timeout_s: object) -> float:
 class Deadline:
     """A moment on the monotonic clock.
 
+    Args:
+        at_s: the moment.
+        timeout_s: how far away it was when it was set.
+        silent_s: how long one node may send nothing at all: an exchange with it fails then, and there is time for another.
+
     Example:
         >>> deadline = Deadline.after(5)
         >>> 4 < deadline.remaining_s() <= 5, deadline.expired
@@ -42,20 +47,21 @@ class Deadline:
 
     at_s: float
     timeout_s: float
+    silent_s: float = math.inf
 
     @staticmethod
-    def after(timeout_s: float) -> "Deadline":
+    def after(timeout_s: float, silent_s: float = math.inf) -> "Deadline":
         """Return the deadline `timeout_s` seconds from now."""
-        return Deadline(time.monotonic() + timeout_s, timeout_s)
+        return Deadline(time.monotonic() + timeout_s, timeout_s, silent_s)
 
     @staticmethod
-    def of_caller(timeout_s: object) -> "Deadline":
+    def of_caller(timeout_s: object, silent_s: float = math.inf) -> "Deadline":
         """The same for a number that a caller gave; see `checked_timeout`."""
-        return Deadline.after(checked_timeout(timeout_s))
+        return Deadline.after(checked_timeout(timeout_s), silent_s)
 
     def within(self, timeout_s: float) -> "Deadline":
         """Return this deadline, or the one so many seconds from now where that is earlier."""
-        return Deadline.after(min(self.remaining_s(), max(0.0, timeout_s)))
+        return Deadline.after(min(self.remaining_s(), max(0.0, timeout_s)), self.silent_s)
 
     def shared(self, items: Sequence[T]) -> Iterator[tuple[T, "Deadline"]]:
         """Yield each of these with its share of the time that remains: one that hangs leaves time for the others."""
@@ -64,7 +70,7 @@ class Deadline:
     def shares(self, n: int) -> Iterator["Deadline"]:
         """Yield n times a share of the time that remains then: of `shared`, and where the last share is for something else."""
         for index in range(n):
-            yield Deadline.after(self.remaining_s() / (n - index))
+            yield Deadline.after(self.remaining_s() / (n - index), self.silent_s)
 
     def remaining_s(self) -> float:
         """Seconds that remain; never negative."""
@@ -119,3 +125,38 @@ class WhyWaiting:
     def lasting(self, longer_than_s: float) -> str:
         """Return why tries have failed for so long; "" where they have not."""
         return self.why if time.monotonic() - self._since_s >= longer_than_s else ""
+
+
+SAY_AFTER_S = 5.0
+"""How long an absence lasts before it is said: whoever waits may wait for long."""
+
+
+class Absence:
+    """The absence of someone who is waited for: said once, when it has lasted, and once more when it is over.
+
+    Threads may share it: at worst something is said twice.
+
+    Example:
+        >>> absence = Absence()
+        >>> absence.lasts(), round(absence.lasts(for_s=7.0)), absence.lasts(for_s=8.0), round(absence.over()), absence.over()
+        (None, 7, None, 8, None)
+    """
+
+    def __init__(self) -> None:
+        self.since_s: float | None = None
+        self._said = False
+
+    def lasts(self, for_s: float = 0.0) -> float | None:
+        """Note that it lasts, and has for so long already; return how long, if that is to be said now."""
+        now_s = time.monotonic()
+        self.since_s = since_s = min(now_s - for_s, self.since_s or now_s)
+        if self._said or now_s - since_s < SAY_AFTER_S:
+            return None
+        self._said = True
+        return now_s - since_s
+
+    def over(self) -> float | None:
+        """Note its end; return how long it lasted, where that was said."""
+        since_s, said = self.since_s, self._said
+        self.since_s, self._said = None, False
+        return time.monotonic() - since_s if said and since_s is not None else None

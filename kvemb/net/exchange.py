@@ -16,7 +16,7 @@ that remains.
 import select
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvemb.errors import DeadlineExceededError, NodeUnavailableError, ProtocolError
 from kvemb.net.deadline import Deadline
@@ -123,6 +123,10 @@ class Conversation:
             n_bytes = fewest_bytes - self._taken_bytes - len(self.link.received) if fewest_bytes else 1
         self._set_low_water(n_bytes, quiet_s)
 
+    def silent(self, for_s: float) -> bool:
+        """Whether nothing has come for so long."""
+        return time.monotonic() - self._heard_s >= for_s
+
     def time_out(self) -> None:
         """Read the bytes there are when a larger piece is long in coming, and wait for no piece until a full reply has come."""
         if self.quiet_s is not None and time.monotonic() - self._heard_s > self.quiet_s:
@@ -146,7 +150,7 @@ def run(conversations: Sequence[Conversation], deadline: Deadline, meanwhile: Se
         meanwhile: work to be done once the nodes have something to do.
 
     Raises:
-        DeadlineExceededError: naming the nodes that had not answered.
+        DeadlineExceededError: naming the nodes that had not answered, or were silent for as long as one may be.
         NodeUnavailableError, ProtocolError: the first failure of any node. In every case, drop all links that took part.
     """
     poll = select.poll()
@@ -157,8 +161,9 @@ def run(conversations: Sequence[Conversation], deadline: Deadline, meanwhile: Se
     for work in meanwhile:
         work()
     while active:
-        wait_s = min([deadline.remaining_s(), *[each.quiet_s for each in active.values() if each.quiet_s is not None]])
-        for fd, event in poll.poll(wait_s * 1000):
+        wait_s = min([deadline.remaining_s(), deadline.silent_s, *[each.quiet_s for each in active.values() if each.quiet_s is not None]])
+        ready = poll.poll(wait_s * 1000)
+        for fd, event in ready:
             conversation = active[fd]
             if event & ~select.POLLOUT or conversation.link.wants_write:
                 conversation.receive()
@@ -170,9 +175,14 @@ def run(conversations: Sequence[Conversation], deadline: Deadline, meanwhile: Se
                 poll.modify(fd, conversation.events)
         for conversation in active.values():
             conversation.time_out()
+        if not ready and (silent := [each for each in active.values() if each.silent(deadline.silent_s)]):
+            raise DeadlineExceededError(f"no answer within {deadline.silent_s:g} s from node {_addresses(silent)}")
         if active and deadline.expired:  # also where a node sends a few bytes now and then
-            slow = ", ".join(conversation.link.address for conversation in active.values())
-            raise DeadlineExceededError(f"no complete answer within {deadline.timeout_s:g} s from node {slow}")
+            raise DeadlineExceededError(f"no complete answer within {deadline.timeout_s:.3g} s from node {_addresses(active.values())}")
+
+
+def _addresses(conversations: Iterable[Conversation]) -> str:
+    return ", ".join(conversation.link.address for conversation in conversations)
 
 
 def round_trip(link: Link, request: bytes, replies: Sequence[ReplyReader], deadline: Deadline) -> None:
@@ -185,8 +195,9 @@ def round_trip(link: Link, request: bytes, replies: Sequence[ReplyReader], deadl
     try:
         run([Conversation(link, [Step(memoryview(request), RepliesInOrder(replies))])], deadline)
     except DeadlineExceededError as error:
+        within_s = min(deadline.timeout_s, deadline.silent_s)
         raise NodeUnavailableError(
-            f"node {link.address}: no complete answer within {deadline.timeout_s:.3g} s. Is the server running, and the address right?"
+            f"node {link.address}: no complete answer within {within_s:.3g} s. Is the server running, and the address right?"
         ) from error
     except ProtocolError as error:
         text = str(error)

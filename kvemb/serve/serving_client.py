@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvemb.api.connector import connect as connect_cluster
+from kvemb.api.connector import connect_to_serve
 from kvemb.arrays.hashing import mix64
 from kvemb.arrays.ids import normalize, unique
 from kvemb.errors import ClosedError, InvalidInputError, StorageError, UnknownViewError
@@ -109,7 +109,7 @@ def connect(
         timeout_s = _TARGET_TIMEOUT_S if timeout_ms is None else timeout_ms / 1e3
         rows = _rows_of_target(source, lambda: ServedTables(cache_mb, 0, max_age_ms / 1e3))
     else:
-        cluster = connect_cluster(source, read_only=True)
+        cluster = connect_to_serve(source)
         timeout_s = cluster.config.storage.timeout_s if timeout_ms is None else timeout_ms / 1e3
         rows = ClusterSource(cluster, ServedTables(cache_mb, filter_mb, max_age_ms / 1e3))
     return ServingClient(rows, timeout_s=timeout_s, defaults=degraded == "default", unknown=dict(unknown or {}))

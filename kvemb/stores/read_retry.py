@@ -1,9 +1,11 @@
 """Repeats a trainer's reads while a node is down, being repaired, or not the one of its address; or lets them fail at once.
 
 The parameter servers bring a lost node's rows back by themselves, usually within seconds to minutes: a training job need not end. A read
-is repeated within its deadline, and whole: nothing of a failed batch is used, so no answer mixes rows from before and after a repair.
+is repeated within its deadline, and whole: nothing of a failed batch is used, so no answer mixes rows from before and after a repair. That
+it waits is said in the log.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -19,7 +21,7 @@ from kvemb.errors import (
     StorageError,
     WrongNodeError,
 )
-from kvemb.net.deadline import Deadline, pauses
+from kvemb.net.deadline import Absence, Deadline, pauses
 
 WAIT = "wait"
 ABSENT = (NodeLostError, NodeSuspectError, NodeUnavailableError, WrongNodeError)
@@ -27,18 +29,25 @@ ABSENT = (NodeLostError, NodeSuspectError, NodeUnavailableError, WrongNodeError)
 NEVER_RIGHT = (WrongNodeError, NodeRefusesError)
 """Errors raised at once while a store is only connecting: its address, user and password may never have been right."""
 
+log = logging.getLogger("kvemb")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 R = TypeVar("R")
 
 
 def retry_read(
-    call: Callable[[], R], deadline: Deadline, *, waits_for: tuple[type[StorageError], ...] = ABSENT, connecting: bool = False
+    call: Callable[[], R],
+    deadline: Deadline,
+    *,
+    away: Absence,
+    waits_for: tuple[type[StorageError], ...] = ABSENT,
+    connecting: bool = False,
 ) -> R:
     """Call until it succeeds.
 
     Args:
         call: the read; may be called again after any of the errors that are waited for.
-        deadline: of all calls.
+        deadline: of all calls. One in which a node was silent for as long as the deadline allows a node is followed by another, too.
+        away: says that storage is waited for, once that has lasted.
         waits_for: those errors.
         connecting: whether this is the first that is heard of the nodes: errors of `NEVER_RIGHT` are not waited for then.
 
@@ -46,26 +55,41 @@ def retry_read(
         StorageError: the last of those errors, once the deadline leaves no time for another try; others at once.
     """
     last: StorageError | None = None
+    passing: tuple[type[StorageError], ...] = (*waits_for, DeadlineExceededError)
     for pause_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
+        began_s = time.monotonic()
         try:
-            return call()
-        except waits_for as error:
+            result = call()
+        except passing as error:
             if connecting and isinstance(error, NEVER_RIGHT):
                 raise
-            last = error
-            if deadline.remaining_s() <= pause_s:
+            over = deadline.remaining_s() <= pause_s
+            if over and isinstance(error, DeadlineExceededError):
+                if last is None:
+                    raise
+                raise _waited_for(last, deadline) from None  # says more than that the last try had too little time
+            if over:
                 raise _waited_for(error, deadline) from error
-        except DeadlineExceededError:
-            if last is None:
-                raise
-            raise _waited_for(last, deadline) from None  # says more than that the last try had too little time
+            last = error
+            _say_away(away, error, deadline, time.monotonic() - began_s)
+        else:
+            if last is not None and (lasted_s := away.over()) is not None:
+                log.warning("storage answers again, after %.0f s", lasted_s)
+            return result
         time.sleep(pause_s)
     raise AssertionError("unreachable")
 
 
+def _say_away(away: Absence, error: StorageError, deadline: Deadline, tried_s: float) -> None:
+    if (lasted_s := away.lasts(tried_s)) is not None:
+        left_s = deadline.remaining_s()
+        log.warning("storage has been away for %.0f s, and is waited for, for %.0f s more at most: %s", lasted_s, left_s, error)
+
+
 def _waited_for(error: StorageError, deadline: Deadline) -> StorageError:
     return type(error)(
-        f"{error} Waited {deadline.timeout_s:g} s for it; a longer timeout_s of the call, or storage.timeout_s, waits longer."
+        f"{error} Waited {deadline.timeout_s:g} s for it. A longer timeout_s of the call waits longer; so does, where a call has none, "
+        "parameter_servers.away_timeout_s."
     )
 
 
@@ -85,7 +109,10 @@ class ReadRetry:
     def __init__(self, role: str, on_lost_node: str) -> None:
         trainers: tuple[type[StorageError], ...] = (*ABSENT, DamagedCopyError) if on_lost_node == WAIT else (MapChangedError,)
         self.waits_for = trainers if role == "trainer" else ()
+        self._away = Absence()
 
     def __call__(self, call: Callable[[], R], deadline: Deadline, *, connecting: bool = False) -> R:
         """Call until it succeeds, as `retry_read` does, or once where this store does not wait."""
-        return retry_read(call, deadline, waits_for=self.waits_for, connecting=connecting) if self.waits_for else call()
+        if not self.waits_for:
+            return call()
+        return retry_read(call, deadline, away=self._away, waits_for=self.waits_for, connecting=connecting)

@@ -97,6 +97,14 @@ class Attendance:
                 self._state.become(self._state.steps.leave(trainer))
             self._state.changed.notify_all()
 
+    def excuse(self) -> None:
+        """Begin the lease of every member of a sync job again: storage is away, and a silent one may be waiting for it."""
+        with self._state.changed:
+            if (steps := self._state.steps) is not None:
+                for name in steps.places:
+                    steps = steps.heard(name, self._state.clock())
+                self._state.become(steps)
+
     def fence_late(self) -> Mapping[str, int]:
         """Fence the members that a step has waited for too long: nothing more is taken from them; return the fences. Under the lock."""
         now_s, steps = self._state.clock(), self._state.steps

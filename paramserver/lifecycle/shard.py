@@ -153,6 +153,7 @@ class Shard:
             unsafe=parts.ingest.fail_from_outside,
             moves_only=parts.config.storage.allow_row_loss,
             lost=self._background.ask_repair,
+            away=parts.ingest.attendance.excuse,
             copies=self._look_at_registry,
             whole=self._tell_progress,
             still_ours=still_ours,

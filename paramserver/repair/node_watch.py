@@ -59,6 +59,7 @@ class NodeWatch:
         unsafe: told that a node has been set to throw rows away, when that was not allowed.
         moves_only: look only for rows that went with slab pages. Rows evicted because memory is full would be evicted again.
         lost: called while nodes are lost.
+        away: called while nodes do not answer, or are lost: trainers wait for them, too.
         copies: called now and then to look at small values of which every node holds a copy.
         whole: called when every node has answered, and none is lost; may raise StorageError.
         still_ours: raises FencedError once another process owns the shard; asked before each look.
@@ -75,6 +76,7 @@ class NodeWatch:
         unsafe: Callable[[UnsafeNodeError], object] = lambda error: None,
         moves_only: bool = False,
         lost: Callable[[], object] = lambda: None,
+        away: Callable[[], object] = lambda: None,
         copies: Callable[[], object] = lambda: None,
         whole: Callable[[], None] = lambda: None,
         still_ours: Callable[[], None] = lambda: None,
@@ -83,7 +85,7 @@ class NodeWatch:
     ) -> None:
         self._store, self._timeout_s = store, timeout_s
         self._evicted, self._unsafe, self._moves_only, self._lost, self._fenced = evicted, unsafe, moves_only, lost, fenced
-        self._copies = copies
+        self._copies, self._away = copies, away
         self._still_ours, self._whole, self._clock = still_ours, whole, clock
         self.thread = OwnedThread(self._run, name="kvemb-node-watch")
         self._before: dict[str, int] = {}
@@ -132,12 +134,14 @@ class NodeWatch:
         """Look at every node's marker; return whether all of them answered."""
         try:
             if self._see_lost_nodes():
+                self._away()
                 self._lost()
             else:
                 self._whole()
         except FencedError:
             raise
         except KvembError as error:  # said again by the next batch, which cannot go on either
+            self._away()
             if self._looking.is_news(str(error)):
                 log.warning("%s", error)
             return False

@@ -396,5 +396,5 @@ def test_commands_in_the_toolbox_are_about_the_release_that_is_there() -> None:
 
 
 def test_a_pull_waits_longer_than_resolvers_keep_a_pods_old_address() -> None:
-    assert loaded("memcached").storage.timeout_s >= 4 * 30  # CoreDNS keeps it for 30 s; then rows are restored
+    assert loaded("memcached").node_waits[0] >= 4 * 30  # CoreDNS keeps it for 30 s; then rows are restored
     assert loaded("memcached", 'storage.options={"timeout_s":7}').storage.timeout_s == 7

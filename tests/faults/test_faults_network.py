@@ -14,6 +14,7 @@ from jobs import DIM, PATIENCE_S, add, counting_table, eventually, require
 
 import kvemb
 from kvemb.errors import KvembError
+from kvemb.net.deadline import Deadline
 
 IDS = np.arange(2000)
 WAYS = {"both ways": None, "up": UP, "down": DOWN}
@@ -42,6 +43,20 @@ def test_a_partition_between_trainer_and_shard_costs_time_and_nothing_else(way: 
         for ack in acks:
             ack.wait_applied(timeout_s=PATIENCE_S)
         require(table, IDS, 5)
+
+
+@pytest.mark.full  # half a minute
+def test_a_connection_that_swallows_everything_is_given_up_and_another_one_made(single: FaultyCluster) -> None:
+    proxy = single.shard_proxies[0]
+    with kvemb.connect(single.url, timeout_s=PATIENCE_S) as cluster:
+        table = counting_table(cluster, "deaf")
+        add(table, IDS).wait(timeout_s=PATIENCE_S)
+        proxy.set_open(Flow(swallow=True))  # as of a firewall that has forgotten it: nobody says that it has ended
+        ack, began = add(table, IDS), Deadline.after(PATIENCE_S)
+        ack.wait(timeout_s=PATIENCE_S)
+        assert PATIENCE_S - began.remaining_s() < 60, "gRPC's own times are 90 s"
+        ack.wait_applied(timeout_s=PATIENCE_S)
+        require(table, IDS, 2)
 
 
 @pytest.mark.parametrize("way", WAYS)

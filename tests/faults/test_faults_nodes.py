@@ -1,6 +1,10 @@
 """Storage nodes that hang, are full, may evict, or get a write late: no other part waits, nothing is lost, nothing lands twice."""
 
+import socket
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -8,9 +12,11 @@ from chaos import processes, storage
 from chaos.cluster import FaultyCluster
 from chaos.proxy import UP, Flow
 from jobs import PATIENCE_S, add, counting_table, eventually, nodes_of, require
+from matrix import one_of
 
 import kvemb
 from kvemb.errors import DeadlineExceededError, NodeUnavailableError, ShardUnavailableError, UnsafeNodeError
+from kvemb.local_cluster.storage_servers import StorageServer
 from kvemb.net.deadline import Deadline
 
 IDS = np.arange(3000)
@@ -35,6 +41,86 @@ def test_a_hung_node_costs_one_deadline_and_the_other_nodes_go_on_serving(local:
             ack.wait_applied(timeout_s=4)
     ack.wait_applied(timeout_s=PATIENCE_S)
     require(table, IDS, 2)
+
+
+@pytest.mark.parametrize("fault", ["hangs", *one_of("is gone")])
+def test_training_waits_for_a_node_as_long_as_for_a_shard_and_says_so(fault: str, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    with FaultyCluster(kind, 3, shards=1, storage={"timeout_s": 0.5}) as local, kvemb.connect(local.url) as cluster:
+        table = counting_table(cluster, "waited")
+        add(table, IDS).wait_applied()
+        with ThreadPoolExecutor() as pool:
+            if fault == "hangs":
+                processes.pause(local.servers[0].process)
+            else:
+                local.node_proxies[0].refuse()
+                local.node_proxies[0].reset_all()
+            waiting = [pool.submit(table.pull, IDS), pool.submit(kvemb.connect, local.url, read_only=True)]
+            ack = add(table, IDS)
+            said = lambda: [record.getMessage() for record in caplog.records if "is waited for" in record.getMessage()]  # noqa: E731
+            eventually(lambda: len(said()) == 2, "the pull and the new connection do not say that they wait")
+            assert all(local.node_proxies[0].address in text for text in said())
+            assert not any(one.done() for one in waiting)
+            processes.resume(local.servers[0].process)
+            local.node_proxies[0].heal()
+            rows, reader = (one.result() for one in waiting)
+        assert set(np.unique(rows)) <= {1, 2}
+        assert "storage answers again" in caplog.text
+        ack.wait_applied()
+        assert np.unique(reader.table("waited").pull(IDS)).tolist() == [2]
+        reader.close()
+
+
+def test_a_sync_step_waits_for_a_trainer_that_waits_for_a_node(
+    require_server: Callable[[str], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    require_server("redis-server")
+    options = {"barrier_timeout_s": 4, "on_lost_trainer": "abort"}
+    with (
+        FaultyCluster("redis", 2, shards=1, mode="sync", trainers=2, storage={"timeout_s": 0.5}, servers=options) as local,
+        ExitStack() as stack,
+    ):
+        a, b = (counting_table(stack.enter_context(kvemb.connect(local.url, trainer=name)), "steps") for name in "ab")
+        for ack in [add(a, IDS), add(b, IDS)]:
+            ack.wait_applied()
+        with processes.paused(local.servers[0].process), ThreadPoolExecutor() as pool:
+            first = add(a, IDS)
+            pulled = pool.submit(b.pull, IDS)  # b pushes its part of the step once it has this
+            eventually(lambda: "is waited for" in caplog.text, "the pull does not wait")
+            processes.resume(local.servers[0].process)
+            assert np.unique(pulled.result()).tolist() == [2]
+            add(b, IDS).wait_applied()
+            first.wait_applied()
+
+
+def test_a_memcached_that_takes_no_more_connections_is_waited_for(
+    require_server: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_server("memcached")
+    started_as = StorageServer._command
+    monkeypatch.setattr(StorageServer, "_command", lambda it: ["40" if word == "4096" else word for word in started_as(it)])
+    with FaultyCluster("memcached", 1, shards=1, storage={"timeout_s": 1}) as local, ExitStack() as stack:
+        cluster = stack.enter_context(kvemb.connect(local.url))
+        table = counting_table(cluster, "crowded")
+        add(table, IDS).wait_applied()
+        with ExitStack() as crowd:
+            for _ in range(80):  # twice as many as it takes, and whatever the cluster had is cut, and comes back behind them
+                crowd.enter_context(socket.create_connection(("127.0.0.1", local.servers[0].port)))
+            local.node_proxies[0].reset_all()
+            ack = add(table, IDS)
+            said = "ERROR Too many open connections"
+            eventually(lambda: any(said in one.reply.failure for one in cluster.status().shards if one.reply), "the shard does not say so")
+        ack.wait_applied()
+        require(table, IDS, 2)
+
+
+def test_where_nodes_are_not_waited_for_a_hung_one_fails_a_pull_at_storages_time(require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    storage = {"timeout_s": 0.5, "on_lost_node": "fail"}
+    with FaultyCluster("redis", 2, shards=1, storage=storage) as local, kvemb.connect(local.url, timeout_s=PATIENCE_S) as cluster:
+        table = counting_table(cluster, "failing")
+        add(table, IDS).wait_applied()
+        with processes.paused(local.servers[0].process), pytest.raises(DeadlineExceededError, match=local.node_proxies[0].address):
+            table.pull(IDS)
 
 
 def test_a_full_node_delays_what_was_accepted_and_its_rows_are_read_as_they_were(kind: str) -> None:

@@ -229,6 +229,22 @@ def test_a_deadline_that_has_passed_already_is_one(link_to: Callable[..., Link])
         run([Conversation(link_to(say(), "silent:1"), lines(1))], Deadline.after(0))
 
 
+def test_a_node_that_says_nothing_for_as_long_as_one_may_is_named_before_the_deadline(link_to: Callable[..., Link]) -> None:
+    def slowly(sock: socket.socket) -> None:
+        sock.recv(1 << 16)
+        for piece in (b"+P", b"ON", b"G\r", b"\n"):
+            pause.wait(0.1)
+            sock.sendall(piece)
+        sock.recv(1)
+
+    pause = threading.Event()
+    deadline = Deadline.after(60, silent_s=0.3)
+    run([Conversation(link_to(slowly), lines(1))], deadline)  # 0.4 s in all, and never silent for so long
+    with pytest.raises(DeadlineExceededError, match=r"^no answer within 0.3 s from node silent:1$"):
+        run([Conversation(link_to(answer_each), lines(1)), Conversation(link_to(say(), "silent:1"), lines(1))], deadline)
+    assert deadline.remaining_s() > 30
+
+
 def test_a_peer_that_never_reads_is_bounded_by_the_deadline(link_to: Callable[..., Link]) -> None:
     done = threading.Event()
 

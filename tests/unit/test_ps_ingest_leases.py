@@ -109,6 +109,17 @@ def test_a_slow_trainer_that_still_sends_parts_is_not_dropped() -> None:
     assert rig.take() == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize("on_lost", ["drop", "abort"])
+def test_a_trainer_that_may_be_waiting_for_storage_is_not_late(on_lost: str) -> None:
+    rig = begun(on_lost)
+    for _ in range(5):
+        rig.now_s += 9
+        rig.ingest.attendance.excuse()
+    rig.now_s += 9
+    rig.push("c", 2)
+    assert rig.take() == ["a", "b", "c"]
+
+
 def test_a_full_disk_holds_up_a_drop_until_there_is_room() -> None:
     rig = begun("drop")
     full = [JournalFullError("/j", "no space"), JournalFullError("/j", "no space")]

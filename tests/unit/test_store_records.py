@@ -16,6 +16,7 @@ from kvemb.coordination.replicated_values import are_damaged
 from kvemb.coordination.shard_owners import Owner, newest_owner, owner_name, require_not_fenced
 from kvemb.errors import (
     ConfigError,
+    DeadlineExceededError,
     FencedError,
     NodeLostError,
     NodeRefusesError,
@@ -24,7 +25,7 @@ from kvemb.errors import (
     StorageError,
     WrongNodeError,
 )
-from kvemb.net.deadline import Deadline
+from kvemb.net.deadline import SAY_AFTER_S, Absence, Deadline
 from kvemb.net.link import Link
 from kvemb.net.pool import Doubts, LinkPool
 from kvemb.schema.keys import RowKeys
@@ -151,6 +152,7 @@ class Clock:
         self.now_s = 100.0
         self.slept: list[float] = []
         monkeypatch.setattr(read_retry.time, "sleep", self.sleep)
+        monkeypatch.setattr(read_retry.time, "monotonic", lambda: self.now_s)
         monkeypatch.setattr(Deadline, "remaining_s", lambda deadline: max(0.0, deadline.at_s - self.now_s))
 
     def sleep(self, seconds: float) -> None:
@@ -171,7 +173,7 @@ def test_waiting_ends_with_the_first_success(monkeypatch: pytest.MonkeyPatch) ->
             raise failures.pop(0)
         return "rows"
 
-    assert retry_read(call, Deadline(clock.now_s + 10, 10)) == "rows"
+    assert retry_read(call, Deadline(clock.now_s + 10, 10), away=Absence()) == "rows"
     assert clock.slept == [0.02, 0.04, 0.08]
 
 
@@ -182,9 +184,34 @@ def test_waiting_ends_with_the_deadline_and_says_what_was_waited_for(monkeypatch
         raise NodeLostError("node a:1: gone.")
 
     with pytest.raises(NodeLostError, match=r"node a:1: gone\. Waited 10 s"):
-        retry_read(call, Deadline(clock.now_s + 10, 10))
+        retry_read(call, Deadline(clock.now_s + 10, 10), away=Absence())
     assert 8 < sum(clock.slept) <= 10
     assert max(clock.slept) <= 1
+
+
+def test_a_node_that_is_silent_is_asked_again_and_the_log_says_once_that_it_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, n_tries = Clock(monkeypatch), 0
+
+    def call() -> str:
+        nonlocal n_tries
+        n_tries += 1
+        clock.now_s += SAY_AFTER_S
+        if n_tries < 4:
+            raise DeadlineExceededError("no answer within 5 s from node a:1")
+        return "rows"
+
+    away = Absence()
+    assert retry_read(call, Deadline(clock.now_s + 600, 600, SAY_AFTER_S), away=away) == "rows"
+    waited, back = [record.getMessage() for record in caplog.records]
+    assert waited == "storage has been away for 5 s, and is waited for, for 595 s more at most: no answer within 5 s from node a:1"
+    assert back == "storage answers again, after 20 s"
+
+    n_tries = -1000
+    with pytest.raises(DeadlineExceededError, match=r"node a:1 Waited 12 s for it"):
+        retry_read(call, Deadline(clock.now_s + 12, 12, SAY_AFTER_S), away=away)
+    assert n_tries == -997
 
 
 @pytest.mark.parametrize("error", [WrongNodeError("node a:1: another node's marker"), NodeRefusesError("node a:1: another node's marker")])
@@ -195,7 +222,7 @@ def test_what_may_never_have_been_right_is_not_waited_for_when_connecting(error:
         raise error
 
     with pytest.raises(type(error), match=r"marker$"):
-        retry_read(call, Deadline(clock.now_s + 10, 10), connecting=True)
+        retry_read(call, Deadline(clock.now_s + 10, 10), away=Absence(), connecting=True)
     assert clock.slept == []
 
 

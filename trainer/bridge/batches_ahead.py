@@ -26,6 +26,8 @@ from ..lookahead.rows_ahead import RowsAhead
 from ..report.step_report import MeanStaleness, StalenessLog, StepReport, current_report
 from .shared_lookups import Asked, SharedLookups
 
+_PULLS_END_S = 86_400.0  # a pull has a deadline of its own, and says more than the end of a wait for it
+_EXECUTOR_S = 600.0  # … but a foreign executor may never get to it
 AskedOf = Callable[[Any], Sequence[Asked]]
 """From a batch to its lookups; called in the threads that pull."""
 
@@ -207,7 +209,8 @@ class BatchesAhead(LoaderRuns[Any]):
 
     def _unreported(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
         work = _work(self._asked, self._consistency)
-        run = self._pipeline = Pipeline(batches, work, self._sizes, waited=self.waited, executor=self._executor)
+        latest_s = _PULLS_END_S if self._executor is None else _EXECUTOR_S
+        run = self._pipeline = Pipeline(batches, work, self._sizes, waited=self.waited, executor=self._executor, timeout_s=latest_s)
         del batches  # the run's: a loader's processes end with it
         try:
             while True:

@@ -37,6 +37,8 @@ B = TypeVar("B")
 R = TypeVar("R")
 _BRIEF_S = 0.5
 """How long the end waits for work under way in a hurry (`hurry`, an interrupt, a timeout)."""
+_CLOSE_S = 30.0
+"""How long it waits else: a pull may wait for a node for much longer."""
 
 
 @dataclass(eq=False)
@@ -105,7 +107,7 @@ class Pipeline(Generic[B, R]):
     ) -> None:
         self._batches: Iterator[B] | None = batches
         self._work, self._sizes, self._waited, self._timeout_s = work, sizes, waited, timeout_s
-        self._close_timeout_s = timeout_s  # of the end, for work under way
+        self._close_timeout_s = min(timeout_s, _CLOSE_S)  # of the end, for work under way
         self._pid = os.getpid()
         self._own = PullThreads(sizes.threads_num) if executor is None else None
         self._executor: Executor = executor or self._own  # type: ignore[assignment]

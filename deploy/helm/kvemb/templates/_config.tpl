@@ -2,8 +2,7 @@
 {{- define "kvemb.config" -}}
 {{- include "kvemb.check" . }}
 {{- $values := .Values }}
-{{- /* A node's pod that was replaced has another address, and resolvers give the old one for half a minute (CoreDNS's cache); then its rows are restored. */}}
-{{- $storage := dict "kind" $values.storage.kind "timeout_s" 120 }}
+{{- $storage := dict "kind" $values.storage.kind }}
 {{- if $values.storage.nodes }}
 {{- $_ := set $storage "nodes" $values.storage.nodes }}
 {{- else }}
