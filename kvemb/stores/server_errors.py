@@ -1,4 +1,11 @@
-"""Servers' error lines as typed errors: which pass by themselves, which the operator mends, and the next step for each. Pure."""
+"""Servers' error lines as typed errors: which pass by themselves, which the operator mends, and the next step for each. Pure.
+
+Every line that a server's sources can send to a command of ours is one of these:
+
+    wait     the node cannot serve now, or is full: NodeUnavailableError, NodeFullError; tried again until it can
+    refuse   it does not let us in, or not do this: NodeRefusesError; raised while connecting, else waited for until that is mended
+    stop     no such server answers so to what was asked: ProtocolError
+"""
 
 from kvemb.errors import (
     ForeignPageError,
@@ -25,9 +32,17 @@ _NOT_READY = {
     "-MISCONF": "It cannot write its snapshots; look at its log and its disk.",
     "-NOREPLICAS": "It has fewer replicas than min-replicas-to-write; start them.",
     "-ERR max number of clients": "Raise its maxclients, or close other connections.",
+    "-UNBLOCKED": "An operator ended the command (CLIENT UNBLOCK).",
+    "ERROR Too many open connections": "Start it with a larger -c, or close other connections.",
     UNREAD.decode(): "Give it more (-m, or the line `cache_memlimit MEGABYTES`); it needs some for rows on their way from flash.",
 }
-_REFUSED = ("-NOAUTH", "-WRONGPASS", "-NOPERM", "-DENIED", "-ERR AUTH", "-ERR invalid password")
+_FULL = ("-OOM", "SERVER_ERROR out of memory storing", "SERVER_ERROR Out of memory allocating")
+_REFUSED = (
+    "-NOAUTH", "-WRONGPASS", "-NOPERM", "-DENIED", "-ERR AUTH", "-ERR invalid password", "-ERR Protocol error: unauthenticated",
+)  # fmt: skip
+_PASSWORD_ASKED = ("CLIENT_ERROR unauthenticated", "CLIENT_ERROR authentication failure")  # by memcached
+_UNKNOWN_COMMAND = ("-ERR unknown command", "-ERR unknown subcommand", "-ERR Unknown subcommand")
+_OF_A_CLUSTER = ("-MOVED ", "-ASK ", "-CROSSSLOT")
 MENDED = "The next push that touches the row, or `kvemb repair --all`, writes it over."
 
 
@@ -42,7 +57,7 @@ def server_error(address: str, line: bytes, keys: RowKeys | None = None, row: in
     """
     text = line.decode("ascii", "replace")
     node = f"node {address}" if keys is None else f"node {address}, {keys.described(row)}"
-    if text.startswith("-OOM") or "out of memory" in text:
+    if text.startswith(_FULL):
         return NodeFullError(
             f"{node}: is out of memory ({text}). Give it more (maxmemory, -m). Shards "
             "try again until the write succeeds; their journals keep what they have accepted."
@@ -52,6 +67,15 @@ def server_error(address: str, line: bytes, keys: RowKeys | None = None, row: in
     for code, advice in _NOT_READY.items():
         if text.startswith(code):
             return NodeUnavailableError(f"{node}: does not serve now ({text}). {advice}")
+    if text.startswith("SERVER_ERROR "):
+        return NodeUnavailableError(f"{node}: cannot serve now ({text}). Look at its log; where it lacks memory, give it more (-m).")
+    if text.startswith(_PASSWORD_ASKED):
+        return NodeRefusesError(f"{node}: asks for a password (-Y), and kvemb gives memcached none ({text}). Start it without.")
+    if text.startswith(_UNKNOWN_COMMAND):
+        return NodeRefusesError(
+            f"{node}: does not know a command that kvemb needs ({text}). Was it renamed or switched off there (rename-command)? Else: is "
+            "this a server of the kind that storage.kind says?"
+        )
     if text.startswith(_REFUSED):
         return NodeRefusesError(
             f"storage.password_env, or --password-env of a projection's target: {node} refused the command: {text}. Check the user's name "
@@ -62,7 +86,7 @@ def server_error(address: str, line: bytes, keys: RowKeys | None = None, row: in
         return _foreign(node, address, keys)
     if text.startswith(":"):
         return RecordError(f"{node}: the page of this row has {text[1:]} bytes, too many. Another program wrote under its key. {MENDED}")
-    asks = "; is this a server of the kind that storage.kind says?" if "unknown command" in text.lower() else ""
+    asks = "; is this a server of the kind that storage.kind says?" if text == "ERROR" or text.startswith(_OF_A_CLUSTER) else ""
     return ProtocolError(f"{node}: the server answered {text!r}{asks}")
 
 
