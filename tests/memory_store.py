@@ -114,6 +114,10 @@ class MemoryNodes(StoreNodes):
     def cluster_map(self) -> ClusterMap:
         return self.map
 
+    def renew(self, address: str, marker: Marker) -> None:
+        assert self.markers is not None, "open() comes first"
+        self.markers[self.addresses.index(address)] = marker
+
     @property
     def view(self) -> "MemoryNodes":
         return self

@@ -5,12 +5,13 @@ holds a marker. It is read on connect, and LAST in every batch on each connectio
 batch. On Redis Cluster there is one marker per slot, because keys belong to slots and a node-wide one would migrate away.
 
 While a node's rows are brought back (`kvemb.stores.store_repair`), `repairing` stands in its marker, and afterwards the repair's nonce. Two
-lifetimes of a node's data never have the same marker: a batch that began before a loss cannot take the repaired node for whole.
+lifetimes of a node's data never have the same marker: a batch that began before a loss cannot take the repaired node for whole. Nonces
+rise from repair to repair, and so do maps: a marker from before the last repair or map that is known brings a node's older rows.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import msgpack
@@ -35,11 +36,15 @@ class Identity:
         cluster_id: 16 bytes.
         generation: 8 bytes.
         cluster_map: the last one that was seen; None where only markers are known.
+        nodes: addresses at which they were; () where none is known.
+        repairs: by node number the nonce of its last repair, of those that are known.
     """
 
     cluster_id: bytes
     generation: bytes
     cluster_map: ClusterMap | None = None
+    nodes: tuple[str, ...] = ()
+    repairs: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class Marker:
         map_digest: 64-bit digest of the cluster map.
         map_serial: of that map.
         run_id: the server process that the marker was written for ("" where the server has none).
-        repair: nonce of the node's last repair, 16 hex digits; "" before the first.
+        repair: nonce of the node's last repair, 16 hex digits that rise from one to the next; "" before the first.
         repairing: whether that repair goes on; this is no marker that a normal batch may accept.
     """
 
@@ -106,7 +111,7 @@ class Marker:
             types = [bytes, int, bytes, int, int, str]
             if [type(value) for value in body] != types + [str, bool] * (version == _REPAIRED_VERSION):
                 raise ValueError("a field of another type")
-            if marker.encode() != data:
+            if marker.encode() != data or (marker.repair and f"{int(marker.repair, 16):016x}" != marker.repair):
                 raise ValueError("written otherwise than by us")
         except WrongNodeError:
             raise
@@ -191,6 +196,11 @@ def diagnose(node: str, expected: Marker, got: bytes | None) -> StorageError:
             "or a container address was reused. Or it was a replica of that node, and has its rows: FLUSHALL it, and shards bring its own "
             "back."
         )
+    if marker.map_serial < expected.map_serial:
+        return NodeSuspectError(
+            f"node {node}: follows the cluster map of serial {marker.map_serial}, {expected.map_serial} is in force: the server was "
+            "restarted from a snapshot that is older than the last move. Its rows may be old until the parameter servers compared them."
+        )
     if (marker.map_digest, marker.map_serial) != (expected.map_digest, expected.map_serial):
         return MapChangedError(
             f"node {node}: follows the cluster map of serial {marker.map_serial} (digest {marker.map_digest:016x}), this process that of "
@@ -208,6 +218,11 @@ def diagnose(node: str, expected: Marker, got: bytes | None) -> StorageError:
             f"node {node}: its marker names server process {marker.run_id or '-'}, expected {expected.run_id or '-'}. The server was "
             "restarted from a snapshot or failed over, and its rows may be old until the parameter servers have compared them; or its "
             "marker was renewed meanwhile: then try again."
+        )
+    if marker.generation == expected.generation and marker.repair < expected.repair:
+        return NodeSuspectError(
+            f"node {node}: its content is older than its last repair ({expected.repair}): the server has got an earlier state back "
+            "(SWAPDB, DEBUG RELOAD). Its rows may be old until the parameter servers have compared them."
         )
     if marker.generation == expected.generation and marker.repair != expected.repair:
         return NodeSuspectError(f"node {node}: its rows were brought back meanwhile (repair {marker.repair}); try again.")
@@ -251,7 +266,7 @@ def accept(node: str, expected: Marker, got: bytes | None, run_id: str, placemen
     if got is not None:
         with suppress(DamagedMarkerError):  # which `diagnose` says
             marker = Marker.decode(got, node)
-            if as_under(marker, wanted, placements) == replace(wanted, repair=marker.repair):
+            if marker.repair >= expected.repair and as_under(marker, wanted, placements) == replace(wanted, repair=marker.repair):
                 return marker
     raise diagnose(node, wanted, got)
 
@@ -271,9 +286,11 @@ def why_lost(node: str, expected: Marker, got: bytes | None, run_id: str, placem
         marker = as_under(Marker.decode(got, node), expected, placements)
     except DamagedMarkerError:
         return "suspect", None
+    older_map = marker.map_serial < expected.map_serial
     same = replace(marker, generation=expected.generation, run_id=expected.run_id, repair=expected.repair, repairing=expected.repairing)
-    if same != expected:
+    if (same if not older_map else as_under(same, expected, [(same.map_digest, same.map_serial)])) != expected:
         raise diagnose(node, expected, got)
-    if marker.run_id != run_id or marker.generation != expected.generation:
+    older = older_map or (marker.repair, not marker.repairing) < (expected.repair, not expected.repairing)
+    if older or marker.run_id != run_id or marker.generation != expected.generation:
         return "suspect", None
     return ("repairing", marker.repair) if marker.repairing else None

@@ -74,6 +74,11 @@ class StoreNodes(ABC):
         """The address of every node number of the cluster map, "" of those that are gone."""
         return self.addresses
 
+    @property
+    def repairs(self) -> Mapping[int, str]:
+        """By node number the nonce of its last repair, of those that are known; a process that is started again is to know them, too."""
+        return {}
+
     def follow(self, nodes_now: Callable[[], tuple[str, ...]]) -> None:
         """After an error that nodes at other addresses would explain, ask for the addresses; stores that find nodes by themselves need not.
 

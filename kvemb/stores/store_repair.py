@@ -11,7 +11,9 @@ the nonce and check it last on the connection, as normal batches check the marke
 ends the repair: a nonce is good for one process. How markers and small values are reached, each kind of storage knows.
 """
 
+import math
 import os
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
@@ -28,6 +30,8 @@ from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.keys import RowKeys
 from kvemb.stores.marked_nodes import LostNode, MarkedNodes, MarkedState, RepairLane, RowBatches
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
+
+_AWAY_S = 1.0  # for a node that gave the last look no answer; twice as long each time: a repair of another one looks again and again
 
 
 class StoreRepair:
@@ -47,6 +51,7 @@ class StoreRepair:
     def __init__(self, nodes: MarkedNodes, batches: RowBatches, fence: OwnerFence, cluster_map: Callable[[], ClusterMap]) -> None:
         self._nodes, self._batches, self._fence, self._cluster_map = nodes, batches, fence, cluster_map
         self._lanes: dict[str, RepairLane] = {}  # per address the repair that this store takes part in
+        self._away: dict[str, float] = {}  # per address that gave the last look no answer the seconds that it gets beside a lost one
 
     # --- the state of a node ----------------------------------------------------------------------------------------------------
 
@@ -57,11 +62,13 @@ class StoreRepair:
             WrongNodeError: a node carries the marker of another node or cluster; that is no case for repair.
         """
         lost, whole, addresses = list[LostNode](), list[MarkedState](), self._nodes.addresses(deadline)
-        shares = deadline.shares(len(addresses) + 1)
-        for address, share in zip(addresses, shares, strict=False):
+        shares, away, self._away = deadline.shares(len(addresses) + 1), self._away, {}
+        for address, share in zip(sorted(addresses, key=away.__contains__), shares, strict=False):  # those that are away last
+            waits_s = away.get(address, math.inf) if lost else math.inf
             try:
-                state = self._nodes.state(address, share)
+                state = self._nodes.state(address, share.within(waits_s))
             except (NodeUnavailableError, DeadlineExceededError):
+                self._away[address] = 2 * waits_s if waits_s < math.inf else _AWAY_S
                 continue
             if (found := state.lost) is not None:
                 lost.append(found)
@@ -69,6 +76,11 @@ class StoreRepair:
                 whole.append(state)
         self._nodes.keep(whole, next(shares))  # the last one: those that hang have not taken it
         return lost
+
+    @property
+    def away(self) -> Collection[str]:
+        """The nodes that gave the last look at all of them no answer."""
+        return self._away.keys()
 
     def looks_lost(self, deadline: Deadline) -> bool:
         """Whether a quick look gives reason to call `lost_nodes` at once; for stores where that call takes long."""
@@ -89,7 +101,7 @@ class StoreRepair:
             state = self._state_now(address, deadline)
             if state.lost is None and not even_if_whole:
                 return None
-            lane = RepairLane(address, state.process, state.nonce or os.urandom(8).hex(), state.places)
+            lane = RepairLane(address, state.process, state.nonce or self._next_nonce(state), state.places)
             changes = self._to_repairing(state, lane)
             first = min(changes, default=None)  # it decides whose nonce it is; then all the others follow
             decided = first is None or self._nodes.swap(state, {first: changes.pop(first)}, deadline)
@@ -97,6 +109,12 @@ class StoreRepair:
                 self._lanes[address] = lane
                 return lane.nonce
         raise ProtocolError(f"node {address}: its markers changed {MAX_TRIES} times while a repair was to begin there")
+
+    def _next_nonce(self, state: MarkedState) -> str:
+        """A nonce above those of all repairs of the node that are known: the time, and chance behind it."""
+        last = max(self._nodes.expected(state, at).repair for at in range(len(state.places)))
+        drawn = int(time.time() * 1000) << 16 | int.from_bytes(os.urandom(2))
+        return f"{max(drawn, int(last or '0', 16) + 1):016x}"
 
     def _to_repairing(self, state: MarkedState, lane: RepairLane) -> dict[int, Marker]:
         """The markers that do not have the nonce yet; those that this repair has finished stay as they are."""
@@ -184,8 +202,9 @@ class StoreRepair:
         return self._batches.write(parts, deadline, self._lane_of(address, nonce, parts))
 
     def erase(self, address: str, nonce: str, parts: Sequence[WritePart], deadline: Deadline) -> list[NDArray[np.bool_]]:
-        """Delete rows of a node in repair; all keys belong to it. See `StoreRows.erase`."""
-        return self._batches.erase(parts, deadline, self._lane_of(address, nonce, parts))
+        """Delete rows of a node in repair; under a map of ours also those of slots that have left it. See `StoreRows.erase`."""
+        lane = self._lane(address, nonce) if self._cluster_map().n_nodes else self._lane_of(address, nonce, parts)
+        return self._batches.erase(parts, deadline, lane)
 
     def keys_on(self, address: str, slots: NDArray[np.bool_], deadline: Deadline) -> Iterator[RowKeys] | None:
         """List the row keys of some slots that a node holds, in blocks, one table each; None where that cannot be asked (memcached).

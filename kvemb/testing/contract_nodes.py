@@ -67,6 +67,10 @@ class Nodes:
         """Let the node's server save its keys."""
         pytest.skip("a node saves nothing")
 
+    def go_back(self, index: int) -> None:
+        """Let the node's server have its keys at the last `save` again, while it goes on running."""
+        pytest.skip("a node cannot go back")
+
     def stop(self, index: int) -> None:
         """End the node's server."""
         pytest.skip("a node has no server to end")

@@ -41,6 +41,7 @@ class ServerNodes(Nodes):
         self.servers = self._start()
         self.own_map = kind != "redis-cluster"
         self._saved: dict[int, Path] = {}
+        self._kept: dict[int, dict[bytes, bytes]] = {}  # the same keys, as DUMP has them
         super().__init__(self._config())
 
     def reset(self) -> None:
@@ -121,8 +122,17 @@ class ServerNodes(Nodes):
             super().save(index)
         with redis_client(server) as client:
             client.save()
+            self._kept[index] = {key: client.dump(key) for key in client.scan_iter(count=1000)}
         self._saved[index] = server.snapshot_path.with_suffix(".saved")
         shutil.copyfile(server.snapshot_path, self._saved[index])
+
+    def go_back(self, index: int) -> None:
+        """See `Nodes.go_back`."""
+        self.flush(index)
+        with redis_client(self.servers[index]) as client, client.pipeline(transaction=False) as pipeline:
+            for key, dumped in self._kept[index].items():
+                pipeline.restore(key, 0, dumped)
+            pipeline.execute()
 
     def stop(self, index: int) -> None:
         """See `Nodes.stop`."""

@@ -23,6 +23,7 @@ from kvemb.errors import (
     NodeUnavailableError,
     NotProvisionedError,
 )
+from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.slots import N_SLOTS
 from kvemb.stores.marked_nodes import LostNode
@@ -190,6 +191,25 @@ class RepairContract(StoreContract):
         repair(store, found.address)
         eventually_reads(trainer)
 
+    def test_a_lost_node_beside_one_that_hangs_is_found_without_waiting_for_that_one_each_time(
+        self, nodes: Nodes, store: Store, trainer: Store
+    ) -> None:
+        if not nodes.own_map:
+            pytest.skip("a cluster without one of its primaries serves nothing")
+        hung, address = store.nodes.addresses[:2]
+        nodes.pause(0)
+        try:
+            assert store.repair.lost_nodes(Deadline.after(1.0)) == []
+            assert list(store.repair.away) == [hung]
+            nodes.flush(1)
+            patience, begun_s = Deadline.after(60.0), time.monotonic()
+            assert [node.address for node in store.repair.lost_nodes(patience)] == [address]
+            assert time.monotonic() - begun_s < 10.0, "it waited for its share of the time"
+        finally:
+            nodes.resume(0)
+        repair(store, address)
+        eventually_reads(trainer)
+
     def test_two_shards_begin_at_once_and_finish_when_both_have_reported(self, nodes: Nodes, store: Store, trainer: Store) -> None:
         with nodes.store() as other, ThreadPoolExecutor(2) as threads:
             other.open(within())
@@ -263,6 +283,28 @@ class RepairContract(StoreContract):
             eventually_reads(one, 1, rows[100:])
             result = read(one, rows)
             assert not result.found[:100].any()
+
+    def test_a_node_that_goes_back_to_before_its_last_repair_is_suspect_although_its_process_is_the_same(
+        self, nodes: Nodes, store: Store, trainer: Store, rows: RowKeys
+    ) -> None:
+        nodes.save(0)
+        write(store, rows, records_of(rows, salt=1))
+        nodes.flush(0)
+        repair(store, lost(store)[0].address, salt=1)
+        eventually_reads(trainer, salt=1)
+        nodes.go_back(0)
+        (found,) = lost(store)
+        assert (found.why, found.nonce) == ("suspect", None)
+        for one in (trainer, trainer, store):
+            with pytest.raises(NodeSuspectError, match=rf"{found.address}.*older than its last repair"):
+                read(one, rows)
+        with nodes.store() as restarted:  # what it knew of repairs is all that tells it
+            known = Identity(CLUSTER, GENERATION, store.nodes.cluster_map, repairs=store.nodes.repairs)
+            restarted.open(within(), known)
+            assert [node.why for node in restarted.repair.lost_nodes(within())] == (["suspect"] if known.repairs else [])
+        repair(store, found.address, salt=1)
+        for one in (trainer, store):
+            eventually_reads(one, salt=1)
 
     def test_a_restart_from_a_snapshot_in_mid_repair_starts_it_over(self, nodes: Nodes, store: Store, trainer: Store) -> None:
         nodes.flush(0)

@@ -30,6 +30,7 @@ from kvemb.errors import (
 from kvemb.net.deadline import Deadline, WhyWaiting, pauses
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.stores.store import Store
+from kvemb.stores.store_nodes import StoreNodes
 
 from ..recovery.start_report import StartReport
 from ..shard_process.data_dir import DataDir, folder_of
@@ -155,21 +156,21 @@ def _try_to_join(store: Store, data: DataDir, shard: int, n_shards: int, name: s
             raise WrongNodeError(" ".join(another))
     if wrong is not None:
         raise wrong
-    return Identity(found, markers[0].generation, store.nodes.cluster_map)
+    return Identity(found, markers[0].generation, store.nodes.cluster_map, store.nodes.addresses, store.nodes.repairs)
 
 
 def keep_identity(data: DataDir, identity: Identity) -> None:
     """Note in the folder which cluster it is of."""
-    assert identity.cluster_map is not None
-    if data.read(CLUSTER) != (packed := _packed(identity.cluster_id, identity.generation, identity.cluster_map)):
+    if data.read(CLUSTER) != (packed := _packed(identity)):
         data.write(CLUSTER, [packed])
 
 
-def keep_map(data: DataDir, cluster_map: ClusterMap, check: Callable[[], None]) -> None:
-    """Keep a newer map in the folder of a shard that has joined.
+def keep_map(data: DataDir, nodes: StoreNodes, cluster_map: ClusterMap, check: Callable[[], None]) -> None:
+    """Keep a newer map in the folder of a shard that has joined, and what else it has learnt of the nodes.
 
     Args:
         data: the folder.
+        nodes: of the cluster.
         cluster_map: of the cluster.
         check: raises once another process owns the shard.
 
@@ -177,7 +178,8 @@ def keep_map(data: DataDir, cluster_map: ClusterMap, check: Callable[[], None]) 
         OSError, FencedError: the older one is kept.
     """
     kept = data.read(CLUSTER)
-    data.write(CLUSTER, [_packed(_unpack(kept, "cluster_id"), _unpack(kept, "generation"), cluster_map)], check=check)
+    known = Identity(_unpack(kept, "cluster_id"), _unpack(kept, "generation"), cluster_map, nodes.addresses, nodes.repairs)
+    data.write(CLUSTER, [_packed(known)], check=check)
 
 
 def kept_place(root: Path, shard: int, in_file: Sequence[str]) -> str:
@@ -189,8 +191,10 @@ def kept_place(root: Path, shard: int, in_file: Sequence[str]) -> str:
         return ""
 
 
-def _packed(cluster_id: bytes, generation: bytes, cluster_map: ClusterMap) -> bytes:
-    packed: bytes = msgpack.packb({"cluster_id": cluster_id, "generation": generation, "map": cluster_map.encode()})
+def _packed(known: Identity) -> bytes:
+    assert known.cluster_map is not None
+    fields = {"cluster_id": known.cluster_id, "generation": known.generation, "map": known.cluster_map.encode()}
+    packed: bytes = msgpack.packb(fields | {"nodes": known.nodes, "repairs": sorted(known.repairs.items())})
     return packed
 
 
@@ -199,7 +203,8 @@ def _identity(data: DataDir) -> Identity | None:
     kept = data.read(CLUSTER)
     if kept is None or (cluster_map := _unpack(kept, "map", b"")) == b"":  # of an earlier release: the nodes' markers say which
         return None
-    return Identity(_unpack(kept, "cluster_id"), _unpack(kept, "generation"), decode_map(cluster_map))
+    nodes, repairs = tuple(_unpack(kept, "nodes", ())), dict(_unpack(kept, "repairs", ()))
+    return Identity(_unpack(kept, "cluster_id"), _unpack(kept, "generation"), decode_map(cluster_map), nodes, repairs)
 
 
 def _may_provision(error: KvembError, data: DataDir) -> bool:

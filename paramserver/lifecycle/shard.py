@@ -123,7 +123,7 @@ class Shard:
         loads = LoadPorts(undone, partial(self._background.flush_behind, 0), on_load, parts.shard)
         checkpoints = CheckpointHandlers(self._saver, parts.registry, store.nodes, loads)
         still_ours = parts.claim.require
-        keep = partial(keep_map, data, check=still_ours)
+        keep = partial(keep_map, data, store.nodes, check=still_ours)
         planner = MovePlanner(store, self._metas, parts.config.servers.shards, lambda: parts.registry.unfinished)
         left = LeftSessions(data, self._shards, still_ours)
         carrier = (

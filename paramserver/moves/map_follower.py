@@ -7,7 +7,7 @@ and now and then. Shard 0's thread carries the plan on, too (`move_carrier`).
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 from kvemb.client.all_shards import AllShards
@@ -36,7 +36,7 @@ class MapFollower:
         shard: number.
         epoch: returns that of the shard's process.
         runner: does the shard's part.
-        keep: keeps a map in the data folder.
+        keep: keeps a map in the data folder, and the nodes' addresses and repairs.
         wake: makes the apply thread look at the map.
         look: set where something has changed: the thread looks at once.
         shards: of the cluster, which are told news.
@@ -62,6 +62,7 @@ class MapFollower:
         self._keep, self._wake, self._due, self._shards = keep, wake, look, shards
         self._carry, self._timeout_s = carry, timeout_s
         self._kept: ClusterMap | None = None
+        self._kept_nodes: tuple[tuple[str, ...], Mapping[int, str]] = (), {}
         self._told: MoveReport | None = None
         self._told_s, self._waiting = 0.0, WhyWaiting()
         self._news: dict[int, PendingCall] = {}  # gRPC cancels calls that nobody holds
@@ -86,12 +87,14 @@ class MapFollower:
         if self._carry is None or not told:  # shard 0 has the newest, unless another process is shard 0 now
             self._store.nodes.refresh_map(Deadline.after(min(self._timeout_s, _LOOK_TIMEOUT_S)))
         cluster_map = self._store.nodes.cluster_map
-        if cluster_map is not self._kept:
-            if self._kept is None or cluster_map.version != self._kept.version:
-                if self._carry is not None:  # which has changed it, or just started
-                    self._tell(shard for shard in cluster_map.shard_numbers if shard != self._shard)
-                self._keep(cluster_map)
-            self._kept = cluster_map
+        nodes, is_new = (self._store.nodes.addresses, self._store.nodes.repairs), cluster_map is not self._kept
+        newer = self._kept is None or cluster_map.version != self._kept.version
+        if newer and self._carry is not None:  # which has changed it, or just started
+            self._tell(shard for shard in cluster_map.shard_numbers if shard != self._shard)
+        if newer or nodes != self._kept_nodes:
+            self._keep(cluster_map)
+        self._kept, self._kept_nodes = cluster_map, nodes
+        if is_new:
             self._wake()
         if cluster_map.plan is not None:
             self._report(cluster_map)

@@ -9,7 +9,7 @@ by its next batch. One without batches would stay, hold its port and answer ques
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -22,9 +22,10 @@ from kvemb.stores.store_nodes import NodeStats
 from ..shard_process.owned_thread import OwnedThread
 
 _EVICTIONS_INTERVAL_S = 5.0  # between two looks for evictions, or more where even one look at the markers takes long
+_EVICTIONS_TIMEOUT_S = 2.0  # of such a look, for each node: one that hangs is soon known not to be up
 MARKERS_INTERVAL_S = 1.0  # at least, between two looks at the markers
-_SHARE_OF_TIME = 50  # of which one is spent on looking: a Redis Cluster has thousands of markers
-_LONGEST_PAUSE_S = 20.0  # a look that a stopped process or a swapping host drew out says nothing about the next one
+_SHARE_OF_TIME = 50  # of which one is spent on looking: a Redis Cluster has thousands of markers. Waiting for a node is no work
+_LONGEST_PAUSE_S = 20.0  # the first look makes what later ones use
 log = logging.getLogger("paramserver")
 
 
@@ -35,12 +36,14 @@ class NodesSeen:
     Args:
         stats: their own counters and settings.
         lost: why a node is lost, by address.
+        away: the addresses that gave the last look at the markers no answer.
         known: whether the last look at the markers came to an end; else `lost` says nothing.
         slots_left: how many slots still have to move for a change of nodes that a command has begun, on a cluster that places its own.
     """
 
     stats: Sequence[NodeStats] = ()
     lost: Mapping[str, str] = field(default_factory=dict)
+    away: Collection[str] = ()
     known: bool = False
     slots_left: int = 0
 
@@ -64,7 +67,7 @@ class NodeWatch:
         whole: called when every node has answered, and none is lost; may raise StorageError.
         still_ours: raises FencedError once another process owns the shard; asked before each look.
         fenced: told that another process has taken the shard over; the watch ends then.
-        clock: monotonic seconds.
+        clock: seconds that this thread has worked.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class NodeWatch:
         whole: Callable[[], None] = lambda: None,
         still_ours: Callable[[], None] = lambda: None,
         fenced: Callable[[FencedError], object] = lambda error: None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self._store, self._timeout_s = store, timeout_s
         self._evicted, self._unsafe, self._moves_only, self._lost, self._fenced = evicted, unsafe, moves_only, lost, fenced
@@ -101,7 +104,7 @@ class NodeWatch:
     def look_for_evictions(self) -> None:
         """Compare the counters with those seen before. A node that does not answer is looked at next time."""
         try:
-            nodes = self._store.nodes.stats(Deadline.after(self._timeout_s))
+            nodes = self._store.nodes.stats(Deadline.after(min(self._timeout_s, _EVICTIONS_TIMEOUT_S * len(self._store.nodes.addresses))))
         except KvembError as error:
             nodes = [NodeStats(address, "-", 0, 0, 0, 0, error=str(error)) for address in self._store.nodes.addresses]
         self.seen = replace(self.seen, stats=nodes, slots_left=self._slots_left())
@@ -130,13 +133,13 @@ class NodeWatch:
             return self.seen.slots_left
         return 0 if change is None else change.n_left
 
-    def look_for_lost_nodes(self) -> bool:
-        """Look at every node's marker; return whether all of them answered."""
+    def look_for_lost_nodes(self) -> None:
+        """Look at every node's marker."""
         try:
             if self._see_lost_nodes():
                 self._away()
                 self._lost()
-            else:
+            elif not self.seen.away:
                 self._whole()
         except FencedError:
             raise
@@ -144,9 +147,8 @@ class NodeWatch:
             self._away()
             if self._looking.is_news(str(error)):
                 log.warning("%s", error)
-            return False
-        self._looking.over()
-        return True
+        else:
+            self._looking.over()
 
     def _see_lost_nodes(self) -> list[LostNode]:
         try:
@@ -154,7 +156,8 @@ class NodeWatch:
         except KvembError:
             self.seen = replace(self.seen, known=False)
             raise
-        self.seen = replace(self.seen, lost={node.address: node.why for node in lost}, known=True)
+        away = [*self._store.repair.away]
+        self.seen = replace(self.seen, lost={node.address: node.why for node in lost}, away=away, known=True)
         return lost
 
     def look_at_copies(self) -> None:
@@ -201,15 +204,14 @@ class NodeWatch:
         return self.thread.wait(pause_s)
 
     def _look_now_and_then(self) -> None:
-        pause_s, waited_s = MARKERS_INTERVAL_S, 0.0
+        pause_s, evictions_due = MARKERS_INTERVAL_S, Deadline.after(_EVICTIONS_INTERVAL_S)
         while not self._wait(pause_s):
-            waited_s += pause_s
             self.look_for_another_owner()
             started_s = self._clock()
-            answered = self.look_for_lost_nodes()  # waiting for a node that is down is no work, and it may be back at any time
-            work_s = self._clock() - started_s if answered else 0.0
-            pause_s = min(max(MARKERS_INTERVAL_S, _SHARE_OF_TIME * work_s), _LONGEST_PAUSE_S)
-            if waited_s >= _EVICTIONS_INTERVAL_S:
-                waited_s = 0.0
+            self.look_for_lost_nodes()
+            pause_s = min(max(MARKERS_INTERVAL_S, _SHARE_OF_TIME * (self._clock() - started_s)), _LONGEST_PAUSE_S)
+            if evictions_due.expired:
                 self.look_for_evictions()
-                self.look_at_copies()
+                if not self.seen.away:  # else it would wait for that node, too
+                    self.look_at_copies()
+                evictions_due = Deadline.after(_EVICTIONS_INTERVAL_S)

@@ -324,7 +324,7 @@ class Repairer:
         return [records for records, _ in found]
 
     def _erase_strangers(self, address: str, access: RowAccess, ahead: AheadOfIndex) -> None:
-        """Delete rows that an old snapshot brought back: they stand on the node, are this shard's, and the index does not know them."""
+        """Delete rows that an old snapshot brought back: this shard's that the index does not know, or that are elsewhere now."""
         ours = self._store.nodes.cluster_map.slot_shards == self._shard  # bool [16384]
         found = self._store.repair.keys_on(address, ours, self._access.deadline())
         by_tag = {state.definition.tag: state for state in self._tables.all()}
@@ -334,6 +334,12 @@ class Repairer:
                 continue
             ids = np.unique(state.definition.rows_under(keys, pages=self._store.capabilities.pages).ids)
             ids = ids[ours[state.definition.placement.slots(ids)]]
+            if self._store.nodes.cluster_map.n_nodes:  # a cluster that moves its own slots brings no rows of others back
+                here = self._store.repair.keys_of(address, self._access.keys(state.definition, ids))
+                for block in self._blocks(state.definition, len(left := ids[~here])):
+                    access.erase_blindly([WritePart(self._access.keys(state.definition, left[block]), np.empty((0, 0), np.uint8))])
+                self.figures.erased += len(left)
+                ids = ids[here]
             known = state.versions(ids)
             ids = ids[(known == 0 if ahead.tail is None else (known == 0) & (ahead.tail.wanted(state.definition, ids, known) == 0))]
             for block in self._blocks(state.definition, len(ids)):

@@ -36,7 +36,8 @@ def add_nodes(to: MetricFamilies, seen: NodesSeen) -> None:
     nodes = [({"node": node.address}, node) for node in seen.stats]
     answered = [(labels, node) for labels, node in nodes if not node.error]
     limited = [(labels, node) for labels, node in answered if node.limit_bytes]
-    to.gauge("kvemb_node_up", "Whether the node answered this shard.", [(labels, not node.error) for labels, node in nodes])
+    up = [(labels, not node.error and node.address not in seen.away) for labels, node in nodes]
+    to.gauge("kvemb_node_up", "Whether the node answered this shard.", up)
     to.gauge("kvemb_node_keys", "Keys that the node holds.", [(labels, node.n_keys) for labels, node in answered])
     to.gauge("kvemb_node_used_bytes", "Memory that the node says it uses.", [(labels, node.used_bytes) for labels, node in answered])
     to.gauge("kvemb_node_limit_bytes", "Memory that it may use.", [(labels, node.limit_bytes) for labels, node in limited])

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import redis
 from matrix import one_of
+from moving_load import further_node
 from pymemcache.client.base import Client
 
 import kvemb
@@ -165,6 +166,45 @@ def test_a_node_that_comes_back_with_an_older_content_is_brought_up_to_date(requ
         np.testing.assert_array_equal(after, before)
         assert not records(local, table, IDS[:300])[1].any()
         train_on(table)
+
+
+def test_a_node_that_goes_back_in_the_same_process_to_before_its_repair_shows_no_older_rows(require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    with running("redis") as (local, _, table):
+        with redis.Redis(port=local.servers[0].port) as client:
+            for turn in range(2):
+                client.execute_command("SWAPDB", 0, 1)
+                table.push(IDS, gradients(turn), timeout_s=PATIENCE_S)
+                table.flush()
+                before = table.pull(IDS, timeout_s=PATIENCE_S)
+                client.execute_command("SWAPDB", 0, 1)
+                np.testing.assert_array_equal(table.pull(IDS, timeout_s=PATIENCE_S), before)
+        train_on(table)
+
+
+def test_a_node_restarted_from_a_snapshot_older_than_the_last_move_is_compared_and_keeps_no_row_that_left(
+    require_server: Callable[[str], str],
+) -> None:
+    require_server("redis-server")
+    with running("redis") as (local, cluster, table), further_node(local) as third:
+        server, definition = local.servers[0], table.definition
+        with redis.Redis(port=server.port) as client:
+            client.save()
+        older = local.folder / "older.rdb"
+        shutil.copyfile(server.snapshot_path, older)
+        cluster.nodes.begin(cluster.nodes.add(third.address))
+        cluster_map = cluster.nodes.wait(timeout_s=PATIENCE_S).map
+        table.push(IDS[::2], gradients(7)[::2])
+        table.flush()
+        before = table.pull(IDS)
+        server.restart(snapshot=older)
+        np.testing.assert_array_equal(table.pull(IDS, timeout_s=PATIENCE_S), before)
+        train_on(table)
+        left = IDS[cluster_map.slot_nodes[definition.placement.slots(IDS.astype(np.uint64))] == 2]
+        keys = definition.keys(left.astype(np.uint64), pages=True)
+        assert isinstance(keys, BucketKeys)
+        with redis.Redis(port=server.port) as client:
+            assert not any(client.hexists(bytes(key), bytes(field)) for key, field in zip(keys.encode(), keys.fields(), strict=True))
 
 
 def test_a_shard_and_a_node_that_are_lost_together_come_back_from_the_data_folder(kind: str) -> None:

@@ -67,6 +67,8 @@ REPAIRING = replace(REPAIRED, repairing=True)
     ("expected", "got", "error", "says"),
     [
         (MARKER, REPAIRED, NodeSuspectError, "brought back meanwhile"),
+        (REPAIRED, MARKER, NodeSuspectError, "older than its last repair"),
+        (replace(REPAIRED, map_serial=2), REPAIRED, NodeSuspectError, "older than the last move"),
         (MARKER, REPAIRING, NodeLostError, "a" * 16),
         (REPAIRED, REPAIRING, NodeLostError, "Try again later"),
         (REPAIRING, REPAIRED, NodeLostError, "no longer goes on"),
@@ -113,6 +115,31 @@ def test_only_a_renewal_by_the_process_that_serves_is_accepted() -> None:
 )
 def test_why_a_node_is_lost(got: Marker | None, run_id: str, why: object) -> None:
     assert why_lost("n", MARKER, None if got is None else got.encode(), run_id) == why
+
+
+@pytest.mark.parametrize(
+    "got",
+    [
+        MARKER,
+        replace(REPAIRED, repair="9" * 16),
+        replace(REPAIRING, repair="9" * 16),
+        REPAIRING,  # of the repair that has ended
+        replace(REPAIRED, map_serial=1, map_digest=5),
+        replace(REPAIRING, repair="b" * 16, map_serial=1, map_digest=5),
+    ],
+)
+def test_a_marker_from_before_the_last_repair_or_map_that_is_known_is_of_a_node_with_old_rows(got: Marker) -> None:
+    expected = replace(REPAIRED, map_serial=2)
+    got = replace(got, map_serial=2) if got.map_digest == expected.map_digest else got
+    assert why_lost("n", expected, got.encode(), "run-1") == ("suspect", None)
+    with pytest.raises((NodeSuspectError, NodeLostError)):
+        accept("n", expected, got.encode(), "run-1")
+
+
+def test_a_map_before_the_one_in_force_is_no_older_state_while_markers_are_renewed() -> None:
+    expected, got = replace(REPAIRED, map_serial=2, map_digest=6), replace(REPAIRED, map_digest=5)
+    assert why_lost("n", expected, got.encode(), "run-1", [(6, 2), (5, 1)]) is None
+    assert accept("n", expected, got.encode(), "run-1", [(6, 2), (5, 1)]) == got
 
 
 @pytest.mark.parametrize(

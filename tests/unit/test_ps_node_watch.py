@@ -1,5 +1,7 @@
 """How often the node watch looks: rarely where looking is dear, soon again where a node did not answer."""
 
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -12,13 +14,15 @@ from paramserver.repair.node_watch import NodeWatch
 
 
 class SlowStore:
-    """A store, its nodes and its repair. Each look at the markers takes the next of these seconds by its clock; a negative one fails."""
+    """A store, its nodes and its repair. Each look at the markers is so many seconds of work; a negative one fails without any."""
 
     def __init__(self, took_s: list[float]) -> None:
         self.repair = self.nodes = self
         self.now_s, self._took_s = 0.0, iter(took_s)
         self.pauses = Pauses()
         self.n_glances = 0
+
+    addresses, away = ("watch-slow:1",), ()
 
     def stats(self, deadline: Deadline) -> list[NodeStats]:
         return []
@@ -36,7 +40,7 @@ class SlowStore:
             self.pauses.over = True
             return []
         self.pauses.said.append(0.0)
-        self.now_s += abs(took_s)
+        self.now_s += max(0.0, took_s)
         if took_s < 0:
             raise NodeUnavailableError("node watch-slow:1: connection refused")
         return [LostNode("watch-slow:1", "empty")] if took_s == 0 else []
@@ -70,6 +74,14 @@ def test_the_next_look_comes_no_sooner_than_fifty_times_what_the_last_one_took()
 
 def test_what_a_glance_sees_is_looked_at_within_a_second() -> None:
     assert watched(SlowStore([0.25, 0.0078125])) == [1.0, 3.0, 1.0]
+
+
+def test_time_in_which_a_look_waits_for_a_node_is_no_work() -> None:
+    store = SlowStore([])
+    watch, began_s = NodeWatch(store, 1.0), time.monotonic()
+    before_s = watch._clock()
+    threading.Event().wait(0.1)
+    assert watch._clock() - before_s < (time.monotonic() - began_s) / 2
 
 
 def test_one_long_look_does_not_put_off_the_next_one_for_minutes() -> None:

@@ -107,9 +107,13 @@ class SlotsOfPrimaries(MarkedNodes):
         slots, values = slots[settled], [value if isinstance(value, bytes) else None for value in (found[at] for at in settled)]
         judged: list[tuple[Why, str | None] | None] = [None] * len(slots)
         for group in alike(slots.tolist(), values):
-            verdict = self._judge(int(slots[group[0]]), values[group[0]], process, address)
+            some, found_there = slots[group].tolist(), [value for value in (values[at] for at in group) if value is not None]
+            last = self._markers.last_repaired(some)
+            verdict = self._judge(some[last], values[group[last]], process, address)
             for at in group if verdict else ():
                 judged[at] = verdict
+            if verdict is None:  # perhaps renewed by another shard
+                self._markers.renew(some, found_there)
         if not any(judged) and lane is None and not self._whole.has(process, deadline):
             judged = [("suspect", None)] * len(slots)
         return MarkedState(address, process, slots, values, judged)
@@ -174,6 +178,7 @@ class SlotsOfPrimaries(MarkedNodes):
 
     def over(self, lane: RepairLane, shards: Collection[int], deadline: Deadline) -> None:
         self._markers.changed.add(lane.address)
+        self._markers.repairs |= dict.fromkeys(lane.places.tolist(), lane.nonce)
         for shard in shards:
             self._values.drop(self.report(lane, shard)[0], deadline)
 

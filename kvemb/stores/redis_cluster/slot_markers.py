@@ -129,13 +129,21 @@ class SlotMarkers:
             slots = np.flatnonzero(self._topology.slots_of(address))
             values = self.at(address, slots, deadline)
             for group in alike(slots.tolist(), values):
-                some, value = slots[group].tolist(), values[group[0]]
+                some, found = slots[group].tolist(), [value for value in (values[at] for at in group) if isinstance(value, bytes)]
                 with suppress(StorageError):  # the batch says what is wrong
-                    if isinstance(value, bytes):
-                        marker = accept(self._topology.slot_name(some[0]), self.expected(some[0]), value, "")
-                        self.repairs |= dict.fromkeys(some, marker.repair)
+                    if found:
+                        self.renew(some, found)
                         settled = [slot for slot in some if slot not in self._topology.on_the_way]
                         self._topology.vouched[settled] = self._topology.number(address)
+
+    def renew(self, slots: Sequence[int], values: Sequence[bytes]) -> None:
+        """Expect the markers that stand in these slots, which differ in the slot alone; raises as `accept`."""
+        at = self.last_repaired(slots)
+        self.repairs |= dict.fromkeys(slots, accept(self._topology.slot_name(slots[at]), self.expected(slots[at]), values[at], "").repair)
+
+    def last_repaired(self, slots: Sequence[int]) -> int:
+        """Which of these slots was repaired last: a marker that is not older than its own is older than none of theirs."""
+        return max(range(len(slots)), key=lambda at: self.repairs.get(slots[at], ""))
 
     def check(self, address: str, slot: int, marker: Marker, *, leaving: bool = False, importing: bool = False) -> Check:
         """Return the check that reads a marker after a batch's rows."""

@@ -64,6 +64,10 @@ class MappedNodes(StoreNodes):
     def places(self) -> tuple[str, ...]:
         return self._links.view.places
 
+    @property
+    def repairs(self) -> dict[int, str]:
+        return self._links.view.repairs
+
     def follow(self, nodes_now: Callable[[], tuple[str, ...]]) -> None:
         self._nodes_now = nodes_now
 
@@ -257,7 +261,7 @@ class SeenNodes:
         identity = known or self._identity()
         cluster_map = map_in_force([copy for _, copy in self._values.values()], [f"node {a}" for a in self._values], identity)
         places = places_of(cluster_map, self._links.in_file, self._numbers(identity.cluster_id))
-        markers = {address: new_marker(identity, number, cluster_map, "") for number, address in enumerate(places) if address}
+        markers = {address: new_marker(identity, number, cluster_map) for number, address in enumerate(places) if address}
         return NodesView(cluster_map, places, markers)
 
     def places(self, before: NodesView, known: ClusterMap, deadline: Deadline) -> tuple[ClusterMap, tuple[str, ...]]:
@@ -316,9 +320,10 @@ class SeenNodes:
         )
 
 
-def new_marker(identity: Identity, number: int, cluster_map: ClusterMap, run_id: str) -> Marker:
-    """Return the marker of a node that was never repaired."""
-    return Marker(identity.cluster_id, number, identity.generation, cluster_map.digest, cluster_map.serial, run_id)
+def new_marker(identity: Identity, number: int, cluster_map: ClusterMap, run_id: str = "") -> Marker:
+    """Return the marker of a node, after the last repair that is known."""
+    repair = identity.repairs.get(number, "")
+    return Marker(identity.cluster_id, number, identity.generation, cluster_map.digest, cluster_map.serial, run_id, repair)
 
 
 def number_in(address: str, value: bytes | None, cluster_id: bytes) -> int | None:

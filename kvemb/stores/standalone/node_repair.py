@@ -1,7 +1,7 @@
 """Repair where the cluster map is ours: one marker per node, whose small values stand on the node itself."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -49,9 +49,11 @@ class NodesByNumber(MarkedNodes):
         return self._links.view.addresses
 
     def state(self, address: str, deadline: Deadline, lane: RepairLane | None = None) -> MarkedState:
-        got, run_id = self._links.look(address, deadline)
-        judged = why_lost(address, self._links.view.expected(address), got, run_id, self._links.view.placements)
-        return MarkedState(address, run_id, np.array([self._links.view.number_of(address)]), [got], [judged])
+        (got, run_id), view = self._links.look(address, deadline), self._links.view
+        judged = why_lost(address, view.expected(address), got, run_id, view.placements)
+        if judged is None and got is not None:  # perhaps renewed by another shard
+            view.renew(address, Marker.decode(got, address))
+        return MarkedState(address, run_id, np.array([view.number_of(address)]), [got], [judged])
 
     def expected(self, state: MarkedState, at: int) -> Marker:
         # Naming the map in force: a shard that has seen a flip writes no marker from before it.
@@ -78,6 +80,10 @@ class NodesByNumber(MarkedNodes):
 
     def covers(self, report: bytes | None, lane: RepairLane, places: NDArray[np.int64]) -> bool:
         return report == lane.nonce.encode()
+
+    def over(self, lane: RepairLane, shards: Collection[int], deadline: Deadline) -> None:
+        view = self._links.view
+        view.renew(lane.address, lane.ended(replace(view.expected(lane.address), run_id=lane.process)).naming(view.map))
 
     def keep(self, whole: Sequence[MarkedState], deadline: Deadline) -> None:
         for state, share in deadline.shared(whole if self._fence.record else ()):

@@ -72,8 +72,18 @@ class NodesView:
                 marker = Marker.decode(got, address)
         if marker is None or as_under(marker, expected, self.placements) != expected:
             raise diagnose(address, expected, got)
-        if address in self.markers and not expected.repairing:
+        if not expected.repairing:
+            self.renew(address, marker)
+
+    def renew(self, address: str, marker: Marker) -> None:
+        """Expect a marker that was found renewed at a node from now on."""
+        if address in self.markers:
             self.markers[address] = marker
+
+    @property
+    def repairs(self) -> dict[int, str]:
+        """See `StoreNodes.repairs`."""
+        return {marker.node: marker.repair for marker in list(self.markers.values()) if marker.repair}
 
     def number_of(self, address: str) -> int:
         """The number of a node.
