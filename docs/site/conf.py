@@ -23,7 +23,9 @@ author = "The kvemb authors"
 project_copyright = f"2026, {author}"
 release = version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx_copybutton"]
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
 root_doc = "docs/index"
 include_patterns = ["docs/**", "benchmarks/RESULTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/readers/README.md"]
 # Folders that no page can be in, so that they are not searched.

@@ -4,6 +4,7 @@
 can judge: held-out loss per pass beside the local run's, and a few words with their nearest neighbours.
 """
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -85,6 +86,13 @@ def run_demo(options: DemoOptions, line: ProgressLine) -> bool:
         f"  cluster: {ours.seconds:.1f} s for {N_PASSES} passes, {ours.n_rows / ours.seconds / 1e3:.0f}k rows pulled and pushed per "
         f"second; one process: {theirs.seconds:.1f} s; all in all {time.monotonic() - started:.0f} s"
     )
+    if not options.config:
+        n_processes, cores = options.nodes + options.shards + options.trainers, n_of(os.cpu_count() or 1, "core")
+        line.say(
+            f"  The cluster's {n_processes} processes share the {cores} here, and each row crosses two sockets: a table that fits "
+            "one machine is faster there. The losses differ by asynchrony: trainers do not wait for each other (`mode: sync` does)."
+        )
+    line.say("Next: ten minutes in docs/tutorials/torch.ipynb or keras.ipynb; a model of yours, in one line: docs/conversion.md")
     return good
 
 
