@@ -35,7 +35,8 @@ _EXPORTED_AT_ONCE = 1 << 17  # ids: what storage answers well within the timeout
 class Table:
     """One embedding table of a cluster: its rows are pulled, and gradients pushed to it.
 
-    Get one from `Cluster.table` or `Cluster.create_table`; `help(kvemb)` has a tour with an example. Thread-safe.
+    Get one from `Cluster.table` or `Cluster.create_table`; `help(kvemb)` has a tour. Thread-safe. In the examples here `users` is a new
+    table of dim 2 with `kvemb.optim.sgd(lr=1.0)`, whose rows begin at zero.
 
     One class of many methods: it is the one object that programs hold of a table. Each passes its arguments to the package that does the
     work.
@@ -115,6 +116,10 @@ class Table:
             StorageError: a node is down, or was restarted empty, say. The message names it, and comes within the timeout. `out` is
                 untouched.
             ShardUnavailableError: a step was released to this connection ahead of storage, and storage does not get it.
+
+        Example:
+            >>> users.pull([[7, 8], [7, 9]]).shape
+            (2, 2, 2)
         """
         request = prepare_pull(self._definition, ids, out, minus_one=self._minus_one)
         (pulled,) = self._shared.pull([request], timeout_s, versions=return_versions)
@@ -139,6 +144,12 @@ class Table:
             KvembError: an earlier push failed while no call waited for it; nothing of this push was sent.
             ShardUnavailableError: a shard cannot be reached or has no room within the timeout; nothing was sent.
             ClosedError: this process is a fork of the one that connected.
+
+        Example:
+            >>> ack = users.push([7, 8, 7], np.ones((3, 2)))
+            >>> ack.wait_applied(timeout_s=30)
+            >>> users.pull([7, 8]).tolist()
+            [[-2.0, -2.0], [-1.0, -1.0]]
         """
         shared = self._shared
         shared.require_shards("push")
@@ -154,6 +165,12 @@ class Table:
         Raises:
             ShardUnavailableError, DeadlineExceededError: not within the time (`away_timeout_s` unless given); call it again.
             KvembError: a push failed that no call had waited for.
+
+        Example:
+            >>> ack = users.push([7], [[1.0, 0.0]])
+            >>> users.flush()
+            >>> users.pull([7]).tolist()
+            [[-1.0, 0.0]]
         """
         self._shared.require_shards("flush").flush(timeout_s)
 
@@ -167,6 +184,12 @@ class Table:
 
         Raises:
             InvalidInputError: the optimizer takes no such value; the known ones are listed. Nothing changed.
+
+        Example:
+            >>> users.set_hyper(lr=0.5)
+            >>> users.push([7], [[1.0, 2.0]]).wait_applied(timeout_s=30)
+            >>> users.pull([7]).tolist()
+            [[-0.5, -1.0]]
         """
         self._hyper = self.pushed_hyper(values)
 
@@ -201,6 +224,11 @@ class Table:
             InvalidInputError: no such policy; nothing was sent.
             AccessDeniedError: the caller's certificate has no role that may erase rows; nothing was changed.
             ShardUnavailableError: they may have been changed; call it again.
+
+        Example:
+            >>> users.set_policies(admission=kvemb.admit.after(3))
+            >>> users.policies().admission.kind
+            'after'
         """
         change = PolicyChange(admission, eviction)
         self._shared.require_shards("set_policies").set_policies(self.name, change, timeout_s)
@@ -259,6 +287,11 @@ class Table:
         Raises:
             InvalidInputError: duplicates, wrong shapes or dtypes, NaN or infinity; nothing was sent.
             ParameterServerError: some rows may have been set, or may still be; assigning again is fine.
+
+        Example:
+            >>> users.assign([7, 8], [[1.0, 2.0], [3.0, 4.0]])
+            >>> users.pull([8]).tolist()
+            [[3.0, 4.0]]
         """
         shards = self._shared.require_shards("assign")
         prepared = prepare_assign(self._definition, ids, rows, state)
@@ -273,6 +306,11 @@ class Table:
         Raises:
             InvalidInputError: wrong ids; nothing was sent.
             ParameterServerError: some rows may have been erased, or may still be; erasing again is fine.
+
+        Example:
+            >>> users.assign([7], [[1.0, 2.0]])
+            >>> users.erase([7, 8])
+            1
         """
         shards = self._shared.require_shards("erase")
         prepared = prepare_erase(self._definition, ids)
@@ -287,6 +325,12 @@ class Table:
 
         Returns:
             (ids [n] in the table's id_dtype, rows [n, dim] as `pull` gives them).
+
+        Example:
+            >>> users.assign([7], [[1.0, 2.0]])
+            >>> ids, rows = users.export()
+            >>> ids.tolist(), rows.tolist()
+            ([7], [[1.0, 2.0]])
         """
         kept_ids, kept_rows = [np.empty(0, np.uint64)], [np.empty((0, self.dim), self._definition.row_dtype)]
         pages = (page[at : at + _EXPORTED_AT_ONCE] for page in self.known_ids() for at in range(0, len(page), _EXPORTED_AT_ONCE))
@@ -315,6 +359,11 @@ class Table:
 
         Raises:
             ShardUnavailableError: a shard did not answer in time (`away_timeout_s` unless given).
+
+        Example:
+            >>> users.push([7], [[1.0, 2.0]]).wait_applied(timeout_s=30)
+            >>> users.steps()
+            1
         """
         return self._shared.require_shards("steps").questions.step(self.name, timeout_s)
 
