@@ -42,6 +42,7 @@ class PartAck:
         changed_rows: as its answer has them; empty while and where they are not known.
         released: whether its batch is computed; always so once it is applied.
         held_back: how many of its rows the tables' admission held back.
+        refused: whether its shard has refused it; others may take its place.
     """
 
     where: str
@@ -53,6 +54,7 @@ class PartAck:
     released: bool = False
     applied: bool = False
     held_back: int = 0
+    refused: bool = False
 
 
 class Ack:
@@ -210,10 +212,33 @@ class Ack:
             return self._error is not None and self._seen
 
     def replace_parts(self, moved: Sequence[PartAck], by: Sequence[PartAck]) -> None:
-        """Let other parts take the place of those that were refused because slots have moved. Called by the session."""
+        """Let other parts take the place of those that were refused. Called by the session."""
         gone = {id(part) for part in moved}
         with self._changed:
             self._parts = [part for part in self._parts if id(part) not in gone] + list(by)
+            self._changed.notify_all()
+
+    def is_taken(self, deadline: Deadline) -> bool:
+        """Whether a shard has taken a part of it, although others have refused theirs; waits until that is known. Called by the session.
+
+        Raises:
+            ShardUnavailableError: it is not known within the deadline; ask again.
+        """
+
+        def known() -> bool:
+            return self._error is not None or any(part.accepted for part in self._parts) or all(part.refused for part in self._parts)
+
+        with self._changed:
+            if self._changed.wait_for(known, deadline.remaining_s()):
+                return self._error is None and any(part.accepted for part in self._parts)
+            late = ", ".join(sorted({part.where for part in self._parts if not part.refused}))
+        raise ShardUnavailableError(f"{self._what}: was refused by a shard, and whether others have taken it is not known yet: {late}")
+
+    def part_refused(self, part: PartAck) -> None:
+        """A shard has refused a part, which goes anew where the others have taken theirs. Called by its push stream."""
+        with self._changed:
+            part.refused = True
+            self._changed.notify_all()
 
     def part_accepted(self, part: PartAck) -> None:
         """A shard has accepted a part. Called by its push stream."""

@@ -4,8 +4,8 @@ No thread, no lock, no gRPC: the push stream has those. Every part is kept until
 connection. Then it must be sent again under its old sequence. The parts of a push are accepted together, when the shard has the whole
 push in its journal. A part that is refused leaves its sequence free. What was sent behind it is refused too, as a gap; then numbering
 goes on from the last accepted part, first with pushes that were refused as a gap alone, if they go again. Parts of one push that were
-refused because slots moved are one push again, under its step, to be routed by the map in force: rows of its tables side by side,
-whichever shards had refused them.
+refused because slots moved, or a table was closed, are one push again, under its step, to be routed by the map in force: rows of its
+tables side by side, whichever shards had refused them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ import numpy as np
 
 from kvemb.client.ack import Ack, PartAck
 from kvemb.datapath.prefetched_rows import PrefetchedRows
-from kvemb.errors import PushRejectedError, ShardFailedError
+from kvemb.errors import KvembError, PushRejectedError, ShardFailedError, TableDroppedError
 from kvemb.protocol.message_format import TableRows
 from kvemb.protocol.messages import PushPart
 from kvemb.schema.slots import Placement
@@ -28,12 +28,13 @@ MAX_UNAPPLIED_PARTS = 64
 
 @dataclass(eq=False)
 class Sent:
-    """A part that is not applied yet; `placements` of its tables, by name, for the case that it must be routed again."""
+    """A part that is not applied yet; `placements` of its tables, by name, and why it was refused, for the case that it goes anew."""
 
     data: bytes
     part: PartAck
     ack: Ack
     placements: Mapping[str, Placement] = field(default_factory=dict)
+    refusal: KvembError | None = None
     accepted: bool = False
 
 
@@ -72,6 +73,11 @@ class Outbox:
     def unaccepted(self) -> list[Ack]:
         """The pushes of the parts without an acceptance."""
         return [sent.ack for sent in (*self._parts.values(), *self._again) if not sent.accepted]
+
+    @property
+    def is_level(self) -> bool:
+        """Whether all that was sent behind a refused part has been answered, so that its number may be used."""
+        return self._refused_at is None
 
     @property
     def has_next(self) -> bool:
@@ -181,12 +187,13 @@ class Outbox:
 
 
 @dataclass(frozen=True, eq=False)
-class MovedPush:
-    """The parts of one push that shards refused.
+class RefusedPush:
+    """The parts of one push that shards refused, or that came behind a refused one.
 
     Args:
         ack: the push's.
         step: its number.
+        refusals: why, of each part that has a reason.
         serial: of the newest map that it was routed by.
         tables_serial: of the registry of tables, as its other parts have it.
         shards: which have refused it.
@@ -197,6 +204,7 @@ class MovedPush:
 
     ack: Ack
     step: int
+    refusals: tuple[KvembError, ...]
     serial: int
     tables_serial: int
     shards: frozenset[int]
@@ -204,8 +212,18 @@ class MovedPush:
     tables: tuple[TableRows, ...]
     prefetched: tuple[PrefetchedRows, ...]
 
+    @property
+    def closed(self) -> TableDroppedError | None:
+        """The refusal of rows of a table that was altered, dropped or loaded, if there is one."""
+        return next((error for error in self.refusals if isinstance(error, TableDroppedError)), None)
 
-def put_together(refused: Iterable[tuple[int, Sent]]) -> list[MovedPush]:
+    @property
+    def moved(self) -> bool:
+        """Whether a part was refused because slots have moved."""
+        return any(not isinstance(error, TableDroppedError) for error in self.refusals)
+
+
+def put_together(refused: Iterable[tuple[int, Sent]]) -> list[RefusedPush]:
     """Return the pushes of these parts, of each the shard that has refused it first, in the order in which they were made."""
     by_ack: dict[int, list[tuple[int, Sent]]] = {}
     for shard, sent in refused:
@@ -213,7 +231,7 @@ def put_together(refused: Iterable[tuple[int, Sent]]) -> list[MovedPush]:
     return sorted((_push(parts) for parts in by_ack.values()), key=lambda push: push.step)
 
 
-def _push(parts_of: Sequence[tuple[int, Sent]]) -> MovedPush:
+def _push(parts_of: Sequence[tuple[int, Sent]]) -> RefusedPush:
     shards, refused = frozenset(shard for shard, _ in parts_of), [sent for _, sent in parts_of]
     bodies = [PushPart.decode(sent.data) for sent in refused]
     tables: dict[str, list[TableRows]] = {}
@@ -226,7 +244,8 @@ def _push(parts_of: Sequence[tuple[int, Sent]]) -> MovedPush:
     parts = tuple(sent.part for sent in refused)
     joined = tuple(_joined(rows) for rows in tables.values()), tuple(_held(rows) for rows in prefetched.values())
     serials = max(body.map_serial for body in bodies), bodies[0].tables_serial
-    return MovedPush(refused[0].ack, bodies[0].step, *serials, shards, parts, *joined)
+    refusals = tuple(sent.refusal for sent in refused if sent.refusal is not None)
+    return RefusedPush(refused[0].ack, bodies[0].step, refusals, *serials, shards, parts, *joined)
 
 
 def _joined(pieces: Sequence[TableRows]) -> TableRows:

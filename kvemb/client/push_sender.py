@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from kvemb.client.ack import Ack, copied
+from kvemb.client.ack import Ack, PartAck, copied
 from kvemb.client.outbox import MAX_UNAPPLIED_PARTS, WINDOW_PARTS, Outbox, Sent
 from kvemb.client.shard_channel import ShardChannel
 from kvemb.datapath.prefetched_rows import check_changed_rows
@@ -23,6 +23,7 @@ from kvemb.errors import (
     ShardFailedError,
     ShardUnavailableError,
     SlotsMovedError,
+    TableDroppedError,
     from_wire,
 )
 from kvemb.net.deadline import Deadline, pauses
@@ -33,6 +34,8 @@ HELLO_TIMEOUT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _JOIN_S = 1.0
 _FINAL = (FencedError, ShardFailedError)
+_ANEW = (SlotsMovedError, TableDroppedError)
+"""Refusals of parts that are not final: the session decides what becomes of the push, over all its shards."""
 _PASSING = (
     grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED,
     grpc.StatusCode.INTERNAL,  # as of a broken HTTP/2 stream
@@ -59,8 +62,8 @@ class PushSender:
     Args:
         channel: of the shard.
         hello: introduces the trainer to the shard, before the first part and after every reconnect; raises ShardLeftError.
-        on_moved: called when the shard has refused parts because slots have moved: `moved` has them. They count as neither accepted nor
-            applied until `resent` says that other parts have taken their place.
+        on_refused: called when the shard has refused parts because slots have moved, or a table was closed: `refused` has them. They
+            count as neither accepted nor applied until `resent` says that other parts have taken their place, or the push has failed.
         heard: takes the serial of the registry of tables that an answer names.
         introduced: whether the shard has had the first hello.
         recovers: whether the stream goes on when a shard that had stopped applying was mended: its parts have failed, and later ones are
@@ -75,16 +78,16 @@ class PushSender:
         self,
         channel: ShardChannel,
         hello: Callable[[Deadline], HelloReply],
-        on_moved: Callable[[], None] = lambda: None,
+        on_refused: Callable[[], None] = lambda: None,
         *,
         heard: Callable[[int], None] = lambda serial: None,
         introduced: bool = True,
         recovers: bool = True,
     ) -> None:
-        self.channel, self.where, self._hello, self._on_moved = channel, str(channel), hello, on_moved
+        self.channel, self.where, self._hello, self._on_refused = channel, str(channel), hello, on_refused
         self._heard = heard
         self._introduced, self._recovers = introduced, recovers
-        self._moved: list[Sent] = []
+        self._refused: list[Sent] = []
         self._changed = threading.Condition()
         self._outbox = Outbox(self.where)
         self._generation = 0  # of the connection; an outgoing iterator of an older one ends
@@ -116,15 +119,19 @@ class PushSender:
     def wait_accepted(self, deadline: Deadline) -> None:
         """Wait until the shard has accepted (or refused) everything sent; raises as `wait_room` does."""
         done = "it has not accepted everything sent to it"
-        self._wait(lambda: self._outbox.n_unaccepted == 0 and not self._moved, deadline, done)
+        self._wait(lambda: self._outbox.n_unaccepted == 0 and not self._refused, deadline, done)
 
     def wait_applied(self, deadline: Deadline) -> None:
         """Wait until the shard has applied (or refused) everything sent; raises as `wait_room` does."""
-        self._wait(lambda: len(self._outbox) == 0 and not self._moved, deadline, "it has not applied everything sent to it")
+        self._wait(lambda: len(self._outbox) == 0 and not self._refused, deadline, "it has not applied everything sent to it")
 
     def wait_answered(self, deadline: Deadline) -> None:
-        """Wait until the shard has accepted or refused everything sent, parts of slots that moved included; raises as `wait_room` does."""
+        """Wait until the shard has accepted or refused everything sent; raises as `wait_room` does."""
         self._wait(lambda: self._outbox.n_unaccepted == 0, deadline, "it has not answered everything sent to it")
+
+    def wait_level(self, deadline: Deadline) -> None:
+        """Wait until everything sent behind a refused part is answered, and its number is free; raises as `wait_room` does."""
+        self._wait(lambda: self._outbox.is_level, deadline, "it has not answered what was sent to it behind a part that it refused")
 
     def next_sequence(self) -> int:
         """The sequence of the next part. The caller makes sure that only one thread sends."""
@@ -139,8 +146,9 @@ class PushSender:
                     self._outbox.add(sequence, sent)
                     self._start()
                 except PushRejectedError as error:
-                    if self._moved:  # since this part was numbered, an earlier one was refused for moved slots: this one goes with it
-                        self._moved.append(sent)
+                    if self._refused:  # since this part was numbered, an earlier one was refused, and goes anew: this one behind it
+                        why = self._refused[-1].refusal
+                        self._put_back(sent, why if isinstance(why, SlotsMovedError) else self._refusal_before(sent))
                     else:
                         failure = error
             self._changed.notify_all()
@@ -148,22 +156,22 @@ class PushSender:
             sent.ack.part_failed(failure)
 
     @property
-    def moved(self) -> list[Sent]:
-        """The parts that the shard refused because slots have moved, in the order of their sequences."""
+    def refused(self) -> list[Sent]:
+        """The parts that the shard refused because slots have moved, or a table was closed, in the order of their sequences."""
         with self._changed:
-            return list(self._moved)
+            return list(self._refused)
 
-    def resent(self, parts: Collection[Sent]) -> None:
-        """Forget parts among `moved`: others have taken their place."""
-        gone = {id(sent) for sent in parts}
+    def resent(self, parts: Collection[PartAck]) -> None:
+        """Forget parts among `refused`: others have taken their place, or their push has failed."""
+        gone = {id(part) for part in parts}
         with self._changed:
-            self._moved = [sent for sent in self._moved if id(sent) not in gone]
+            self._refused = [sent for sent in self._refused if id(sent.part) not in gone]
             self._changed.notify_all()
 
     def unaccepted(self) -> list[Ack]:
         """The pushes of which the shard has not accepted a part yet."""
         with self._changed:
-            return [*(sent.ack for sent in self._moved), *self._outbox.unaccepted()]
+            return [*(sent.ack for sent in self._refused), *self._outbox.unaccepted()]
 
     def close(self) -> None:
         """End the stream; parts that are not applied yet are forgotten. Idempotent."""
@@ -317,16 +325,17 @@ class PushSender:
                 raise error  # to be sent again: to the shard after its restart, or to the process that took it over
             else:
                 # One behind a refused part goes again, unless its own push was refused, or a sync job has lost a step.
-                is_gap = isinstance(error, PushRejectedError) and self._outbox.is_behind(reply.sequence)
-                again = is_gap and self._recovers and not sent.ack.failed
+                if is_gap := isinstance(error, PushRejectedError) and self._outbox.is_behind(reply.sequence):
+                    error = self._refusal_before(sent) or error
+                again = is_gap and self._recovers and not sent.ack.failed and not isinstance(error, _ANEW)
                 self._outbox.refused(reply.sequence, again=again)
-                if isinstance(error, SlotsMovedError):
-                    self._moved.append(sent)
+                if isinstance(error, _ANEW):
+                    self._put_back(sent, error)
             self._changed.notify_all()
         if again:
             return
-        if isinstance(error, SlotsMovedError):
-            self._on_moved()
+        if isinstance(error, _ANEW):
+            self._on_refused()
         elif error is not None:
             sent.ack.part_failed(error)
             if isinstance(error, _FINAL):
@@ -335,6 +344,15 @@ class PushSender:
             self._computed(sent, reply)
         else:
             sent.ack.part_accepted(sent.part)
+
+    def _refusal_before(self, sent: Sent) -> KvembError | None:
+        """Why an earlier part of the same push was refused; in a sync job an earlier step, since steps keep their order."""
+        return next((one.refusal for one in reversed(self._refused) if not self._recovers or one.ack is sent.ack), None)
+
+    def _put_back(self, sent: Sent, why: KvembError | None) -> None:
+        sent.refusal = why
+        self._refused.append(sent)
+        sent.ack.part_refused(sent.part)
 
     def _computed(self, sent: Sent, reply: PushReply) -> None:
         """Take over an answer about a part's batch, which is in storage or about to be."""
@@ -353,20 +371,21 @@ class PushSender:
         with self._changed:
             self._outbox.reconcile(last_sequence)
             taken, rest = self._outbox.split(last_sequence)
-            self._moved += rest
+            for sent in rest:
+                self._put_back(sent, SlotsMovedError(f"{self.where} has left the cluster"))
             self._thread = None  # should the number come back, the next part begins another one
             self._changed.notify_all()
         for sent in taken:
             sent.ack.part_computed(sent.part, -1.0, 0, applied=True)
         if rest:
-            self._on_moved()
+            self._on_refused()
 
     def _fail(self, error: KvembError) -> None:
         """Nothing can be sent any more: tell every waiting ack."""
         with self._changed:
             self._failure = error
-            waiting = [*self._moved, *self._outbox.clear()]
-            self._moved = []
+            waiting = [*self._refused, *self._outbox.clear()]
+            self._refused = []
             self._changed.notify_all()
         for sent in waiting:
             sent.ack.part_failed(error)

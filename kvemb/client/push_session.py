@@ -15,16 +15,38 @@ from typing import NamedTuple
 
 from kvemb.client.ack import DEFAULT_TIMEOUT_S, Ack, PartAck, copied, waits_s
 from kvemb.client.all_shards import AllShards
-from kvemb.client.outbox import Sent, put_together
+from kvemb.client.outbox import RefusedPush, Sent, put_together
 from kvemb.client.push_sender import PushSender, ShardLeftError
 from kvemb.datapath.prefetched_rows import PrefetchedRows, route_prefetched
-from kvemb.errors import FencedError, KvembError, PushRejectedError, ShardFailedError, ShardUnavailableError, StorageError
+from kvemb.datapath.push import gradients_of_now
+from kvemb.errors import (
+    FencedError,
+    FrozenTableError,
+    KvembError,
+    PushRejectedError,
+    ShardFailedError,
+    ShardUnavailableError,
+    StorageError,
+    TableAlteredError,
+    TableDroppedError,
+)
 from kvemb.net.deadline import Deadline, pauses
 from kvemb.protocol.message_format import TableRows
-from kvemb.protocol.messages import ByeRequest, Empty, HelloReply, HelloRequest, PushPart, StatusReply, digest_tables
+from kvemb.protocol.messages import (
+    ByeRequest,
+    Empty,
+    HelloReply,
+    HelloRequest,
+    PushPart,
+    StatusReply,
+    TableReply,
+    TableRequest,
+    digest_tables,
+)
 from kvemb.protocol.move_messages import LeftSessionRequest
 from kvemb.protocol.shard_routing import route, split
 from kvemb.schema.cluster_map import ClusterMap
+from kvemb.schema.table_def import TableDef
 
 BYE_TIMEOUT_S = 2.0
 _LOOK_TIMEOUT_S = 1.0
@@ -105,6 +127,8 @@ class PushSession:
             if self._behind:
                 self._catch_up(deadline)
             cluster_map = self._follow_map(deadline)
+            if self._failed:  # an earlier push was found refused just now
+                self.raise_unseen()
             wanted = self._shares(tables, cluster_map, cluster_map.writing_shards if self.sync else ())
             prefetched_of = route_prefetched(prefetched, cluster_map) if prefetched else []
             began_s = time.monotonic()
@@ -350,7 +374,7 @@ class PushSession:
             tables_serial=serials[1],
         )
 
-    # --- slots that moved ---------------------------------------------------------------------------------------------------------
+    # --- parts that were refused, and go anew ---------------------------------------------------------------------------------------
 
     def _follow_map(self, deadline: Deadline) -> ClusterMap:
         """Return the map to route by. Parts routed by an earlier map are with their shards, or routed again, before any goes by this one.
@@ -360,39 +384,67 @@ class PushSession:
         """
         while True:
             cluster_map = self._servers.cluster_map
-            if cluster_map.shards_serial == self._map_serial and not any(stream.moved for stream in self._streams.values()):
+            refused = self._refused() if any(stream.refused for stream in self._streams.values()) else []
+            same = cluster_map.shards_serial == self._map_serial and not any(push.moved for push in refused)
+            if same and not refused:
                 return cluster_map
             for stream in list(self._streams.values()):
-                stream.wait_answered(deadline)
-            cluster_map = self._route_again(deadline)
+                (stream.wait_level if same else stream.wait_answered)(deadline)
+            refused = self._refused()
+            if moved := [push.serial for push in refused if push.moved]:
+                cluster_map = self._newer_map(max(moved), deadline)
+            for push in refused:
+                self._send_anew(push, cluster_map, deadline)
             self._map_serial = cluster_map.shards_serial
             self._heard[self._map_serial] = cluster_map.writing_shards
 
-    def _route_again(self, deadline: Deadline) -> ClusterMap:
-        """Send parts that were refused because slots have moved to the slots' new shards, under new sequences; return the map to route by.
+    def _refused(self) -> list[RefusedPush]:
+        """The pushes of which shards have refused parts that may go anew, in the order in which they were made."""
+        return put_together((shard, sent) for shard, stream in list(self._streams.items()) for sent in stream.refused)
+
+    def _send_anew(self, push: RefusedPush, cluster_map: ClusterMap, deadline: Deadline) -> None:
+        """Send the refused parts of a push under new sequences, by the map and tables in force; or let it fail, if nothing of it was taken.
 
         Raises:
-            ShardUnavailableError: the nodes have no newer map within the deadline; call again.
+            ShardUnavailableError: which of the two is not known within the deadline; call again.
         """
-        refused = {shard: stream.moved for shard, stream in self._streams.items()}
-        pushes = put_together((shard, sent) for shard, parts in refused.items() for sent in parts)
-        if not pushes:
-            return self._servers.cluster_map
-        cluster_map = self._newer_map(max(push.serial for push in pushes), deadline)
+        if push.closed is not None and not push.ack.is_taken(deadline):
+            self._fail_refused(push, push.closed)
+            return
         writing = cluster_map.writing_shards
-        for push in pushes:
-            # Of a sync job's step the others have their part: it goes to those that refused theirs, and to those that have joined since.
-            missed = push.shards if push.step <= self._inherited else push.shards | (writing - self._heard.get(push.serial, frozenset()))
-            wanted = self._shares(push.tables, cluster_map, writing & missed if self.sync else ())
-            prefetched_of = route_prefetched(push.prefetched, cluster_map) if push.prefetched else []
-            serials = cluster_map.shards_serial, push.tables_serial
-            numbered = self._number(wanted, prefetched_of, push.step, serials)
-            push.ack.replace_parts(push.parts, [one.part for one in numbered])
-            _send(numbered, push.ack)
+        # Of a sync job's step the others have their part: it goes to those that refused theirs, and to those that have joined since.
+        missed = push.shards if push.step <= self._inherited else push.shards | (writing - self._heard.get(push.serial, frozenset()))
+        try:
+            tables = push.tables if push.closed is None else self._of_now(push.tables, deadline)
+            wanted = self._shares(tables, cluster_map, writing & missed if self.sync else ())
+            if push.closed is not None and self.sync and not wanted.keys() <= missed:  # a shard has one part of each step
+                raise FrozenTableError("its rows are those of other shards now")
+        except FrozenTableError as error:
+            self._fail_refused(push, _taken_in_part(push, error))
+            return
+        prefetched_of = route_prefetched(push.prefetched, cluster_map) if push.prefetched and push.closed is None else []
+        numbered = self._number(wanted, prefetched_of, push.step, (cluster_map.shards_serial, push.tables_serial))
+        push.ack.replace_parts(push.parts, [one.part for one in numbered])
+        _send(numbered, push.ack)
+        self._forget_refused(push)
+
+    def _of_now(self, tables: Sequence[TableRows], deadline: Deadline) -> list[TableRows]:
+        """The rows of a push that other shards have taken, by the definitions in force, without those of tables that are gone."""
+        found = list[TableRows]()
+        for rows in tables:
+            with suppress(TableDroppedError):  # what the other shards had taken is gone, too
+                reply = self._servers.call(0, "GetTable", TableRequest(rows.table, rows.schema), TableReply, deadline)
+                found.append(gradients_of_now(rows, TableDef.from_dict(reply.table)))
+        return found
+
+    def _fail_refused(self, push: RefusedPush, error: KvembError) -> None:
+        push.ack.part_failed(error)
+        self._forget_refused(push)
+
+    def _forget_refused(self, push: RefusedPush) -> None:
         self._n_rerouted += 1
-        for shard, parts in refused.items():
-            self._streams[shard].resent(parts)
-        return cluster_map
+        for shard in push.shards:
+            self._streams[shard].resent(push.parts)
 
     def _newer_map(self, serial: int, deadline: Deadline) -> ClusterMap:
         if self._servers.cluster_map.shards_serial > serial:
@@ -421,7 +473,7 @@ class PushSession:
     def _keep_routing(self) -> None:
         while not self._closed.is_set():
             with self._rerouting_lock:
-                if not any(stream.moved for stream in list(self._streams.values())):
+                if not any(stream.refused for stream in list(self._streams.values())):
                     self._rerouting = None
                     return
             try:
@@ -455,6 +507,13 @@ def _send(numbered: Sequence[_Numbered], ack: Ack) -> None:
     for stream, body, part in numbered:
         placements = {rows.table: rows.placement for rows in body.tables}
         stream.send(body.sequence, Sent(body.encode(), part, ack, placements))
+
+
+def _taken_in_part(push: RefusedPush, why: KvembError) -> KvembError:
+    shards = ", ".join(map(str, sorted(push.shards)))
+    return TableAlteredError(
+        f"{push.closed} Of this push the rows of shard {shards} were refused, and those of the other shards were taken before: {why}"
+    )
 
 
 def _with_prefetched(

@@ -5,6 +5,7 @@ streams (kvemb.client). Stateless, hence thread- and fork-safe.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -182,3 +183,20 @@ def _not_finite(
 
 def _shown(definition: TableDef, row_id: np.uint64) -> int:
     return int(to_caller(np.array([row_id], np.uint64), definition.id_dtype)[0])
+
+
+def gradients_of_now(rows: TableRows, now: TableDef) -> TableRows:
+    """Return gradients by an earlier definition of a table as the present one takes them: columns that are gone left out, new ones zeros.
+
+    Raises:
+        FrozenTableError: it takes no gradients any more.
+    """
+    if rows.schema == now.schema:
+        return rows
+    now.require_trained()
+    grads = np.zeros((len(rows.ids), now.dim), rows.rows.dtype)
+    kept = min(now.dim, rows.rows.shape[1])
+    grads[:, :kept] = rows.rows[:, :kept]
+    none = np.empty(0, np.uint64)  # of the rows that were copied nobody has seen versions
+    hyper = rows.hyper if rows.hyper.keys() <= now.optimizer.defaults().keys() else {}
+    return replace(rows, schema=now.schema, rows=grads, versions=none, hyper=hyper, placement=now.placement)

@@ -162,9 +162,13 @@ class RowsRequest(Message):
 
 
 class TableRequest(Message):
-    """Ask about one table by name; the empty name means all of them (flush)."""
+    """Ask about one table by name; the empty name means all of them (flush).
+
+    schema is that of rows which a caller has (GetTable): asked for is what their table is now. -1: whatever has the name.
+    """
 
     table: str
+    schema: int = -1
 
 
 class FlushRequest(Message):

@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 
-from kvemb.errors import JournalFullError, PushRejectedError, ShardUnavailableError, SlotsMovedError, TableAlteredError, to_wire
+from kvemb.errors import JournalFullError, PushRejectedError, ShardUnavailableError, SlotsMovedError, TableDroppedError, to_wire
 from kvemb.schema.cluster_map import ClusterMap
-from kvemb.schema.table_def import TableDef
 
 from ..model.table_registry import Registry
 from .ingest_state import POLL_S, IngestState
@@ -22,7 +21,6 @@ from .sync_steps import HeldSteps
 from .work_queue import WorkQueue
 
 log = logging.getLogger("paramserver")
-_NONE: Mapping[str, TableDef] = {}
 
 Record = Callable[[str, int], None]
 """(trainer, incarnation, or 0 for a goodbye): makes it durable. Raises JournalFullError, FencedError."""
@@ -170,7 +168,7 @@ class StepsByMap:
 
     Args:
         state, sessions, queue, outcomes, gate: ingest's.
-        registry: of tables; None: none is ever altered.
+        registry: of tables; None: none is ever altered or dropped.
     """
 
     def __init__(
@@ -185,13 +183,12 @@ class StepsByMap:
         self._state, self._sessions = state, sessions
         self._queue, self._outcomes, self._gate, self._registry = queue, outcomes, gate, registry
         self._followed, self._held_serial = gate.now, 0
-        self._altering, self._last_asked = self.altering, 0  # while a table is being altered: the step to go on to
+        self._tables_serial, self._last_asked = self._serial, 0  # the latter, while a table is being altered: the step to go on to
         self._follow(self._followed)
 
     @property
-    def altering(self) -> Mapping[str, TableDef]:
-        """The tables that are being altered: see `Registry.altering`."""
-        return _NONE if self._registry is None else self._registry.altering
+    def _serial(self) -> int:
+        return 0 if self._registry is None else self._registry.serial
 
     def hold_behind(self, last: int) -> HeldSteps:
         """While a table is being altered, hand out no step behind this one, or behind the one that was handed out last. Any thread."""
@@ -215,7 +212,7 @@ class StepsByMap:
 
     def look(self) -> None:
         """Follow a newer map, if there is one. Under the lock `changed`."""
-        if (now := self._gate.now) is not self._followed or self.altering is not self._altering:
+        if (now := self._gate.now) is not self._followed or self._serial != self._tables_serial:
             self._follow(now)
             self._followed = now
             self._state.changed.notify_all()
@@ -227,12 +224,13 @@ class StepsByMap:
             serial = now.shards_serial
             self._refuse_waiting(SlotsMovedError(f"slots have moved: the cluster map of serial {serial} is in force; nothing was taken"))
         last = last_step(now)
-        altering, self._altering = self._altering, self.altering
-        if last is None and self._altering:
-            last = self._last_asked
-        elif altering and not self._altering:
-            self._last_asked = 0
-            self._end_alteration()
+        self._tables_serial = self._serial
+        if self._registry is not None:
+            if not self._registry.altering:
+                self._last_asked = 0
+            elif last is None:
+                last = self._last_asked
+            self._refuse_closed(self._registry)
         steps = self._state.steps
         after = steps.go_on() if last is None else steps.hold_behind(last)
         for name in after.places if last is None and steps.hold.last is not None else ():  # leases begin again
@@ -242,16 +240,15 @@ class StepsByMap:
             log.info("steps of the sync job: %s, the last one was step %d", after.held.phase, after.held.last)
         self._held_serial = 0 if last is None else now.shards_serial
 
-    def _end_alteration(self) -> None:
-        """Refuse the pushes that wait, if one of them names a table that has another definition now."""
-        assert self._registry is not None
+    def _refuse_closed(self, registry: Registry) -> None:
+        """Refuse the pushes that wait, if one of them names a table that was altered or dropped."""
         try:
             for key in {key for push in self._queue.in_unfinished_steps() for key in push.table_keys}:
-                self._registry.require_open(key, waits=False)
-        except TableAlteredError as error:
+                registry.require_open(key, waits=False)
+        except TableDroppedError as error:
             self._refuse_waiting(error)
 
-    def _refuse_waiting(self, why: SlotsMovedError | TableAlteredError) -> None:
+    def _refuse_waiting(self, why: SlotsMovedError | TableDroppedError) -> None:
         """Refuse the pushes that wait for the others of their step, or for their last part.
 
         None of them was journaled, and their sequences are free. Trainers send them again by the map in force, if slots have moved.

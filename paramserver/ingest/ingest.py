@@ -6,14 +6,14 @@ The decisions are made in pure code beside it (sessions, sync_steps, work_queue)
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from kvemb.errors import KvembError, ShardUnavailableError, TableDroppedError, to_wire
+from kvemb.errors import KvembError, ShardUnavailableError, to_wire
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import PushPart
 
 from ..model.batch import DROPPED, CheckedRows, EvictionWork, PartTicket, Push, ReceivedPart, RowsWork, Sink, Work
-from ..model.table_registry import AFTER_A_DROP, Registry
+from ..model.table_registry import Registry
 from .attendance import Attendance, Record, StepsByMap
 from .ingest_state import POLL_S, IngestState
 from .outcomes import Backlog, Outcomes
@@ -36,7 +36,7 @@ class Ingest:
         record: writes hellos and goodbyes to the journal.
         clock: monotonic.
         gate: the cluster map by which rows are taken.
-        registry: says which tables are being altered, or were; None: none is.
+        registry: says which tables are being altered, or were altered or dropped; None: none is.
     """
 
     def __init__(
@@ -55,7 +55,6 @@ class Ingest:
         self.outcomes = Outcomes(self.state, sessions, self._pending, self._queue)
         self.attendance = Attendance(self.state, sessions, self.outcomes, record)
         self.backlog = Backlog(self.state, self._pending, self._queue)
-        self._tables_gone: set[str] = set()  # keys
         self._lost: KvembError | None = None
         self._eviction: EvictionWork | None = None
         self._require_open = _takes_all if registry is None else registry.require_open
@@ -90,10 +89,8 @@ class Ingest:
             self._pending.check_size(session, new)
             together = [*(session.incomplete if session.incomplete_step == part.step else ()), new]
             named = [rows for one in together for rows in (*one.tables, *one.prefetched)]
-            for rows in named:  # of an altered table; a sync job's steps wait as a whole, with all their parts
+            for rows in named:  # while it is altered a sync job's steps wait as a whole, with all their parts
                 self._require_open(rows.definition.key, waits=self.state.steps is None)
-            if self._tables_gone:
-                self._refuse_dropped(named)
             if len(together) > 1:
                 hyper_by_table(together)
             session.accept(new, part.step)
@@ -146,7 +143,6 @@ class Ingest:
             self.gate.require(map_serial)
             if work.reason != DROPPED:
                 self._require_open(work.rows.definition.key, waits=True)
-                self._refuse_dropped([work.rows])
             number = self._enqueue(work)
             while number in self._pending:
                 self.state.wait(deadline, f"{work.kind} to be applied; it stays queued")
@@ -163,11 +159,6 @@ class Ingest:
             assert self._eviction is None
             self._eviction = work
             self.state.changed.notify_all()
-
-    def refuse_table(self, key: str) -> None:
-        """Take no rows of a table that is being dropped from now on, even if they were checked before."""
-        with self.state.changed:
-            self._tables_gone.add(key)
 
     def wake(self) -> None:
         """Let waiting submitters look at their `cancelled` again."""
@@ -196,12 +187,6 @@ class Ingest:
         self._queue.add(item)
         self.state.changed.notify_all()
         return number
-
-    def _refuse_dropped(self, tables: Sequence[CheckedRows]) -> None:
-        for rows in tables:
-            if rows.definition.key in self._tables_gone:
-                name = rows.definition.name
-                raise TableDroppedError(f"table {name!r} was dropped meanwhile; nothing of this was accepted. {AFTER_A_DROP}.")
 
     # --- the committer takes it ------------------------------------------------------------------------------------------------
 
@@ -247,7 +232,9 @@ class Ingest:
         if at is None:
             return group
         self._eviction = None
-        if work.rows.definition.key in self._tables_gone or work.rows.definition.key in self.steps.altering:
+        try:
+            self._require_open(work.rows.definition.key, waits=True)
+        except KvembError:
             work.finish(0)
             return group
         self._pending.add(work)

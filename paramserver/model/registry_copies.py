@@ -83,7 +83,8 @@ class RegistryCopies:
 
     def _remember(self, new: Registered, kept: bytes | None) -> None:
         staged = [one.definition for one in new.dropped.values() if one.altered == STAGED and one.definition.name in new.tables]
-        self.now, self.altering = new, {new.tables[one.name].key: one for one in staged}
+        self.altering = {new.tables[one.name].key: one for one in staged}
+        self.now = new  # last: who sees its serial knows what is being altered
         if new.serial and kept != encoded(new):
             with named("the tables' definitions cannot be kept", self._data.path):
                 self._data.write(KEPT, [encoded(new)])

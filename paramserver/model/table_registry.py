@@ -105,15 +105,15 @@ class Registry:
         return one is None or not one.altered
 
     def require_open(self, key: str, *, waits: bool) -> None:
-        """Refuse rows of a table that has another definition now; `waits` says whether those of one that is being altered are, too.
+        """Refuse rows of a table that was dropped or altered; `waits` says whether those of one that is being altered are, too.
 
         Raises:
             ShardUnavailableError: they are to be sent again, which trainers do by themselves.
-            TableAlteredError: they come too late.
+            TableDroppedError: they come too late; TableAlteredError where the table has another definition now.
         """
         one = self._copies.now.dropped.get(key)
-        if one is not None and one.altered == REPLACED:
-            raise self._was_altered(one.definition.name)
+        if one is not None and one.altered != STAGED:
+            raise self._was_altered(one.definition.name) if one.altered else self._unknown(one.definition.name)
         if waits and (staged := self._copies.altering.get(key)) is not None:
             name = staged.name
             raise ShardUnavailableError(
@@ -182,7 +182,8 @@ class Registry:
                     return found
         if table is None:
             raise self._unknown(name)
-        if any(one.schema == schema for one in self._of(name, REPLACED)):
+        was = next((one for one in self._of(name, REPLACED) if one.schema == schema), None)
+        if was is not None and not any(one.life > was.life for one in self._of(name, "")):  # else its successor was dropped
             raise self._was_altered(name)
         return table
 

@@ -4,13 +4,21 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from kvemb.checkpoint.load import Decision
-from kvemb.errors import CheckpointError, InvalidInputError, ParameterServerError, ShardFailedError, WrongNodeError
+from kvemb.errors import (
+    CheckpointError,
+    InvalidInputError,
+    ParameterServerError,
+    ShardFailedError,
+    TableAlteredError,
+    WrongNodeError,
+)
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import (
     ByeRequest,
@@ -118,7 +126,15 @@ class Handlers:
         return self._table(self._parts.registry.create(table, exist_ok=request.exist_ok, policies=policies))
 
     def get_table(self, request: TableRequest, deadline: Deadline) -> TableReply:
-        return self._table(self._parts.registry.find(request.table))
+        """Say what a table is now; of rows of an earlier schema, what their table has become.
+
+        Raises:
+            UnknownTableError: there is none; TableDroppedError where the table of that schema was dropped.
+        """
+        find = self._parts.registry.find
+        with suppress(TableAlteredError):
+            return self._table(find(request.table) if request.schema < 0 else find_same(request.table, request.schema, find))
+        return self._table(find(request.table))
 
     def set_policies(self, request: SetPoliciesRequest, deadline: Deadline) -> TableReply:
         """Change policies of a table (shard 0), or hear that they were changed."""

@@ -96,8 +96,7 @@ class TableChanging:
             raise ParameterServerError(
                 f"table {request.key!r} is not being dropped, as far as shard {parts.shard} can read; call drop_table again"
             )
-        parts.ingest.refuse_table(definition.key)
-        parts.ingest.steps.follow()  # pushes that wait and name it are refused, where it was altered
+        parts.ingest.steps.follow()  # its lock comes behind every part that was let in before; steps that wait and name it are refused
         parts.ingest.backlog.flush(deadline, table=definition.key)
         state = parts.tables.state(definition)
         if parts.registry.deletes_whole(definition):

@@ -1,0 +1,171 @@
+"""A push, or a step of a sync job, that meets a table which is altered or dropped is taken whole or refused whole, over all shards."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from matrix import one_of
+
+import kvemb
+from kvemb.api import Cluster
+from kvemb.client.ack import Ack
+from kvemb.client.shard_client import ShardClient
+from kvemb.errors import KvembError, TableAlteredError, TableDroppedError
+from kvemb.local_cluster import LocalCluster
+from kvemb.net.deadline import Deadline
+from kvemb.protocol.messages import TableReply, TableRequest
+from kvemb.schema.altered_table import AlteredTable, TableChanges
+from kvemb.schema.table_def import TableDef
+from tests.integration.table_clusters import new_table, start
+
+N = 200
+IDS = np.arange(N) * 7919  # on both shards
+ONES = np.ones((N, 4), np.float32)
+
+
+@pytest.fixture(scope="module", params=one_of("valkey", "memcached"))
+def local(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
+    with start(request.param, require_server) as running:
+        yield running
+
+
+@pytest.fixture
+def cluster(local: LocalCluster) -> Iterator[Cluster]:
+    with kvemb.connect(local.url) as cluster:
+        yield cluster
+
+
+def shards_of(cluster: Cluster) -> ShardClient:
+    return cluster._shared.require_shards("test")
+
+
+def change_of(cluster: Cluster, name: str, **changes: Any) -> AlteredTable:
+    return AlteredTable.of(cluster.table(name).definition, TableChanges(**changes))
+
+
+def counts(cluster: Cluster, name: str) -> set[float]:
+    """How often ones were pushed to the rows of a table, by sgd of lr 1, in its first columns."""
+    return set((-cluster.table(name).pull(IDS)[:, :2]).round().ravel().tolist())
+
+
+def by_half(cluster: Cluster, ack: Ack) -> bool:
+    """Whether one shard has accepted its part of a push, and another has not."""
+    return {part.accepted for part in ack._parts} == {True, False}
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    deadline = Deadline.after(60)
+    while not happened():
+        assert not deadline.expired
+        threading.Event().wait(0.01)
+
+
+CHANGES = [
+    {"dim": 6, "new_columns": "zeros"},
+    {"dim": 2},
+    {"expected_rows": 100_000_000},
+    {"optimizer": kvemb.optim.sgd(lr=1.0, momentum=1e-9)},
+]
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: next(iter(changes)))
+def test_a_push_of_which_one_shard_has_taken_its_part_is_taken_by_all_when_a_table_is_altered(
+    local: LocalCluster, cluster: Cluster, changes: dict[str, Any]
+) -> None:
+    table, beside = new_table(cluster), new_table(cluster)
+    cluster.push({table.name: (IDS, 0 * ONES)}).wait_applied(60)
+    with kvemb.connect(local.url) as other:
+        change = change_of(other, table.name, **changes)
+        shards_of(other).begin_alter(change.old, change.new, None)  # shard 0 knows of it, shard 1 does not yet
+        acks = [cluster.push({table.name: (IDS, ONES), beside.name: (IDS, ONES)}) for _ in range(3)]
+        wait_for(lambda: all(by_half(cluster, ack) for ack in acks))
+        other.alter_table(table.name, **changes)
+        for ack in acks:
+            ack.wait_applied(60)
+        assert counts(other, table.name) == counts(other, beside.name) == {3.0}
+        with pytest.raises(TableAlteredError):
+            cluster.push({table.name: (IDS, ONES), beside.name: (IDS, ONES)}).wait(60)
+        assert counts(other, table.name) == counts(other, beside.name) == {3.0}  # nothing of it was accepted
+
+
+def test_a_push_of_which_one_shard_has_taken_its_part_is_taken_by_all_when_a_table_is_dropped(
+    local: LocalCluster, cluster: Cluster
+) -> None:
+    table, beside = new_table(cluster), new_table(cluster)
+    cluster.push({table.name: (IDS, 0 * ONES)}).wait_applied(60)
+    with kvemb.connect(local.url) as other:
+        gone = shards_of(other).servers.call(0, "DropTable", TableRequest(table.name), TableReply, Deadline.after(30))
+        acks = [cluster.push({table.name: (IDS, ONES), beside.name: (IDS, ONES)}) for _ in range(2)]
+        alone = cluster.push({table.name: (IDS, ONES)})
+        for ack in (*acks, alone):
+            ack.wait_applied(60)
+        assert counts(other, beside.name) == {2.0}
+        other.drop_table(table.name)
+        assert TableDef.from_dict(gone.table).name not in other.tables()
+        again = other.create_table(table.name, dim=4, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+        with pytest.raises(TableDroppedError):
+            cluster.push({table.name: (IDS, ONES), beside.name: (IDS, ONES)}).wait(60)
+        assert counts(other, beside.name) == {2.0}
+        assert not again.pull(IDS).any()
+
+
+class StepTrainer(threading.Thread):
+    """A trainer of a sync job: pushes ones to both tables, two steps ahead, until one is refused; then waits for those before."""
+
+    def __init__(self, url: str, number: int, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self._url, self._number, self._names = url, number, names
+        self.acked, self.outcomes = 0, list[str]()
+
+    def run(self) -> None:
+        with kvemb.connect(self._url, trainer=f"{self._number}") as cluster:
+            rows = {name: (IDS, ONES) for name in self._names}
+            waiting = [cluster.push(rows), cluster.push(rows)]
+            while waiting:
+                with self._noted():
+                    waiting.pop(0).wait(90)
+                    self.acked += 1
+                with self._noted():
+                    waiting += [] if self.outcomes else [cluster.push(rows)]
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
+        except KvembError as error:
+            self.outcomes.append(type(error).__name__)
+
+
+@pytest.mark.parametrize("verb", ["alter", "drop"])
+def test_a_step_that_a_restarted_shard_has_not_had_is_taken_by_it_without_what_is_gone(
+    verb: str, require_server: Callable[[str], str]
+) -> None:
+    with start("valkey", require_server, mode="sync", trainers=2) as local, kvemb.connect(local.url) as cluster:
+        table, beside = new_table(cluster), new_table(cluster)
+        trainers = [StepTrainer(local.url, number, (table.name, beside.name)) for number in range(2)]
+        for trainer in trainers:
+            trainer.start()
+        wait_for(lambda: all(trainer.acked > 3 for trainer in trainers))
+        local.shards[1].kill()
+        n_acked = max(trainer.acked for trainer in trainers)
+        wait_for(lambda: max(counts(cluster, beside.name)) > 2 * n_acked)  # shard 0 goes on with the steps that are on their way
+        change = change_of(cluster, table.name, optimizer=kvemb.optim.sgd(lr=1.0, momentum=1e-9))
+        if verb == "alter":
+            shards_of(cluster).begin_alter(change.old, change.new, None)
+        else:
+            shards_of(cluster).servers.call(0, "DropTable", TableRequest(table.name), TableReply, Deadline.after(30))
+        local.start_shard(1)
+        if verb == "alter":
+            cluster.alter_table(table.name, optimizer=change.new.optimizer)
+        else:
+            cluster.drop_table(table.name)
+        for trainer in trainers:
+            trainer.join(120)
+        said = "TableAlteredError" if verb == "alter" else "TableDroppedError"
+        assert {one for trainer in trainers for one in trainer.outcomes} == {said}
+        assert {2.0 * trainer.acked for trainer in trainers} == counts(cluster, beside.name)
+        if verb == "alter":
+            assert counts(cluster, table.name) == counts(cluster, beside.name)
