@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvemb.config import StorageConfig
 from kvemb.coordination.map_copies import MAP_NAME, newest_map
 from kvemb.coordination.markers import MARKER_KEY, Identity, Marker, accept, diagnose, why_lost
-from kvemb.coordination.replicated_values import ValueCell
+from kvemb.coordination.replicated_values import Change, ValueCell
 from kvemb.coordination.shard_owners import OwnerFence
 from kvemb.errors import (
     ClosedError,
@@ -195,6 +195,10 @@ class MemoryValues(StoreValues):
     def put(self, name: str, value: bytes, deadline: Deadline) -> None:
         for index in range(len(self._nodes.nodes)):
             self._nodes.alive(index).put(name.encode(), value)
+
+    def update(self, name: str, change: Change, deadline: Deadline) -> None:
+        for address in self._nodes.addresses:
+            self._nodes.cell(address, name, self._nodes.look(address, deadline)[1], deadline).update(change)
 
     def copies_on(self, name: str) -> tuple[str, ...]:
         return tuple(f"node {address}" for address in self._nodes.addresses)

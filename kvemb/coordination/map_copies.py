@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from kvemb.coordination.markers import Identity
-from kvemb.coordination.replicated_values import DamagedCopyError, ValueCell, intact_copies
+from kvemb.coordination.replicated_values import DamagedCopyError, ValueCell, intact_copies, unless_newer
 from kvemb.errors import NodeLostError, ProtocolError
 from kvemb.schema.cluster_map import ClusterMap, OtherFormatError
 
@@ -45,21 +45,13 @@ def newest_map(copies: Iterable[bytes | None], where: Sequence[str] = (), known:
     return max([*found, *([known] if known is not None else [])], key=lambda one: one.version, default=None)
 
 
-def is_behind(copy: bytes | None, cluster_map: ClusterMap) -> bool:
-    """Whether a copy is to be replaced by this map: there is none, or a damaged one, or an older one.
+def put_newer(copy: ValueCell, cluster_map: ClusterMap) -> None:
+    """Let a copy be this map, unless it is a newer one.
 
     Raises:
         ProtocolError: it is one of another release.
     """
-    try:
-        return copy is None or decode_map(copy).version < cluster_map.version
-    except DamagedCopyError:
-        return True
-
-
-def put_newer(copy: ValueCell, cluster_map: ClusterMap) -> None:
-    """Let a copy be this map, unless it is a newer one."""
-    copy.update(lambda found: cluster_map.encode() if is_behind(found, cluster_map) else None)
+    copy.update(unless_newer(cluster_map.encode(), lambda found: decode_map(found).version >= cluster_map.version))
 
 
 def map_in_force(copies: Iterable[bytes | None], where: Sequence[str], identity: Identity) -> ClusterMap:

@@ -19,8 +19,27 @@ MAX_TRIES = 100
 """Of a change on a condition, while other programs change the same value."""
 
 
+Change = Callable[[bytes | None], bytes | None]
+"""Makes of what stands there what is to stand there; None: nothing is to be changed."""
+
+
 class DamagedCopyError(ProtocolError):
     """These bytes are no value of any release; of several copies: none is."""
+
+
+def unless_newer(value: bytes, is_newer: Callable[[bytes], bool]) -> Change:
+    """Return the change that lets a copy be this value, unless it is a newer one; a damaged copy is none.
+
+    So a program that has not heard of the last change does not take it back.
+    """
+
+    def change(found: bytes | None) -> bytes | None:
+        try:
+            return None if found is not None and is_newer(found) else value
+        except DamagedCopyError:
+            return value
+
+    return change
 
 
 def intact_copies(copies: Iterable[bytes | None], decode: Callable[[bytes], T], name: str, where: Sequence[str] = ()) -> list[T]:
@@ -86,12 +105,8 @@ class ValueCell:
     read: Callable[[], bytes | None]
     swap: Callable[[bytes | None, bytes], bool]
 
-    def update(self, change: Callable[[bytes | None], bytes | None]) -> None:
-        """Change the value, again where another program was faster.
-
-        Args:
-            change: makes of what stands there what is to stand there; None: nothing is to be changed.
-        """
+    def update(self, change: Change) -> None:
+        """Change the value, again where another program was faster."""
         for _ in range(MAX_TRIES):
             old = self.read()
             new = change(old)

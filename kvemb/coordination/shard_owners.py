@@ -12,7 +12,7 @@ from functools import partial
 
 import msgpack
 
-from kvemb.coordination.replicated_values import DamagedCopyError, ValueCell, intact_copies
+from kvemb.coordination.replicated_values import Change, DamagedCopyError, ValueCell, intact_copies, unless_newer
 from kvemb.errors import FencedError
 from kvemb.schema.record import MAX_EPOCH
 
@@ -40,6 +40,11 @@ class Owner:
         """
         packed: bytes = msgpack.packb({"epoch": self.epoch, "n_shards": self.n_shards})
         return packed
+
+    @property
+    def put_back(self) -> Change:
+        """Lets a copy be this record, unless it is a later owner's."""
+        return unless_newer(self.encode(), lambda found: Owner.decode(found, "this copy").epoch > self.epoch)
 
     @staticmethod
     def decode(data: bytes, where: str) -> "Owner":

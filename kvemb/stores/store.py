@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from kvemb.config import StorageConfig
 from kvemb.coordination.markers import Identity, Marker
+from kvemb.coordination.replicated_values import Change
 from kvemb.coordination.shard_owners import newest_owner, owner_name
 from kvemb.errors import StorageError
 from kvemb.net.deadline import Deadline
@@ -151,6 +152,10 @@ class StoreValues(ABC):
     @abstractmethod
     def put(self, name: str, value: bytes, deadline: Deadline) -> None:
         """Write a value to every node."""
+
+    @abstractmethod
+    def update(self, name: str, change: Change, deadline: Deadline) -> None:
+        """Change each copy of a value, on the condition that it is still what `change` was given; raises what `change` raises."""
 
     def get_where_possible(self, names: Sequence[str], deadline: Deadline) -> list[list[bytes | None]]:
         """The copies of several values on nodes that answer: for values of which the newest copy counts."""

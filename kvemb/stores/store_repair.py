@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from kvemb.coordination.map_copies import MAP_NAME, put_newer
 from kvemb.coordination.markers import Marker, diagnose
-from kvemb.coordination.replicated_values import MAX_TRIES
+from kvemb.coordination.replicated_values import MAX_TRIES, Change
 from kvemb.coordination.shard_owners import OwnerFence
 from kvemb.errors import DeadlineExceededError, InvalidInputError, NodeLostError, NodeSuspectError, NodeUnavailableError, ProtocolError
 from kvemb.net.deadline import Deadline
@@ -127,11 +127,11 @@ class StoreRepair:
                 changes[at] = lane.begun(expected)
         return changes
 
-    def put_value(self, address: str, nonce: str, name: str, value: bytes, deadline: Deadline) -> None:
-        """Write a node's copy of a small value (see `StoreValues.put`), if it is one of those that hold a copy."""
+    def update_value(self, address: str, nonce: str, name: str, change: Change, deadline: Deadline) -> None:
+        """Change a node's copy of a small value (see `StoreValues.update`), if it is one of those that hold a copy."""
         lane = self._require_repair(address, nonce, deadline)
         if self._nodes.holds(address, name):
-            self._nodes.cell(address, name, lane.process, deadline).put(value)
+            self._nodes.cell(address, name, lane.process, deadline).update(change)
             self._require_repair(address, nonce, deadline)
 
     def report(self, address: str, nonce: str, shard: int, deadline: Deadline) -> None:

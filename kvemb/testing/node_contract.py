@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvemb.coordination.map_copies import MAP_NAME
-from kvemb.coordination.replicated_values import DamagedCopyError
+from kvemb.coordination.replicated_values import DamagedCopyError, unless_newer
 from kvemb.errors import (
     DeadlineExceededError,
     MapChangedError,
@@ -55,6 +55,11 @@ class NodeContract(StoreOnNodes):
         for value in (b"one", b"EN\r\n$-1\r\nVA 3\r\n", b"", bytes(100_000)):
             store.values.put("kvemb:test", value, within())
             assert set(store.values.get("kvemb:test", within())) == {value}
+
+    def test_a_change_of_a_meta_value_sees_every_copy_and_may_leave_it(self, store: Store) -> None:
+        for value in (b"2", b"3", b"1"):
+            store.values.update("kvemb:test", unless_newer(value, value.__lt__), within())
+        assert set(store.values.get("kvemb:test", within())) == {b"3"}
 
     def test_stats_count_keys_and_bytes_of_every_node(self, store: Store) -> None:
         before = store.nodes.stats(within())

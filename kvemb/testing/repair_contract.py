@@ -358,7 +358,7 @@ class RepairContract(StoreContract):
         address = lost(store)[0].address
         nonce = begun(store, address)
         write_back(store, address, nonce, rows_of(store, address))
-        store.repair.put_value(address, nonce, "kvemb:test", b"value", within())
+        store.repair.update_value(address, nonce, "kvemb:test", lambda found: b"value", within())
         store.repair.report(address, nonce, 0, within())
         assert store.repair.finish(address, nonce, range(1), within())
         with nodes.store() as late:

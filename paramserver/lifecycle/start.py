@@ -307,7 +307,7 @@ class _Start:
             timeline=timeline,
             reconstruct=Reconstructor(lambda: runs.view, journal, registry.find_key).records,
             timeout_s=self._config.storage.timeout_s,
-            metas=lambda: [(META_NAME, registry.encoded)],
+            metas=lambda: [(META_NAME, registry.put_back)],
             still_ours=for_writes(still_ours),
         )
 

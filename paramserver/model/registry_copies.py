@@ -1,15 +1,17 @@
 """The copies of the table registry: on every node, and in the data folder of each shard. Their content is `table_registry`'s.
 
-The highest serial is the truth. So a write that was broken off counts as soon as one node has it, and shard 0 completes it before the next
-one. When all nodes have lost theirs, the shards must still know the tables to restore: hence the file. Not thread-safe, apart from `now`.
+The highest serial is the truth. So a write that was broken off counts as soon as one copy has it, and shard 0 completes it before the next
+one. When all nodes have lost theirs, the shards must still know the tables to restore: hence the file, which is written first. No copy is
+replaced by an older one. Not thread-safe, apart from `now`.
 """
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 
 from kvemb.coordination.registry_format import META_NAME, STAGED, Registered, decode_registry, encode_registry, newest_registry
-from kvemb.coordination.replicated_values import are_damaged
-from kvemb.errors import NodeLostError, NodeSuspectError
+from kvemb.coordination.replicated_values import Change, are_damaged, unless_newer
+from kvemb.errors import NodeLostError, NodeSuspectError, ParameterServerError, ShardUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.store import Store
@@ -18,6 +20,7 @@ from ..shard_process.data_dir import DataDir, named
 
 KEPT = "tables"  # file in the data folder
 _MENDED_WITHIN_S, _PAUSE_S = 30.0, 0.2  # shard 0 looks at the copies every 5 s, and every 20 s where one look at the markers takes long
+log = logging.getLogger("paramserver")
 
 
 class RegistryCopies:
@@ -42,7 +45,13 @@ class RegistryCopies:
             self.read()
 
     def read(self) -> None:
-        """Read the copies; shard 0 also completes a write that was broken off."""
+        """Read the copies; shard 0 also completes a write that was broken off.
+
+        Raises:
+            ShardUnavailableError: a newer one cannot be kept in the folder.
+            StorageError: nodes cannot be read, or written.
+        """
+        self._behind = True
         kept = self._data.read(KEPT)
         try:
             copies, whole = self._on_nodes(), True
@@ -55,20 +64,32 @@ class RegistryCopies:
         damaged = are_damaged(copies, decode_registry)
         if any(damaged) and (self._shard == 0 or _some_good(copies, damaged)):  # another shard's file may be old
             self._store.values.mend(META_NAME, copies, damaged, encoded(found), Deadline.after(self._timeout_s))
-        if self._shard == 0 and found.serial and whole and len(set(copies)) > 1:
-            self.write(found)
-        self._remember(found, kept)
+        if self._shard == 0 and found.serial and any(copy != encoded(found) for copy in copies):
+            self._store.values.update(META_NAME, put_back(found), Deadline.after(self._timeout_s))
+        if found.serial and kept != encoded(found):
+            try:
+                self._keep(found)
+            except ParameterServerError as error:  # pushes of the tables that it names wait for it
+                raise ShardUnavailableError(str(error)) from error
+        self._see(found)
         self._behind = not whole
 
-    def write(self, new: Registered) -> None:
-        """Write a new registry to every node, and to the file.
+    def write(self, new: Registered, *, ends: bool = False) -> None:
+        """Write the next registry to the file and every node. One that ends what was begun is not held up by a full disk.
 
         Raises:
+            ParameterServerError: it cannot be kept in the folder; nothing was changed.
             StorageError: some nodes may hold it; the next `catch_up` tells.
         """
         self._behind = True
-        self._store.values.put(META_NAME, encoded(new), Deadline.after(self._timeout_s))
-        self._remember(new, None)
+        try:
+            self._keep(new)
+        except ParameterServerError as error:
+            if not ends:
+                raise
+            log.warning("%s It is kept when that is mended.", error)
+        self._store.values.update(META_NAME, _in_turn(new), Deadline.after(self._timeout_s))
+        self._see(new)
         self._behind = False
 
     def _on_nodes(self) -> list[bytes | None]:
@@ -81,18 +102,40 @@ class RegistryCopies:
                 return copies
             time.sleep(_PAUSE_S)
 
-    def _remember(self, new: Registered, kept: bytes | None) -> None:
+    def _keep(self, new: Registered) -> None:
+        with named("the tables' definitions cannot be kept", self._data.path):
+            self._data.write(KEPT, [encoded(new)])
+
+    def _see(self, new: Registered) -> None:
         staged = [one.definition for one in new.dropped.values() if one.altered == STAGED and one.definition.name in new.tables]
         self.altering = {new.tables[one.name].key: one for one in staged}
         self.now = new  # last: who sees its serial knows what is being altered
-        if new.serial and kept != encoded(new):
-            with named("the tables' definitions cannot be kept", self._data.path):
-                self._data.write(KEPT, [encoded(new)])
 
 
 def encoded(new: Registered) -> bytes:
     """Return a registry as nodes hold it."""
     return encode_registry(new.serial, [table for _, table in sorted(new.tables.items())], new.dropped.values(), new.policies)
+
+
+def put_back(known: Registered) -> Change:
+    """Return the change that lets a copy be this registry, unless it is a newer one: a shard may not have heard of the last one."""
+    return unless_newer(encoded(known), lambda found: decode_registry(found).serial >= known.serial)
+
+
+def _in_turn(new: Registered) -> Change:
+    """Return the change that puts the next registry in the place of the one before.
+
+    Raises:
+        ShardUnavailableError: another process of shard 0 has written one meanwhile.
+    """
+    value = encoded(new)
+
+    def is_newer(found: bytes) -> bool:
+        if found != value and decode_registry(found).serial >= new.serial:
+            raise ShardUnavailableError("another process has changed the registry of tables meanwhile; nothing was changed. Ask again")
+        return False
+
+    return unless_newer(value, is_newer)
 
 
 def _some_good(copies: Sequence[bytes | None], damaged: Sequence[bool]) -> bool:

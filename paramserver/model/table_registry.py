@@ -12,6 +12,7 @@ import numpy as np
 
 from kvemb.arrays.rounding import opaque_bytes
 from kvemb.coordination.registry_format import REPLACED, STAGED, Dropped, Registered
+from kvemb.coordination.replicated_values import Change
 from kvemb.errors import (
     InvalidInputError,
     ParameterServerError,
@@ -31,7 +32,7 @@ from kvemb.stores.store import Store
 
 from ..shard_process.data_dir import DataDir
 from .bucket_settings import require_limits
-from .registry_copies import RegistryCopies, encoded
+from .registry_copies import RegistryCopies, encoded, put_back
 
 MAX_TABLES = 1024
 MAX_DROPPED = 2048  # over the life of a cluster: their definitions are kept
@@ -149,6 +150,11 @@ class Registry:
     def encoded(self) -> bytes:
         """The registry as nodes hold it."""
         return encoded(self._copies.now)
+
+    @property
+    def put_back(self) -> Change:
+        """Lets a node's copy be the registry that this shard knows, unless that is a newer one."""
+        return put_back(self._copies.now)
 
     def load(self) -> None:
         """Read the registry; shard 0 also completes a write that was broken off."""
@@ -378,7 +384,7 @@ class Registry:
             _refuse_pointless(staged, self.policies(old.key))
             dropped = {one: what for one, what in now.dropped.items() if one != key} | {old.key: Dropped(old, False, REPLACED)}
             policies = {staged.key if one == old.key else one: changes for one, changes in now.policies.items()}
-            self._copies.write(Registered(now.serial + 1, {**now.tables, staged.name: staged}, dropped, policies))
+            self._copies.write(Registered(now.serial + 1, {**now.tables, staged.name: staged}, dropped, policies), ends=True)
         log.info("table %s was altered", staged.name)
 
     def abort_alter(self, name: str, key: str = "") -> None:
@@ -392,7 +398,7 @@ class Registry:
             self._copies.catch_up()
             new = self._given_up(name)
             if new is not self._copies.now and (not key or key in {one.key for one in self.altering.values()}):
-                self._copies.write(new._replace(serial=self.serial + 1))
+                self._copies.write(new._replace(serial=self.serial + 1), ends=True)
                 log.info("the alteration of table %s was given up", name)
 
     def left_by_alter(self, name: str) -> list[TableDef]:
@@ -432,7 +438,7 @@ class Registry:
             for keys in one.definition.leftovers(pages=self._store.capabilities.pages):
                 _erase_whole(self._store, keys, self._timeout_s)
             dropped = {**self._copies.now.dropped, key: one._replace(gone=True)}
-            self._copies.write(self._copies.now._replace(serial=self._copies.now.serial + 1, dropped=dropped))
+            self._copies.write(self._copies.now._replace(serial=self._copies.now.serial + 1, dropped=dropped), ends=True)
         log.info("table %s was dropped", one.definition.name)
 
     def _next_life(self, table: TableDef) -> TableDef:

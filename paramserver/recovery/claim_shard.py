@@ -92,7 +92,7 @@ def claim_shard(
 def _take(store: Store, shard: int, owner: Owner, still_ours: Callable[[], None], timeout_s: float) -> None:
     """Write the shard's new owner to the nodes; may be done again."""
     still_ours()  # otherwise a later owner's record could be overwritten
-    store.values.put(owner_name(shard), owner.encode(), Deadline.after(timeout_s))
+    store.values.update(owner_name(shard), owner.put_back, Deadline.after(timeout_s))
     store.fence(shard, owner.epoch, Deadline.after(timeout_s), still_ours=for_writes(still_ours))
     store.kill_other_writers(Deadline.after(timeout_s))
 
@@ -144,7 +144,7 @@ class Claim:
             # First the epoch that is compared with the nodes' record, then that record: in between a lower record is no reason to stop.
             self._store.fence(self._shard, self.epoch, deadline, still_ours=for_writes(self.require))
             self._said = self.epoch
-            self._store.values.put(name, Owner(self.epoch, self._store.nodes.cluster_map.n_shards).encode(), deadline)
+            self._store.values.update(name, Owner(self.epoch, self._store.nodes.cluster_map.n_shards).put_back, deadline)
             self._store.fence(self._shard, self.epoch, deadline, still_ours=for_writes(self.require))
             self._told = self.epoch
 

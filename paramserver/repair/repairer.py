@@ -17,6 +17,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.coordination.replicated_values import Change
 from kvemb.errors import LostRowError, NodeLostError, RecordError, StorageError
 from kvemb.net.deadline import Deadline, pauses
 from kvemb.schema.table_def import TableDef
@@ -99,7 +100,7 @@ class Repairer:
         timeline: this process's epoch, and the last batch of those before.
         reconstruct: makes records that the cache does not have.
         timeout_s: deadline of one storage call.
-        metas: (name, value) of small values that every node holds a copy of, as they are now.
+        metas: (name, change) of small values that every node holds a copy of; a change lets a copy be as this shard knows it, or newer.
         still_ours: raises FencedError once another process owns the shard (`for_writes`).
     """
 
@@ -112,7 +113,7 @@ class Repairer:
         timeline: Timeline,
         reconstruct: Reconstruct,
         timeout_s: float,
-        metas: Callable[[], Iterable[tuple[str, bytes]]],
+        metas: Callable[[], Iterable[tuple[str, Change]]],
         still_ours: Callable[[], None] = lambda: None,
     ) -> None:
         self._store, self._tables, self._shard, self._still_ours = store, tables, shard, still_ours
@@ -246,8 +247,8 @@ class Repairer:
         for definition, _ in ahead.tail.written() if ahead.tail is not None else ():
             self._tables.state(definition)  # of tables that only the journal knows so far
         settle_limits(store, [address], [state.definition for state in self._tables.all()], self._timeout_s)
-        for name, value in self._metas():
-            store.repair.put_value(address, nonce, name, value, self._access.deadline())
+        for name, change in self._metas():
+            store.repair.update_value(address, nonce, name, change, self._access.deadline())
         self._restore_tables(address, ahead, access)
         self._erase_strangers(address, access, ahead)
         self._still_ours()

@@ -1,8 +1,10 @@
 """Rows that storage has lost come back exactly, by themselves or by `kvemb repair`: single rows, whole nodes, nodes with older rows."""
 
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -21,6 +23,7 @@ from kvemb.client.shard_channel import SAY_AFTER_S
 from kvemb.commands import status_command
 from kvemb.commands.status_command import repair
 from kvemb.config import load
+from kvemb.coordination.registry_format import META_NAME
 from kvemb.errors import InvalidInputError, ShardUnavailableError
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.storage_servers import StorageServer
@@ -28,6 +31,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.buckets import BucketKeys
 from kvemb.stores.row_io import ReadPart
 from kvemb.stores.storage_kinds import open_store
+from kvemb.testing.real_servers import memcached_client, redis_client
 
 PATIENCE_S = 60.0
 ROOT = Path(__file__).parents[2]
@@ -97,6 +101,19 @@ def flush(server: StorageServer) -> None:
         return
     with redis.Redis(port=server.port) as client:
         client.flushall()
+
+
+def registry_on(server: StorageServer) -> bytes:
+    """A node's copy of the registry of tables."""
+    with closing(memcached_client(server) if server.kind == "memcached" else redis_client(server)) as client:
+        return client.get(META_NAME) or b""
+
+
+def await_state(is_so: Callable[[], bool]) -> None:
+    deadline = Deadline.after(PATIENCE_S)
+    while not is_so():
+        assert not deadline.expired
+        time.sleep(0.02)
 
 
 def kvemb_command(*words: str) -> "subprocess.CompletedProcess[str]":
@@ -205,6 +222,21 @@ def test_a_node_restarted_from_a_snapshot_older_than_the_last_move_is_compared_a
         assert isinstance(keys, BucketKeys)
         with redis.Redis(port=server.port) as client:
             assert not any(client.hexists(bytes(key), bytes(field)) for key, field in zip(keys.encode(), keys.fields(), strict=True))
+
+
+def test_a_table_that_one_shard_had_not_heard_of_when_all_nodes_lost_their_rows_is_there_afterwards(kind: str) -> None:
+    with running(kind) as (local, cluster, table):
+        local.shards[1].signal(signal.SIGSTOP)
+        late = cluster.create_table("late", dim=DIM, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+        for server in local.servers:
+            flush(server)
+        await_state(lambda: all(b"late" in registry_on(server) for server in local.servers))  # shard 0 has put it back
+        local.shards[1].signal(signal.SIGCONT)
+        with kvemb.connect(local.url) as other:
+            for one in (other.table("late"), late):
+                one.push(IDS, np.ones((N, DIM)), timeout_s=PATIENCE_S).wait_applied(PATIENCE_S)
+            np.testing.assert_array_equal(other.table("late").pull(IDS), np.full((N, DIM), -2.0))
+        train_on(table)
 
 
 def test_a_shard_and_a_node_that_are_lost_together_come_back_from_the_data_folder(kind: str) -> None:

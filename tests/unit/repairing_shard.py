@@ -51,7 +51,7 @@ class Shard:
             timeline=Timeline(1),
             reconstruct=self.reconstruct,
             timeout_s=5,
-            metas=lambda: [("kvemb:tables", b"registry")],
+            metas=lambda: [("kvemb:tables", lambda found: b"registry")],
         )
         return self
 

@@ -11,6 +11,7 @@ from memory_store import MemoryStore
 import kvemb.init
 import kvemb.optim
 from kvemb.config import StorageConfig
+from kvemb.coordination.replicated_values import Change
 from kvemb.coordination.shard_notes import ShardNote, note_name
 from kvemb.coordination.shard_owners import Owner, newest_owner, owner_name
 from kvemb.errors import DeadlineExceededError, FencedError, LostRowError, NodeUnavailableError, ParameterServerError
@@ -70,16 +71,16 @@ def test_a_claim_rises_on_nodes_that_have_lost_the_owner_record(folder: Folder, 
 def test_a_claim_that_was_told_to_some_nodes_only_goes_on_rising_and_is_still_ours(folder: Folder, tmp_path: Path) -> None:
     data, nodes, risen = folder(tmp_path, 0), addresses(), list[int]()
     epoch, store = start(nodes, data).epoch, opened_store(nodes)
-    claim, put_meta = Claim(data, store, 0, epoch, 5), store.values.put
+    claim, put_meta = Claim(data, store, 0, epoch, 5), store.values.update
 
-    def told_and_no_answer(name: str, value: bytes, deadline: Deadline) -> None:
-        put_meta(name, value, deadline)
+    def told_and_no_answer(name: str, change: Change, deadline: Deadline) -> None:
+        put_meta(name, change, deadline)
         raise DeadlineExceededError("no complete answer within 2 s from node x")
 
-    store.values.put = told_and_no_answer  # type: ignore[method-assign]
+    store.values.update = told_and_no_answer  # type: ignore[method-assign]
     with pytest.raises(DeadlineExceededError):
         claim.rise_above(7, risen.append)
-    store.values.put = put_meta  # type: ignore[method-assign]
+    store.values.update = put_meta  # type: ignore[method-assign]
     claim.rise_above(7, risen.append)
     assert (risen, claim.epoch, read_epoch(data), stored_epoch(nodes)) == ([8], 8, 8, 8)
 
@@ -109,7 +110,7 @@ def test_every_start_raises_the_epoch_in_the_folder_and_on_the_nodes(folder: Fol
 def test_a_start_that_cannot_reach_the_nodes_leaves_them_behind_the_folder_and_the_next_one_goes_on(folder: Folder, tmp_path: Path) -> None:
     nodes, data = addresses(), folder(tmp_path, 0)
     first, store = start(nodes, data), opened_store(nodes)
-    store.values.put = lambda *args: (_ for _ in ()).throw(NodeUnavailableError("node x: refused"))  # type: ignore[method-assign]
+    store.values.update = lambda *args: (_ for _ in ()).throw(NodeUnavailableError("node x: refused"))  # type: ignore[method-assign]
     with pytest.raises(NodeUnavailableError):
         claim_shard(store, data, 0, first.cluster_id, 5)
     assert (read_epoch(data), stored_epoch(nodes)) == (2, 1)

@@ -1,6 +1,8 @@
 """Start-up: which shard provisions, the owner of a shard, and when a start is refused. And the registry of tables in storage."""
 
-from collections.abc import Callable
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -276,6 +278,93 @@ def test_only_the_last_changes_of_policies_are_kept(registry: MakeRegistry) -> N
         first.set_policies("user", {"admission": {"kind": "after", "n": n}})
     assert first.policies(TABLE.key, 1).admission == admit.after(20 - KEPT_CHANGES)
     assert first.policies(TABLE.key).admission == admit.after(19)
+
+
+def test_a_shard_puts_a_registry_back_that_is_older_than_a_copy_only_where_that_is_damaged(registry: MakeRegistry) -> None:
+    nodes = addresses()
+    behind, first = registry(nodes, 1), registry(nodes)
+    first.create(TABLE, exist_ok=True)
+    newest, older = first.put_back(None), behind.put_back(None)
+    assert newest is not None
+    assert older is not None
+    assert (behind.put_back(newest), first.put_back(older), behind.put_back(b"junk")) == (None, newest, older)
+
+
+def test_nodes_that_all_have_an_older_registry_than_shard_0_get_it_from_its_folder(registry: MakeRegistry) -> None:
+    nodes = addresses()
+    first = registry(nodes)
+    first.create(TABLE, exist_ok=True)
+    older = {node: memory_node(node).values[META_NAME.encode()][0] for node in nodes}
+    first.create(TableDef("item", 1, kvemb.optim.sgd(), kvemb.init.zeros()), exist_ok=True)
+    for node, copy in older.items():
+        memory_node(node).put(META_NAME.encode(), copy)
+    first.load()
+    assert [table.name for table in registry(nodes, 1).tables] == ["item", "user"]
+
+
+def test_a_process_that_was_shard_0_does_not_take_back_a_registry_of_its_successor(registry: MakeRegistry) -> None:
+    nodes = addresses()
+    zombie, first = registry(nodes), registry(nodes)
+    first.create(TABLE, exist_ok=True)
+    other = TableDef("item", 1, kvemb.optim.sgd(), kvemb.init.zeros())
+    with pytest.raises(ShardUnavailableError, match="another process has changed the registry"):
+        zombie.create(other, exist_ok=True)
+    assert [table.name for table in registry(nodes, 1).tables] == ["user"]
+
+
+@contextmanager
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def full(self: DataDir, name: str, chunks: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DataDir, "write", full)
+        yield
+
+
+def test_what_cannot_be_kept_in_the_folder_is_not_begun_and_what_was_begun_is_ended_all_the_same(
+    registry: MakeRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes, wider = addresses(), replace(TABLE, dim=8)
+    first = registry(nodes)
+    first.create(TABLE, exist_ok=True)
+    with full_disk(monkeypatch):
+        for begin in (
+            lambda: first.create(replace(TABLE, name="item"), exist_ok=True),
+            lambda: first.begin_alter(TABLE.key, wider),
+            lambda: first.begin_drop("user"),
+            lambda: first.set_policies("user", {"admission": {"kind": "after", "n": 2}}),
+        ):
+            with pytest.raises(ParameterServerError, match="No space left"):
+                begin()
+    first.load()
+    assert (first.serial, registry(nodes, 1).serial, first.unfinished, dict(first.altering)) == (1, 1, "", {})
+    first.begin_alter(TABLE.key, wider)
+    with full_disk(monkeypatch):
+        first.abort_alter("user")
+    key = first.begin_alter(TABLE.key, wider).key
+    with full_disk(monkeypatch):
+        first.switch(key)
+    assert (dict(first.altering), dict(registry(nodes, 1).altering)) == ({}, {})
+    first.load()  # as shard 0 does now and then: its folder has it, too
+    for node in nodes:
+        memory_node(node).flush()
+    first.load()
+    assert first.find("user").dim == 8
+
+
+def test_a_shard_that_cannot_keep_a_newer_registry_takes_nothing_by_it_and_asks_again(
+    registry: MakeRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = addresses()
+    first, other = registry(nodes), registry(nodes, 1)
+    first.create(TABLE, exist_ok=True)
+    with full_disk(monkeypatch):
+        for _ in range(2):
+            with pytest.raises(ShardUnavailableError, match="No space left"):
+                other.reach(first.serial)
+    other.reach(first.serial)
+    assert other.find("user") == first.find("user")
 
 
 def test_only_shard_0_creates_tables(registry: MakeRegistry) -> None:

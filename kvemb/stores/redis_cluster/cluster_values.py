@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvemb.coordination.replicated_values import ValueCell
+from kvemb.coordination.replicated_values import Change, ValueCell
 from kvemb.errors import DeadlineExceededError
 from kvemb.net.deadline import Deadline
 from kvemb.net.pool import LinkPool
@@ -51,6 +51,9 @@ class ClusterValues(StoreValues):
 
     def put(self, name: str, value: bytes, deadline: Deadline) -> None:
         self._run(name, lambda: self._codec.put_step(name.encode(), value), deadline)
+
+    def update(self, name: str, change: Change, deadline: Deadline) -> None:
+        self.cell(name, deadline).update(change)
 
     def copies_on(self, name: str) -> tuple[str, ...]:
         return (self._topology.holder_of(name),)

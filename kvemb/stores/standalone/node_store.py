@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from kvemb.config import StorageConfig
 from kvemb.coordination.map_copies import MAP_NAME
 from kvemb.coordination.markers import MARKER_KEY, Identity, Marker, accept, diagnose, why_lost
+from kvemb.coordination.replicated_values import Change
 from kvemb.coordination.shard_notes import note_name, whose_keys
 from kvemb.coordination.shard_owners import OwnerFence
 from kvemb.errors import ConfigError, DeadlineExceededError, MapChangedError, NodeLostError, StorageError, WrongNodeError
@@ -143,6 +144,10 @@ class NodeValues(StoreValues):
 
     def put(self, name: str, value: bytes, deadline: Deadline) -> None:
         self._links.put_blobs(name.encode(), value, deadline)
+
+    def update(self, name: str, change: Change, deadline: Deadline) -> None:
+        for address, share in deadline.shared(self._links.view.addresses):
+            self._links.cell(address, name, self._links.look(address, share)[1], share).update(change)
 
     def get_where_possible(self, names: Sequence[str], deadline: Deadline) -> list[list[bytes | None]]:
         keys = [name.encode() for name in names]
