@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.client.shard_client import ShardClient
-from kvemb.errors import KvembError, LostRowError, ParameterServerError, n_of
+from kvemb.errors import KvembError, LostRowError, ParameterServerError, ShardUnavailableError, StorageError, n_of
 from kvemb.foreign.foreign_rows import block_rows
 from kvemb.net.deadline import Deadline
 from kvemb.process.work_ahead import work_ahead
@@ -42,10 +42,10 @@ def alter(
     progress: AlterProgress | None,
 ) -> None:
     """Give a table its new definition; see `Cluster.alter_table`."""
-    show, old = progress or (lambda what, done, total: None), change.old
-    staged = shards.begin_alter(old, change.new, timeout_s)
-    change = AlteredTable(old, staged, change.new_columns)
+    show, old, key = progress or (lambda what, done, total: None), change.old, ""
     try:
+        staged = shards.begin_alter(old, change.new, timeout_s)
+        change, key = AlteredTable(old, staged, change.new_columns), staged.key
         before = shards.hold_for_alter(old, staged, timeout_s, begin=True, steps=change.keeps_steps)
         n_rows, n_done = sum(reply.n_rows for reply in before.values()), 0
 
@@ -58,12 +58,17 @@ def alter(
                 n_done += n
                 show("copying", n_done, n_rows)
         _require_all(old.name, before, shards.hold_for_alter(old, staged, timeout_s, begin=False))
+        shards.end_alter(old.name, "switch", key, timeout_s)
     except BaseException as error:  # also where the program is told to end
-        error.add_note(f"Table {old.name!r} is as it was. If its pushes still wait, as `kvemb status` says: kvemb alter {old.name} --abort")
+        if not key and isinstance(error, KvembError) and not isinstance(error, (StorageError, ShardUnavailableError)):
+            raise  # it was refused
+        error.add_note(
+            f"Table {old.name!r} is as it was, or, where its end alone was not heard of, as it is to be. If its pushes still wait, as "
+            f"`kvemb status` says: kvemb alter {old.name} --abort"
+        )
         with suppress(KvembError):
-            shards.end_alter(old.name, "abort", staged.key, _ABORT_S)
+            shards.end_alter(old.name, "abort", key, _ABORT_S)  # once the table has switched, that erases the rows of the old one
         raise
-    shards.end_alter(old.name, "switch", staged.key, timeout_s)
 
 
 def _blocks(shards: ShardClient, old: TableDef, timeout_s: float | None) -> Iterator[NDArray[np.uint64]]:

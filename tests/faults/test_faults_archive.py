@@ -1,4 +1,4 @@
-"""Shards that die, or whose disk is full, at any step of a save, a load or a flush: nothing is lost, and nothing is half."""
+"""Shards that die, or whose disk is full, at any step of a save, a load, a flush or an alteration: nothing is lost, and nothing is half."""
 
 import copy
 import os
@@ -15,7 +15,7 @@ import pytest
 from chaos import processes
 from chaos.cluster import FaultyCluster
 from chaos.run import LedgerRun
-from jobs import PATIENCE_S, eventually
+from jobs import PATIENCE_S, add, counting_table, eventually, require
 from matrix import one_of
 from replayed import Replayed
 from shard_launcher import FLUSH_POINTS, LOAD_POINTS, MERGE_POINTS, SAVE_POINTS
@@ -270,6 +270,29 @@ def test_a_log_that_met_a_full_disk_goes_on_with_the_same_number_and_its_earlier
             cluster.load(url)
             job.expected = rows
             job.check()
+
+
+@pytest.mark.parametrize("leave_bytes", [0, 1 << 14])
+def test_an_alteration_that_finds_a_full_disk_gives_itself_up(
+    tmp_path: Path, require_server: Callable[[str], str], leave_bytes: int
+) -> None:
+    require_server("redis-server")
+    disk = tmp_path / "disk"
+    with (
+        small_disk(disk, 24),
+        FaultyCluster("redis", 2, shards=2, storage={"timeout_s": 2}, servers={"data_dir": str(disk)}) as local,
+        kvemb.connect(local.url, timeout_s=PATIENCE_S) as cluster,
+    ):
+        table = counting_table(cluster, "altered")
+        add(table, OLD).wait_applied(PATIENCE_S)
+        filler = fill(disk, leave_bytes)
+        with pytest.raises(KvembError) as failed:
+            cluster.alter_table("altered", dim=2 * table.dim, timeout_s=10)
+        assert "No space left" in str(failed.value)
+        filler.unlink()
+        add(table, OLD).wait_applied(PATIENCE_S)
+        require(table, OLD, 2)
+        assert cluster.alter_table("altered", dim=2 * table.dim, timeout_s=PATIENCE_S).dim == 2 * table.dim
 
 
 def test_a_load_without_room_on_a_shards_disk_changes_nothing_and_goes_on_when_there_is_room(

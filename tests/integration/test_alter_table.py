@@ -19,6 +19,7 @@ import kvemb
 from kvemb.api import Cluster, table_alteration
 from kvemb.api.table import Table
 from kvemb.cli import main
+from kvemb.client.all_shards import AllShards
 from kvemb.client.shard_client import ShardClient
 from kvemb.errors import (
     CheckpointError,
@@ -325,6 +326,36 @@ def test_a_command_that_is_killed_leaves_one_whole_table_and_is_repeated_or_abor
         table.push(IDS, np.ones((N, table.dim))).wait_applied(60)
         assert (table.pull(IDS) == now - 1).all()
         assert len(table) == N
+
+
+@pytest.mark.parametrize("step", ["begin", "hold", "switch"])
+def test_a_command_that_hears_no_answer_lets_pushes_go_on(
+    local: LocalCluster, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    name = next(names)
+    table = trained(cluster, name)
+    call, follow = AllShards.call, ShardClient.hold_for_alter
+
+    def unheard(self: AllShards, shard: int, method: str, request: Any, *arguments: Any) -> Any:
+        reply = call(self, shard, method, request, *arguments)
+        if method == "AlterTable" and request.step == step:
+            raise ShardUnavailableError("no answer")
+        return reply
+
+    def held(*arguments: Any, **options: Any) -> None:
+        follow(*arguments, **options)
+        raise ShardUnavailableError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardClient, "hold_for_alter", held) if step == "hold" else patch.setattr(AllShards, "call", unheard)
+        with pytest.raises(ShardUnavailableError, match="no answer"):
+            cluster.alter_table(name, dim=6)
+    assert failures(cluster) == ""
+    with kvemb.connect(local.url) as other:
+        assert other.table(name).dim == (6 if step == "switch" else 4)
+        other.table(name).push(IDS, np.ones((N, other.table(name).dim))).wait_applied(60)
+    if step != "switch":
+        table.push(IDS, np.ones((N, 4))).wait_applied(60)
 
 
 @pytest.mark.parametrize("shard", [0, 1])
