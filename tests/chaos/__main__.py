@@ -233,7 +233,11 @@ def main(argv: list[str] | None = None) -> int:
     servers = _ON_DISK | ({"on_lost_trainer": "wait"} if sync else {})
     storage = {"timeout_s": _STORAGE_TIMEOUT_S}
     cluster = kind(args.store, args.nodes, shards=args.shards, storage=storage, servers=servers, shard_program=_SHARD, **job)
-    with cluster, LedgerRun(cluster, n_trainers=args.trainers, seed=seed, depth=2 if sync else 6) as run, Followers(run) as followers:
+    with (
+        cluster,
+        LedgerRun(cluster, n_trainers=args.trainers, seed=seed, depth=2 if sync else 6, closing=True) as run,
+        Followers(run) as followers,
+    ):
         chaos = Chaos(run, followers, faults, seed, sync=sync)
         chaos.play(args.seconds)
         report = chaos.judge()

@@ -17,6 +17,7 @@ from chaos.node_moves import MOVE_KINDS
 from chaos.proxy import DOWN, UP, FaultProxy, Flow
 from chaos.run import LedgerRun
 from chaos.shard_operator import ShardOperator
+from chaos.table_operator import TableOperator
 from chaos.trainer import REST_S
 from kvemb.net.deadline import Deadline
 from kvemb.stores.storage_kinds import KINDS
@@ -252,6 +253,30 @@ def shard_emptied(scene: Scene) -> None:
         trainer_killed(scene)
 
 
+def _table(what: str) -> Callable[[Scene], None]:
+    """A verb of the table that closes, at times with a shard or a trainer killed in its middle."""
+
+    def act(scene: Scene) -> None:
+        errors: list[BaseException] = []
+
+        def verb() -> None:
+            try:
+                getattr(TableOperator(scene.run.cluster, scene.random), what)()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=verb, name=f"chaos-{what}")
+        thread.start()
+        scene.hold(0, 1)
+        if scene.random.random() < 0.6:
+            scene.random.choice((shard_killed, shard_killed, trainer_killed))(scene)
+        thread.join()
+        if errors:
+            raise errors[0]
+
+    return act
+
+
 def _flows(*flows: Flow, way: str | None = None) -> Callable[[Scene], None]:
     """A fault that sets one of these flows on one proxy for a while."""
 
@@ -316,6 +341,9 @@ FAULTS = (
     Fault("shard removed", _asked_of_shards("remove_shard"), needs=_needs("moves")),
     Fault("shards rebalanced", _asked_of_shards("rebalance_shards"), needs=_needs("moves")),
     Fault("shard emptied", shard_emptied, needs=_needs("moves")),
+    Fault("table altered", _table("alter")),
+    Fault("table dropped", _table("drop")),
+    Fault("policies changed", _table("change_policies")),
     Fault("shard hangs", shard_hangs),
     Fault("shard ends", shard_ends),
     Fault("shards roll", shards_roll),

@@ -25,6 +25,8 @@ from kvemb.schema.slots import Placement
 
 DIM = 16
 TABLE, STEPS, DRIFT = "ledger", "ledger_steps", "ledger_drift"
+CLOSING = "ledger_closing"
+"""A table that may be altered and dropped while it is pushed to, beside the others."""
 MAX_TRAINERS = 8
 ROWS_PER_GENERATION = 256
 _COLUMNS = DIM // 2

@@ -31,19 +31,28 @@ class LedgerRun:
         pause_s: between two pushes of one trainer.
         grace_s: how long a trainer that was told to stop waits for its last acknowledgements.
         depth: pushes of one trainer on their way at once.
+        closing: whether they push to the table that may be altered and dropped, too.
     """
 
     def __init__(
-        self, cluster: FaultyCluster, *, n_trainers: int = 3, seed: int = 0, pause_s: float = 0.005, grace_s: float = 60.0, depth: int = 6
+        self,
+        cluster: FaultyCluster,
+        *,
+        n_trainers: int = 3,
+        seed: int = 0,
+        pause_s: float = 0.005,
+        grace_s: float = 60.0,
+        depth: int = 6,
+        closing: bool = False,
     ) -> None:
         self.cluster, self.plan = cluster, Plan(seed, n_trainers)
-        self._pause_s, self._grace_s, self._depth = pause_s, grace_s, depth
+        self._pause_s, self._grace_s, self._depth, self._closing = pause_s, grace_s, depth, closing
         self._files = [cluster.folder / f"ledger-{trainer}" for trainer in range(n_trainers)]
         self.trainers: list[LocalProcess] = []
         self._steps = StepsTogether(n_trainers)
 
     def __enter__(self) -> "LedgerRun":
-        create_tables(self.cluster.url)
+        create_tables(self.cluster.url, closing=self._closing)
         for trainer in range(self.plan.n_trainers):
             self.start_trainer(trainer)
         return self
@@ -58,6 +67,7 @@ class LedgerRun:
         files = ["--config", str(self.cluster.config_path), "--file", str(self._files[trainer])]
         times = ["--pause-s", str(self._pause_s), "--grace-s", str(self._grace_s)]
         command = [sys.executable, "-m", "chaos.trainer", *plan, *files, *times, "--depth", str(self._depth)]
+        command += ["--closing"] if self._closing else []
         process = LocalProcess(f"trainer {trainer}", command, self.cluster.folder / f"trainer-{trainer}.log", chaos_env())
         self.trainers[trainer : trainer + 1] = [process]
         return process

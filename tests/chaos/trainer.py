@@ -1,8 +1,8 @@
 """A trainer of the ledger, as a process of its own: `python -m chaos.trainer …`. Pushes until SIGTERM, whatever happens;
 rests for a while at SIGUSR1.
 
-It trusts what the errors promise: after "nothing was sent" it sends the same push again, after anything else a push that was not
-acknowledged stays as it is. What must not live here: what a push consists of (ledger).
+It trusts what the errors promise: after "nothing was sent", and after "nothing was accepted" because a table was closed, it sends the same
+push again; after anything else a push that was not acknowledged stays as it is. What must not live here: what a push consists of (ledger).
 """
 
 import argparse
@@ -17,16 +17,20 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+
 import kvemb
 from chaos.ledger import (
     ACKED,
     BAD_READ,
+    CLOSING,
     DIM,
     DRIFT,
     FAILED,
     MAX_TRAINERS,
     SENT,
     STARTED,
+    STEP_IDS,
     STEPS,
     TABLE,
     LedgerFile,
@@ -36,7 +40,7 @@ from chaos.ledger import (
     torn,
 )
 from kvemb.client.ack import Ack
-from kvemb.errors import KvembError, ShardUnavailableError, StorageError
+from kvemb.errors import KvembError, ShardUnavailableError, StorageError, TableDroppedError
 from kvemb.net.deadline import Deadline
 from kvemb.process.interrupts import StopFlag
 
@@ -61,15 +65,26 @@ class LedgerTrainer:
         depth: pushes on their way at once.
         pause_s: between two pushes.
         check_every: pushes between two looks at what pulls return.
+        closing: whether it pushes to the table that may be altered and dropped, too.
     """
 
     def __init__(
-        self, config: str, plan: Plan, trainer: int, path: Path, *, depth: int = 6, pause_s: float = 0.005, check_every: int = 25
+        self,
+        config: str,
+        plan: Plan,
+        trainer: int,
+        path: Path,
+        *,
+        depth: int = 6,
+        pause_s: float = 0.005,
+        check_every: int = 25,
+        closing: bool = False,
     ) -> None:
         self._config, self._plan, self._trainer = config, plan, trainer
         self._depth, self._pause_s, self._check_every = depth, pause_s, check_every
         self._n = Record.read(path).next_push
-        self._noted = False
+        self._noted = self._reopen = False
+        self._closing, self._again = closing, deque[int]()
         self._random = random.Random(f"{plan.seed} {trainer} {self._n}")
         self._file = LedgerFile(path)
         self._waiting: deque[tuple[int, Ack]] = deque()
@@ -103,8 +118,8 @@ class LedgerTrainer:
 
     def _push_all(self, cluster: kvemb.Cluster) -> None:
         self._file.note(STARTED, self._n)
-        table = cluster.table(TABLE)
-        while not self.stop.is_set():
+        table, self._reopen = cluster.table(TABLE), False
+        while not self.stop.is_set() and not self._reopen:
             self._push_one(cluster)
             while len(self._waiting) >= self._depth or (self.rest and self._waiting):
                 self._await_oldest()
@@ -120,19 +135,29 @@ class LedgerTrainer:
             self._await_oldest()
 
     def _push_one(self, cluster: kvemb.Cluster) -> None:
-        ids, grads = self._plan.push(self._trainer, self._n)
+        n = self._again[0] if self._again else self._n
+        ids, grads = self._plan.push(self._trainer, n)
         if self._random.random() < 0.5:
             with suppress(StorageError):
                 cluster.table(TABLE).pull(ids, timeout_s=_TRY_S)  # as training does: it hears of a newer map between any two pushes
-        if not self._noted:
+        if not self._noted and n == self._n:
             self._file.note(SENT, self._n)
             self._noted = True
         try:
-            ack = cluster.push({TABLE: (ids, grads), DRIFT: (ids, grads), STEPS: step_of(self._trainer)}, timeout_s=_TRY_S)
+            rows = {TABLE: (ids, grads), DRIFT: (ids, grads), STEPS: step_of(self._trainer)}
+            if self._closing:
+                rows[CLOSING] = STEP_IDS, np.ones((len(STEP_IDS), cluster.table(CLOSING).dim), np.float32)
+            ack = cluster.push(rows, timeout_s=_TRY_S)
         except ShardUnavailableError:
             return  # nothing was sent: the same again
-        self._waiting.append((self._n, ack))
-        self._n, self._noted = self._n + 1, False
+        except TableDroppedError:  # of an earlier push; nothing was sent of this one
+            self._reopen = True
+            return
+        self._waiting.append((n, ack))
+        if n == self._n:
+            self._n, self._noted = n + 1, False
+        else:
+            self._again.popleft()
 
     def _await_oldest(self) -> None:
         n, ack = self._waiting[0]
@@ -142,6 +167,11 @@ class LedgerTrainer:
             if self._late.is_set():
                 raise
             return  # the client goes on sending it
+        except TableDroppedError:  # nothing of it was accepted: it is pushed again once the table is open
+            self._waiting.popleft()
+            self._again.append(n)
+            self._reopen = True
+            return
         self._file.note(ACKED, n)
         self._waiting.popleft()
 
@@ -171,7 +201,13 @@ def trainer_name(trainer: int) -> str:
     return f"ledger-{trainer}"
 
 
-def create_tables(url: str) -> None:
+def create_closing(cluster: kvemb.Cluster) -> None:
+    """Create the table that is altered and dropped, if it is not there."""
+    if CLOSING not in cluster.tables():
+        cluster.create_table(CLOSING, dim=MAX_TRAINERS, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros(), exist_ok=True)
+
+
+def create_tables(url: str, *, closing: bool = False) -> None:
     """Create the ledger's tables; on a machine that is busy the shards' own short deadlines of storage may need several tries."""
     deadline = Deadline.after(_CREATE_S)
     while True:
@@ -182,6 +218,8 @@ def create_tables(url: str) -> None:
                 cluster.create_table(DRIFT, dim=DIM, eviction=kvemb.evict.older_than(batches=_DRIFT_BATCHES), **options)  # type: ignore[arg-type]
                 # Its first steps are held back; of one step all trainers' parts, or none.
                 cluster.create_table(STEPS, dim=MAX_TRAINERS, admission=kvemb.admit.after(5), **options)  # type: ignore[arg-type]
+                if closing:
+                    create_closing(cluster)
                 return
         except KvembError:
             if deadline.expired:
@@ -200,9 +238,11 @@ def main() -> int:
     parser.add_argument("--pause-s", type=float, default=0.005)
     parser.add_argument("--grace-s", type=float, default=60.0)
     parser.add_argument("--depth", type=int, default=6)
+    parser.add_argument("--closing", action="store_true")
     args = parser.parse_args()
     plan = Plan(args.seed, args.trainers)
-    trainer = LedgerTrainer(args.config, plan, args.trainer, args.file, depth=args.depth, pause_s=args.pause_s)
+    options = {"depth": args.depth, "pause_s": args.pause_s, "closing": args.closing}
+    trainer = LedgerTrainer(args.config, plan, args.trainer, args.file, **options)
     signal.signal(signal.SIGTERM, lambda *_: trainer.stop.set())
     signal.signal(signal.SIGUSR1, lambda *_: setattr(trainer, "rest", True))
     trainer.run(args.grace_s)
