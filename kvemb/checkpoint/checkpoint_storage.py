@@ -22,6 +22,7 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import unquote
 
 from kvemb.errors import CheckpointError, ConfigError
 from kvemb.net.deadline import pauses
@@ -61,8 +62,13 @@ class CheckpointStorage:
     ) -> None:
         self.url = absolute_url(url)
         self._pause, self._give_up_s, self._say_every_s = pause, give_up_s, say_every_s
+        if "://" in self.url and "?" in self.url:
+            raise CheckpointError(f"{shown(self.url)}: a query string ('?') is no part of a folder's name. Give the URL without it")
         try:
-            self._fs, self._root = require_extra("fsspec.core").url_to_fs(self.url)
+            if "://" in self.url:
+                self._fs, self._root = require_extra("fsspec.core").url_to_fs(self.url)
+            else:  # nothing of a path is read as a URL
+                self._fs, self._root = require_extra("fsspec").filesystem("file"), self.url
         except ImportError as error:
             raise ConfigError(f"{shown(self.url)}: {error}") from error
         except ConfigError:
@@ -135,6 +141,15 @@ class CheckpointStorage:
             return sorted(name[prefix:] for name in found)
 
         return self._try("list", folder, ask)
+
+    def exists(self, path: str) -> bool:
+        """Whether there is an object or a folder of this path."""
+
+        def ask() -> bool:
+            self._fs.invalidate_cache()
+            return bool(self._fs.exists(self._full(path)))
+
+        return self._try("look at", path, ask)
 
     def folders(self) -> list[str]:
         """Return the names of the folders right below, sorted; none when there is no such folder."""
@@ -244,29 +259,39 @@ class CheckpointStorage:
 
 
 def absolute_url(url: str) -> str:
-    """Return a URL that means the same in every process: a path becomes file://.
+    """Return a URL that means the same in every process: a path, or a file:// URL, becomes an absolute path.
+
+    Raises:
+        CheckpointError: it is none, names another machine's file, or chains file systems.
 
     Example:
-        >>> absolute_url("s3://bucket/run/step-1/"), absolute_url("/data/step-1")
-        ('s3://bucket/run/step-1', 'file:///data/step-1')
+        >>> absolute_url("s3://bucket/run/step-1/"), absolute_url("/data/lr::0.1"), absolute_url("file:///data/my%20run")
+        ('s3://bucket/run/step-1', '/data/lr::0.1', '/data/my run')
     """
     url = os.fspath(url)
     if not isinstance(url, str) or not url:
-        raise CheckpointError(f"checkpoint URL is {url!r}: give a path or a URL such as s3://bucket/run/step-1000")
-    if "://" in url:
-        scheme, rest = url.split("://", 1)
-        return f"{scheme}://{rest.rstrip('/') or '/'}"
-    return f"file://{Path(url).absolute()}"
+        raise CheckpointError(f"URL is {url!r}: give a path or a URL such as s3://bucket/run/step-1000")
+    scheme, found, rest = url.partition("://")
+    if not found:
+        return str(Path(url).absolute())
+    if scheme == "file":
+        host, _, path = rest.partition("/")
+        if not rest or host not in ("", "localhost"):
+            raise CheckpointError(f"{url}: a file:// URL names a file of this machine, from its root on: file:///data/step-1000")
+        return str(Path("/" + unquote(path)).absolute())
+    if "::" in url:  # fsspec would take what stands before it, and leave out the rest
+        raise CheckpointError(f"{shown(url)}: '::' chains file systems in fsspec, and no part of a name. Give the URL of one file system")
+    return f"{scheme}://{rest.rstrip('/') or '/'}"
 
 
 def shown(url: str) -> str:
     """Return a URL without its credentials.
 
     Example:
-        >>> shown("hdfs://user:secret@host/run")
-        'hdfs://***@host/run'
+        >>> shown("hdfs://user:secret@host/run"), shown("https://host/rows.npy?signature=secret")
+        ('hdfs://***@host/run', 'https://host/rows.npy?***')
     """
-    return re.sub(r"(?<=://)[^/@]+@", "***@", url)
+    return re.sub(r"(?<=://)[^/@]+@", "***@", re.sub(r"(?<=\?).+", "***", url) if "://" in url else url)
 
 
 def _file_size(path: str, found: os.stat_result) -> int:

@@ -161,9 +161,35 @@ def test_an_unusable_url_is_named(url: str, error: type[Exception]) -> None:
 
 def test_urls_are_absolute_and_shown_without_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert absolute_url("run/a") == f"file://{tmp_path}/run/a"
+    assert absolute_url("run/a") == f"{tmp_path}/run/a"
+    assert absolute_url((tmp_path / "my run %20").as_uri()) == absolute_url(f"{tmp_path}/my run %20") == f"{tmp_path}/my run %20"
     assert shown("hdfs://user:secret@host:1/x@y") == "hdfs://***@host:1/x@y"
     assert "secret" not in repr(CheckpointStorage("memory://u:secret@x/y"))
+
+
+@pytest.mark.parametrize("name", ["sweep::lr=0.1", "memory::x", "a?b=1#c", "%20", "a*[b]"])
+def test_a_path_is_one_folder_whatever_stands_in_its_name(tmp_path: Path, name: str) -> None:
+    """fsspec would take what stands before '::' alone."""
+    for url in (f"{tmp_path}/{name}", (tmp_path / name).as_uri()):
+        CheckpointStorage(url).write("x/y", url.encode())
+        assert (tmp_path / name / "x" / "y").read_bytes() == CheckpointStorage(url).read("x/y", 1000) == url.encode()
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert CheckpointStorage(str(tmp_path)).folders() == [name]
+    assert CheckpointStorage(f"{tmp_path}/{name}::never saved").size("x/y") is None
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("memory://sweep::lr=0.1", "'::' chains file systems"),
+        ("memory://run?versionId=7", r"memory://run\?\*\*\*: a query string \('\?'\) is no part of a folder's name"),
+        ("file://data/run", "names a file of this machine, from its root on"),
+        ("file://", "names a file of this machine"),
+    ],
+)
+def test_a_url_that_is_more_than_a_folder_is_refused(url: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        CheckpointStorage(url)
 
 
 def test_a_block_of_records_is_a_copy() -> None:
