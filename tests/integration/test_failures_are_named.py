@@ -15,7 +15,7 @@ import kvemb
 from kvemb.config import StorageConfig
 from kvemb.coordination.markers import MARKER_KEY, Marker
 from kvemb.errors import ConfigError, DeadlineExceededError, InvalidInputError, KvembError, ShardUnavailableError, WrongNodeError
-from kvemb.local_cluster import LocalCluster
+from kvemb.local_cluster import LocalCluster, storage_servers
 from kvemb.local_cluster.storage_servers import start_servers
 from kvemb.net.deadline import Deadline
 from kvemb.schema.buckets import BucketKeys
@@ -95,6 +95,20 @@ def test_a_server_of_another_kind_is_asked_about(kind: str, taken_for: str, tmp_
         with (
             open_store(StorageConfig(taken_for, (server.address,)), role="reader") as store,
             pytest.raises(KvembError, match=r"is this a server of the kind that storage\.kind says"),
+        ):
+            store.open(Deadline.after(5))
+    finally:
+        server.process.kill()
+
+
+def test_a_memcached_of_the_binary_protocol_alone_is_named_with_the_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o755)
+    monkeypatch.setattr(storage_servers, "MEMCACHED_OPTIONS", ("-M", "-o", "no_slab_reassign", "-B", "binary"))
+    (server,) = start_servers("memcached", 1, tmp_path, 64)
+    try:
+        with (
+            open_store(StorageConfig("memcached", (server.address,)), role="reader") as store,
+            pytest.raises(KvembError, match=r"closed the connection.*started with -B binary ends so, too: use -B auto"),
         ):
             store.open(Deadline.after(5))
     finally:

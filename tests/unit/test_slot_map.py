@@ -10,6 +10,7 @@ from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.stores.redis_cluster.slot_map import fetch_slot_map
+from kvemb.stores.redis_server.redis_commands import redirect_target
 from kvemb.stores.redis_server.redis_login import RedisAccess
 
 ENABLED = b"$30\r\n# Cluster\r\ncluster_enabled:1\r\n\r\n"
@@ -75,6 +76,14 @@ def test_a_node_that_tells_nonsense_is_named_and_another_is_asked(answer: bytes,
     liar = node_saying(ENABLED, answer)
     with pytest.raises(NodeUnavailableError, match=liar):
         fetch(liar)
+
+
+def test_a_node_without_the_name_that_the_cluster_prefers_is_named_with_the_mend(node_saying: Callable[..., str]) -> None:
+    asked = node_saying(ENABLED, b"*1\r\n*3\r\n:0\r\n:16383\r\n" + NODE % (1, b"?", 7))
+    with pytest.raises(NodeUnavailableError, match=rf"{asked}: says '\?:7' .*cluster-announce-hostname.*endpoint-type ip"):
+        fetch(asked)
+    with pytest.raises(NodeUnavailableError, match=r"redirects to '\?:7', .*cluster-announce-hostname"):
+        redirect_target(b"-MOVED 5 ?:7", "a:1")
 
 
 def test_a_standalone_server_is_told(node_saying: Callable[..., str]) -> None:

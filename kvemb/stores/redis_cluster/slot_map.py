@@ -15,7 +15,7 @@ from kvemb.coordination.markers import MARKER_KEY
 from kvemb.errors import ConfigError, KvembError, NodeRefusesError, NodeUnavailableError, ProtocolError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.slots import N_SLOTS, slot_tags, text_slot
-from kvemb.stores.redis_server.redis_commands import ask, shown, text_of
+from kvemb.stores.redis_server.redis_commands import NO_HOST, ask, shown, text_of
 from kvemb.stores.redis_server.redis_login import RedisAccess, logged_in
 from kvemb.wire.resp.resp_value import Value
 
@@ -116,6 +116,8 @@ def _range(entry: Value, asked: str) -> tuple[int, int, str, str]:
             0 <= first <= last < N_SLOTS and 0 < port < 1 << 16
         ):
             name = (host or b"").decode("ascii", "replace")
+            if name == "?":
+                raise NodeUnavailableError(f"node {asked}: says '?:{port}' in CLUSTER SLOTS, which is no address{NO_HOST}")
             known_as = more[0].decode("ascii", "replace") if more and isinstance(more[0], bytes) else ""
             return first, last, f"{name or asked.rpartition(':')[0]}:{port}", known_as
     raise ProtocolError(f"node {asked}: CLUSTER SLOTS answered {shown(entry)}, expected slots and their nodes")

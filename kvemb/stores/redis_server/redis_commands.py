@@ -64,12 +64,18 @@ def shown(value: Value) -> str:
     return repr(value)[:60]
 
 
+NO_HOST = (
+    ": cluster-preferred-endpoint-type is hostname there, and the node at this port has none. Give it one (CONFIG SET "
+    "cluster-announce-hostname), or say CONFIG SET cluster-preferred-endpoint-type ip on every node"
+)
+
+
 def redirect_target(line: bytes, asked: str) -> str:
     """The "host:port" of `-ASK 3999 host:port`; an empty host means the node that was asked."""
     target = (*line.decode("utf-8", "replace").split(" "), "", "")[2]
     host, _, port = target.rpartition(":")
-    if not (port.isascii() and port.isdigit() and len(port) <= 5):
-        raise NodeUnavailableError(f"node {asked}: redirects to {target!r}, which is no address")
+    if not (port.isascii() and port.isdigit() and len(port) <= 5) or host == "?":
+        raise NodeUnavailableError(f"node {asked}: redirects to {target!r}, which is no address{NO_HOST if host == '?' else ''}")
     return target if host else f"{asked.rpartition(':')[0]}:{port}"
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from kvemb.config import StorageConfig
-from kvemb.errors import ProtocolError, UnsafeNodeError
+from kvemb.errors import NodeUnavailableError, ProtocolError, UnsafeNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import round_trip
 from kvemb.net.link import Connect, Link
@@ -173,7 +173,10 @@ def _ask(connect: Connect, address: str, deadline: Deadline, arguments: str = ""
     """The server's `stats` as text."""
     reply = StatsReply()
     with _connected(connect, address, deadline) as link:
-        round_trip(link, f"stats {arguments}".strip().encode() + b"\r\n", [reply], deadline)
+        try:  # of 24 bytes and more: one that takes the binary protocol alone waits for so many before it refuses them
+            round_trip(link, f"stats {arguments:24}\r\n".encode(), [reply], deadline)
+        except NodeUnavailableError as error:
+            raise NodeUnavailableError(f"{error} A memcached that was started with -B binary ends so, too: use -B auto") from error
     if reply.error is not None:
         raise server_error(address, reply.error)
     return reply.fields
