@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvemb.api.table import Table
 from kvemb.errors import InvalidInputError
+from kvemb.foreign.foreign_file import foreign_url
 from kvemb.foreign.foreign_rows import block_rows
 from kvemb.foreign.formats import format_of
 from kvemb.foreign.row_files import check_writable, write_ids, write_rows
@@ -34,6 +35,7 @@ class ExportResult:
 def export_rows(table: Table, url: str, *, file_format: str, ids: str | None, dtype: str, progress: ExportProgress | None) -> ExportResult:
     """Export a table; see `Cluster.export_rows`."""
     begun, definition, show = time.monotonic(), table.definition, progress or (lambda what, done, total: None)
+    url, ids = foreign_url(url), None if ids is None else foreign_url(ids)
     kind = format_of(url, file_format)
     rows_only = kind in ("npy", "raw")
     if ids is not None and not rows_only:

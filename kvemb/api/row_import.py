@@ -170,10 +170,26 @@ def _verify(definition: TableDef, source: RowSource, show: ImportProgress) -> No
     ordered.sort()
     twice = ordered[1:] == ordered[:-1]
     if twice.any():
-        first = definition.shown_id(int(ordered[int(np.argmax(twice))]))
+        first = _shown_twice(definition, source, ordered[int(np.argmax(twice))])
         raise ForeignRowsError(
-            f"{source.where}: id {first} stands twice ({n_of(int(twice.sum()), 'such row')}); give each id one row. Nothing was written"
+            f"{source.where}: {first} ({n_of(int(twice.sum()), 'such row')} in all); give each id one row. Nothing was written"
         )
+
+
+def _shown_twice(definition: TableDef, source: RowSource, first: np.uint64) -> str:
+    """Say which rows have one id, and of which words it is the hash: they are read once more."""
+    done, rows, words = 0, list[int](), list[str]()
+    for block in source.blocks():
+        found = np.flatnonzero(block.ids == first)
+        rows += (done + found).tolist()
+        words += [] if block.texts is None else block.texts[found].tolist()
+        done += len(block)
+        if len(rows) > 1:
+            break
+    what, different = f"id {definition.shown_id(int(first))}", list(dict.fromkeys(words[:2]))
+    if words:
+        what = f"{' and '.join(map(repr, different))} ({what})"
+    return f"{what} {'share an id' if len(different) > 1 else 'stands twice'}, in rows {rows[0]} and {rows[1]}"
 
 
 def _is_there(table: Table, block: ForeignRows) -> bool:

@@ -20,8 +20,8 @@ from kvemb.arrays.rounding import storage_dtype, to_float32
 from kvemb.checkpoint.checkpoint_storage import shown
 from kvemb.errors import ForeignRowsError, InvalidInputError
 from kvemb.foreign.foreign_file import ForeignFile, translated
-from kvemb.foreign.foreign_rows import ArrayNames, ForeignRows, block_rows, ids_of, values_of, weights_of
-from kvemb.foreign.narrow_weights import from_int8
+from kvemb.foreign.foreign_rows import ArrayNames, ForeignRows, block_rows, ids_of, refuse_unnamed_ids, texts_of, values_of, weights_of
+from kvemb.foreign.narrow_weights import from_int8, scale_of
 from kvemb.schema.table_def import TableDef
 
 _MAX_HEAD_BYTES = 100 << 20  # of safetensors: what its own library takes
@@ -36,6 +36,7 @@ class NamedArrays(Protocol):
 
     where: str
     shapes: Mapping[str, Sequence[int]]
+    dtypes: Mapping[str, str]  # as the file calls them
 
     def read(self, name: str, start: int, stop: int) -> NDArray[Any]:
         """Return rows `start` to `stop` of an array; bfloat16 as float32."""
@@ -65,9 +66,18 @@ class ArrayRows:
         self._check(self._weights, [(self.n_rows, definition.dim)])
         for name, width in self._state:
             self._check(name, [(self.n_rows, width), *([(self.n_rows,)] if width == 1 else [])])
+        used = {self._weights, *(name for name, _ in self._state), *([] if self._names.ids is None else [self._names.ids])}
+        beside = {name: of for name, of in arrays.dtypes.items() if name not in used}
+        self._scale = scale_of(arrays.dtypes[self._weights], beside, definition, self._at(self._weights))
+        if self._scale is not None:
+            self._check(self._scale, [(self.n_rows,), (self.n_rows, 1)])
         if self._names.ids is not None:
             self._check(self._names.ids, [(self.n_rows,)])
-        elif definition.num_ids is not None and self.n_rows > definition.num_ids:
+            return
+        one_each = [name for name, of in beside.items() if tuple(arrays.shapes[name]) == (self.n_rows,) and _may_be_ids(of)]
+        if one_each:
+            refuse_unnamed_ids(one_each, "array", self.where)
+        if definition.num_ids is not None and self.n_rows > definition.num_ids:
             raise ForeignRowsError(
                 f"{self.where}: {self.n_rows} rows without ids; table {definition.name!r} has num_ids {definition.num_ids}"
             )
@@ -79,16 +89,15 @@ class ArrayRows:
             stop = min(start + step, self.n_rows)
             state = [values_of(self._read(name, start, stop), width, self._at(name), first=start) for name, width in self._state]
             given = self._read(self._weights, start, stop)
-            if given.dtype == np.int8 and tuple(self._arrays.shapes.get("scale", ())) == (self.n_rows,):  # as `to_int8` made them
-                given = from_int8(given, self._read("scale", start, stop))
+            if self._scale is not None:
+                given = from_int8(given, self._read(self._scale, start, stop).reshape(-1))
             weights = weights_of(given, self._definition, self._at(self._weights), first=start)
-            yield ForeignRows(self._ids(start, stop), weights, np.concatenate(state, axis=1) if state else None)
-
-    def _ids(self, start: int, stop: int) -> NDArray[np.uint64]:
-        name = self._names.ids
-        if name is None:
-            return np.arange(start, stop, dtype=np.uint64)
-        return ids_of(self._read(name, start, stop), self._definition, self._at(name))
+            name = self._names.ids
+            ids = np.arange(start, stop) if name is None else self._read(name, start, stop)
+            where = self.where if name is None else self._at(name)
+            yield ForeignRows(
+                ids_of(ids, self._definition, where), weights, np.concatenate(state, axis=1) if state else None, texts_of(ids)
+            )
 
     def _read(self, name: str, start: int, stop: int) -> NDArray[Any]:
         return self._arrays.read(name, start, stop)
@@ -97,12 +106,18 @@ class ArrayRows:
         return f"{self.where}: {name!r}"
 
     def _check(self, name: str, expected: Sequence[tuple[int, ...]]) -> None:
-        got = tuple(self._arrays.shapes[name])
+        got, dtype = tuple(self._arrays.shapes[name]), self._arrays.dtypes[name]
+        if dtype.startswith(("F", "float4", "float8", "sparse")):
+            raise ForeignRowsError(f"{self._at(name)} holds {dtype}, which is not read: write it as float16 or float32, all of it")
         if got not in expected:
             raise ForeignRowsError(
                 f"{self._at(name)} has shape {got}, expected {' or '.join(map(str, expected))}: {self.n_rows} rows of table "
                 f"{self._definition.name!r}, whose dim is {self._definition.dim}"
             )
+
+
+def _may_be_ids(dtype: str) -> bool:
+    return dtype.startswith(("int", "uint", "str", "<U", ">U"))
 
 
 @dataclass(frozen=True)
@@ -114,6 +129,7 @@ class _ArrayInFile:
     shape: tuple[int, ...]
     dtype: "np.dtype[Any]"
     is_bfloat16: bool = False
+    unread: str = ""  # the name of a dtype that NumPy has not
 
     @property
     def n_bytes(self) -> int:
@@ -133,6 +149,9 @@ class PlacedArrays:
     def __init__(self, where: str, places: Mapping[str, _ArrayInFile]) -> None:
         self.where, self._places = where, places
         self.shapes: Mapping[str, Sequence[int]] = {name: place.shape for name, place in places.items()}
+        self.dtypes: Mapping[str, str] = {
+            name: place.unread or ("bfloat16" if place.is_bfloat16 else str(place.dtype)) for name, place in places.items()
+        }
 
     def read(self, name: str, start: int, stop: int) -> NDArray[Any]:
         """See `NamedArrays.read`."""
@@ -216,14 +235,20 @@ def _opened(file: ForeignFile, url: str) -> PlacedArrays:
             f"{file.where}: a head of {n_head} bytes in a file of {file.size_bytes}: it is no safetensors file, or cut off"
         )
     try:
-        head = json.loads(file.read(8, n_head).tobytes())
+        head = json.loads(file.read(8, n_head).tobytes(), object_pairs_hook=_without_repetition)
         tensors = {name: _tensor_place(url, 8 + n_head, head[name]) for name in head if name != "__metadata__"}
+        end = 8 + n_head + max((head[name]["data_offsets"][1] for name in tensors), default=0)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ForeignRowsError(f"{file.where}: its head is damaged: {type(error).__name__}: {error}") from error
-    end = max((place.start + place.n_bytes for place in tensors.values()), default=8 + n_head)
     if end != file.size_bytes:
         raise ForeignRowsError(f"{file.where}: {file.size_bytes} bytes, expected {end} by its head: cut off, or damaged")
     return PlacedArrays(file.where, tensors)
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) != len(pairs):
+        raise ValueError("two of its names are the same")
+    return found
 
 
 def _tensor_place(url: str, base: int, fields: Mapping[str, Any]) -> _ArrayInFile:
@@ -232,7 +257,7 @@ def _tensor_place(url: str, base: int, fields: Mapping[str, Any]) -> _ArrayInFil
     if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise ValueError(f"shape {shape} at {begin} to {end}")
     if name not in _SAFETENSORS_DTYPES:
-        return _ArrayInFile(url, base + begin, (end - begin,), np.dtype("|V1"))
+        return _ArrayInFile(url, base + begin, shape, np.dtype("|V1"), unread=str(name))
     place = _ArrayInFile(url, base + begin, shape, np.dtype(_SAFETENSORS_DTYPES[name]), name == "BF16")
     if end - begin != place.n_bytes:
         raise ValueError(f"{end - begin} bytes of {name} {shape}")

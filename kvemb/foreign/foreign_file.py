@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.checkpoint.checkpoint_storage import shown
-from kvemb.errors import ConfigError, ForeignRowsError
+from kvemb.checkpoint.checkpoint_storage import absolute_url, shown
+from kvemb.errors import CheckpointError, ConfigError, ForeignRowsError
 from kvemb.process.extras import require_extra
 
 
@@ -30,6 +30,7 @@ class ForeignFile:
     """
 
     def __init__(self, url: str) -> None:
+        url = foreign_url(url)
         self.where = shown(url)
         with translated(self.where):
             self._file = _open_local(url) if is_local(url) else require_extra("fsspec").open(url, "rb").open()
@@ -68,6 +69,18 @@ class ForeignFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def foreign_url(url: str) -> str:
+    """Return the absolute path, or the URL, that a path or URL means.
+
+    Raises:
+        ForeignRowsError: it means none.
+    """
+    try:
+        return absolute_url(url)
+    except CheckpointError as error:
+        raise ForeignRowsError(str(error)) from None
 
 
 def is_local(url: str) -> bool:

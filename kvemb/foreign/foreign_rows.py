@@ -6,7 +6,7 @@ formats. What must not live here: files (`kvemb.foreign.foreign_file`), tables a
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,29 +32,34 @@ class ForeignRows:
         ids: uint64 [n].
         weights: [n, dim] of the table's `row_dtype`.
         state: float32 [n, state values], or None.
+        texts: [n], of which the ids are hashes; None where ids are integers.
     """
 
     ids: NDArray[np.uint64]
     weights: NDArray[Any]
     state: NDArray[np.float32] | None
+    texts: NDArray[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def take(self, which: slice) -> "ForeignRows":
         """Return some of the rows."""
-        return ForeignRows(self.ids[which], self.weights[which], None if self.state is None else self.state[which])
+        state, texts = (None if array is None else array[which] for array in (self.state, self.texts))
+        return ForeignRows(self.ids[which], self.weights[which], state, texts)
 
     @staticmethod
     def concatenate(blocks: Sequence["ForeignRows"]) -> "ForeignRows":
-        """Put blocks behind each other; at least one, all with state or all without."""
+        """Put blocks behind each other; at least one, all with state and texts or all without."""
         if len(blocks) == 1:
             return blocks[0]
         state = [block.state for block in blocks if block.state is not None]
+        texts = [block.texts for block in blocks if block.texts is not None]
         return ForeignRows(
             np.concatenate([block.ids for block in blocks]),
             np.concatenate([block.weights for block in blocks]),
             np.concatenate(state) if state else None,
+            np.concatenate(texts) if texts else None,
         )
 
 
@@ -101,6 +106,10 @@ class ArrayNames:
         if weights is None:
             tables = [name for name, shape in shapes.items() if len(shape) == 2]
             weights = "weights" if "weights" in shapes else tables[0] if len(tables) == 1 else None
+        if weights is None and not tables:
+            raise ForeignRowsError(
+                f"{where}: has no array of rows, with two axes (in Parquet: one column of lists of numbers); there are {_listed(shapes)}"
+            )
         if weights is None:
             raise ForeignRowsError(f"{where}: say which array holds the weights (weights=); there are {_listed(shapes)}")
         ids = "id" if self.ids is None and "id" in shapes else self.ids
@@ -165,12 +174,24 @@ def ids_of(array: NDArray[Any], definition: TableDef, where: str) -> NDArray[np.
     if array.ndim != 1:
         raise ForeignRowsError(f"{where}: ids have shape {array.shape}, expected one axis")
     try:
-        if array.dtype.kind in "UTO":
+        if texts_of(array) is not None:
             hashed = hash_ids(array)
             array = hashed if definition.id_dtype == "int64" else hashed.view(np.uint64)
         return normalize(array, definition.id_dtype, definition.name, definition.num_ids)[0]
     except InvalidInputError as error:
         raise ForeignRowsError(f"{where}: {error}") from error
+
+
+def refuse_unnamed_ids(names: Sequence[str], what: str, where: str) -> NoReturn:
+    """Refuse to number the rows of a file that may have ids under another name: they would be other rows."""
+    raise ForeignRowsError(
+        f"{where}: say which {what} holds the ids (ids=): {' or '.join(map(repr, names))}? Row i is id i in a file without such {what}s"
+    )
+
+
+def texts_of(array: NDArray[Any]) -> NDArray[Any] | None:
+    """Return the array where it holds text, which ids are hashes of; None where it holds the ids."""
+    return array if array.dtype.kind in "UTO" else None
 
 
 def weights_of(array: NDArray[Any], definition: TableDef, where: str, *, first: int = 0) -> NDArray[Any]:

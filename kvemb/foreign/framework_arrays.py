@@ -4,6 +4,8 @@ Both are read by their framework, which is imported here when such a file is ope
 model, and kvemb imports no trainer. torch reads with weights_only=True: tensors and plain values, nothing that runs code.
 """
 
+import pickle
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -42,13 +44,23 @@ class TorchArrays:
         torch = require_framework("torch")
         with ForeignFile(url) as file, translated(self.where):
             try:
-                held = torch.load(url if is_local(url) else file.stream, map_location="cpu", weights_only=True, mmap=is_local(url) or None)
-            except RuntimeError as error:
-                if "mmap" not in str(error):
+                held = _loaded(url, file, torch)
+            except (RuntimeError, pickle.UnpicklingError) as error:
+                if "weights_only" not in str(error):
                     raise
-                held = torch.load(url, map_location="cpu", weights_only=True)  # in the format of torch before 1.6
+                named = re.search(r"GLOBAL (\S+)", str(error))
+                if not (named or re.search("TorchScript|nsupported|unrecognized", str(error))):
+                    raise ForeignRowsError(f"{self.where}: is damaged, or was not written by torch.save") from error
+                raise ForeignRowsError(  # torch's own advice is to run what stands in the file
+                    f"{self.where}: holds {named[1] if named else 'objects'} beside tensors and plain values, and no code of a "
+                    "file is run here. Where it was made, save the tensors alone: torch.save(model.state_dict(), path)"
+                ) from None
         self._tensors = dict(_tensors(held, "weights" if torch.is_tensor(held) else "", torch))
         self.shapes: Mapping[str, Sequence[int]] = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        self.dtypes: Mapping[str, str] = {
+            name: str(tensor.dtype if tensor.layout == torch.strided else tensor.layout).removeprefix("torch.")
+            for name, tensor in self._tensors.items()
+        }
 
     def read(self, name: str, start: int, stop: int) -> NDArray[Any]:
         """See `NamedArrays.read`."""
@@ -59,9 +71,18 @@ class TorchArrays:
             return np.asarray(some.numpy())
 
 
+def _loaded(url: str, file: ForeignFile, torch: Any) -> Any:
+    try:
+        return torch.load(url if is_local(url) else file.stream, map_location="cpu", weights_only=True, mmap=is_local(url) or None)
+    except RuntimeError as error:
+        if "mmap" not in str(error) or "weights_only" in str(error):
+            raise
+        return torch.load(url, map_location="cpu", weights_only=True)  # in the format of torch before 1.6
+
+
 def _tensors(held: Any, name: str, torch: Any) -> Iterator[tuple[str, Any]]:
     if torch.is_tensor(held):
-        yield name, held
+        yield name, held.dequantize() if held.is_quantized else held
         return
     items = held.items() if isinstance(held, Mapping) else enumerate(held) if isinstance(held, list | tuple) else ()
     for key, value in items:
@@ -84,6 +105,7 @@ class CheckpointVariables:
         with translated(self.where):
             self._reader = require_framework("tensorflow").train.load_checkpoint(prefix)
             self.shapes: Mapping[str, Sequence[int]] = {name: tuple(s) for name, s in self._reader.get_variable_to_shape_map().items()}
+            self.dtypes: Mapping[str, str] = {name: of.name for name, of in self._reader.get_variable_to_dtype_map().items()}
         self._kept: dict[str, NDArray[Any]] = {}
 
     def read(self, name: str, start: int, stop: int) -> NDArray[Any]:

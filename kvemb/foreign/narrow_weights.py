@@ -4,7 +4,7 @@ int8 takes a quarter of the bytes: a row is its integers times `scale`, which is
 at most scale / 2, and by the rounding of float32.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvemb.arrays.rounding import LARGEST, round_nearest
 from kvemb.errors import ForeignRowsError, InvalidInputError
+from kvemb.schema.table_def import TableDef
 
 NARROW = ("float16", "int8")
 """The dtypes that weights may be written in, beside the table's own."""
@@ -63,6 +64,35 @@ def narrowed(blocks: Iterable[NDArray[np.float32]], dtype: str, scales: list[NDA
             raise ForeignRowsError(f"a weight of {float(np.abs(block).max()):.4g} is beyond float16's {LARGEST['float16']:g}: write int8")
         else:
             yield round_nearest(block, "float16")
+
+
+def scale_of(dtype: str, beside: Mapping[str, str], definition: TableDef, where: str) -> str | None:
+    """Return the name of the array that int8 weights are to be multiplied by, None where numbers are the weights themselves.
+
+    Args:
+        dtype: of the weights in their file.
+        beside: by name the dtypes of what the file holds more, but for ids and state.
+        definition: of the table.
+        where: names file and array.
+
+    Raises:
+        ForeignRowsError: beside integers is what may say that they mean other numbers.
+
+    Example:
+        >>> user = TableDef.from_dict({"name": "user", "dim": 4, "optimizer": {"kind": "sgd"}, "initializer": {"kind": "zeros"}})
+        >>> scale_of("int8", {"scale": "float32"}, user, "rows.safetensors"), scale_of("float32", {"scale": "float32"}, user, "")
+        ('scale', None)
+    """
+    numbers = [name for name, of in beside.items() if not of.startswith(("str", "large_str", "<U", "object"))]
+    if not numbers or definition.row_dtype != np.float32 or not dtype.startswith(("int", "uint")):
+        return None
+    if numbers == ["scale"] and dtype == "int8" and "float" in beside["scale"]:
+        return "scale"
+    shown = ", ".join([*map(repr, numbers[:5]), *(["…"] if len(numbers) > 5 else [])])
+    raise ForeignRowsError(
+        f"{where} holds {dtype} beside {shown}, by which the integers may have to be multiplied. Known is one float32 'scale' of a number "
+        "for each row, beside int8. Write the product as float16 or float32; or the integers without those, if they are the weights"
+    )
 
 
 def to_int8(rows: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:

@@ -1,11 +1,14 @@
 """Rows in Parquet files of any program: an id column of integers or text, a column of lists of numbers, more of them for state.
 
-pyarrow reads them, one row group after the other, and is imported on first use. A folder stands for the Parquet files in it, in the order
-of their names, as Spark and others write them.
+pyarrow reads them, one row group after the other, and is imported on first use. Where no column has the ids they may stand in the files'
+metadata, as pandas keeps a RangeIndex; else row i is id i.
 """
 
+import json
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -14,11 +17,31 @@ from numpy.typing import NDArray
 from kvemb.checkpoint.format.parquet_blocks import binary_rows
 from kvemb.errors import ForeignRowsError, n_of
 from kvemb.foreign.foreign_file import ForeignFile, translated
-from kvemb.foreign.foreign_rows import ArrayNames, ForeignRows, block_rows, gathered, ids_of, values_of, weights_of
+from kvemb.foreign.foreign_rows import (
+    ArrayNames,
+    ForeignRows,
+    block_rows,
+    gathered,
+    ids_of,
+    refuse_unnamed_ids,
+    texts_of,
+    values_of,
+    weights_of,
+)
+from kvemb.foreign.narrow_weights import from_int8, scale_of
+from kvemb.foreign.parquet_folder import ParquetFiles
 from kvemb.process.extras import require_extra
 from kvemb.schema.table_def import TableDef
 
 _FOOTER_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class _RangeIndex:
+    """pandas' index that stands in a file's metadata: one id a row, and no column of it."""
+
+    name: str | None
+    ids: range
 
 
 class ParquetRows:
@@ -26,30 +49,53 @@ class ParquetRows:
 
     Args:
         definition: of the table.
-        urls: of the files, at least one; all have the same columns.
+        files: the files; all have the same columns.
         names: of the columns.
 
     Raises:
-        ForeignRowsError: a file is none, or lacks a column.
+        ForeignRowsError: a file is none, or lacks a column; or its rows' ids stand where they are not read.
         InvalidInputError: the names of state are not the table's.
         ConfigError: pyarrow is not installed.
     """
 
-    def __init__(self, definition: TableDef, urls: Sequence[str], names: ArrayNames) -> None:
-        self._definition, self._urls = definition, urls
+    def __init__(self, definition: TableDef, files: ParquetFiles, names: ArrayNames) -> None:
+        self._definition, self._urls = definition, files.urls
         self._state, self._names = names.state_parts(definition), names
-        self.n_rows = 0
-        for url in urls:
+        self._scale: str | None = None  # the column by which int8 weights are multiplied
+        indexes, counts = list[_RangeIndex | None](), list[int]()
+        for url in files.urls:
             with ForeignFile(url) as file, translated(file.where), closing(_parquet(file)) as parquet:
                 self.where = file.where
-                chosen = names.choose(_shapes(parquet.schema_arrow), self.where)
-                if chosen.ids is None:
-                    _refuse_unnamed_ids(parquet.schema_arrow, {chosen.weights, *(name for name, _ in self._state)}, self.where)
-                if self.n_rows and chosen != self._names:
+                index = _range_index(parquet.schema_arrow)
+                chosen, scale = self._choose(parquet.schema_arrow, index, names, files)
+                if sum(counts) and (chosen, scale) != (self._names, self._scale):
                     got, before = ((of.ids or "none", of.weights) for of in (chosen, self._names))
                     raise ForeignRowsError(f"{self.where}: has other columns (ids, weights) than the file before it: {got}, {before}")
-                self._names = chosen
-                self.n_rows += parquet.metadata.num_rows
+                self._names, self._scale = chosen, scale
+                indexes.append(index)
+                counts.append(parquet.metadata.num_rows)
+        self.n_rows = sum(counts)
+        self._ids = None if self._names.ids is not None else _numbers(indexes, counts, files.no_order, self.where)
+
+    def _choose(self, schema: Any, index: _RangeIndex | None, names: ArrayNames, files: ParquetFiles) -> tuple[ArrayNames, str | None]:
+        """Return the names that are meant in one file, that of ids None where no column has them; and the scales' where there are some."""
+        shapes, named = _shapes(schema), names.ids or "id"
+        in_index = index is not None and index.name == named and named not in shapes
+        if named in files.in_folders and named not in shapes:
+            raise ForeignRowsError(
+                f"{self.where}: its ids stand in the names of folders ({named}=…), which are not read. Write them as a column of the files"
+            )
+        chosen = (replace(names, ids=None) if in_index else names).choose(shapes, self.where)
+        chosen = replace(chosen, ids=None) if in_index else chosen
+        used = {chosen.ids, chosen.weights, *(name for name, _ in self._state)}
+        if twice := [name for name in used if schema.names.count(name) > 1]:
+            raise ForeignRowsError(f"{self.where}: two columns are named {twice[0]!r}. Write the file with one of them, or rename one")
+        dtypes = {field.name: str(getattr(field.type, "value_type", field.type)) for field in schema}
+        beside = {name: dtype for name, dtype in dtypes.items() if name not in used}
+        scale = scale_of(dtypes[chosen.weights or ""], beside, self._definition, _at(self.where, chosen.weights or ""))
+        if chosen.ids is None and not in_index:
+            _refuse_unnamed_ids(schema, used | {scale}, self.where)
+        return chosen, scale
 
     def blocks(self) -> Iterator[ForeignRows]:
         """See `RowSource.blocks`."""
@@ -57,10 +103,10 @@ class ParquetRows:
 
     def _blocks(self) -> Iterator[ForeignRows]:
         names = self._names
-        assert names.weights is not None
-        columns = [*([] if names.ids is None else [names.ids]), names.weights, *(name for name, _ in self._state)]
+        columns = [name for name in (names.ids, names.weights, *(name for name, _ in self._state), self._scale) if name is not None]
         first = 0
-        for url in self._urls:
+        for number, url in enumerate(self._urls):
+            before = first
             with ForeignFile(url) as file, closing(_parquet(file)) as parquet:
                 batches = parquet.iter_batches(block_rows(self._definition), columns=columns)
                 while True:
@@ -68,20 +114,26 @@ class ParquetRows:
                         batch = next(batches, None)
                     if batch is None:
                         break
-                    yield self._block(batch, first, file.where)
+                    ids = None if self._ids is None else self._ids[number][first - before :][: batch.num_rows]
+                    yield self._block(batch, first, ids, file.where)
                     first += batch.num_rows
 
-    def _block(self, batch: Any, first: int, where: str) -> ForeignRows:
+    def _block(self, batch: Any, first: int, numbers: range | None, where: str) -> ForeignRows:
         names, definition = self._names, self._definition
         assert names.weights is not None
-        ids = np.arange(first, first + batch.num_rows, dtype=np.uint64)
-        if names.ids is not None:
-            with translated(_at(where, names.ids)):
-                given = _id_array(batch.column(names.ids), _at(where, names.ids))
-            ids = ids_of(given, definition, _at(where, names.ids))
-        weights = weights_of(_array(batch, names.weights, definition.dim, where), definition, _at(where, names.weights), first=first)
-        state = [values_of(_array(batch, name, width, where), width, _at(where, name), first=first) for name, width in self._state]
-        return ForeignRows(ids, weights, np.concatenate(state, axis=1) if state else None)
+        at = where if names.ids is None else _at(where, names.ids)
+        with translated(at):
+            if numbers is not None:
+                given = np.arange(numbers.start, numbers.stop, numbers.step)
+            else:
+                given = _id_array(batch.column(names.ids), definition, at, first)
+        ids = ids_of(given, definition, at)
+        weights = _array(batch, names.weights, definition.dim, where, first)
+        if self._scale is not None:
+            weights = from_int8(weights, _array(batch, self._scale, 1, where, first))
+        weights = weights_of(weights, definition, _at(where, names.weights), first=first)
+        state = [values_of(_array(batch, name, width, where, first), width, _at(where, name), first=first) for name, width in self._state]
+        return ForeignRows(ids, weights, np.concatenate(state, axis=1) if state else None, texts_of(given))
 
 
 def _parquet(file: ForeignFile) -> Any:
@@ -89,63 +141,126 @@ def _parquet(file: ForeignFile) -> Any:
     return require_extra("pyarrow.parquet").ParquetFile(file.stream, **limits)
 
 
+def _range_index(schema: Any) -> _RangeIndex | None:
+    """Source: https://pandas.pydata.org/docs/development/developer.html#storing-pandas-dataframe-objects-in-apache-parquet-format."""
+    try:
+        (kept,) = json.loads(schema.metadata[b"pandas"])["index_columns"]
+        return _RangeIndex(kept["name"], range(kept["start"], kept["stop"], kept["step"]))
+    except (TypeError, KeyError, ValueError):  # not of pandas, or its index is a column
+        return None
+
+
+def _numbers(indexes: Sequence[_RangeIndex | None], counts: Sequence[int], no_order: str, where: str) -> list[range]:
+    """Return for each file the ids of its rows, which no column has."""
+    n_rows, ends = sum(counts), list(accumulate(counts))
+    said = {index for index in indexes if index is not None}
+    fits = all(index is not None and len(index.ids) == count for index, count in zip(indexes, counts, strict=True))
+    if fits and said - {_RangeIndex(None, range(count)) for count in counts}:
+        return [index.ids for index in indexes if index is not None]
+    if len(said) == 1 and None not in indexes and len(whole := next(iter(said)).ids) == n_rows:  # cut into files by a program that kept it
+        ids = whole
+    elif all(index in (None, _RangeIndex(None, range(count))) for index, count in zip(indexes, counts, strict=True)):
+        ids = range(n_rows)
+    else:
+        shown_ids = sorted({f"{one.ids.start} to {one.ids.stop} by {one.ids.step}" for one in said})
+        raise ForeignRowsError(
+            f"{where}: says in pandas' metadata that its index is {shown_ids[0]}, which does not fit its {n_of(n_rows, 'row')}: rows were "
+            "taken out, or put together, since. Write the ids as a column (reset_index), and name it (ids=)"
+        )
+    if no_order:
+        raise ForeignRowsError(
+            f"{where}: no column has the ids, and {no_order}, so that no row has a number. Write the ids as a column, and name it (ids=)"
+        )
+    return [ids[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def _is_list(kind: Any) -> bool:
+    types = require_extra("pyarrow").types
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def _stored(kind: Any) -> Any:
+    """A type without what an extension makes of it: Arrow's tensor of one shape is a list."""
+    return getattr(kind, "storage_type", kind)
+
+
 def _shapes(schema: Any) -> dict[str, list[int]]:
     """The columns as arrays: of lists, and of bytes of one length, with two axes, all others with one."""
     types = require_extra("pyarrow").types
-    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
-    shapes = {field.name: [-1, getattr(field.type, "list_size", -1)] if _is(field, lists) else [-1] for field in schema}
-    return shapes | {field.name: [-1, field.type.byte_width] for field in schema if types.is_fixed_size_binary(field.type)}
+    kinds = {field.name: _stored(field.type) for field in schema}
+    shapes = {name: [-1, getattr(kind, "list_size", -1)] if _is_list(kind) else [-1] for name, kind in kinds.items()}
+    return shapes | {name: [-1, kind.byte_width] for name, kind in kinds.items() if types.is_fixed_size_binary(kind)}
 
 
 def _refuse_unnamed_ids(schema: Any, used: Collection[str | None], where: str) -> None:
-    """Refuse to number the rows of a file that may have ids under another name, of any type: they would be other rows."""
     types = require_extra("pyarrow").types
-    arrays = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_nested)
-    found = [repr(field.name) for field in schema if field.name not in used and not _is(field, arrays)]
+    found = [field.name for field in schema if field.name not in used and not types.is_nested(_stored(field.type))]
     if found:
-        raise ForeignRowsError(
-            f"{where}: say which column holds the ids (ids=): {' or '.join(found)}? Row i is id i in a file without such columns"
-        )
+        refuse_unnamed_ids(found, "column", where)
 
 
-def _is(field: Any, kinds: Sequence[Any]) -> bool:
-    return any(is_(field.type) for is_ in kinds)
-
-
-def _id_array(column: Any, where: str) -> NDArray[Any]:
-    types = require_extra("pyarrow").types
+def _id_array(column: Any, definition: TableDef, where: str, first: int) -> NDArray[Any]:
+    pa = require_extra("pyarrow")
     if column.null_count:
-        raise ForeignRowsError(f"{where}: {n_of(column.null_count, 'id')} missing")
-    if types.is_dictionary(column.type):
+        raise ForeignRowsError(f"{where}: {n_of(column.null_count, 'id')} missing, the first in row {first + _first(column.is_null())}")
+    if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    if types.is_string(column.type) or types.is_large_string(column.type):
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type) or pa.types.is_string_view(column.type):
         return np.array(column.to_pylist(), object)
-    if types.is_decimal(column.type) and column.type.scale == 0:  # so Spark has the unsigned integers that it reads
-        column = column.cast(require_extra("pyarrow").uint64())
-    if not types.is_integer(column.type):
-        raise ForeignRowsError(f"{where}: holds {column.type}, expected integers or text")
+    if pa.types.is_decimal(column.type):  # so Spark has the unsigned integers that it reads, and BigQuery and Oracle have any
+        try:
+            column = column.cast(getattr(pa, definition.id_dtype)())
+        except pa.ArrowInvalid as error:
+            raise ForeignRowsError(f"{where}: holds {column.type}, expected integers of {definition.id_dtype} or text: {error}") from None
+    if not pa.types.is_integer(column.type):
+        raise ForeignRowsError(f"{where}: holds {column.type}, expected integers or text{_ADVICE.get(str(column.type), '')}")
     return np.asarray(column.to_numpy(zero_copy_only=False))
+
+
+_ADVICE = {
+    "double": ". pandas makes such of integers where some are missing: drop those rows, and cast to int64",
+    "binary": ". Is it text? Then write it as such (Spark: cast('string'), pandas: .str.decode('utf-8'))",
+}
 
 
 def _at(where: str, name: str) -> str:
     return f"{where}: column {name!r}"
 
 
-def _array(batch: Any, name: str, width: int, where: str) -> NDArray[Any]:
+def _first(found: Any) -> int:
+    """Where the first true value of an array of pyarrow or NumPy stands."""
+    return int(np.argmax(np.asarray(found)))
+
+
+def _array(batch: Any, name: str, width: int, where: str, first: int) -> NDArray[Any]:
     """A column of lists as [n, values of a row], of bytes of one length as uint8 [n, bytes], of numbers as [n]."""
     column, where, pa = batch.column(name), _at(where, name), require_extra("pyarrow")
+    column = getattr(column, "storage", column)
     with translated(where):
-        if pa.types.is_fixed_size_binary(column.type) and not column.null_count:
+        if column.null_count:
+            raise ForeignRowsError(f"{where}: values are missing in row {first + _first(column.is_null())}")
+        if pa.types.is_fixed_size_binary(column.type):
             return binary_rows(column)
-        flat = column.flatten() if hasattr(column, "flatten") and hasattr(column.type, "value_type") else column
-        if column.null_count or flat.null_count:
-            raise ForeignRowsError(f"{where}: values are missing")
+        flat = column.flatten() if _is_list(column.type) else column
+        if pa.types.is_decimal(flat.type):
+            flat = flat.cast(pa.float64())
         if not (pa.types.is_floating(flat.type) or pa.types.is_integer(flat.type)):
-            raise ForeignRowsError(f"{where}: holds {column.type}, expected lists of numbers")
-        if flat is not column and not pa.types.is_fixed_size_list(column.type):
+            raise ForeignRowsError(f"{where}: holds {column.type}, expected lists of numbers{_advice_on_lists(column.type)}")
+        if _is_list(column.type) and not pa.types.is_fixed_size_list(column.type):
             lengths = np.diff(column.offsets.to_numpy())
-            if (lengths != width).any():
-                raise ForeignRowsError(f"{where}: a list of {int(lengths[lengths != width][0])} values, expected {width}")
+            if (wrong := lengths != width).any():
+                at = _first(wrong)
+                raise ForeignRowsError(f"{where}: a list of {int(lengths[at])} values in row {first + at}, expected {width}")
+        per_row = getattr(column.type, "list_size", width)
+        if flat.null_count:
+            raise ForeignRowsError(f"{where}: values are missing in row {first + _first(flat.is_null()) // max(1, per_row)}")
         array = np.asarray(flat.to_numpy(zero_copy_only=False))
-        shape = (-1, column.type.list_size) if pa.types.is_fixed_size_list(column.type) else (-1, width) if flat is not column else (-1,)
-        return array.reshape(shape)
+        return array if flat is column else array.reshape(-1, per_row)
+
+
+def _advice_on_lists(kind: Any) -> str:
+    if "string" in str(kind):
+        return ". Dask writes lists as text, unless dask.config.set({'dataframe.convert-string': False})"
+    if str(kind).startswith("struct<type: int8"):
+        return ". Of pyspark.ml? Write vector_to_array(column) of pyspark.ml.functions"
+    return ""

@@ -311,14 +311,15 @@ def test_a_damaged_file_is_refused_before_anything_is_written(
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"weights": [[1.0] * DIM, [1.0] * 3]}, "a list of 3 values, expected 4"),
+        ({"weights": [[1.0] * DIM, [1.0] * 3]}, "a list of 3 values in row 1, expected 4"),
         ({"weights": [[1.0] * DIM, None]}, "missing"),
         ({"weights": [[1.0] * DIM, [1.0, 2.0, None, 4.0]]}, "missing"),
         ({"weights": [["a"] * DIM] * 2}, "lists of numbers"),
         ({"id": [1, None], "weights": [[1.0] * DIM] * 2}, "column 'id': 1 id missing"),
         ({"id": [1.5, 2.0], "weights": [[1.0] * DIM] * 2}, "expected integers or text"),
-        ({"id": [Decimal("1.5"), Decimal(2)], "weights": [[1.0] * DIM] * 2}, "expected integers or text"),
-        ({"id": [7, 7], "weights": [[1.0] * DIM] * 2}, "id 7 stands twice"),
+        ({"id": [Decimal("1.5"), Decimal(2)], "weights": [[1.0] * DIM] * 2}, "expected integers of int64 or text"),
+        ({"id": [7, 8, 7], "weights": [[1.0] * DIM] * 3}, r"id 7 stands twice, in rows 0 and 2 \(1 such row in all\)"),
+        ({"id": ["a", "b", "b"], "weights": [[1.0] * DIM] * 3}, r"'b' \(id -?\d+\) stands twice, in rows 1 and 2"),
         ({"user_id": ["a", "b"], "w": [[1.0] * DIM] * 2}, "say which column holds the ids .*'user_id'"),
         ({"user": [b"a", b"b"], "w": [[1.0] * DIM] * 2}, "say which column holds the ids .*'user'"),
         ({"user": [1.0, 2.0], "w": [[1.0] * DIM] * 2}, "say which column holds the ids .*'user'"),
@@ -334,6 +335,14 @@ def test_wrong_columns_are_refused_before_anything_is_written(
     parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
     with pytest.raises(ForeignRowsError, match=message):
         redis.import_rows(table.name, tmp_path / "a.parquet")
+    assert len(table) == 0
+
+
+def test_a_word_that_stands_twice_is_named(redis: Cluster, tmp_path: Path) -> None:
+    table = new_table(redis, DIM)
+    (tmp_path / "w.vec").write_text("the 1 2 3 4\ncafé 1 2 3 4\nend 1 2 3 4\ncafé 5 6 7 8\n", encoding="utf-8")
+    with pytest.raises(ForeignRowsError, match=r"w\.vec: 'café' \(id -?\d+\) stands twice, in rows 1 and 3 .*Nothing was written"):
+        redis.import_rows(table.name, tmp_path / "w.vec")
     assert len(table) == 0
 
 
