@@ -131,6 +131,9 @@ class MemoryNodes(StoreNodes):
         node = self.at(address)
         return NodeStats(address, "memory", len(node.values), node.used_bytes, 0, 0)
 
+    def max_record_bytes(self, address: str, deadline: Deadline) -> int:
+        return 1 << 20
+
     def alive(self, index: int) -> MemoryNode:
         if self.closed:
             raise ClosedError("this store was closed")
@@ -256,7 +259,7 @@ class MemoryStore(Store, StoreRows):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(cas=True, max_record_bytes=1 << 20)
+        return Capabilities(cas=True)
 
     def open(self, deadline: Deadline, known: Identity | None = None) -> list[Marker]:
         return self._retry(lambda: self._open(deadline, known), deadline, connecting=True)

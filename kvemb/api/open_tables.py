@@ -64,7 +64,6 @@ class OpenTables:
     def create(self, definition: TableDef, *, policies: PolicyChange, exist_ok: bool, start_over: bool) -> Table:
         """Create a table, or return the one that is there; raises as `Cluster.create_table`."""
         shards = self._shared.require_shards("create_table")
-        self._check_size(definition)
         if start_over:
             if exist_ok:
                 raise InvalidInputError(
@@ -93,7 +92,6 @@ class OpenTables:
         shards = self._shared.require_shards("alter_table")
         old = shards.questions.get_table(name, timeout_s)
         change = AlteredTable.of(old, changes)
-        self._check_size(change.new)
         with self._shared.changes.change():
             if change.is_none:  # so it may be because an alteration was broken off behind its switch
                 shards.end_alter(name, "abort", old.key, timeout_s)
@@ -173,15 +171,6 @@ class OpenTables:
         """Read the table's definition again when it is opened next."""
         with self._lock:
             self._tables.pop(name, None)
-
-    def _check_size(self, definition: TableDef) -> None:
-        limit = self._shared.store.capabilities.max_record_bytes
-        if limit is not None and definition.record.size_bytes > limit:
-            raise InvalidInputError(
-                f"table {definition.name!r}: a record of dim {definition.dim} with the slots of {definition.optimizer.kind} takes "
-                f"{definition.record.size_bytes} bytes; a {self._config.storage.kind} node takes at most {limit}. Use a smaller dim, "
-                "a 16-bit dtype or an optimizer with fewer slots."
-            )
 
 
 def _pair(given: Any, what_got: str, expected: str) -> tuple[ArrayLike, ArrayLike]:

@@ -40,13 +40,11 @@ class Capabilities:
 
     Args:
         cas: writes are compare-and-swap; reads for writing return tokens.
-        max_record_bytes: the largest record a node accepts, or None when the store knows no limit.
         pages: takes `kvemb.schema.pages.PagedKeys` and `kvemb.schema.buckets.BucketKeys`: rows of tables with num_ids lie in pages there,
             those of others in buckets; otherwise under keys of their own.
     """
 
     cas: bool
-    max_record_bytes: int | None
     pages: bool = False
 
 

@@ -155,6 +155,14 @@ class StoreNodes(ABC):
     def stats_of(self, address: str, deadline: Deadline) -> NodeStats:
         """Ask one node; raises a KvembError when it does not answer."""
 
+    def max_record_bytes(self, address: str, deadline: Deadline) -> int | None:
+        """Return the largest record that a node takes, by its settings as they are now; None where it takes any.
+
+        Raises:
+            StorageError: it does not answer.
+        """
+        return None
+
     def settings(self, address: str, deadline: Deadline) -> dict[str, str]:
         """Return a node's settings and state, in its own words, for operators; {} where a kind of storage has none.
 

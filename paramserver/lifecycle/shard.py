@@ -124,7 +124,7 @@ class Shard:
         checkpoints = CheckpointHandlers(self._saver, parts.registry, store.nodes, loads)
         still_ours = parts.claim.require
         keep = partial(keep_map, data, store.nodes, check=still_ours)
-        planner = MovePlanner(store, self._metas, parts.config.servers.shards, lambda: parts.registry.unfinished)
+        planner = MovePlanner(store, self._metas, parts.config.servers.shards, parts.registry, timeout_s)
         left = LeftSessions(data, self._shards, still_ours)
         carrier = (
             MoveCarrier(store, keep=keep, planner=planner, left=left, sync=sync, changed=look.set, timeout_s=timeout_s)

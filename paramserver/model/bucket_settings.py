@@ -1,7 +1,8 @@
-"""The storage servers' limits for buckets: set as the tables need them where that is allowed; limits that do not fit are reported.
+"""The storage servers' limits: of records, for which a table or a node is refused, and of buckets.
 
-A limit lasts until its server is started again. So limits are checked when a table is made, when shard 0 starts, and when a node
-that lost its rows is filled again. Rows are right with any limits: buckets beyond them take more memory, or are slower.
+Those of buckets are set as the tables need them where that is allowed; limits that do not fit are reported. A limit lasts until its server
+is started again. So limits are checked when a table is made, when shard 0 starts, and when a node that lost its rows is filled again. Rows
+are right with any limits: buckets beyond them take more memory, or are slower.
 """
 
 import logging
@@ -15,6 +16,24 @@ from kvemb.stores.store import Store
 
 log = logging.getLogger("paramserver")
 _REFUSED = (ConfigError, ProtocolError)  # no permission, or a server without the command: another try would not help
+
+
+def require_records_fit(store: Store, addresses: Sequence[str], tables: Sequence[TableDef], timeout_s: float) -> None:
+    """Refuse tables, or a node that is to join, where a node does not take the tables' records.
+
+    Raises:
+        InvalidInputError: it names both.
+        StorageError: a node does not answer.
+    """
+    for address in addresses:
+        limit = store.nodes.max_record_bytes(address, Deadline.after(timeout_s))
+        for table in tables:
+            if limit is not None and table.record.size_bytes > limit:
+                raise InvalidInputError(
+                    f"node {address}: takes records of at most {limit} bytes, those of table {table.name!r} have "
+                    f"{table.record.size_bytes}. Nothing was changed. Start the node with a larger item limit (memcached: -I), or make the "
+                    "table with a smaller dim, a 16-bit dtype or an optimizer with less state."
+                )
 
 
 def require_limits(store: Store, table: TableDef, timeout_s: float) -> None:

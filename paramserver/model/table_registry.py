@@ -31,7 +31,7 @@ from kvemb.stores.row_io import WritePart
 from kvemb.stores.store import Store
 
 from ..shard_process.data_dir import DataDir
-from .bucket_settings import require_limits
+from .bucket_settings import require_limits, require_records_fit
 from .registry_copies import RegistryCopies, encoded, put_back
 
 MAX_TABLES = 1024
@@ -457,12 +457,7 @@ class Registry:
         return next(attempt for attempt in range(1 << 16) if table.with_tag_attempt(attempt).tag not in taken)
 
     def _check_new(self, table: TableDef) -> None:
-        limit = self._store.capabilities.max_record_bytes
-        if limit is not None and table.record.size_bytes > limit:
-            raise InvalidInputError(
-                f"table {table.name!r}: its records have {table.record.size_bytes} bytes, this storage takes at most {limit}; "
-                "use a smaller dim, a 16-bit dtype or an optimizer with less state"
-            )
+        require_records_fit(self._store, self._store.nodes.addresses, [table], self._timeout_s)
         if len(self._copies.now.tables) >= MAX_TABLES:
             raise InvalidInputError(f"table {table.name!r}: a cluster has at most {MAX_TABLES} tables")
 

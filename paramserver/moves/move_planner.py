@@ -12,6 +12,9 @@ from kvemb.schema.cluster_map import BY_COMMAND, GONE, IN_FILE, ClusterMap, Node
 from kvemb.schema.move_plan import MOVING, NODES, SHARDS, MovePlan
 from kvemb.stores.store import Store
 
+from ..model.bucket_settings import require_records_fit
+from ..model.table_registry import Registry
+
 
 @dataclass(frozen=True, eq=False)
 class WantedMove:
@@ -41,13 +44,14 @@ class MovePlanner:
         store: open.
         metas: small values of which every node has a copy, by name.
         in_file: the shards' addresses by kvemb.yaml.
-        unfinished: describes the tables that are being dropped or altered; "" for none.
+        registry: of the tables.
+        timeout_s: of one storage call.
     """
 
     def __init__(
-        self, store: Store, metas: Callable[[], Mapping[str, bytes]], in_file: Sequence[str], unfinished: Callable[[], str]
+        self, store: Store, metas: Callable[[], Mapping[str, bytes]], in_file: Sequence[str], registry: Registry, timeout_s: float
     ) -> None:
-        self._store, self._metas, self._in_file, self._unfinished = store, metas, in_file, unfinished
+        self._store, self._metas, self._in_file, self._registry, self._timeout_s = store, metas, in_file, registry, timeout_s
 
     def plan(self, now: ClusterMap, wanted: WantedMove, deadline: Deadline) -> ClusterMap:
         """Return the map in force with the plan in it. New nodes are prepared; nothing else is changed.
@@ -68,6 +72,7 @@ class MovePlanner:
             raise InvalidInputError(f"node {number}: is none of the cluster's, which has {now.n_nodes}; nothing was changed")
         _require_new(places, [address])
         self._store.nodes.require_empty(address, deadline)
+        self._require_takes_records([address])
         changed = tuple(NodePlace(address, BY_COMMAND) if at == number else place for at, place in enumerate(places))
         return replace(now, version=now.version + 1, places=changed)
 
@@ -76,17 +81,21 @@ class MovePlanner:
         joining = tuple(range(now.n_nodes, now.n_nodes + len(wanted.join)))
         _require_new(places, wanted.join)
         _require_there(wanted, {at for at, place in enumerate(places) if place.said_by != GONE} | set(joining))
-        for number, address in zip(joining, wanted.join, strict=True):
-            try:
+        try:
+            self._require_takes_records(wanted.join)
+            for number, address in zip(joining, wanted.join, strict=True):
                 self._store.nodes.prepare(address, number, self._metas(), deadline)
-            except NodeUnavailableError as error:
-                raise NodeUnavailableError(f"{error} Nothing was changed.") from error
+        except NodeUnavailableError as error:
+            raise NodeUnavailableError(f"{error} Nothing was changed.") from error
         plan = MovePlan(NODES, MOVING, wanted.slot_owners, wanted.leave, joining, wanted.max_bytes_per_s)
         places = (*places, *(NodePlace(address, BY_COMMAND) for address in wanted.join))
         return replace(now, version=now.version + 1, n_nodes=len(places), places=places, plan=plan)
 
+    def _require_takes_records(self, addresses: Sequence[str]) -> None:
+        require_records_fit(self._store, addresses, [*self._registry.tables, *self._registry.dropping], self._timeout_s)
+
     def _of_shards(self, now: ClusterMap, wanted: WantedMove) -> ClusterMap:
-        if unfinished := self._unfinished():  # a shard that has erased its rows would get others
+        if unfinished := self._registry.unfinished:  # a shard that has erased its rows would get others
             raise MoveRefusedError(f"{unfinished}. Nothing was changed; ask again when that is done.")
         places = _places(now.shards, now.shard_places(self._in_file))
         joining = now.free_shards(len(wanted.join))

@@ -15,7 +15,8 @@ from moving_load import further_node
 
 import kvemb
 import kvemb.optim
-from kvemb.local_cluster import LocalCluster
+from kvemb.errors import InvalidInputError
+from kvemb.local_cluster import LocalCluster, storage_servers
 from kvemb.local_cluster.processes import accepts, free_ports
 from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer
 from kvemb.net.deadline import Deadline
@@ -23,6 +24,7 @@ from kvemb.testing.real_servers import memcached_client, redis_client
 
 IDS = np.arange(5000)
 PATIENCE_S = 90.0
+LESS = ["-I", "512k"]
 
 
 def run(*words: str) -> "subprocess.CompletedProcess[str]":
@@ -94,6 +96,39 @@ def test_what_cannot_be_done_is_one_line_and_changes_nothing(words: tuple[str, .
     assert says in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert "map is of version 1" in run("moves", str(cluster.config_path)).stdout
+
+
+def test_a_memcached_that_takes_smaller_items_gets_no_table_that_it_cannot_hold_and_does_not_join_one(
+    require_server: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_server("memcached")
+    small, command = set[int](), StorageServer._command
+    monkeypatch.setattr(StorageServer, "_command", lambda self: [*command(self), *(LESS if self.port in small else [])])
+    with LocalCluster("memcached", 3, shards=2, memory_mb=64) as local, kvemb.connect(local.url) as cluster:
+        table = cluster.create_table("t", dim=4, optimizer=kvemb.optim.sgd(lr=1.0))
+
+        def restart(server: StorageServer, *less: int) -> None:
+            small.clear()
+            small.update(less)
+            server.restart()
+            table.push(IDS, np.ones((len(IDS), 4)), timeout_s=PATIENCE_S).wait_applied(PATIENCE_S)
+
+        for server in local.servers[:2]:
+            restart(server, server.port)
+            with pytest.raises(InvalidInputError, match=f"node {server.address}: takes records of at most .*'wide' have"):
+                cluster.create_table("wide", dim=60_000, optimizer=kvemb.optim.adam(lr=0.1))
+            restart(server)
+        wide = cluster.create_table("wide", dim=60_000, optimizer=kvemb.optim.adam(lr=0.1))
+        wide.push(IDS[:9], np.ones((9, 60_000)), timeout_s=PATIENCE_S).wait_applied(PATIENCE_S)
+        small.add(port := free_ports(1)[0])
+        monkeypatch.setattr(storage_servers, "free_ports", lambda n: [port])
+        with further_node(local) as fourth:
+            for words in (("add", fourth.address), ("replace", local.servers[2].address, fourth.address)):
+                done = run("nodes", words[0], str(local.config_path), *words[1:], "--yes")
+                assert done.returncode == 1
+                assert f"node {fourth.address}: takes records of at most" in done.stderr
+                assert "map is of version 1" in run("moves", str(local.config_path)).stdout
+        wide.push(IDS[:9], np.ones((9, 60_000)), timeout_s=PATIENCE_S).wait_applied(PATIENCE_S)
 
 
 @pytest.mark.parametrize("kind", one_of("redis", "redis-cluster", "memcached"))

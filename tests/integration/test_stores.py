@@ -411,7 +411,7 @@ def test_a_memcached_record_above_the_item_limit_says_so(launch: Launcher) -> No
     address = launch.memcached("-M", "-o", "no_slab_reassign")
     keys = row_keys(2)
     with opened(StorageConfig("memcached", (address,))) as store:
-        limit = store.capabilities.max_record_bytes
+        limit = store.nodes.max_record_bytes(address, within())
         assert limit is not None
         write(store, keys, records_of(keys, limit))
         require_rows(store, keys, records_of(keys, limit))

@@ -36,7 +36,6 @@ from kvemb.stores.redis_cluster.slot_map import ClusterTopology
 from kvemb.stores.redis_cluster.slot_markers import SlotMarkers, slot_marker
 from kvemb.stores.redis_cluster.whole_primaries import MEMBERS, WholePrimaries, encode_members, process_of
 from kvemb.stores.redis_server import redis_admin
-from kvemb.stores.redis_server.redis_commands import MAX_VALUE_BYTES
 from kvemb.stores.redis_server.redis_login import RedisAccess
 from kvemb.stores.store import Capabilities, Store
 from kvemb.stores.store_repair import StoreRepair
@@ -46,7 +45,7 @@ class RedisClusterStore(Store):
     """A cluster that moves its own slots. `config.nodes` are starting points; the primaries are learnt from them."""
 
     values: ClusterValues
-    capabilities = Capabilities(cas=False, max_record_bytes=MAX_VALUE_BYTES, pages=True)
+    capabilities = Capabilities(cas=False, pages=True)
 
     def __init__(self, config: StorageConfig, role: str) -> None:
         self._config = config

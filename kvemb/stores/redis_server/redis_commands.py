@@ -15,7 +15,6 @@ from kvemb.wire.resp.resp_codec import command
 from kvemb.wire.resp.resp_value import ErrorLine, Value, ValueReply
 
 Word = str | bytes | int
-MAX_VALUE_BYTES = 512 << 20  # proto-max-bulk-len's default
 NOT_NOW = (b"-TRYAGAIN", b"-CLUSTERDOWN", b"-LOADING", b"-MASTERDOWN")
 REDIRECTS = (b"-MOVED", b"-ASK", *NOT_NOW)
 

@@ -225,6 +225,9 @@ class MappedNodes(StoreNodes):
     def stats_of(self, address: str, deadline: Deadline) -> NodeStats:
         return self._server.stats(address, deadline)
 
+    def max_record_bytes(self, address: str, deadline: Deadline) -> int | None:
+        return self._server.max_record_bytes(address, deadline)
+
     def settings(self, address: str, deadline: Deadline) -> dict[str, str]:
         return self._server.settings(address, deadline)
 

@@ -42,19 +42,12 @@ class MemcachedServer(NodeServer):
     Args:
         config: the storage section.
         connect: opens connections.
-
-    Attributes:
-        item_limit: the largest item a server takes, in bytes; None before one was asked.
     """
+
+    capabilities = Capabilities(cas=True)
 
     def __init__(self, config: StorageConfig, connect: Connect) -> None:
         self._config, self._connect = config, connect
-        self.item_limit: int | None = None
-
-    @property
-    def capabilities(self) -> Capabilities:
-        limit = None if self.item_limit is None else self.item_limit - KEY_SIZE - _ITEM_OVERHEAD_BYTES
-        return Capabilities(cas=True, max_record_bytes=limit)
 
     def open_link(self, address: str, deadline: Deadline) -> Link:
         return self._connect(address, deadline)
@@ -63,12 +56,14 @@ class MemcachedServer(NodeServer):
 
     def inspect(self, address: str, deadline: Deadline) -> tuple[str, int]:
         settings = self.settings(address, deadline)
-        self.item_limit = _number(address, settings, "item_size_max")
         stats = self._counted(address, deadline)
         if not self._config.allow_row_loss:
             _require_safe(address, settings)
             _require_room_on_flash(address, stats)
         return "", _number(address, stats, "curr_items")
+
+    def max_record_bytes(self, address: str, deadline: Deadline) -> int:
+        return _number(address, self.settings(address, deadline), "item_size_max") - KEY_SIZE - _ITEM_OVERHEAD_BYTES
 
     def settings(self, address: str, deadline: Deadline) -> dict[str, str]:
         return _ask(self._connect, address, deadline, "settings")

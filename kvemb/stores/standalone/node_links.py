@@ -57,6 +57,10 @@ class NodeServer(ABC):
     def inspect(self, address: str, deadline: Deadline) -> tuple[str, int]:
         """Refuse settings that can lose rows; return the server process's run id ("" if it has none) and its number of keys."""
 
+    def max_record_bytes(self, address: str, deadline: Deadline) -> int | None:
+        """See `StoreNodes.max_record_bytes`."""
+        return None
+
     @abstractmethod
     def settings(self, address: str, deadline: Deadline) -> dict[str, str]:
         """See `StoreNodes.settings`."""

@@ -14,7 +14,6 @@ from kvemb.schema.bucket_limits import BucketLimits
 from kvemb.schema.keys import Containers, RowKeys
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.redis_server import compare_and_set, redis_admin
-from kvemb.stores.redis_server.redis_commands import MAX_VALUE_BYTES
 from kvemb.stores.redis_server.redis_login import RedisAccess, RoleLinks
 from kvemb.stores.redis_server.stored_rows import count_rows, read_limits, rows_on, set_limits
 from kvemb.stores.row_io import HeldRows
@@ -34,7 +33,7 @@ class RedisServer(NodeServer):
         role: of this process, see `Store`.
     """
 
-    capabilities = Capabilities(cas=False, max_record_bytes=MAX_VALUE_BYTES, pages=True)
+    capabilities = Capabilities(cas=False, pages=True)
 
     def __init__(self, access: RedisAccess, role: str) -> None:
         self._access, self._links = access, RoleLinks(access, role)
