@@ -19,16 +19,15 @@ import grpc
 
 from kvemb.errors import (
     AccessDeniedError,
-    DeadlineExceededError,
     KvembError,
     MessageError,
-    NodeUnavailableError,
     ShardUnavailableError,
     to_wire,
 )
 from kvemb.protocol.message_format import MAX_MESSAGE_BYTES
 from kvemb.protocol.messages import PushPart, PushReply
 
+from ..engine.storage_pace import PASSING
 from ..ingest.ingest import Ingest
 from ..model.batch import CheckedRows
 
@@ -313,7 +312,7 @@ class PushReceiver:
             if self._ingest.admit(part, self.answers.put, lambda: self.answers.closed):
                 tables, prefetched = self._check(part)
                 self._ingest.submit(part, tables, self.answers.put, lambda: self.answers.closed, prefetched)
-        except (ShardUnavailableError, NodeUnavailableError, DeadlineExceededError) as error:
+        except (ShardUnavailableError, *PASSING) as error:
             # (Storage errors: of the look-up of a table that this shard has not met.) Not the part's fault. The call ends as UNAVAILABLE,
             # and the trainer sends the part again over a new one.
             self.unavailable = str(error)

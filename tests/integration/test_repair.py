@@ -224,6 +224,15 @@ def test_a_node_restarted_from_a_snapshot_older_than_the_last_move_is_compared_a
             assert not any(client.hexists(bytes(key), bytes(field)) for key, field in zip(keys.encode(), keys.fields(), strict=True))
 
 
+def test_a_push_to_the_first_table_waits_where_nodes_are_lost_before_its_shard_has_read_of_it(kind: str) -> None:
+    with LocalCluster(kind, 2, shards=2, memory_mb=64) as local, kvemb.connect(local.url) as cluster:
+        table = cluster.create_table("t", dim=DIM, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+        for server in local.servers:
+            server.restart()
+        table.push(IDS, np.ones((N, DIM)), timeout_s=PATIENCE_S).wait_applied(PATIENCE_S)
+        np.testing.assert_array_equal(table.pull(IDS), np.full((N, DIM), -1.0))
+
+
 def test_a_table_that_one_shard_had_not_heard_of_when_all_nodes_lost_their_rows_is_there_afterwards(kind: str) -> None:
     with running(kind) as (local, cluster, table):
         local.shards[1].signal(signal.SIGSTOP)
