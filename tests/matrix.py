@@ -127,6 +127,7 @@ FULL = (
     "tests/integration/test_node_moves.py::test_a_client_that_fails_at_once",
     "tests/integration/test_node_moves.py::test_addresses_that_lead_elsewhere",
     "tests/integration/test_repair.py::test_a_repair_names_every_shard",
+    "tests/integration/test_repair.py::test_a_node_restarted_from_a_snapshot_older",
     "tests/integration/test_save_load.py::test_the_commands",
     "tests/integration/test_shard_crash.py::test_a_push_in_many_parts",
     "tests/integration/test_shard_crash.py::test_a_shard_that_starts_on_a_full_disk",

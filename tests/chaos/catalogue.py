@@ -24,6 +24,7 @@ from kvemb.stores.storage_kinds import KINDS
 
 _REDIS_KINDS = ("valkey", "redis", "redis-cluster")
 _OWN_MAP_KINDS = MOVE_KINDS
+_SNAPSHOT_KINDS = ("valkey", "redis")
 _SHARD_GRACE_S = 40.0
 _GOODBYE_S = 60.0
 IDLE_STREAM_S = 2.0
@@ -108,6 +109,32 @@ def node_rolled_back(scene: Scene) -> None:
     storage.snapshot(scene.run.cluster.servers[node])
     scene.hold(0.5, 2)
     scene.run.cluster.restart_nodes(node, snapshot=True)
+
+
+def node_rolled_far_back(scene: Scene) -> None:
+    """The same with the snapshot of an earlier time: slots have moved since, perhaps."""
+    node = scene.node()
+    if not storage.has_snapshot(scene.run.cluster.servers[node]):
+        storage.snapshot(scene.run.cluster.servers[node])
+    scene.hold(0.5, 2)
+    scene.run.cluster.restart_nodes(node, snapshot=True)
+
+
+def node_goes_back(scene: Scene) -> None:
+    """SWAPDB, and once more a moment later: its process has an earlier state again."""
+    server = scene.run.cluster.servers[scene.node()]
+    storage.swap_databases(server)
+    scene.hold(0.5, 6)
+    storage.swap_databases(server)
+
+
+def node_lost_beside_a_hung_one(scene: Scene) -> None:
+    """FLUSHALL or flush_all while another node does not answer."""
+    hung, lost = scene.random.sample(scene.run.cluster.servers, 2)
+    with processes.paused(hung.process):
+        scene.hold(0, 3)
+        storage.flush(lost)
+        scene.hold(1, 5)
 
 
 def nodes_swapped(scene: Scene) -> None:
@@ -331,6 +358,9 @@ FAULTS = (
     Fault("node flushed", node_flushed, needs=_needs("repair")),
     Fault("node lost", node_lost, needs=_needs("repair")),
     Fault("node rolled back", node_rolled_back, _REDIS_KINDS, needs=_needs("repair")),
+    Fault("node rolled far back", node_rolled_far_back, _SNAPSHOT_KINDS, needs=_needs("repair")),
+    Fault("node goes back", node_goes_back, _SNAPSHOT_KINDS, needs=_needs("repair")),
+    Fault("lost beside a hung one", node_lost_beside_a_hung_one, _OWN_MAP_KINDS, needs=_needs("repair")),
     Fault("nodes swapped", nodes_swapped, _OWN_MAP_KINDS, needs=_needs("swap")),
     Fault("nodes added", _asked("add"), needs=_needs("moves")),
     Fault("node removed", _asked("remove"), needs=_needs("moves")),

@@ -35,6 +35,17 @@ def snapshot(server: StorageServer) -> None:
     shutil.copyfile(server.snapshot_path, server.snapshot_path.with_suffix(".kept"))
 
 
+def has_snapshot(server: StorageServer) -> bool:
+    """Whether `snapshot` has kept one."""
+    return server.snapshot_path.with_suffix(".kept").exists()
+
+
+def swap_databases(server: StorageServer) -> None:
+    """Let a Redis or Valkey server show what was in its second database, in the same process."""
+    with redis_client(server) as client:
+        client.swapdb(0, 1)
+
+
 def set_policy(server: StorageServer, policy: str) -> None:
     """Change maxmemory-policy of a Redis or Valkey server while it runs."""
     with redis_client(server) as client:

@@ -1,6 +1,7 @@
 """`kvemb nodes`, `kvemb moves` and `kvemb config` against real clusters."""
 
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -14,8 +15,9 @@ from matrix import one_of
 from moving_load import further_node
 
 import kvemb
+import kvemb.init
 import kvemb.optim
-from kvemb.errors import InvalidInputError
+from kvemb.errors import InvalidInputError, StorageError
 from kvemb.local_cluster import LocalCluster, storage_servers
 from kvemb.local_cluster.processes import accepts, free_ports
 from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer
@@ -196,3 +198,34 @@ def test_a_node_joins_a_redis_cluster_and_leaves_it(require_server: Callable[[st
         finally:
             fourth.process.kill()
         require_rows(local, rows)
+
+
+@pytest.mark.parametrize("kind", one_of("redis-cluster", "redis", "memcached"))
+def test_shards_and_trainers_go_on_where_no_node_is_left_that_the_file_names(kind: str, require_server: Callable[[str], str]) -> None:
+    require_server("memcached" if kind == "memcached" else "redis-server")
+    with LocalCluster(kind, 3, shards=1, memory_mb=64) as local:
+        named, path = local.servers[0], local.config_path
+        config = yaml.safe_load(path.read_text())
+        config["storage"]["nodes"] = [named.address]
+        path.write_text(yaml.safe_dump(config))
+        with kvemb.connect(local.url) as cluster:
+            table = cluster.create_table("t", dim=4, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+
+            def push(n_before: int) -> None:
+                table.push(IDS, np.ones((len(IDS), 4), np.float32)).wait_applied(PATIENCE_S)
+                np.testing.assert_array_equal(table.pull(IDS, timeout_s=PATIENCE_S), np.full((len(IDS), 4), -n_before - 1, np.float32))
+
+            push(0)
+            removed = run("nodes", "remove", str(path), named.address, "--yes")
+            assert removed.returncode == 0, removed.stderr
+            named.process.kill()
+            push(1)
+            for server in local.servers[1:]:  # every connection has an error
+                server.process.signal(signal.SIGSTOP)
+                with pytest.raises(StorageError):
+                    table.pull(IDS, timeout_s=1.0)
+                server.process.signal(signal.SIGCONT)
+            push(2)
+            local.shards[0].kill()
+            local.start_shard(0)
+            push(3)

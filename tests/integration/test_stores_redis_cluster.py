@@ -431,6 +431,17 @@ def test_a_node_that_hangs_lets_the_next_batch_ask_for_the_map(store: Store, run
     assert store._topology.known is not before
 
 
+def test_a_small_value_is_sought_at_the_nodes_that_are_known_once_its_own_has_gone(store: Store) -> None:
+    assert isinstance(store, RedisClusterStore)
+    store.values.put("kvemb:test", b"value", within())
+    known = store._topology.known
+    assert known is not None
+    store._topology.known = replace(known, addresses=tuple("127.0.0.1:1" for _ in known.addresses))
+    with pytest.raises(NodeUnavailableError, match=r"127\.0\.0\.1:1"):
+        store.values.get("kvemb:test", within())
+    assert store.values.get("kvemb:test", within()) == [b"value"]
+
+
 def test_two_threads_may_take_the_same_renewed_primary(store: Store) -> None:
     class Taken(set[str]):
         """As another thread leaves it that was faster."""

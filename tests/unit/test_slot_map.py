@@ -9,7 +9,7 @@ import pytest
 from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
-from kvemb.stores.redis_cluster.slot_map import fetch_slot_map
+from kvemb.stores.redis_cluster.slot_map import ClusterTopology, fetch_slot_map
 from kvemb.stores.redis_server.redis_commands import redirect_target
 from kvemb.stores.redis_server.redis_login import RedisAccess
 
@@ -44,6 +44,27 @@ def node_saying() -> Iterator[Callable[..., str]]:
 
 def fetch(*addresses: str) -> tuple[str, ...]:
     return fetch_slot_map(addresses, RedisAccess(StorageConfig("redis-cluster", addresses)), Deadline.after(10)).addresses
+
+
+def test_after_an_error_those_that_were_known_are_asked_and_the_map_is_known_meanwhile(node_saying: Callable[..., str]) -> None:
+    other = node_saying(ENABLED, WHOLE)
+    port = int(other.rpartition(":")[2])
+    named = node_saying(ENABLED, b"*1\r\n*3\r\n:0\r\n:16383\r\n" + NODE % (0, b"", port))
+    topology = ClusterTopology(RedisAccess(StorageConfig("redis-cluster", (named,))))
+    assert topology.slot_map(Deadline.after(10)).addresses == (other,)
+    topology.doubt()
+    assert topology.addresses == (other,)
+    assert topology.slots_of(other).all()
+    topology._answered = ()  # the named one answers once
+    assert topology.slot_map(Deadline.after(10)).addresses == ("127.0.0.1:8", "b:7")
+
+
+def test_a_process_that_is_started_again_asks_those_that_it_knew_before(node_saying: Callable[..., str]) -> None:
+    gone = socket.create_server(("127.0.0.1", 0))
+    topology = ClusterTopology(RedisAccess(StorageConfig("redis-cluster", (f"127.0.0.1:{gone.getsockname()[1]}",))))
+    gone.close()
+    topology.known_before = (node_saying(ENABLED, WHOLE),)
+    assert topology.slot_map(Deadline.after(10)).addresses == ("127.0.0.1:8", "b:7")
 
 
 def test_an_empty_host_is_the_node_that_was_asked(node_saying: Callable[..., str]) -> None:

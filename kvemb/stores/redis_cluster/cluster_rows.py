@@ -75,22 +75,21 @@ class ClusterRounds:
     def run(self, batch: ClusterBatch, deadline: Deadline, lane: RepairLane | None = None) -> None:
         """Run a batch in rounds until no row remains or the deadline passes."""
         self._topology.slot_map(deadline)
-        self._markers.read_renewed(deadline)
-        while batch.pending:
-            slot_map = self._topology.slot_map(deadline)
-            try:
-                redirected = self._round(batch, slot_map, deadline, lane)
-            except (NodeUnavailableError, DeadlineExceededError):
-                self._topology.forget()  # a failover may have moved the node's slots: the next batch asks
-                raise
-            if redirected.unclear:
-                self._topology.refreshed(deadline, *redirected.moved.values())
-            elif redirected.moved:
-                self._topology.follow(redirected.moved, deadline)
-            if redirected.wait:
-                time.sleep(min(_PAUSE_S, deadline.remaining_s()))
-            if batch.pending and deadline.expired:
-                raise redirected.error(deadline)
+        try:
+            self._markers.read_renewed(deadline)
+            while batch.pending:
+                redirected = self._round(batch, self._topology.slot_map(deadline), deadline, lane)
+                if redirected.unclear:
+                    self._topology.refreshed(deadline, *redirected.moved.values())
+                elif redirected.moved:
+                    self._topology.follow(redirected.moved, deadline)
+                if redirected.wait:
+                    time.sleep(min(_PAUSE_S, deadline.remaining_s()))
+                if batch.pending and deadline.expired:
+                    raise redirected.error(deadline)
+        except (NodeUnavailableError, DeadlineExceededError):
+            self._topology.doubt()  # a failover may have moved the node's slots: the next batch asks
+            raise
 
     def _round(self, batch: ClusterBatch, slot_map: SlotMap, deadline: Deadline, lane: RepairLane | None) -> Redirects:
         shares = batch.plan(slot_map, self._codec, self._asking_codec)

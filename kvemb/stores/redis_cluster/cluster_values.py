@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvemb.coordination.replicated_values import Change, ValueCell
-from kvemb.errors import DeadlineExceededError
+from kvemb.errors import DeadlineExceededError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.net.pool import LinkPool
 from kvemb.schema.slots import text_slot
@@ -94,7 +94,11 @@ class ClusterValues(StoreValues):
         asking: str | None = None
         while True:
             step, reply = make()
-            asking, done = self._once(name.encode(), step, reply, asking, deadline)
+            try:
+                asking, done = self._once(name.encode(), step, reply, asking, deadline)
+            except (NodeUnavailableError, DeadlineExceededError):
+                self._topology.doubt()  # it may have been replaced: a reader of small values alone would never hear of it
+                raise
             if done:
                 return reply
 

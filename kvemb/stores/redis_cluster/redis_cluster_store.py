@@ -74,6 +74,7 @@ class RedisClusterStore(Store):
 
     def _open(self, deadline: Deadline, known: Identity | None) -> list[Marker]:
         self._pool.require_open()
+        self._topology.known_before = () if known is None else known.nodes
         self._inspect(deadline)
         slot_map = self._topology.slot_map(deadline)
         values = self._markers.all(deadline)

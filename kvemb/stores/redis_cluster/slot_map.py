@@ -130,7 +130,8 @@ class ClusterTopology:
         access: how servers are reached; its configuration's nodes are starting points.
 
     Attributes:
-        known: the map, or None when the next batch is to ask for it.
+        known: the newest map that was told; None before the first. It is replaced by a newer one, and forgotten for no error.
+        known_before: addresses of nodes that an earlier process knew.
         on_the_way: slots whose marker was found to be moving.
         vouched: int64 [16384], the number of the primary where each slot's marker was seen, -1 for none: slots may move without keys.
     """
@@ -138,6 +139,8 @@ class ClusterTopology:
     def __init__(self, access: RedisAccess) -> None:
         self._access = access
         self.known: SlotMap | None = None
+        self.known_before: tuple[str, ...] = ()
+        self._in_doubt = False
         self.on_the_way: set[int] = set()
         self.vouched = np.full(N_SLOTS, -1, dtype=np.int64)
         self._answered: tuple[str, ...] = ()  # the node that told the map last: one that hangs is not asked first again and again
@@ -150,8 +153,8 @@ class ClusterTopology:
         return self._access.config.nodes if self.known is None else self.known.addresses
 
     def slot_map(self, deadline: Deadline) -> SlotMap:
-        """Return the map, asked for if none is known."""
-        return self.refreshed(deadline) if self.known is None else self.known
+        """Return the map, asked for if none is known, or the one that is known is in doubt."""
+        return self.refreshed(deadline) if self.known is None or self._in_doubt else self.known
 
     def refreshed(self, deadline: Deadline, *first: str) -> SlotMap:
         """Ask for the map and return it.
@@ -161,10 +164,10 @@ class ClusterTopology:
             first: nodes to ask first: of a slot that has just moved, a third node may know for seconds less than its new holder.
         """
         before = self.known
-        asked = dict.fromkeys([*first, *self._answered, *self.addresses, *self._access.config.nodes])
+        asked = dict.fromkeys([*first, *self._answered, *self.addresses, *self._access.config.nodes, *self.known_before])
         after = fetch_slot_map(asked, self._access, deadline)
         self.vouched[self.vouched != self.owners(after)] = -1
-        self.known = after
+        self.known, self._in_doubt = after, False
         self._answered = (after.source,)
         self.on_the_way = {slot for slot in [*self.on_the_way] if before and before.address_of(slot) == after.address_of(slot)}
         return after
@@ -186,9 +189,9 @@ class ClusterTopology:
             self.vouched[slots] = -1
             self.on_the_way.difference_update(slots)
 
-    def forget(self) -> None:
-        """Let the next batch ask for the map."""
-        self.known = None
+    def doubt(self) -> None:
+        """Let the next batch ask for the map: all nodes that are known, for those of kvemb.yaml may be gone by now."""
+        self._in_doubt = True
 
     def number(self, address: str) -> int:
         """Return a primary's number, for `vouched`."""

@@ -247,7 +247,7 @@ class SeenNodes:
         self._errors: dict[str, KvembError] = {}
 
     def view(self, known: Identity | None, deadline: Deadline, *, inspect: bool = True) -> NodesView:
-        """Return the nodes of a cluster, found from those that kvemb.yaml names; markers are as they should be, not as they are.
+        """Return the nodes of a cluster, found from those that kvemb.yaml names or that are known; markers are as they should be.
 
         Args:
             known: the cluster, for a caller that knows it without markers; None: the markers say it.
@@ -258,7 +258,7 @@ class SeenNodes:
             NotProvisionedError: no node has a marker.
             KvembError: a node that there is cannot be used.
         """
-        self._look(self._links.in_file, deadline, inspect=inspect)
+        self._look([*self._links.in_file, *(() if known is None else known.nodes)], deadline, inspect=inspect)
         if not self._values or (self._errors and not any(marker for marker, _ in self._values.values())):
             raise next(iter(self._errors.values()))
         identity = known or self._identity()
