@@ -25,7 +25,7 @@ from kvemb.commands.verb_options import (
     takes_config,
     takes_words,
 )
-from kvemb.errors import ConfigError, KvembError
+from kvemb.errors import ConfigError, KvembError, did_you_mean
 from kvemb.stores.storage_kinds import DEFAULT_KIND, KINDS
 
 # 128 + SIGINT, as a shell reports a program that Ctrl-C ended.
@@ -77,9 +77,22 @@ def _exit(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
 
+_GROUPS = {
+    "Begin and run": ("demo", "init", "plan", "shard", "certificates", "acl", "completion"),
+    "Look": ("status", "doctor", "tables", "show", "feed", "bench", "config"),
+    "Change tables": ("alter", "drop", "import", "export"),
+    "Nodes and shards": ("nodes", "shards", "moves", "repair"),
+    "Backups": ("save", "load", "ls", "verify", "prune"),
+    "Serve": ("publish", "view"),
+}
+
+
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     """Read the command line, also words behind an option, which argparse returns unread."""
     parser = _parser()
+    known = [name for names in _GROUPS.values() for name in names]
+    if words and not words[0].startswith("-") and words[0] not in known:
+        parser.error(f"no verb {words[0]!r}.{did_you_mean(words[0], known)} kvemb --help lists them all")
     args, more = parser.parse_known_args(words)
     if len(more) == 1 and not more[0].startswith("-") and "config_given" not in args and {"url", "config"} <= vars(args).keys():
         args.config, args.url = args.url, more.pop()  # FILE, an option, URL
@@ -168,6 +181,10 @@ def _parser() -> argparse.ArgumentParser:
     completion.set_defaults(run=_completion)
     for name, verb in verbs.choices.items():
         verb.formatter_class, verb.epilog = argparse.RawDescriptionHelpFormatter, example_text(name)
+    helps = {one.dest: one.help for one in verbs._choices_actions}
+    verbs._choices_actions.clear()  # argparse lists them without groups
+    listed = [(f"\n{group}:", *(f"  {name:<14}{helps[name]}" for name in names)) for group, names in _GROUPS.items()]
+    parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, "\n".join(line for lines in listed for line in lines)
     return parser
 
 
@@ -189,7 +206,7 @@ def _add_table_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]
     feed.add_argument("--json", action="store_true", help="for programs: each line an object")
     feed.set_defaults(run=_runs("feed_command", "feed_command"))
     show.add_argument("table", help="its table")
-    show.add_argument("id", type=int, help="its id")
+    show.add_argument("id", type=_id, help="its id; any other word is hashed, as kvemb.hash_ids does")
 
 
 def _add_alter(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -334,6 +351,15 @@ def _count(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
     return int(text)
+
+
+def _id(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        from kvemb.arrays.hashing import hash_ids
+
+        return int(hash_ids([text])[0])
 
 
 def _seed(text: str) -> int:

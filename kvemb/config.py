@@ -15,11 +15,11 @@ from urllib.parse import unquote, urlparse
 
 import yaml
 
-from kvemb.errors import ConfigError, InvalidInputError
+from kvemb.errors import ConfigError, InvalidInputError, did_you_mean
 from kvemb.init import ALGORITHM_VERSION, zeros
 from kvemb.net.tls_config import TlsConfig, parse_tls
 from kvemb.optim import FROZEN
-from kvemb.schema.table_def import TableDef, frozen_or_trained
+from kvemb.schema.table_def import KEYS, TableDef, frozen_or_trained
 
 
 class _Loader(yaml.SafeLoader):
@@ -285,6 +285,8 @@ def _tables(tree: object, kind: str) -> tuple[TableDef, ...]:
             raise ConfigError(f"tables.{name}: got {type(fields).__name__}, expected a mapping with dim, optimizer and initializer")
         if {"name", "tag_attempt", "life", "init_algorithm"} & set(fields):
             raise ConfigError(f"tables.{name}: the keys name, tag_attempt, life and init_algorithm are not set here")
+        for key in sorted(set(fields) - KEYS - {"expected_rows", "layout", "frozen"}):
+            raise ConfigError(f"tables.{name}.{key}: unknown key.{did_you_mean(str(key), KEYS)}")
         if "layout" in fields and kind == "memcached":
             raise ConfigError(f"tables.{name}.layout: says how Redis and Valkey keep rows; memcached has a key for every row: leave it out")
         given = {key: value for key, value in fields.items() if key not in ("expected_rows", "layout", "frozen")}
@@ -324,7 +326,7 @@ def _section(tree: object, at: str, known: set[str], required: set[str]) -> Mapp
     prefix = f"{at}." if at else ""
     for key in tree:
         if key not in known:
-            raise ConfigError(f"{prefix}{key}: unknown key; known here: {', '.join(sorted(known))}")
+            raise ConfigError(f"{prefix}{key}: unknown key; known here: {', '.join(sorted(known))}.{did_you_mean(str(key), known)}")
     for key in sorted(required - set(tree)):
         raise ConfigError(f"{prefix}{key}: missing")
     return tree

@@ -5,7 +5,8 @@ step. A missing row or a write conflict is a result, not an exception, and does 
 `to_wire` / `from_wire`), so that a trainer sees the error the parameter server saw, with its type.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 
 
 class KvembError(Exception):
@@ -24,6 +25,17 @@ def n_of(n: int, noun: str, plural: str = "") -> str:
         ('1 shard', '12,000 shards', '0 pushes')
     """
     return f"{n:,} {noun if n == 1 else plural or f'{noun}s'}"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a question for the end of a message about a word that is not known; "" where none that is comes near.
+
+    Example:
+        >>> did_you_mean("dims", ["dim", "dtype"]), did_you_mean("x", ["dim"])
+        (" Did you mean 'dim'?", '')
+    """
+    near = get_close_matches(word, [*known], 1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 # --- the caller's fault: nothing was sent, nothing changed -------------------------------------------------------------------------

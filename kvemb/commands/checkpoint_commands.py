@@ -81,6 +81,7 @@ def load_command(args: argparse.Namespace) -> int:
         raise InvalidInputError("--offline takes no --table: what other tables need is known to running shards alone")
     if args.offline:
         return _decide_command(args)
+    open_chain(args.url, args.tables or ())  # before anything is asked
     with connect(args.config) as cluster:
         there = [name for name in args.tables or cluster.tables() if name in cluster.tables()]
         n_rows = sum(len(cluster.table(name)) for name in there)
@@ -100,6 +101,7 @@ def _decide_command(args: argparse.Namespace) -> int:
     from kvemb.api import connect
     from kvemb.checkpoint.load import decide
 
+    open_chain(args.url)
     if not agreed(
         f"all rows of the cluster go when its shards are started, and those of {args.url} take their place; decide", yes=args.yes
     ):

@@ -6,6 +6,7 @@ from typing import Any
 
 from kvemb import init, optim
 from kvemb.commands.terminal_output import text_table
+from kvemb.errors import n_of
 from kvemb.operate import capacity as costs
 from kvemb.operate.capacity import BUSY, FULL, LOAD_S, CapacityPlan, Workload, cautions, parts_of, plans_for, smallest, ten_times
 from kvemb.operate.row_costs import JOIN, LOAD, REPAIR, SAVE, SERVER, SHARD, START
@@ -53,14 +54,15 @@ def _text(args: argparse.Namespace, work: Workload, plans: list[CapacityPlan]) -
     table, best = work.table, smallest(plans)
     parts = " + ".join(f"{size} {name}" for name, size in parts_of(table).items())
     lines = [
+        f"{best.at.nodes:,} {best.kind} nodes of {args.node_gb:g} GB and {n_of(best.at.shards, 'shard')} of {args.shard_gb:g} GB, "
+        f"{best.at.nodes + best.at.shards:,} machines at least ({best.layout} layout).",
+        "",
         f"{work.n_rows:,} rows of {table.dim} {table.dtype} weights, {args.optimizer}: "
         f"records of {table.record.size_bytes} bytes ({parts})",
         f"{work.step_rows:,} distinct ids a step, {work.steps_per_s:g} steps/s, {work.trainers} trainers: "
         f"{work.rows_per_s:,.0f} rows/s pulled and trained",
         "",
-        f"Fewest machines: {best.at.nodes + best.at.shards:,}. {best.at.nodes:,} nodes of {args.node_gb:g} GB ({best.kind}, {best.layout}) "
-        f"and {best.at.shards:,} shards of {args.shard_gb:g} GB, so that a load takes at most {LOAD_S / 3600:g} h; "
-        f"memory filled to {FULL:.0%}, a core of each busy to {BUSY:.0%} at most",
+        f"Enough for a load in at most {LOAD_S / 3600:g} h, memory filled to {FULL:.0%}, and a core of each busy to {BUSY:.0%} at most:",
         text_table(_machines(best)),
         f"Trainers need {best.trainer_cores:.1f} cores for rows.",
         "",

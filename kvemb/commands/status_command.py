@@ -72,7 +72,7 @@ def render(status: ClusterStatus) -> str:
     """Return aligned plain text: nodes with keys and memory headroom, shards with their applied batches and their lag.
 
     A key is a row, a bucket or a page. Of tables in buckets the rows on each node are counted. Above the tables: servers that are not of
-    the cluster that kvemb.yaml means. Below them, each on its own line: a shard's error, its repair, its progress in comparing cold rows.
+    the cluster that kvemb.yaml means. Below them, each on its own line: a shard's error, and its repair.
     HEADROOM counts what a node says it stores. memcached counts stored bytes, not the slab pages it has set aside: it may be out of room
     for rows of one size while some headroom remains.
     """
@@ -82,13 +82,10 @@ def render(status: ClusterStatus) -> str:
     lines = [f"storage nodes: {status.nodes_error}" if status.nodes_error else nodes]
     troubles = [f"shard {shard.shard}: {_trouble(shard)}" for shard in status.shards if _trouble(shard)]
     repairs = [f"shard {s.shard} repairs: {s.reply.repair}" for s in status.shards if s.reply is not None and s.reply.repair]
-    compared = [
-        f"shard {s.shard} compares storage with its index: {s.reply.compared}" for s in status.shards if s.reply and s.reply.compared
-    ]
     strangers = [f"not as kvemb.yaml says: {' '.join(status.strangers.split())}"] if status.strangers else []
     unsafe = [node.unsafe for node in status.nodes if node.unsafe]
     change = [str(status.change)] if status.change is not None else []
-    return "\n".join([*strangers, *lines, *_held_lines(status), *unsafe, *change, "", shards, *troubles, *repairs, *compared])
+    return "\n".join([*strangers, *lines, *_held_lines(status), *unsafe, *change, "", shards, *troubles, *repairs])
 
 
 def _held_lines(status: ClusterStatus) -> list[str]:

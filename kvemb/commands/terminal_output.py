@@ -96,4 +96,8 @@ def agreed(question: str, *, yes: bool) -> bool:
     if not sys.stdin.isatty():
         print("nothing was changed: say --yes to begin", file=sys.stderr)
         return False
-    return input(f"{question}? [y/N] ").strip().lower() in ("y", "yes")
+    try:
+        return input(f"{question}? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        print("\nnothing was changed", file=sys.stderr)
+        return False

@@ -103,9 +103,8 @@ class WhyWaiting:
         >>> waiting = WhyWaiting()
         >>> waiting.is_news("a node is away"), waiting.is_news("a node is away"), waiting.lasting(60.0)
         (True, False, '')
-        >>> waiting.over()
-        >>> waiting.why
-        ''
+        >>> waiting.over(), waiting.why, waiting.over()
+        (True, '', False)
     """
 
     def __init__(self) -> None:
@@ -118,9 +117,10 @@ class WhyWaiting:
         before, self.why = self.why, why
         return why != before
 
-    def over(self) -> None:
-        """Note that a try did not fail."""
-        self.why = ""
+    def over(self) -> bool:
+        """Note that a try did not fail; return whether the one before did."""
+        before, self.why = self.why, ""
+        return before != ""
 
     def lasting(self, longer_than_s: float) -> str:
         """Return why tries have failed for so long; "" where they have not."""

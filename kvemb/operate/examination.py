@@ -33,6 +33,7 @@ from kvemb.operate.findings import (
     Finding,
     ShardFacts,
     error,
+    judge_addresses,
     judge_limits,
     judge_node,
     judge_shard,
@@ -211,6 +212,8 @@ def _shards(
     our_version: str,
 ) -> Iterator[Finding]:
     asked_s, of_cluster = time.time(), [*nodes, *(channel.address for channel in servers.channels.values())]
+    own_nodes = () if config.storage.kind == "redis-cluster" else nodes  # there replicas may be named, too
+    yield from judge_addresses(config, own_nodes, [channel.address for channel in servers.channels.values()])
     examined = servers.try_each("Examine", dict.fromkeys(described, Empty()), ExamineReply, Deadline.after(config.storage.timeout_s))
     for shard, status in statuses.items():
         facts = ShardFacts(shard, servers.channels[shard].address, asked_s=asked_s, of_cluster=of_cluster)

@@ -323,6 +323,14 @@ def _judge_disk(where: str, says: ExamineReply) -> Iterator[Finding]:
         yield error("disk-space", where, what, mend)
 
 
+def judge_addresses(config: Config, nodes: Collection[str], shards: Collection[str]) -> Iterator[Finding]:
+    """Yield a finding for addresses of this file that are not in the cluster map: of nodes or shards that left, or were replaced."""
+    for key, named, have in (("storage.nodes", config.storage.nodes, nodes), ("parameter_servers.shards", config.servers.shards, shards)):
+        if have and (odd := [address for address in named if address not in have]):
+            what = f"{key} names {', '.join(odd)}, which the cluster has not; it has {_listed([*have])}"
+            yield warning("file-addresses", "this kvemb.yaml", what, "Put these into the file: kvemb config show prints the lines.")
+
+
 def _judge_file(where: str, says: ExamineReply, config: Config, of_cluster: Collection[str]) -> Iterator[Finding]:
     for key, theirs, ours in (
         ("parameter_servers.shards", says.shards, config.servers.shards),
@@ -332,7 +340,7 @@ def _judge_file(where: str, says: ExamineReply, config: Config, of_cluster: Coll
             odd = [address for address in dict.fromkeys([*theirs, *ours]) if of_cluster and address not in of_cluster]
             what = f"was started with {key} {_listed(theirs)}, this file has {_listed(ours)}"
             what += f"; none of the cluster's: {', '.join(odd)}" if odd else ""
-            yield warning("other-file", where, what, f"{_SAME_FILE} A shard reads it when it starts: restart it once the file is right.")
+            yield warning("other-file", where, what, f"{_SAME_FILE} A shard reads it at its start, and follows the cluster map until then.")
 
 
 def _listed(addresses: Sequence[str]) -> str:

@@ -34,8 +34,8 @@ _ID_DTYPES = ("int64", "uint64")
 _REDUCES = ("sum", "mean")
 _UNNAMED_ALGORITHM = 1
 """Of definitions that name no algorithm of first values: when they were made, this was the only one."""
-_KEYS = {"name", "dim", "dtype", "id_dtype", "optimizer", "initializer", "seed", "reduce"}
-_KEYS |= {"tag_attempt", "num_ids", "life", "init_algorithm", "n_buckets", "layout"}
+KEYS = {"name", "dim", "dtype", "id_dtype", "optimizer", "initializer", "seed", "reduce"}
+KEYS |= {"tag_attempt", "num_ids", "life", "init_algorithm", "n_buckets", "layout"}
 
 
 @dataclass(frozen=True)
@@ -356,7 +356,7 @@ class TableDef:
         Raises:
             InvalidInputError: on a key or value that no definition has.
         """
-        unknown = sorted(set(fields) - _KEYS)
+        unknown = sorted(set(fields) - KEYS)
         missing = sorted({"name", "dim", "optimizer", "initializer"} - set(fields))
         if unknown or missing:
             wrong = {"unknown": unknown, "missing": missing}

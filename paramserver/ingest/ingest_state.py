@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kvemb.errors import DeadlineExceededError, FencedError, JournalFullError, ShardFailedError, ShardUnavailableError
-from kvemb.net.deadline import Deadline, pauses
+from kvemb.net.deadline import Deadline, WhyWaiting, pauses
 
 from .step_waits import waited_s, waits_for
 from .sync_steps import SyncSteps
@@ -38,6 +38,7 @@ class Trouble:
 
     def __init__(self) -> None:
         self.storage = ""  # why a batch is tried again
+        self.looking = WhyWaiting()  # why nodes cannot be looked at; written by the watch over them
         self.journal = ""  # why nothing can be acknowledged
 
     def storage_waits(self, why: str) -> bool:
@@ -47,6 +48,8 @@ class Trouble:
 
     def storage_works(self) -> None:
         """Record that storage has taken the write that was tried again."""
+        if self.storage:
+            log.info("storage takes writes again")
         self.storage = ""
 
     def until_there_is_room(self, write: Callable[[], T], wait: Callable[[float], bool]) -> T:
@@ -63,6 +66,8 @@ class Trouble:
         while True:
             try:
                 done = write()
+                if self.journal:
+                    log.info("the journal can be written again")
                 self.journal = ""
                 return done
             except JournalFullError as error:
@@ -73,7 +78,7 @@ class Trouble:
                     raise AbandonedError from error
 
     def __str__(self) -> str:
-        return "; ".join(filter(None, (self.journal, self.storage)))
+        return "; ".join(filter(None, (self.journal, self.storage or self.looking.why)))
 
 
 class IngestState:

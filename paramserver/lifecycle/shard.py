@@ -157,6 +157,7 @@ class Shard:
             copies=self._look_at_registry,
             whole=self._tell_progress,
             still_ours=still_ours,
+            looking=parts.ingest.state.trouble.looking,
             fenced=self._failed,
         )
         about = ShardNote(engine.epoch, 0, parts.config.cluster, f"{platform.node()}:{data.path.resolve()}")

@@ -21,6 +21,7 @@ from kvemb.errors import (
     TableDroppedError,
     TableMismatchError,
     UnknownTableError,
+    did_you_mean,
 )
 from kvemb.net.deadline import Deadline
 from kvemb.optim import FROZEN
@@ -236,7 +237,8 @@ class Registry:
         if named:
             return TableDroppedError(f"table {name!r} was dropped; existing: {known}. {AFTER_A_DROP}.")
         return UnknownTableError(
-            f"no table {name!r} in this cluster; existing: {known}{'' if self._copies.now.tables else ' yet'}. Create it with create_table."
+            f"no table {name!r} in this cluster; existing: {known}{'' if self._copies.now.tables else ' yet'}. "
+            f"Create it with create_table.{did_you_mean(name, self._copies.now.tables)}"
         )
 
     def create(self, table: TableDef, *, exist_ok: bool, policies: Policies = NO_POLICIES) -> TableDef:

@@ -65,6 +65,7 @@ class NodeWatch:
         away: called while nodes do not answer, or are lost: trainers wait for them, too.
         copies: called now and then to look at small values of which every node holds a copy.
         whole: called when every node has answered, and none is lost; may raise StorageError.
+        looking: kept up to date with why nodes cannot be looked at.
         still_ours: raises FencedError once another process owns the shard; asked before each look.
         fenced: told that another process has taken the shard over; the watch ends then.
         clock: seconds that this thread has worked.
@@ -83,6 +84,7 @@ class NodeWatch:
         copies: Callable[[], object] = lambda: None,
         whole: Callable[[], None] = lambda: None,
         still_ours: Callable[[], None] = lambda: None,
+        looking: WhyWaiting | None = None,
         fenced: Callable[[FencedError], object] = lambda error: None,
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
@@ -94,7 +96,7 @@ class NodeWatch:
         self._before: dict[str, int] = {}
         self.seen = NodesSeen()
         self._asking = WhyWaiting()  # whose the shard is
-        self._looking, self._copying = WhyWaiting(), WhyWaiting()
+        self._looking, self._copying = looking or WhyWaiting(), WhyWaiting()
 
     def start(self) -> None:
         """Take the counters as they are now, and begin to watch."""
@@ -148,7 +150,8 @@ class NodeWatch:
             if self._looking.is_news(str(error)):
                 log.warning("%s", error)
         else:
-            self._looking.over()
+            if self._looking.over():
+                log.info("the nodes answer as they should again")
 
     def _see_lost_nodes(self) -> list[LostNode]:
         try:
@@ -168,7 +171,8 @@ class NodeWatch:
             if self._copying.is_news(str(error)):
                 log.warning("%s", error)
         else:
-            self._copying.over()
+            if self._copying.over():
+                log.info("small values are whole on every node again")
 
     def look_for_another_owner(self) -> None:
         """Ask whether the shard is still ours; where that cannot be told, the next batch will say so.

@@ -19,7 +19,7 @@ from kvemb.process import replace_atomically, sync_folder
 
 _MENDS = {
     errno.ENOENT: "put the folder, or its volume's mount, back as it was (docs/operations.md, \"A shard's volume\", says what else helps)",
-    errno.ENOSPC: "free some space on that disk",
+    errno.ENOSPC: "free some space on that disk, or some files where df -i says that it has no inodes left",
     errno.EDQUOT: "free some space, or raise the quota",
     errno.EROFS: "mount that disk writable, or set parameter_servers.data_dir to a folder that is",
     errno.EACCES: "let this user read and write there, or set parameter_servers.data_dir to a folder where it may",
@@ -38,7 +38,7 @@ def mend(error: OSError) -> str:
 
     Example:
         >>> mend(OSError(errno.ENOSPC, "No space left on device"))
-        'free some space on that disk'
+        'free some space on that disk, or some files where df -i says that it has no inodes left'
     """
     return _MENDS.get(error.errno or 0, "see whether that disk and folder can be read and written")
 

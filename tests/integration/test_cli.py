@@ -122,6 +122,24 @@ def verbs() -> dict[str, argparse.ArgumentParser]:
     return dict(action.choices)
 
 
+def test_every_verb_stands_in_a_group_of_the_help_and_a_slip_is_answered_with_the_one_that_was_meant(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = cli._parser()
+    (verbs,) = [action.choices for action in parser._actions if action.dest == "verb"]
+    assert sorted(verbs) == sorted(name for names in cli._GROUPS.values() for name in names)
+    assert all(f"\n  {name} " in parser.format_help() for name in verbs)
+    with pytest.raises(SystemExit):
+        cli.main(["stauts"])
+    assert "no verb 'stauts'. Did you mean 'status'?" in capsys.readouterr().err
+
+
+def test_a_load_looks_at_the_checkpoint_before_it_asks_or_connects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["load"], ["load", "--offline"]):
+        assert cli.main([*words, f"{tmp_path}/no.yaml", f"{tmp_path}/nothing"]) != 0
+        assert f"{tmp_path}/nothing" in capsys.readouterr().err
+
+
 def test_every_verb_has_an_example_in_its_help() -> None:
     assert [verb for verb in verbs() if not EXAMPLES.get(verb)] == []
     assert "\nexamples:\n  kvemb show user 42\n" in run("show", "--help").stdout

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvemb import config
-from kvemb.operate.findings import ShardFacts, judge_node, judge_shard
+from kvemb.operate.findings import ShardFacts, judge_addresses, judge_node, judge_shard
 from kvemb.protocol.messages import DescribeReply, ExamineReply, StatusReply
 from kvemb.stores.store_nodes import NodeStats
 
@@ -100,3 +100,11 @@ MEMCACHED = {"evictions": "off", "slab_reassign": "no", "cas_enabled": "yes", "m
 def test_a_memcached_with_a_flash_file(change: dict[str, str], unsafe: str, found: list[str]) -> None:
     node = replace(NODE, server="memcached 1.6.18", unsafe=unsafe)
     assert [finding.name for finding in judge_node(node, MEMCACHED | change)] == found
+
+
+def test_addresses_of_the_file_that_the_cluster_has_not_are_told_though_shards_were_started_with_them() -> None:
+    assert list(judge_addresses(CONFIG, ["n:1", "n:2"], ["s:1"])) == []
+    (node, shard) = judge_addresses(CONFIG, ["n:2"], ["s:2"])
+    assert (node.name, "storage.nodes names n:1" in node.what, "it has [n:2]" in node.what) == ("file-addresses", True, True)
+    assert "parameter_servers.shards names s:1" in shard.what
+    assert list(judge_addresses(CONFIG, [], [])) == [], "the map was not read"

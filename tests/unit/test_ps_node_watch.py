@@ -1,5 +1,6 @@
 """How often the node watch looks: rarely where looking is dear, soon again where a node did not answer."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from kvemb.errors import ConfigError, FencedError, NodeUnavailableError, Paramet
 from kvemb.net.deadline import Deadline
 from kvemb.stores.marked_nodes import LostNode
 from kvemb.stores.store_nodes import NodeStats
+from paramserver.ingest.ingest_state import Trouble
 from paramserver.repair.node_watch import NodeWatch
 
 
@@ -105,6 +107,17 @@ def test_a_node_that_refuses_the_credentials_ends_no_watch(monkeypatch: pytest.M
     monkeypatch.setattr(store, "lost_nodes", refuse)
     assert watched(store)[:3] == [1.0, 1.0, 1.0]
     assert "refused the credentials" in caplog.text
+
+
+def test_a_look_that_failed_is_trouble_of_the_shard_until_one_succeeds_and_the_log_says_both(caplog: pytest.LogCaptureFixture) -> None:
+    store, trouble = SlowStore([-1.0, 0.01]), Trouble()
+    watch = NodeWatch(store, 1.0, looking=trouble.looking)
+    watch.look_for_lost_nodes()
+    assert str(trouble) != ""
+    with caplog.at_level(logging.INFO):
+        watch.look_for_lost_nodes()
+    assert (str(trouble), [record.levelname for record in caplog.records]) == ("", ["WARNING", "INFO"])
+    assert "again" in caplog.records[-1].message
 
 
 def test_lost_nodes_are_told_of_at_every_look() -> None:

@@ -101,7 +101,7 @@ class MappedNodes(StoreNodes):
                 return now is not before
             self._links.view = now.changed(cluster_map, places)
         if (addresses := self._links.view.addresses) != now.addresses:
-            log.warning("storage nodes are now at %s; until now %s", ", ".join(addresses), ", ".join(now.addresses))
+            log.info("storage nodes are now at %s; until now %s", ", ".join(addresses), ", ".join(now.addresses))
         return True
 
     def follow_error(self, error: StorageError, deadline: Deadline | None = None) -> bool:

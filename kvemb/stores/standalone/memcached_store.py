@@ -66,7 +66,10 @@ class MemcachedServer(NodeServer):
         return _number(address, self.settings(address, deadline), "item_size_max") - KEY_SIZE - _ITEM_OVERHEAD_BYTES
 
     def settings(self, address: str, deadline: Deadline) -> dict[str, str]:
-        return _ask(self._connect, address, deadline, "settings")
+        settings = _ask(self._connect, address, deadline, "settings")
+        if "ext_item_age" in settings and "extstore_limit_maxbytes" not in _ask(self._connect, address, deadline):
+            return {name: value for name, value in settings.items() if not name.startswith("ext_")}  # built for flash, started without
+        return settings
 
     def _counted(self, address: str, deadline: Deadline) -> dict[str, str]:
         return _ask(self._connect, address, deadline)
