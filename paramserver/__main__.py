@@ -6,14 +6,13 @@ read here only. How the process writes its log is here, too.
 """
 
 import argparse
-import ctypes
+import gc
 import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from kvemb.api.plaintext import require_encrypted
@@ -32,15 +31,12 @@ from .shard_process.data_dir import named
 
 _CONFIG, _START, _NOT_DRAINED, _FENCED = 2, 3, 4, 5
 _POLL_S = 0.1
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-_LARGE_BYTES = 1 << 20
 _UNCLAIMED: dict[str, object] = {"epoch": None, "map_version": None, "plan": None}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one shard until SIGTERM or SIGINT; return the exit code."""
     args = shard_options().parse_args(argv)
-    return_freed_memory()
     lines = LogLines(args.shard, json=args.log_format == "json", level=args.log_level)
     lines.begin()
     stop = StopFlag()
@@ -57,14 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:  # Python gives signals their default action back as it ends: a second one would take the exit code away
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-
-
-def return_freed_memory() -> None:
-    """Have glibc give the memory of large arrays back to the system: once one was freed it keeps those of up to 32 MB, 120 MB in all."""
-    with suppress(OSError, AttributeError):  # another C library
-        mallopt = ctypes.CDLL(None).mallopt
-        for parameter in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
-            mallopt(parameter, _LARGE_BYTES)
 
 
 def _run(args: argparse.Namespace, config: Config, stop: StopFlag, lines: "LogLines") -> int:
@@ -115,6 +103,8 @@ def _run(args: argparse.Namespace, config: Config, stop: StopFlag, lines: "LogLi
         if stop.is_set():
             break
         logging.getLogger("paramserver").info("starting again, to load a checkpoint%s", f"; not drained: {trouble}" if trouble else "")
+        del shard
+        gc.collect()  # its cache and index hang in cycles: else they would be there as long as the next one's
     if trouble:
         lines.say(f"not drained: {_one_line(trouble)} The state was not saved.")
         return _NOT_DRAINED

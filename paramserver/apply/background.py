@@ -33,6 +33,7 @@ from ..moves.phase_runner import PhaseRunner
 from ..repair.repairer import Repairer
 from ..repair.scrub import Scrub
 from ..row_log.log_flush import FlushSchedule
+from ..shard_process import freed_memory
 
 _RETRY_S = 5.0
 _REPLAYED_BYTES = 4 << 20  # of the journal
@@ -206,7 +207,9 @@ class BackgroundWork:
             self._flushes.give_up()
             self._not_before_s = time.monotonic() + _AFTER_A_HANDOVER_S
         more = mover.step(loaded=loaded)
-        self._at_rest = now if now.plan is None and mover.due_in_s() is None else None
+        before, self._at_rest = self._at_rest, now if now.plan is None and mover.due_in_s() is None else None
+        if before is None and self._at_rest is not None:  # a start, with what it loaded or read, or a move is over
+            freed_memory.give_back()
         return more
 
     def _step_flush(self, applied: Position, pause: Pause) -> bool:

@@ -30,6 +30,7 @@ from ..repair.repairer import Reconstruct
 from ..row_log import RunView, WantedVersions, sorted_run
 from ..row_log.run_merge import Blocks, merged
 from ..row_log.sorted_run import ROWS, Bytes, Ids, Part
+from ..shard_process import freed_memory
 from ..shard_process.data_dir import replace_privately
 from ..shard_process.owned_thread import OwnedThread
 
@@ -203,15 +204,7 @@ class SaveJob:
     def _run(self) -> None:
         begun = time.monotonic()
         try:
-            storage = CheckpointStorage(self.order.url)
-            with ShardWriter(storage, self.order.save_id, self.cut, weights_only=self.order.weights_only) as writer:
-                late = self._reconstruct([WantedVersions(table.table, *table.late) for table in self._tables])
-                self.reads_journal = False
-                for table, records in zip(self._tables, late, strict=True):
-                    self._save_table(table, _LateRun(table, records), writer)
-                fragment = writer.finish([(table.definition, table.step) for table in self._tables])
-                self.bytes_done = writer.n_bytes
-            self.fragment = fragment
+            self.fragment = self._saved()
             log.info("saved %d rows in %.1f s", self.rows_done, time.monotonic() - begun)
         except Exception as error:
             self._figures.end(self.order.save_id, done=False)
@@ -219,6 +212,17 @@ class SaveJob:
             log.error("save %s to %s failed: %s", self.order.save_id, self.order.url, self.error)
         finally:
             self.reads_journal, self._tables, self._view, self._reconstruct = False, (), RunView(0, {}), lambda wanted: []
+            freed_memory.give_back()
+
+    def _saved(self) -> Fragment:
+        with ShardWriter(CheckpointStorage(self.order.url), self.order.save_id, self.cut, weights_only=self.order.weights_only) as writer:
+            late = self._reconstruct([WantedVersions(table.table, *table.late) for table in self._tables])
+            self.reads_journal = False
+            for table, records in zip(self._tables, late, strict=True):
+                self._save_table(table, _LateRun(table, records), writer)
+            fragment = writer.finish([(table.definition, table.step) for table in self._tables])
+            self.bytes_done = writer.n_bytes
+        return fragment
 
     def _save_table(self, table: TableCut, late: _LateRun, writer: ShardWriter) -> None:
         base = self.order.base_version

@@ -1,8 +1,6 @@
 """What a shard lets one peer, and all of them together, take of it: streams, bytes, names, tables. Real gRPC and a real storage server."""
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -261,32 +259,3 @@ def test_what_a_shard_keeps_on_disk_is_its_own_users_alone(cluster: Cluster) -> 
 
 def mode_of(path: Path) -> int:
     return path.stat().st_mode & 0o777
-
-
-_FREED = """
-import numpy as np
-from paramserver.__main__ import return_freed_memory
-
-def resident_mb():
-    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
-
-if {given_back}:
-    return_freed_memory()
-np.ones(30_000_000, np.uint8)  # freed: from now on glibc would keep what is not larger
-before, kept = resident_mb(), []
-for _ in range(8):
-    large = np.ones(20_000_000, np.uint8)
-    kept.append([bytes(1000) for _ in range(1000)])  # lies above it, and stays
-    del large
-    kept.append(np.ones(100_000, np.uint8))
-print(resident_mb() - before)
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of glibc")
-def test_a_shards_process_gives_the_memory_of_large_arrays_back() -> None:
-    grown = [
-        float(subprocess.run([sys.executable, "-c", _FREED.format(given_back=so)], capture_output=True, check=True, text=True).stdout)
-        for so in (False, True)
-    ]
-    assert grown[1] < 15 < grown[0]
