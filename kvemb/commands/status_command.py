@@ -25,6 +25,7 @@ from kvemb.operate.examination import examine
 from kvemb.operate.findings import ERROR, STOPPED
 from kvemb.protocol.message_format import installed_version
 from kvemb.protocol.messages import Empty, RepairReply, RepairRequest, StatusReply
+from kvemb.stores.row_io import HeldRows
 from kvemb.stores.store_nodes import NodeStats
 
 _CLEAR = "\x1b[H\x1b[2J"
@@ -71,8 +72,9 @@ _MB = 1e6
 def render(status: ClusterStatus) -> str:
     """Return aligned plain text: nodes with keys and memory headroom, shards with their applied batches and their lag.
 
-    A key is a row, a bucket or a page. Of tables in buckets the rows on each node are counted. Above the tables: servers that are not of
-    the cluster that kvemb.yaml means. Below them, each on its own line: a shard's error, and its repair.
+    A key is a row, a bucket or a page. On Redis and Valkey the rows of each table on each node are counted, and what its pages hold beside
+    rows. Above the tables: servers that are not of the cluster that kvemb.yaml means. Below them, each on its own line: a shard's error,
+    and its repair.
     HEADROOM counts what a node says it stores. memcached counts stored bytes, not the slab pages it has set aside: it may be out of room
     for rows of one size while some headroom remains.
     """
@@ -93,8 +95,13 @@ def _held_lines(status: ClusterStatus) -> list[str]:
     told = [(name, of) for name, of in status.held if None not in of]
     if not told:
         return []
-    rows = [(name, *(f"{'' if one.exact else 'about '}{one.n_rows:,}" for one in of if one is not None)) for name, of in told]
+    rows = [(name, *(_held(one) for one in of if one is not None)) for name, of in told]
     return ["", text_table([("ROWS OF", *(node.address for node in status.nodes)), *rows], right_from=2)]
+
+
+def _held(one: HeldRows) -> str:
+    idle = f" and {one.idle_bytes / _MB:,.1f} MB of no row" if one.idle_bytes >= _MB / 20 else ""
+    return f"{'' if one.exact else 'about '}{one.n_rows:,}{idle}"
 
 
 def _node_row(node: NodeStats) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ every creation. No I/O here; the registry of tables is shard 0's, and storage ho
 """
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.hashing import MOST_GROUPED_IDS, SLOT_SHIFT, KeyOrder, digest64
+from kvemb.arrays.ids import are_among
 from kvemb.arrays.rounding import opaque_bytes, storage_dtype
 from kvemb.errors import FrozenTableError, InvalidInputError, TableMismatchError
 from kvemb.init import ALGORITHM_VERSION, Initializer, zeros
@@ -22,13 +23,13 @@ from kvemb.optim import FROZEN, OptimizerSpec
 from kvemb.process.cached_property import cached_property
 from kvemb.schema.buckets import LAYOUTS, MAX_BUCKETS, BucketKeys, WholeBuckets, buckets_for, needs_filler
 from kvemb.schema.keys import RowKeys, table_tag
-from kvemb.schema.pages import LAYOUT_VERSION, PageLayout, page_layout, paged_keys
+from kvemb.schema.pages import LAYOUT_VERSION, PageLayout, WholePages, page_layout, paged_keys
 from kvemb.schema.record import RecordFormat
 from kvemb.schema.slots import N_SLOTS, Placement
 
 MAX_DIM = 65536
-_AT_ONCE = 1 << 16  # buckets in one batch
-_MOST_WHOLE = 1 << 20  # buckets that are deleted while a client waits for an answer
+_AT_ONCE = 1 << 16  # buckets or pages in one batch, or rows of pages
+_MOST_WHOLE = 1 << 20  # buckets or pages that are deleted while a client waits for an answer
 MAX_NAME_BYTES = 255
 _ID_DTYPES = ("int64", "uint64")
 _REDUCES = ("sum", "mean")
@@ -229,18 +230,50 @@ class TableDef:
             return BucketKeys.with_buckets(keys, self.placement.groups(ids))
         return paged_keys(self.tag, ids, self.pages, new, name=self.name)
 
+    @property
+    def n_containers(self) -> int:
+        """How many buckets or pages the table may have."""
+        return self.n_buckets or -(-(self.num_ids or 0) // (self.pages.rows_per_page if self.pages else 1))
+
+    def containers(self, ids: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Return the number of each row's bucket or page: uint64 [n]."""
+        return self.placement.groups(ids).astype(np.uint64) if self.pages is None else self.pages.pages(ids)
+
+    def whole(self, numbers: NDArray[np.uint64]) -> RowKeys:
+        """Return the keys of buckets or pages themselves, by their numbers, to delete them with all their rows."""
+        if self.n_buckets is None:
+            return WholePages(self.tag, numbers, name=self.name)
+        return WholeBuckets(self.tag, numbers, self.n_buckets, name=self.name)
+
     def goes_whole(self, *, pages: bool) -> bool:
-        """Whether a dropped table's buckets are deleted whole, instead of its rows one by one."""
-        return pages and self.n_buckets is not None and self.n_buckets <= _MOST_WHOLE
+        """Whether a dropped table's buckets or pages are deleted whole, instead of its rows one by one."""
+        return pages and self.n_containers <= _MOST_WHOLE
 
     def leftovers(self, *, pages: bool) -> Iterator[RowKeys]:
-        """Yield the keys of a dropped table that remain in storage once no shard knows of a row: buckets, with rows or a filler."""
-        filled = needs_filler(self.record.size_bytes, compact=self.layout == "compact")
-        if not pages or self.n_buckets is None or not (filled or self.goes_whole(pages=pages)):
+        """Yield the keys of a dropped table that remain in storage once no shard knows of a row: buckets with rows or a filler, pages."""
+        filled = self.n_buckets is not None and needs_filler(self.record.size_bytes, compact=self.layout == "compact")
+        if not pages or not (filled or self.goes_whole(pages=pages)):
             return
-        for start in range(0, self.n_buckets, _AT_ONCE):
-            numbers = np.arange(start, min(start + _AT_ONCE, self.n_buckets), dtype=np.uint64)
-            yield WholeBuckets(self.tag, numbers, self.n_buckets, name=self.name)
+        for start in range(0, self.n_containers, _AT_ONCE):
+            yield self.whole(np.arange(start, min(start + _AT_ONCE, self.n_containers), dtype=np.uint64))
+
+    def emptied(self, ids: NDArray[np.uint64], exist: Callable[[NDArray[np.uint64]], NDArray[np.bool_]]) -> NDArray[np.uint64]:
+        """Return the pages that have no row once these are erased: uint64 [k], their numbers; none of a table in buckets.
+
+        Args:
+            ids: uint64 [n].
+            exist: says of uint64 [m] ids which exist, those that are erased perhaps among them: bool [m].
+        """
+        if self.pages is None or self.num_ids is None:
+            return ids[:0]
+        erased, layout = np.sort(ids), self.pages
+        pages = np.unique(layout.pages(ids))
+        n_at_once, empty = max(1, _AT_ONCE // layout.rows_per_page), [pages[:0]]
+        for some in (pages[at : at + n_at_once] for at in range(0, len(pages), n_at_once)):
+            rows = self.rows_under(self.whole(some), pages=True).ids
+            rows = rows[exist(rows)]
+            empty.append(some[~are_among(some, np.unique(layout.pages(rows[~are_among(rows, erased)])))])
+        return np.concatenate(empty)
 
     def rows_under(self, found: RowKeys, *, pages: bool) -> RowKeys:
         """Return the keys of every row that may lie under keys of this table that were found on a node (`StoreRepair.keys_on`).

@@ -79,10 +79,15 @@ class ReadResult:
 
 @dataclass(frozen=True)
 class HeldRows:
-    """How many rows of a table a node holds; not `exact` where some of its buckets were counted for all."""
+    """How many rows of a table a node holds; not `exact` where some of its buckets or pages were counted for all.
+
+    Args:
+        idle_bytes: of places in pages that hold no row.
+    """
 
     n_rows: int
     exact: bool
+    idle_bytes: int = 0
 
 
 @batch_value

@@ -276,7 +276,7 @@ class Loader:
     def _write(self, parts: ShardParts, serial: int, load_id: str, keys: Collection[str]) -> None:
         """Bring storage to the state of the row log."""
         begun, tables = time.monotonic(), [one for one in self._shard.saved.now.tables if one.definition.key in keys]
-        writer = UnconditionalWriter(self._store, self._timeout_s, self._pause, parts.repairer)
+        writer = UnconditionalWriter(self._store, self._timeout_s, self._pause, parts.repairer, parts.tables.known)
         self._done, self._rows, self._reported = 0, sum(table.n_rows for table in tables), 0.0
         log.info("writing %d rows to storage", self._rows)
         self._report(load_id, "writing")

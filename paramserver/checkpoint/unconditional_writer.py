@@ -5,9 +5,11 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain, zip_longest
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvemb.errors import StorageError
 from kvemb.schema.table_def import TableDef
@@ -31,10 +33,13 @@ class UnconditionalWriter:
         timeout_s: of one storage call.
         pause: between tries; raises to give up.
         repair: brings back nodes that have lost rows, or whose pages another program has replaced.
+        exist: which rows of a table do, once all is written.
     """
 
-    def __init__(self, store: Store, timeout_s: float, pause: Pause, repair: RepairPort) -> None:
-        self._store, self._pause, self._repair = store, pause, repair
+    def __init__(
+        self, store: Store, timeout_s: float, pause: Pause, repair: RepairPort, exist: Callable[[TableDef, Ids], NDArray[np.bool_]]
+    ) -> None:
+        self._exist, self._store, self._pause, self._repair = exist, store, pause, repair
         self._access = RowAccess(store, timeout_s)
 
     def store(self, definition: TableDef, portion: Portion) -> int:
@@ -44,7 +49,8 @@ class UnconditionalWriter:
         if kind == ROWS:
             self._in_pieces(lambda some: self._access.write_over(definition, ids[some], records[some]), definition, ids)
             return len(ids)
-        self._in_pieces(lambda some: self._access.erase(definition, ids[some]), definition, ids)
+        exist = partial(self._exist, definition)
+        self._in_pieces(lambda some: self._access.erase(definition, ids[some], exist=exist), definition, ids)
         return 0
 
     def _in_pieces(self, call: Callable[[slice], None], definition: TableDef, ids: Ids) -> None:

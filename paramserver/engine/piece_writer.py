@@ -16,7 +16,7 @@ from kvemb.stores.store import Store
 
 from ..model.batch import ASSIGN, ERASE, CheckedRows
 from ..model.tables import Tables
-from ..model.transition import Replay, Timeline, new_records, records_to_write, rows_to_erase
+from ..model.transition import Replay, Timeline, may_exist, new_records, records_to_write, rows_to_erase
 from .batch_records import Fetched, FetchedRecords, PreparedRows, RecordArena
 from .row_access import RowAccess, until_none_is_left
 from .storage_pace import CHANGED_BY_ANOTHER_WRITER, AheadOfIndex
@@ -196,7 +196,6 @@ class PieceWriter:
         return PreparedRows(rows, WritePart(self._access.keys(definition, rows.ids, new[:stop]), records[:stop], tokens[:stop]), at)
 
     def _erase(self, todo: Sequence[CheckedRows], change: Change) -> None:
-        empty = np.empty((0, 0), np.uint8)
         for rows in todo:
             self._tables.state(rows.definition).cache.forget(rows.ids)
         if change.replay is None:  # a replay may be later than the end of the drop
@@ -209,8 +208,12 @@ class PieceWriter:
         if self._store.capabilities.pages:  # where a row lies in a page, erasing one that does not exist would make its page
             todo = [rows.take(self._tables.state(rows.definition).versions(rows.ids) != 0) for rows in todo]
             todo = [rows for rows in todo if len(rows.ids)]
-        if todo:
-            self._access.erase_blindly([WritePart(self._access.keys(rows.definition, rows.ids), empty) for rows in todo])
+        parts: list[WritePart] = []
+        for rows in todo:
+            exist = partial(may_exist, self._tables.state(rows.definition), change.replay)
+            parts += self._access.parts_to_erase(rows.definition, rows.ids, exist)
+        if parts:
+            self._access.erase_blindly(parts)
 
     def _not_newer(self, rows: CheckedRows, version: int) -> CheckedRows:
         """The rows that an erase may still take away: those created again behind it have a version above its own."""

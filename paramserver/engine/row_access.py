@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.arrays.ids import are_among
 from kvemb.errors import StorageError, n_of
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import RowKeys
@@ -30,7 +31,10 @@ Ids = NDArray[np.uint64]
 Mask = NDArray[np.bool_]
 Judge = Callable[[Ids, Ids, Mask], Mask]
 """(ids, versions without meaning where not found, found) -> which of these rows may be erased: bool [n]. May raise."""
+Exist = Callable[[Ids], Mask]
+"""Says of ids which exist, rows that are to be erased perhaps among them: uint64 [m] -> bool [m]."""
 T = TypeVar("T", bound=Sized)
+_NONE = np.empty((0, 0), np.uint8)
 
 
 class RowCalls(Protocol):
@@ -144,6 +148,19 @@ class RowAccess:
                 self._write_second(now, taken(part, result.stored))
         return results
 
+    def parts_to_erase(self, definition: TableDef, ids: Ids, exist: Exist) -> list[WritePart]:
+        """Return what erases n rows, on storage that has pages: pages in which no row remains, and the rows of others."""
+        pages = definition.emptied(ids, exist)
+        rest = ids[~are_among(definition.containers(ids), pages)] if len(pages) else ids
+        return [WritePart(keys, _NONE) for keys in (definition.whole(pages), self.keys(definition, rest)) if len(keys)]
+
+    def erase_whole(self, definition: TableDef, ids: Ids) -> None:
+        """Erase all rows of the buckets or pages of these; on storage without them, these rows."""
+        if self._store.capabilities.pages:
+            self._calls.erase([WritePart(definition.whole(np.unique(definition.containers(ids))), _NONE)], self.deadline())
+        else:
+            self.erase(definition, ids)
+
     def erase_blindly(self, parts: Sequence[WritePart]) -> None:
         """Erase rows of any version, on storage without compare-and-swap."""
         other = self._other
@@ -247,7 +264,7 @@ class RowAccess:
 
         self._until_none_is_left(definition, _Unwritten(ids, records), one_round, len(ids) * records.shape[1])
 
-    def erase(self, definition: TableDef, ids: Ids, may: Judge | None = None) -> None:
+    def erase(self, definition: TableDef, ids: Ids, may: Judge | None = None, *, exist: Exist | None = None) -> None:
         """Erase rows that are there; one that does not exist is not touched, since erasing it would make its page.
 
         On storage with compare-and-swap a late erase cannot delete a newer row: a row that changed since the look is looked at again.
@@ -256,11 +273,15 @@ class RowAccess:
             definition: the table.
             ids: uint64 [n], unique.
             may: which rows are to be erased; without it every value there, also another program's.
+            exist: which rows of the table do; pages in which none remains are deleted then.
 
         Raises:
             RecordError: `may` is to judge a value that another program wrote; nothing was erased.
             StorageError: rows may have been erased, some possibly later, but none that was written again since (on storage with tokens).
         """
+        if exist is not None and self._store.capabilities.pages and len(pages := definition.emptied(ids, exist)):
+            self.erase_blindly([WritePart(definition.whole(pages), _NONE)])
+            ids = ids[~are_among(definition.containers(ids), pages)]
         other = self._other
         self._erase_at(other, definition, ids, may)
         n_bytes = len(ids) * definition.record.size_bytes
@@ -285,7 +306,7 @@ class RowAccess:
         if not len(ids):
             return ids
         tokens = None if rows.tokens is None else rows.tokens[here]
-        gone = self._calls.erase([WritePart(self.keys(definition, ids), np.empty((0, 0), np.uint8), tokens)], deadline)[0]
+        gone = self._calls.erase([WritePart(self.keys(definition, ids), _NONE, tokens)], deadline)[0]
         return ids[~gone]
 
     def _until_none_is_left(self, definition: TableDef, left: T, one_round: Callable[[T], T], n_bytes: int) -> None:

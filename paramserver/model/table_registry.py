@@ -15,6 +15,8 @@ from kvemb.coordination.registry_format import REPLACED, STAGED, Dropped, Regist
 from kvemb.coordination.replicated_values import Change
 from kvemb.errors import (
     InvalidInputError,
+    NodeLostError,
+    NodeSuspectError,
     ParameterServerError,
     ShardUnavailableError,
     TableAlteredError,
@@ -28,6 +30,7 @@ from kvemb.optim import FROZEN
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.policies import KEPT_CHANGES, NO_POLICIES, Changes, Policies, as_of
 from kvemb.schema.table_def import TableDef
+from kvemb.stores.read_retry import retry_read
 from kvemb.stores.row_io import WritePart
 from kvemb.stores.store import Store
 
@@ -477,8 +480,8 @@ def _refuse_pointless(table: TableDef, policies: Policies) -> None:
     at = f"table {table.name!r}"
     if table.num_ids is not None and policies.eviction != NO_POLICIES.eviction:
         raise InvalidInputError(
-            f"{at}: eviction {policies.eviction}, but a table with num_ids has a place for each of its ids, and erasing one gives no "
-            "memory back. Create it without num_ids to have rows evicted."
+            f"{at}: eviction {policies.eviction}, but a table with num_ids has a place for each of its ids, and gives memory back only "
+            "where all rows of a page are gone. Create it without num_ids to have rows evicted."
         )
     if table.optimizer.kind == FROZEN.kind and policies.admission != NO_POLICIES.admission:
         raise InvalidInputError(f"{at}: admission {policies.admission}, but a frozen table takes no gradients, which it would be asked of")
@@ -488,7 +491,11 @@ def _refuse_pointless(table: TableDef, policies: Policies) -> None:
 
 def _erase_whole(store: Store, keys: RowKeys, timeout_s: float) -> None:
     """Delete buckets or pages, also where a move brings them, or has taken them from."""
-    none = np.empty((0, 0), np.uint8)
-    if (other := store.rows.moving) is not None and (moving := other.has(keys)).any():
-        other.erase([WritePart(keys[np.flatnonzero(moving)], none)], Deadline.after(timeout_s))
-    store.rows.erase([WritePart(keys, none)], Deadline.after(timeout_s))
+    none, deadline = np.empty((0, 0), np.uint8), Deadline.after(timeout_s)
+
+    def once() -> None:
+        if (other := store.rows.moving) is not None and (moving := other.has(keys)).any():
+            other.erase([WritePart(keys[np.flatnonzero(moving)], none)], deadline)
+        store.rows.erase([WritePart(keys, none)], deadline)
+
+    retry_read(once, deadline, waits_for=(NodeLostError, NodeSuspectError))  # a node that was just repaired, too

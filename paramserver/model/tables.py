@@ -339,6 +339,10 @@ class Tables:
                 self._states[definition.key] = TableState(definition, budget=self.cache_budget, log=self._log)
             return self._states[definition.key]
 
+    def known(self, definition: TableDef, ids: Ids) -> NDArray[np.bool_]:
+        """See `TableState.known`."""
+        return self.state(definition).known(ids)
+
     def forget(self, definition: TableDef) -> None:
         """Forget a table that was dropped, once nothing changes it any more."""
         with self._lock:

@@ -140,6 +140,13 @@ class Replay:
         return rows if erased is None else rows.take(erased.get(rows.ids) <= np.uint64(version))
 
 
+def may_exist(state: TableState, replay: Replay | None, ids: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Return which rows are in storage, or may be: in a replay also those of later batches, which may have been written."""
+    known = state.versions(ids)
+    exist: NDArray[np.bool_] = (known if replay is None else np.maximum(known, replay.wanted(state.definition, ids, known))) != 0
+    return exist
+
+
 def records_to_write(
     definition: TableDef,
     ids: NDArray[np.uint64],

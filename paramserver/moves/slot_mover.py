@@ -83,7 +83,7 @@ class SlotMover(PhaseWork):
             for some in (ids[start : start + n_slice] for start in range(0, len(ids), n_slice)):
                 n_bytes = self._copy_rows(state, some, there) * row_bytes if copies else 0
                 if not copies:
-                    there.erase(state.definition, some)
+                    there.erase_whole(state.definition, some)  # no row of these slots stays there
                     self._figures.erased += len(some)
                 progress.gone_through(len(some))
                 yield n_bytes / bytes_per_s if bytes_per_s else 0.0
@@ -101,7 +101,7 @@ class SlotMover(PhaseWork):
         ids, wanted = ids[differ], wanted[differ]
         gone = wanted == 0  # erased since the phase began, or brought by another's write
         if gone.any():
-            there.erase(definition, ids[gone])
+            there.erase(definition, ids[gone], exist=state.known)
         ids, wanted = ids[~gone], wanted[~gone]
         if not len(ids):
             return 0

@@ -24,12 +24,12 @@ from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.store import Store
 
-from ..engine.row_access import RowAccess
+from ..engine.row_access import Exist, RowAccess
 from ..engine.storage_pace import NO_BATCH, PASSING, AheadOfIndex, Pause
 from ..model.batch import Batch
 from ..model.bucket_settings import settle_limits
 from ..model.tables import Tables, TableState
-from ..model.transition import Timeline, refuse_later_epoch
+from ..model.transition import Timeline, may_exist, refuse_later_epoch
 from ..row_log import WantedVersions
 
 Ids = NDArray[np.uint64]
@@ -346,16 +346,16 @@ class Repairer:
             for block in self._blocks(state.definition, len(ids)):
                 none = np.zeros(len(ids[block]), np.uint64)
                 wrong = self._differs(state, ids[block], none, ahead, access)
-                self._erase(state, ids[block][wrong], access)
+                self._erase(state, ids[block][wrong], access, exist=partial(may_exist, state, ahead.tail))
 
     def _refuse_if_later(self, definition: TableDef, ids: Ids, stored: Ids, to_write: Ids) -> None:
         refuse_later_epoch(definition, ids, stored, self._timeline.epoch, to_write)
 
-    def _erase(self, state: TableState, ids: Ids, access: RowAccess) -> None:
+    def _erase(self, state: TableState, ids: Ids, access: RowAccess, exist: Exist | None = None) -> None:
         if len(ids):
             state.cache.forget(ids)
         for block in self._blocks(state.definition, len(ids)):
-            access.erase(state.definition, ids[block])
+            access.erase(state.definition, ids[block], exist=exist)
         self.figures.erased += len(ids)
 
     def _blocks(self, definition: TableDef, n: int) -> Iterator[slice]:

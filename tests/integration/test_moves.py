@@ -32,12 +32,13 @@ def test_a_node_joins_and_another_leaves_while_rows_are_pushed_and_pulled(kind: 
     with LocalCluster(kind, 2, shards=2, memory_mb=64) as local, further_node(local) as third:
         phases: list[str] = []
         with MovingLoad(local, pages=pages) as load:
-            nodes = load.cluster.nodes
+            nodes, n_keys = load.cluster.nodes, sum(node.n_keys for node in load.cluster.status().nodes)
             plan = nodes.add(third.address)
             assert 0.3 < plan.n_rows / N_IDS < 0.36
             nodes.begin(plan)
             state = nodes.wait(timeout_s=PATIENCE_S, progress=lambda state: phases.append(state.phase))
             assert (np.bincount(state.map.slot_nodes, minlength=3) > 3000).all()
+            assert sum(node.n_keys for node in load.cluster.status().nodes) < n_keys + 20, "what moved away was left there"
             assert third.address in load.reader.store.nodes.addresses or load.reader.table("t").pull(IDS[:100]) is not None
             first = local.servers[0].address
             steps = load.n_steps

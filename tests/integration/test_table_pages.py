@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ from matrix import one_of
 import kvemb
 from kvemb.api import Cluster
 from kvemb.api.table import Table
+from kvemb.config import load
 from kvemb.errors import InvalidInputError, PushRejectedError, TableMismatchError
 from kvemb.local_cluster import LocalCluster
+from kvemb.operate.cluster_status import survey
 from kvemb.stores.storage_kinds import open_store
 from kvemb.testing.real_servers import redis_client
 from kvemb.testing.store_contract import within
@@ -140,6 +143,88 @@ def test_rows_share_keys_where_storage_has_pages_and_pages_are_whole(local_clust
                 assert {client.strlen(key) for key in mine} == {layout.page_bytes}
                 assert all(client.memory_usage(key) <= 1.15 * layout.rows_per_page * layout.record_bytes for key in mine[:20])
         assert n_seen == len(keys)
+
+
+def n_pages(cluster: Cluster, table: Table, ids: np.ndarray) -> int:
+    """The keys that rows have: pages, or on memcached one each."""
+    return len(np.unique(table.definition.containers(ids.astype(np.uint64)))) if cluster.store.capabilities.pages else len(ids)
+
+
+def test_erased_rows_give_their_pages_back_and_pages_with_a_row_stay(cluster: Cluster) -> None:
+    table = new_table(cluster)
+    ids, before = np.arange(N), n_keys(cluster)
+    table.push(ids, np.ones((N, 4))).wait_applied()
+    assert n_keys(cluster) - before == n_pages(cluster, table, ids)
+    first = table.definition.pages.rows_per_page * 100 + 1  # a page is cut in two, and batches cut others
+    assert table.erase(ids[:first]) == first
+    ids = ids[first:]
+    assert n_keys(cluster) - before == n_pages(cluster, table, ids)
+    assert table.erase(ids[::2]) == len(ids[::2])
+    ids = ids[1::2]
+    rows = table.pull(ids)
+    assert n_keys(cluster) - before == n_pages(cluster, table, ids)
+    assert (rows < 0).all()
+    assert (table.pull(np.arange(N), return_versions=True)[1] != 0).sum() == len(ids) == len(table)
+    assert table.erase(np.arange(N)) == len(ids)
+    assert n_keys(cluster) == before
+    table.push(np.arange(N), np.ones((N, 4))).wait_applied()
+    np.testing.assert_array_equal(table.pull(ids), rows)
+    assert n_keys(cluster) - before == n_pages(cluster, table, np.arange(N))
+
+
+def test_status_counts_a_dense_tables_rows_and_what_its_pages_hold_beside_them(local_cluster: LocalCluster, cluster: Cluster) -> None:
+    table = new_table(cluster)
+    table.push(np.arange(N), np.ones((N, 4))).wait_applied()
+    table.erase(np.arange(1, N, 4))
+    held = dict(survey(load(local_cluster.config_path, {})).held)[table.name]
+    if not cluster.store.capabilities.pages:
+        assert held == (None,) * len(held)
+        return
+    layout = table.definition.pages
+    n_rows, n_bytes = sum(one.n_rows for one in held), n_pages(cluster, table, np.arange(N)) * layout.page_bytes
+    assert abs(n_rows - len(table)) < 0.02 * N
+    assert sum(one.idle_bytes for one in held) == n_bytes - n_rows * layout.record_bytes
+
+
+def test_a_dropped_dense_table_leaves_nothing_in_storage(cluster: Cluster) -> None:
+    before = n_keys(cluster)
+    for _ in range(3):
+        table = new_table(cluster)
+        table.push(np.arange(N), np.ones((N, 4))).wait_applied()
+        table.erase(np.arange(0, N, 2))
+        cluster.drop_table(table.name)
+        assert n_keys(cluster) < before + 10  # a few are the shards' notes of how far they are
+
+
+def test_a_load_gives_back_the_pages_of_rows_that_it_does_not_bring(cluster: Cluster, tmp_path: Path) -> None:
+    table = new_table(cluster)
+    table.push(np.arange(100), np.ones((100, 4))).wait_applied()
+    cluster.save(tmp_path / "saved")
+    before = n_keys(cluster)
+    table.push(np.arange(N), np.ones((N, 4))).wait_applied()
+    cluster.load(tmp_path / "saved")
+    assert n_keys(cluster) < before + 10
+    rows, versions = table.pull(np.arange(N), return_versions=True)
+    np.testing.assert_array_equal(versions != 0, np.arange(N) < 100)
+    np.testing.assert_array_equal(rows[:, 0], np.where(np.arange(N) < 100, -1, 0))
+
+
+def test_a_replayed_erase_takes_no_page_away_that_has_a_row_since(require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    with LocalCluster("redis", 1, shards=1) as local, kvemb.connect(local.url) as cluster, redis_client(local.servers[0]) as client:
+        table = new_table(cluster)
+        n = table.definition.pages.rows_per_page
+        table.push(np.arange(2 * n), np.ones((2 * n, 4))).wait_applied()
+        assert table.erase(np.arange(2 * n)) == 2 * n
+        table.push([1], np.ones((1, 4))).wait_applied()
+        kept = table.pull([1])
+        before = client.info("commandstats")["cmdstat_unlink"]["calls"]
+        local.shards[0].kill()
+        local.start_shard(0)
+        table.push([n - 1], np.ones((1, 4))).wait_applied(60)
+        assert client.info("commandstats")["cmdstat_unlink"]["calls"] == before, "its page went, and came back"
+        np.testing.assert_array_equal(table.pull([1]), kept)
+        assert (table.pull(np.arange(2 * n), return_versions=True)[1] != 0).nonzero()[0].tolist() == [1, n - 1]
 
 
 @pytest.mark.parametrize("kind", ["redis", "valkey"])

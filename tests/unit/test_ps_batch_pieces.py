@@ -10,6 +10,7 @@ from kvemb.errors import DeadlineExceededError, NodeLostError, NodeUnavailableEr
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.record import make_version
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from paramserver.checkpoint.unconditional_writer import UnconditionalWriter
 from paramserver.engine import storage_pace
@@ -53,6 +54,10 @@ class SlowStorage(Storage):
     def _in_time(self, n_rows: int) -> None:
         if n_rows > self.most_rows:
             raise DeadlineExceededError(f"{n_rows} rows do not fit into the deadline")
+
+
+def nothing_exists(definition: TableDef, ids: np.ndarray) -> np.ndarray:
+    return np.zeros(len(ids), bool)
 
 
 def slow_store() -> SlowStorage:
@@ -231,7 +236,7 @@ def test_rows_of_a_load_are_written_and_erased_in_smaller_pieces_too(monkeypatch
     ids, size = np.array(IDS, np.uint64), ADAM.record.size_bytes
     records = ADAM.record.encode(ids, make_version(2, 0), np.ones((len(ids), 2), np.float32), np.zeros((len(ids), 4), np.float32))
     store.most_rows = storage_pace.LEAST_BYTES // size
-    rows_out = UnconditionalWriter(store, 5.0, lambda error, pause_s: waited.append(pause_s), ALONE)
+    rows_out = UnconditionalWriter(store, 5.0, lambda error, pause_s: waited.append(pause_s), ALONE, nothing_exists)
     rows_out.store(ADAM, (ROWS, ADAM.order.keys(ids), records))
     assert waited
     rows_out.store(ADAM, (ERASED, ADAM.order.keys(ids[:900]), records[:0]))
@@ -258,6 +263,7 @@ def test_a_load_waits_for_a_node_that_goes_away_while_another_programs_value_is_
 
     store.spoil = spoil
     monkeypatch.setattr(store.repair, "make_way", make_way)
-    UnconditionalWriter(store, 5.0, lambda error, pause_s: waited.append(error), ALONE).store(ADAM, (ROWS, ADAM.order.keys(ids), records))
+    rows_out = UnconditionalWriter(store, 5.0, lambda error, pause_s: waited.append(error), ALONE, nothing_exists)
+    rows_out.store(ADAM, (ROWS, ADAM.order.keys(ids), records))
     assert (len(waited), answers) == (1, [])
     assert versions_of(store, IDS) == [make_version(2, 0)]

@@ -34,6 +34,8 @@ def test_rows_are_shown_for_tables_whose_rows_nodes_can_count_and_how_sure_that_
     printed = render(ClusterStatus((shard(0),), (node,), held=held)).splitlines()
     assert [line.split() for line in printed[3:6]] == [["ROWS", "OF", "n:1"], ["user", "1,200"], ["item", "about", "3,000,000"]]
     assert printed[6] == ""
+    idle = (("dense", (HeldRows(9, exact=True, idle_bytes=2_340_000),)),)
+    assert "9 and 2.3 MB of no row" in render(ClusterStatus((shard(0),), (node,), held=idle))
     assert "ROWS OF" not in render(ClusterStatus((shard(0),), (node,), held=held[1:2]))
 
 

@@ -15,8 +15,10 @@ from kvemb.errors import ConfigError, KvembError, ProtocolError
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Link
 from kvemb.schema.bucket_limits import BucketLimits
-from kvemb.schema.buckets import FIELD_BYTES, WholeBuckets, needs_filler
+from kvemb.schema.buckets import FIELD_BYTES, needs_filler
 from kvemb.schema.keys import KEY_SIZE, PINNED_HEAD_SIZE, RowKeys
+from kvemb.schema.pages import PageLayout
+from kvemb.schema.record import HEADER_SIZE
 from kvemb.schema.slots import TAG_SIZE, slot_tags
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.redis_server.redis_admin import info
@@ -37,7 +39,8 @@ _BUCKET = re.compile(rb"[A-Za-z0-9_-]{3}\{[A-Za-z0-9_-]{3}\}([A-Za-z0-9_-]{3})?"
 _PAGE = re.compile(rb"[A-Za-z0-9_-]{3}\{[A-Za-z0-9_-]{3}\}[A-Za-z0-9_-]{11}")
 _SLOT_TAG = slice(TAG_SIZE + 1, 2 * TAG_SIZE + 1)  # of a bucket's key
 _SHIFTS = np.arange(60, -1, -6, dtype=np.uint64)
-_MOST_BUCKETS = 4096  # of a table, that are all counted; of more, so many drawn at random
+_MOST_BUCKETS = 4096  # or pages, of a table, that are all counted; of more, so many drawn at random
+_READ_PAGES = 128  # of a table, whose rows are counted
 _PIPELINED = 1024
 log = logging.getLogger("kvemb")
 _ENTRIES, _VALUE = "hash-max-listpack-entries", "hash-max-listpack-value"
@@ -177,18 +180,37 @@ def count_rows(
     with logged_in(address, access, deadline) as link:
         counted: list[HeldRows | None] = []
         for table in tables:
-            if table.n_buckets is None:
-                counted.append(None)
+            whole = table.whole(_numbers(table.n_containers))
+            keys = [bytes(key) for key in whole[np.flatnonzero(repair.keys_of(address, whole))].encode()]
+            exact, times = len(whole) == table.n_containers, table.n_containers / max(len(whole), 1)
+            if table.pages:
+                there = [key for key, start in zip(keys, _of_each(link, keys, "GETRANGE", deadline, 0, 0), strict=True) if start]
+                counted.append(_in_pages(link, table.pages, there, times, deadline, exact=exact))
                 continue
-            buckets = WholeBuckets(table.tag, _numbers(table.n_buckets), table.n_buckets)
-            keys = [bytes(key) for key in buckets[np.flatnonzero(repair.keys_of(address, buckets))].encode()]
-            asked = [[("HLEN", key) for key in keys[some]] for some in chunks(len(keys), _PIPELINED)]
-            sizes = [size for commands in asked for size in ask_all(link, commands, deadline)]
             fillers = int(needs_filler(table.record.size_bytes, compact=table.layout == "compact"))
             # A slot on its way and another program's value give no number.
-            n_rows = sum(size - fillers for size in sizes if isinstance(size, int) and size)
-            counted.append(HeldRows(n_rows * table.n_buckets // len(buckets), exact=len(buckets) == table.n_buckets))
+            sizes = (size - fillers for size in _of_each(link, keys, "HLEN", deadline) if isinstance(size, int) and size)
+            counted.append(HeldRows(int(times * sum(sizes)), exact=exact))
     return counted
+
+
+def _in_pages(link: Link, layout: PageLayout, keys: list[bytes], times: float, deadline: Deadline, *, exact: bool) -> HeldRows:
+    """Count the rows in pages that are there, by the headers in some of them; `times` as many pages are there in all."""
+    some = keys[:: -(-len(keys) // _READ_PAGES) or 1]
+    n_rows = 0
+    for value in _of_each(link, some, "GETRANGE", deadline, 0, -1):
+        if isinstance(value, bytes):
+            records = np.frombuffer(value[: len(value) // layout.record_bytes * layout.record_bytes], np.uint8)
+            n_rows += int(records.reshape(-1, layout.record_bytes)[:, :HEADER_SIZE].any(axis=1).sum())
+    n_rows = round(times * n_rows * len(keys) / max(len(some), 1))
+    idle_bytes = round(times * len(keys)) * layout.page_bytes - n_rows * layout.record_bytes
+    return HeldRows(n_rows, exact=exact and len(some) == len(keys), idle_bytes=max(0, idle_bytes))
+
+
+def _of_each(link: Link, keys: list[bytes], command: str, deadline: Deadline, *words: Word) -> list[Value]:
+    """The answers to a command with each of many keys."""
+    asked = [[(command, key, *words) for key in keys[some]] for some in chunks(len(keys), _PIPELINED)]
+    return [answer for commands in asked for answer in ask_all(link, commands, deadline)]
 
 
 def _numbers(n_buckets: int) -> "np.ndarray[tuple[int], np.dtype[np.uint64]]":

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvemb.arrays.ids import as_items
 from kvemb.schema.buckets import FIELD_BYTES, FILLER, BucketKeys, WholeBuckets, needs_filler
+from kvemb.schema.keys import RowKeys
 from kvemb.wire.buffer_scan import EOL, pieces
 from kvemb.wire.codec import RecordsToWrite
 from kvemb.wire.fixed_size_values import FixedSizeValuesReply
@@ -72,19 +73,17 @@ class BucketRequests:
         ]
 
     def erase_steps(self, keys: BucketKeys, out: NDArray[np.uint8]) -> list[RowsStep]:
-        """Delete n rows; missing ones are fine. Of `WholeBuckets` all rows in them are deleted."""
-        if isinstance(keys, WholeBuckets):
-            return self._unlink_steps(keys, out)
+        """Delete n rows; missing ones are fine."""
         return [
             RowsStep(partial(self._fields_request, b"HDEL", some, runs), RunsDone(runs, self._asked, out[rows]))
             for rows, some, runs in self._pieces(keys, FIELD_BYTES)
         ]
 
-    def _unlink_steps(self, keys: WholeBuckets, out: NDArray[np.uint8]) -> list[RowsStep]:
-        """Delete whole buckets. UNLINK frees memory in the background; with DEL the server would halt for a bucket of many rows."""
+    def unlink_steps(self, keys: RowKeys, out: NDArray[np.uint8]) -> list[RowsStep]:
+        """Delete whole buckets or pages. UNLINK frees memory in the background; DEL would halt the server for a bucket of many rows."""
         head, codes = self._ask + b"*2\r\n$6\r\nUNLINK\r\n$%d\r\n" % keys.key_bytes, (self._asked + b":1\r\n", self._asked + b":0\r\n")
 
-        def request(some: BucketKeys) -> memoryview:
+        def request(some: RowKeys) -> memoryview:
             return columns(len(some), head, some.encode(), EOL).reshape(-1).data
 
         return [

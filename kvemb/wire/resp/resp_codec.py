@@ -5,9 +5,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.schema.buckets import BucketKeys
+from kvemb.schema.buckets import BucketKeys, WholeBuckets
 from kvemb.schema.keys import RowKeys
-from kvemb.schema.pages import PagedKeys
+from kvemb.schema.pages import PagedKeys, WholePages
 from kvemb.wire.codec import RecordsToWrite
 from kvemb.wire.replies import BlobReply, CodeReply, RowsStep, Step
 from kvemb.wire.request_arrays import Bytes
@@ -55,7 +55,9 @@ class RespCodec:
         return self._buckets.write_steps(keys, records, out)
 
     def erase_steps(self, keys: RowKeys, out: NDArray[np.uint8], tokens: NDArray[np.uint64] | None = None) -> list[RowsStep]:
-        """See `Codec.erase_steps`; Redis has no tokens, so `tokens` is not used."""
+        """See `Codec.erase_steps`; Redis has no tokens, so `tokens` is not used. Of whole buckets and pages all rows are deleted."""
+        if isinstance(keys, WholeBuckets | WholePages):
+            return self._buckets.unlink_steps(keys, out)
         if isinstance(keys, PagedKeys):
             return self._pages.erase_steps(keys, out)
         assert isinstance(keys, BucketKeys), type(keys)
