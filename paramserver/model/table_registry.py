@@ -25,7 +25,7 @@ from kvemb.errors import (
     UnknownTableError,
     did_you_mean,
 )
-from kvemb.net.deadline import Deadline
+from kvemb.net.deadline import Absence, Deadline
 from kvemb.optim import FROZEN
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.policies import KEPT_CHANGES, NO_POLICIES, Changes, Policies, as_of
@@ -498,4 +498,4 @@ def _erase_whole(store: Store, keys: RowKeys, timeout_s: float) -> None:
             other.erase([WritePart(keys[np.flatnonzero(moving)], none)], deadline)
         store.rows.erase([WritePart(keys, none)], deadline)
 
-    retry_read(once, deadline, waits_for=(NodeLostError, NodeSuspectError))  # a node that was just repaired, too
+    retry_read(once, deadline, away=Absence(), waits_for=(NodeLostError, NodeSuspectError))  # a node that was just repaired, too

@@ -34,8 +34,9 @@ class TableOperator:
         momentum, dim, rows = self._random.choice((0.0, 0.5)), self._random.choice((8, 12, 16)), self._random.choice((1000, 10**8))
 
         def act(cluster: kvemb.Cluster) -> None:
-            more = {"expected_rows": rows} if cluster.mode == "async" else {}  # of a sync job: docs/adr/0122
-            cluster.alter_table(CLOSING, dim=dim, optimizer=kvemb.optim.sgd(lr=1.0, momentum=momentum), timeout_s=_TRY_S, **more)
+            more = rows if cluster.mode == "async" else None  # of a sync job: docs/adr/0122
+            rule = kvemb.optim.sgd(lr=1.0, momentum=momentum)
+            cluster.alter_table(CLOSING, dim=dim, optimizer=rule, expected_rows=more, timeout_s=_TRY_S)
 
         def abort(cluster: kvemb.Cluster) -> None:
             cluster.abort_alter_table(CLOSING)
