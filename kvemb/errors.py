@@ -192,6 +192,10 @@ class SlotsMovedError(ParameterServerError):
     """Rows were sent to a shard by a cluster map that is not in force: none of them was taken. They are sent again."""
 
 
+class ClusterLoadedError(ParameterServerError):
+    """A push was made before a checkpoint was loaded here: nothing of it was taken. What the load has not replaced is sent again."""
+
+
 class FeedBehindError(ParameterServerError):
     """A feed cannot go on where its subscriber was: later changes are not known any more. The message says where to begin again."""
 

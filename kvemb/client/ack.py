@@ -42,7 +42,7 @@ class PartAck:
         changed_rows: as its answer has them; empty while and where they are not known.
         released: whether its batch is computed; always so once it is applied.
         held_back: how many of its rows the tables' admission held back.
-        refused: whether its shard has refused it; others may take its place.
+        refused: whether its shard has refused it, and no other has taken its place.
     """
 
     where: str
@@ -216,7 +216,14 @@ class Ack:
         gone = {id(part) for part in moved}
         with self._changed:
             self._parts = [part for part in self._parts if id(part) not in gone] + list(by)
+            for part in moved:
+                part.refused = False
             self._changed.notify_all()
+
+    def consists_of(self, parts: Sequence[PartAck]) -> bool:
+        """Whether these are all its parts. Called by the session."""
+        with self._changed:
+            return {id(part) for part in self._parts} == {id(part) for part in parts}
 
     def is_taken(self, deadline: Deadline) -> bool:
         """Whether a shard has taken a part of it, although others have refused theirs; waits until that is known. Called by the session.

@@ -77,6 +77,8 @@ class AllShards:
         self._closed = False
         self.tables_serial = 0
         """The highest serial of the registry of tables that a shard has told this process."""
+        self.load_serial = 0
+        """The same of loads that shards have carried out."""
 
     @staticmethod
     def of(servers: ServersConfig, maps: MapReader | None = None) -> "AllShards":
@@ -108,11 +110,12 @@ class AllShards:
         """The shards that there are, ascending."""
         return tuple(self.channels)
 
-    def heard(self, tables_serial: int) -> None:
-        """Note how often tables and policies had changed when a shard answered."""
-        if tables_serial > self.tables_serial:
+    def heard(self, tables_serial: int, load_serial: int = 0) -> None:
+        """Note how often tables and policies had changed when a shard answered, and which load it had carried out."""
+        if tables_serial > self.tables_serial or load_serial > self.load_serial:
             with self._lock:
                 self.tables_serial = max(self.tables_serial, tables_serial)
+                self.load_serial = max(self.load_serial, load_serial)
 
     def follow(self, cluster_map: ClusterMap) -> None:
         """Follow a map that was read elsewhere, where there is no storage to read it from.

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvemb.client.ack import Ack, PartAck
 from kvemb.datapath.prefetched_rows import PrefetchedRows
-from kvemb.errors import KvembError, PushRejectedError, ShardFailedError, TableDroppedError
+from kvemb.errors import KvembError, PushRejectedError, ShardFailedError, SlotsMovedError, TableDroppedError
 from kvemb.protocol.message_format import TableRows
 from kvemb.protocol.messages import PushPart
 from kvemb.schema.slots import Placement
@@ -195,7 +195,7 @@ class RefusedPush:
         step: its number.
         refusals: why, of each part that has a reason.
         serial: of the newest map that it was routed by.
-        tables_serial: of the registry of tables, as its other parts have it.
+        tables_serial, load_serial: of the registry of tables and of loads, as its other parts have them.
         shards: which have refused it.
         parts: of the ack: new ones are to take their place.
         tables: rows of each table, ids ascending.
@@ -207,6 +207,7 @@ class RefusedPush:
     refusals: tuple[KvembError, ...]
     serial: int
     tables_serial: int
+    load_serial: int
     shards: frozenset[int]
     parts: tuple[PartAck, ...]
     tables: tuple[TableRows, ...]
@@ -214,13 +215,18 @@ class RefusedPush:
 
     @property
     def closed(self) -> TableDroppedError | None:
-        """The refusal of rows of a table that was altered, dropped or loaded, if there is one."""
+        """The refusal of rows of a table that was altered or dropped, if there is one."""
         return next((error for error in self.refusals if isinstance(error, TableDroppedError)), None)
+
+    @property
+    def outdated(self) -> bool:
+        """Whether a part was refused because a table was altered, dropped or loaded."""
+        return any(not isinstance(error, SlotsMovedError) for error in self.refusals)
 
     @property
     def moved(self) -> bool:
         """Whether a part was refused because slots have moved."""
-        return any(not isinstance(error, TableDroppedError) for error in self.refusals)
+        return any(isinstance(error, SlotsMovedError) for error in self.refusals)
 
 
 def put_together(refused: Iterable[tuple[int, Sent]]) -> list[RefusedPush]:
@@ -243,7 +249,7 @@ def _push(parts_of: Sequence[tuple[int, Sent]]) -> RefusedPush:
             prefetched.setdefault(held.definition.key, []).append(held)
     parts = tuple(sent.part for sent in refused)
     joined = tuple(_joined(rows) for rows in tables.values()), tuple(_held(rows) for rows in prefetched.values())
-    serials = max(body.map_serial for body in bodies), bodies[0].tables_serial
+    serials = max(body.map_serial for body in bodies), bodies[0].tables_serial, bodies[0].load_serial
     refusals = tuple(sent.refusal for sent in refused if sent.refusal is not None)
     return RefusedPush(refused[0].ack, bodies[0].step, refusals, *serials, shards, parts, *joined)
 

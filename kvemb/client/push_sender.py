@@ -16,6 +16,7 @@ from kvemb.client.outbox import MAX_UNAPPLIED_PARTS, WINDOW_PARTS, Outbox, Sent
 from kvemb.client.shard_channel import ShardChannel
 from kvemb.datapath.prefetched_rows import check_changed_rows
 from kvemb.errors import (
+    ClusterLoadedError,
     FencedError,
     KvembError,
     ParameterServerError,
@@ -34,7 +35,7 @@ HELLO_TIMEOUT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _JOIN_S = 1.0
 _FINAL = (FencedError, ShardFailedError)
-_ANEW = (SlotsMovedError, TableDroppedError)
+_ANEW = (SlotsMovedError, TableDroppedError, ClusterLoadedError)
 """Refusals of parts that are not final: the session decides what becomes of the push, over all its shards."""
 _PASSING = (
     grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED,
@@ -347,7 +348,8 @@ class PushSender:
 
     def _refusal_before(self, sent: Sent) -> KvembError | None:
         """Why an earlier part of the same push was refused; in a sync job an earlier step, since steps keep their order."""
-        return next((one.refusal for one in reversed(self._refused) if not self._recovers or one.ack is sent.ack), None)
+        before = [one for one in self._refused if one.part.refused and (one.ack is sent.ack or not self._recovers)]
+        return before[-1].refusal if before else None
 
     def _put_back(self, sent: Sent, why: KvembError | None) -> None:
         sent.refusal = why

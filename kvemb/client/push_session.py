@@ -63,6 +63,14 @@ class _Numbered(NamedTuple):
     part: PartAck
 
 
+class _Serials(NamedTuple):
+    """Of the shards' map by which a push was routed, of the registry of tables, and of the newest load, as it names them."""
+
+    shards: int
+    tables: int
+    load: int
+
+
 class PushSession:
     """Sends one trainer's pushes to all shards, each under the next sequence.
 
@@ -136,7 +144,7 @@ class PushSession:
                 self._stream(shard).wait_room(deadline)
             window_s = time.monotonic() - began_s
             self._step += 1
-            serials = cluster_map.shards_serial, self._servers.tables_serial
+            serials = _Serials(cluster_map.shards_serial, self._servers.tables_serial, self._servers.load_serial)
             numbered = self._number(wanted, prefetched_of, self._step, serials)
             ack = Ack(f"push {self._step} of trainer {self.trainer!r}", [one.part for one in numbered], self._note_failure, self._timeout_s)
             _send(numbered, ack)
@@ -249,7 +257,7 @@ class PushSession:
         self._introduced = True
         for shard, reply in replies.items():
             self._stream(shard, introduced=True)
-            self._servers.heard(reply.tables_serial)
+            self._servers.heard(reply.tables_serial, reply.load_serial)
         self._step = self._inherited = max(0, *(reply.first_step - 1 for reply in replies.values()))
         writing = self._servers.cluster_map.writing_shards  # no trainer pushes to the others: they stay where they are
         firsts = {shard: reply.first_step for shard, reply in replies.items() if shard in writing}
@@ -261,9 +269,9 @@ class PushSession:
             stream = self._stream(shard)
             while (step := self._behind[shard]) <= self._step:
                 stream.wait_room(deadline)
-                serial = self._servers.cluster_map.shards_serial
+                serials = _Serials(self._servers.cluster_map.shards_serial, 0, self._servers.load_serial)
                 body, part = (
-                    self._part(stream.next_sequence(), [], False, step, (serial, 0)),
+                    self._part(stream.next_sequence(), [], False, step, serials),
                     PartAck(stream.where, 0, partial(self._trouble, shard)),
                 )
                 ack = Ack(f"empty part of step {step} of trainer {self.trainer!r}", [part], self._note_failure, self._timeout_s)
@@ -307,7 +315,7 @@ class PushSession:
                         "again with the kvemb.yaml of the others (parameter_servers.mode); pushes wait for it"
                     )
                 self._stream(shard)  # where it was asked
-                self._servers.heard(reply.tables_serial)
+                self._servers.heard(reply.tables_serial, reply.load_serial)
                 return reply
             except ShardUnavailableError:
                 with suppress(StorageError):
@@ -329,14 +337,14 @@ class PushSession:
         return {shard: share for shard, share in enumerate(shares) if shard in always or any(len(rows.ids) for rows in share)}
 
     def _number(
-        self, wanted: dict[int, list[TableRows]], prefetched_of: list[list[list[PrefetchedRows]]], step: int, serials: tuple[int, int]
+        self, wanted: dict[int, list[TableRows]], prefetched_of: list[list[list[PrefetchedRows]]], step: int, serials: _Serials
     ) -> list[_Numbered]:
         """Give each shard's share of a push, and its share of the prefetched rows if there are any, the next sequences there.
 
         Args:
             wanted, prefetched_of: the shares.
             step: of the push.
-            serials: of the shards' map by which it was routed, and of the registry of tables.
+            serials: of the push.
         """
         numbered: list[_Numbered] = []
         for shard, tables in wanted.items():
@@ -357,7 +365,7 @@ class PushSession:
         tables: list[TableRows],
         more: bool,
         step: int,
-        serials: tuple[int, int],
+        serials: _Serials,
         prefetched: Sequence[PrefetchedRows] = (),
     ) -> PushPart:
         questions = [rows.to_message() for rows in prefetched]
@@ -370,8 +378,9 @@ class PushSession:
             tables=tables,
             digest=digest_tables(tables, questions),
             prefetched=questions,
-            map_serial=serials[0],
-            tables_serial=serials[1],
+            map_serial=serials.shards,
+            tables_serial=serials.tables,
+            load_serial=serials.load,
         )
 
     # --- parts that were refused, and go anew ---------------------------------------------------------------------------------------
@@ -393,8 +402,8 @@ class PushSession:
             refused = self._refused()
             if moved := [push.serial for push in refused if push.moved]:
                 cluster_map = self._newer_map(max(moved), deadline)
-            for push in refused:
-                self._send_anew(push, cluster_map, deadline)
+            if not all(self._send_anew(push, cluster_map, deadline) for push in refused):
+                continue
             self._map_serial = cluster_map.shards_serial
             self._heard[self._map_serial] = cluster_map.writing_shards
 
@@ -402,39 +411,48 @@ class PushSession:
         """The pushes of which shards have refused parts that may go anew, in the order in which they were made."""
         return put_together((shard, sent) for shard, stream in list(self._streams.items()) for sent in stream.refused)
 
-    def _send_anew(self, push: RefusedPush, cluster_map: ClusterMap, deadline: Deadline) -> None:
+    def _send_anew(self, push: RefusedPush, cluster_map: ClusterMap, deadline: Deadline) -> bool:
         """Send the refused parts of a push under new sequences, by the map and tables in force; or let it fail, if nothing of it was taken.
+
+        Returns:
+            Whether that was done; else more of its parts have been refused since: they go together.
 
         Raises:
             ShardUnavailableError: which of the two is not known within the deadline; call again.
         """
-        if push.closed is not None and not push.ack.is_taken(deadline):
-            self._fail_refused(push, push.closed)
-            return
+        taken = push.outdated and push.ack.is_taken(deadline)
+        if push.outdated and not taken and (push.closed is not None or push.ack.failed):
+            self._fail_refused(push, push.closed or push.refusals[0])
+            return True
+        if push.outdated and not taken and not push.ack.consists_of(push.parts):
+            return False
         writing = cluster_map.writing_shards
         # Of a sync job's step the others have their part: it goes to those that refused theirs, and to those that have joined since.
         missed = push.shards if push.step <= self._inherited else push.shards | (writing - self._heard.get(push.serial, frozenset()))
+        serials = _Serials(cluster_map.shards_serial, push.tables_serial, self._servers.load_serial if push.outdated else push.load_serial)
         try:
-            tables = push.tables if push.closed is None else self._of_now(push.tables, deadline)
+            tables = self._of_now(push, serials.load, deadline) if taken else push.tables
             wanted = self._shares(tables, cluster_map, writing & missed if self.sync else ())
-            if push.closed is not None and self.sync and not wanted.keys() <= missed:  # a shard has one part of each step
+            if taken and self.sync and not wanted.keys() <= missed:  # a shard has one part of each step
                 raise FrozenTableError("its rows are those of other shards now")
         except FrozenTableError as error:
             self._fail_refused(push, _taken_in_part(push, error))
-            return
-        prefetched_of = route_prefetched(push.prefetched, cluster_map) if push.prefetched and push.closed is None else []
-        numbered = self._number(wanted, prefetched_of, push.step, (cluster_map.shards_serial, push.tables_serial))
+            return True
+        prefetched_of = route_prefetched(push.prefetched, cluster_map) if push.prefetched and not taken else []
+        numbered = self._number(wanted, prefetched_of, push.step, serials)
         push.ack.replace_parts(push.parts, [one.part for one in numbered])
         _send(numbered, push.ack)
         self._forget_refused(push)
+        return True
 
-    def _of_now(self, tables: Sequence[TableRows], deadline: Deadline) -> list[TableRows]:
-        """The rows of a push that other shards have taken, by the definitions in force, without those of tables that are gone."""
+    def _of_now(self, push: RefusedPush, load_serial: int, deadline: Deadline) -> list[TableRows]:
+        """The rows of a push that other shards have taken, by the definitions in force, without those of tables that are gone or loaded."""
         found = list[TableRows]()
-        for rows in tables:
+        for rows in push.tables:
             with suppress(TableDroppedError):  # what the other shards had taken is gone, too
                 reply = self._servers.call(0, "GetTable", TableRequest(rows.table, rows.schema), TableReply, deadline)
-                found.append(gradients_of_now(rows, TableDef.from_dict(reply.table)))
+                if not push.load_serial < reply.load_serial <= load_serial:
+                    found.append(gradients_of_now(rows, TableDef.from_dict(reply.table)))
         return found
 
     def _fail_refused(self, push: RefusedPush, error: KvembError) -> None:

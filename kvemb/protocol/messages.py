@@ -40,7 +40,7 @@ class HelloReply(Message):
     """The incarnation in force and the last sequence this shard has accepted from it (0 = none).
 
     first_step is the number of the sync step that this shard awaits from the trainer; 0 in async mode, and while it is not known.
-    tables_serial is that of the registry of tables, as far as this shard knows.
+    tables_serial is that of the registry of tables, as far as this shard knows; load_serial that of the last load that it has carried out.
     """
 
     incarnation: int
@@ -48,6 +48,7 @@ class HelloReply(Message):
     mode: str
     first_step: int = 0
     tables_serial: int = 0
+    load_serial: int = 0
 
 
 class PushPart(Message):
@@ -65,6 +66,8 @@ class PushPart(Message):
             one in force only.
         tables_serial: the highest serial of the registry of tables that the trainer has heard of; 0: it has heard of none. All parts of a
             push have the same one: by it the shards of a sync job change policies at the same step (`kvemb.schema.policies`).
+        load_serial: of the newest load that the trainer had heard of when it made the push; -1 of a release that does not say it. All parts
+            of a push have the same one: a shard that has carried out a later load refuses them (`ClusterLoadedError`).
     """
 
     trainer: str
@@ -77,6 +80,7 @@ class PushPart(Message):
     prefetched: list[TableRows] = field(default_factory=list)
     map_serial: int = 1
     tables_serial: int = 0
+    load_serial: int = -1
 
 
 class PushReply(Message):
@@ -139,11 +143,15 @@ class CreateTableRequest(Message):
 
 
 class TableReply(Message):
-    """The definition of a table as the registry has it, its newest policies, and the registry's serial; {} and 0 of an older release."""
+    """The definition of a table as the registry has it, its newest policies, and the registry's serial; {} and 0 of an older release.
+
+    load_serial is that of the newest load, if that has the table (GetTable with a schema).
+    """
 
     table: dict[str, Any]
     policies: dict[str, Any] = field(default_factory=dict)
     tables_serial: int = 0
+    load_serial: int = 0
 
 
 class SetPoliciesRequest(Message):

@@ -350,8 +350,26 @@ def newest_undone(store: Store, data: DataDir, timeout_s: float) -> Decision | N
     damaged = are_damaged(copies, decode_decision)
     if found is not None and any(damaged):
         store.values.mend(META_NAME, copies, damaged, found.encode(), Deadline.after(timeout_s))
-    done = int(data.read(LOADED) or b"0")
-    return found if found is not None and found.serial > done else None
+    return found if found is not None and found.serial > carried_out(data) else None
+
+
+def newest_load(store: Store, timeout_s: float) -> tuple[int, tuple[str, ...]]:
+    """Return the serial of the newest decision that nodes hold, and its tables, () for all; (0, ()) where there is none.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    try:
+        copies = store.values.get(META_NAME, Deadline.after(timeout_s))
+    except (NodeLostError, NodeSuspectError):  # as above
+        return 0, ()
+    found = newest_decision(copies, store.values.copies_on(META_NAME))
+    return (0, ()) if found is None else (found.serial, found.tables)
+
+
+def carried_out(data: DataDir) -> int:
+    """Return the serial of the last load that the shard of a folder has carried out; 0: none."""
+    return int(data.read(LOADED) or b"0")
 
 
 def _unique(keys: Sequence[Ids]) -> Ids:

@@ -17,7 +17,7 @@ from ..model.table_registry import Registry
 from .attendance import Attendance, Record, StepsByMap
 from .ingest_state import POLL_S, IngestState
 from .outcomes import Backlog, Outcomes
-from .part_checks import MapGate
+from .part_checks import LoadGate, MapGate
 from .sessions import Session, Sessions
 from .step_waits import lost
 from .sync_steps import SyncSteps
@@ -37,6 +37,7 @@ class Ingest:
         clock: monotonic.
         gate: the cluster map by which rows are taken.
         registry: says which tables are being altered, or were altered or dropped; None: none is.
+        loads: the last load that was carried out here; None: none is known of.
     """
 
     def __init__(
@@ -48,8 +49,9 @@ class Ingest:
         clock: Callable[[], float] = time.monotonic,
         gate: MapGate | None = None,
         registry: Registry | None = None,
+        loads: LoadGate | None = None,
     ) -> None:
-        self.sessions, self.gate = sessions, gate or MapGate()
+        self.sessions, self.gate, self.loads = sessions, gate or MapGate(), loads or LoadGate()
         self.state = IngestState(steps, clock)
         self._queue, self._pending = WorkQueue(self.state), UnappliedParts(limits or Limits(), sync=steps is not None)
         self.outcomes = Outcomes(self.state, sessions, self._pending, self._queue)

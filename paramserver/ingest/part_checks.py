@@ -12,6 +12,7 @@ import numpy as np
 from kvemb.arrays.ids import first_outside
 from kvemb.arrays.rounding import to_float32
 from kvemb.errors import (
+    ClusterLoadedError,
     InvalidInputError,
     PushRejectedError,
     ShardUnavailableError,
@@ -36,12 +37,16 @@ FindTable = Callable[[str, int], TableDef]
 Checked = tuple[CheckedRows, ...]
 
 
-def check_push(part: PushPart, registry: Registry, shard: int, maps: MapSource, *, sync: bool) -> tuple[Checked, Checked]:
+def check_push(
+    part: PushPart, registry: Registry, shard: int, maps: MapSource, *, sync: bool, loads: "LoadGate"
+) -> tuple[Checked, Checked]:
     """Return the rows of a part that are to be applied, and those that its trainer has prefetched; see `check_part`, `check_prefetched`.
 
     From here on the shard knows every table and policy that the part's trainer can have known.
     """
     cluster_map, find = maps.cluster_map, registry.find
+    if part.load_serial != loads.serial:
+        loads.require(part.load_serial)
     registry.reach(part.tables_serial)
     tables = check_part(part, find, shard, cluster_map)
     return tables, check_prefetched(part, find, shard, cluster_map, sync=sync) if part.prefetched else ()
@@ -218,6 +223,38 @@ class MapGate:
                 f"shard {self._shard}: rows routed by the cluster map of serial {serial} came in when that of serial {now} was in force; "
                 "nothing of them was taken. They are to be sent again by the map in force."
             )
+
+
+class LoadGate:
+    """The last load that one shard has carried out, and by which it takes parts. Any thread.
+
+    Args:
+        newest: reads the serial of the newest load that is decided, and its tables, () for all; (0, ()) for none.
+    """
+
+    def __init__(self, newest: Callable[[], tuple[int, tuple[str, ...]]] = lambda: (0, ())) -> None:
+        self._newest = newest
+        self.serial = 0
+
+    def carried_out(self, serial: int) -> None:
+        """Note the load that this process began with."""
+        self.serial = serial
+
+    def require(self, serial: int) -> None:
+        """Refuse a part whose push was made before the load; one that was made behind a later load waits for that.
+
+        Raises:
+            ClusterLoadedError, ShardUnavailableError: nothing was taken.
+        """
+        if 0 <= serial < self.serial:
+            raise ClusterLoadedError("a checkpoint was loaded since the push was made; nothing of it was taken here, it is sent again")
+        if serial > self.serial and self._newest()[0] > self.serial:
+            raise ShardUnavailableError("this shard is still to load a checkpoint: it does when it is started again; pushes wait for that")
+
+    def of(self, table: str) -> int:
+        """The serial of the newest load, if it has replaced the rows of a table; else 0."""
+        serial, tables = self._newest()
+        return serial if not tables or table in tables else 0
 
 
 def last_step(cluster_map: ClusterMap) -> int | None:

@@ -247,6 +247,7 @@ class Shard:
         copies = self._store.values.get(LOAD_NAME, Deadline.after(self._parts.config.storage.timeout_s))
         if (decision := newest_decision(copies, self._store.values.copies_on(LOAD_NAME))) is not None:
             note_carried_out(self._data, decision.serial, self._parts.claim.require)
+            self._parts.ingest.loads.carried_out(decision.serial)
         self._parts.ingest.gate.joins()
 
     def _risen(self, epoch: int) -> None:

@@ -19,11 +19,11 @@ from kvemb.protocol.move_messages import LeftSessionsRequest, WatermarksReply
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.stores.storage_kinds import open_store
 
-from ..checkpoint.loader import LoadedError, Loader, Replaceable
+from ..checkpoint.loader import LoadedError, Loader, Replaceable, carried_out, newest_load
 from ..engine.engine import Engine
 from ..engine.storage_pace import Pause
 from ..ingest.ingest import Ingest
-from ..ingest.part_checks import MapGate
+from ..ingest.part_checks import LoadGate, MapGate
 from ..ingest.sessions import Sessions
 from ..ingest.sync_steps import Membership, SyncSteps
 from ..journal import Journal
@@ -247,7 +247,8 @@ class _Start:
             gate = MapGate(shard, lambda: self._store.nodes.cluster_map)
             ages = RowAges(saved.now.points, saved.now.since, k=engine.k)
             ages.mark(time.time(), engine.k)  # a start that comes before the next minute is up keeps this one, too
-            ingest = Ingest(sessions, steps, record=fenced_log.record, gate=gate, registry=registry)
+            loads = LoadGate(partial(newest_load, self._store, timeout_s))
+            ingest = Ingest(sessions, steps, record=fenced_log.record, gate=gate, registry=registry, loads=loads)
             parts = ShardParts(
                 self._config,
                 shard,
@@ -270,6 +271,7 @@ class _Start:
                 self._settle(parts)
             report.enter(LOADING, loader.how_far)
             loader.finish(parts)
+            loads.carried_out(carried_out(data))
             return parts
         except JournalBehindError:
             journal.give_up()

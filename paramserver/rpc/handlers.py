@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -101,7 +101,7 @@ class Handlers:
         incarnation, last = self._parts.ingest.attendance.hello(request.trainer, request.incarnation)
         log.info("trainer %s joined: incarnation %d, last part %d", request.trainer, incarnation, last)
         first_step, serial = self._parts.ingest.attendance.first_step(request.trainer), self._parts.registry.serial
-        return HelloReply(incarnation, last, self._parts.config.servers.mode, first_step, serial)
+        return HelloReply(incarnation, last, self._parts.config.servers.mode, first_step, serial, self._parts.ingest.loads.serial)
 
     def bye(self, request: ByeRequest, deadline: Deadline) -> Empty:
         self._parts.ingest.attendance.bye(request.trainer, request.incarnation)
@@ -132,9 +132,11 @@ class Handlers:
             UnknownTableError: there is none; TableDroppedError where the table of that schema was dropped.
         """
         find = self._parts.registry.find
+        if request.schema < 0:
+            return self._table(find(request.table))
         with suppress(TableAlteredError):
-            return self._table(find(request.table) if request.schema < 0 else find_same(request.table, request.schema, find))
-        return self._table(find(request.table))
+            find_same(request.table, request.schema, find)
+        return replace(self._table(find(request.table)), load_serial=self._parts.ingest.loads.of(request.table))
 
     def set_policies(self, request: SetPoliciesRequest, deadline: Deadline) -> TableReply:
         """Change policies of a table (shard 0), or hear that they were changed."""
@@ -158,7 +160,7 @@ class Handlers:
             require_seat: raises unless the caller may push as a trainer of that name.
         """
         parts, sync = self._parts, self._parts.config.servers.mode == "sync"
-        check = partial(check_push, registry=parts.registry, shard=parts.shard, maps=parts.maps, sync=sync)
+        check = partial(check_push, registry=parts.registry, shard=parts.shard, maps=parts.maps, sync=sync, loads=parts.ingest.loads)
         return PushReceiver(parts.ingest, check, requests, self._in_hand, require_seat)
 
     def assign(self, request: RowsRequest, deadline: Deadline) -> Empty:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from matrix import one_of
 
 import kvemb
 from kvemb.api import Cluster
+from kvemb.checkpoint.load import Decision, _decide
 from kvemb.client.ack import Ack
 from kvemb.client.shard_client import ShardClient
 from kvemb.errors import KvembError, TableAlteredError, TableDroppedError
@@ -51,7 +53,7 @@ def counts(cluster: Cluster, name: str) -> set[float]:
     return set((-cluster.table(name).pull(IDS)[:, :2]).round().ravel().tolist())
 
 
-def by_half(cluster: Cluster, ack: Ack) -> bool:
+def by_half(ack: Ack) -> bool:
     """Whether one shard has accepted its part of a push, and another has not."""
     return {part.accepted for part in ack._parts} == {True, False}
 
@@ -81,7 +83,7 @@ def test_a_push_of_which_one_shard_has_taken_its_part_is_taken_by_all_when_a_tab
         change = change_of(other, table.name, **changes)
         shards_of(other).begin_alter(change.old, change.new, None)  # shard 0 knows of it, shard 1 does not yet
         acks = [cluster.push({table.name: (IDS, ONES), beside.name: (IDS, ONES)}) for _ in range(3)]
-        wait_for(lambda: all(by_half(cluster, ack) for ack in acks))
+        wait_for(lambda: all(by_half(ack) for ack in acks))
         other.alter_table(table.name, **changes)
         for ack in acks:
             ack.wait_applied(60)
@@ -118,7 +120,7 @@ class StepTrainer(threading.Thread):
     def __init__(self, url: str, number: int, names: tuple[str, ...]) -> None:
         super().__init__()
         self._url, self._number, self._names = url, number, names
-        self.acked, self.outcomes = 0, list[str]()
+        self.acked, self.outcomes, self.over = 0, list[str](), threading.Event()
 
     def run(self) -> None:
         with kvemb.connect(self._url, trainer=f"{self._number}") as cluster:
@@ -129,7 +131,7 @@ class StepTrainer(threading.Thread):
                     waiting.pop(0).wait(90)
                     self.acked += 1
                 with self._noted():
-                    waiting += [] if self.outcomes else [cluster.push(rows)]
+                    waiting += [] if self.outcomes or self.over.is_set() else [cluster.push(rows)]
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
@@ -169,3 +171,56 @@ def test_a_step_that_a_restarted_shard_has_not_had_is_taken_by_it_without_what_i
         assert {2.0 * trainer.acked for trainer in trainers} == counts(cluster, beside.name)
         if verb == "alter":
             assert counts(cluster, table.name) == counts(cluster, beside.name)
+
+
+@pytest.mark.parametrize("some", [False, True], ids=["all tables", "one table"])
+def test_a_push_of_which_one_shard_had_its_part_before_a_load_is_gone_on_all_with_the_tables_that_are_loaded(
+    some: bool, require_server: Callable[[str], str], tmp_path: Path
+) -> None:
+    with start("valkey", require_server) as local, kvemb.connect(local.url) as cluster:
+        table, beside = new_table(cluster), new_table(cluster)
+        rows = {table.name: (IDS, ONES), beside.name: (IDS, ONES)}
+        cluster.push(rows).wait_applied(60)
+        saved = cluster.save(str(tmp_path / "before"))
+        cluster.push(rows).wait_applied(60)
+        local.shards[0].kill()
+        before = cluster.push(rows)
+        wait_for(lambda: by_half(before))
+        local.shards[1].kill()
+        behind = cluster.push(rows)  # of which no shard hears before the load
+        names = (table.name,) if some else ()
+        _decide(cluster.store, Decision(1, "0" * 32, str(tmp_path / "before"), saved.manifest.save_id, names), 30.0)
+        for shard in (1, 0):
+            local.start_shard(shard)
+        before.wait_applied(60)
+        behind.wait_applied(60)
+        assert counts(cluster, table.name) == {2.0}
+        assert counts(cluster, beside.name) == ({4.0} if some else {2.0})
+
+
+def test_a_step_that_one_shard_had_before_a_load_is_gone_on_all_and_the_job_goes_on(
+    require_server: Callable[[str], str], tmp_path: Path
+) -> None:
+    with start("valkey", require_server, mode="sync", trainers=2) as local, kvemb.connect(local.url) as cluster:
+        table = new_table(cluster)
+        saved = cluster.save(str(tmp_path / "before"))
+        trainers = [StepTrainer(local.url, number, (table.name,)) for number in range(2)]
+        for trainer in trainers:
+            trainer.start()
+        wait_for(lambda: all(trainer.acked > 3 for trainer in trainers))
+        local.shards[1].kill()
+        n_acked = max(trainer.acked for trainer in trainers)
+        wait_for(lambda: max(counts(cluster, table.name)) > 2 * n_acked)  # shard 0 goes on with the steps that are on their way
+        local.shards[0].kill()
+        _decide(cluster.store, Decision(1, "0" * 32, str(tmp_path / "before"), saved.manifest.save_id), 30.0)
+        for shard in (1, 0):
+            local.start_shard(shard)
+        n_acked = max(trainer.acked for trainer in trainers)
+        wait_for(lambda: all(trainer.acked > n_acked + 3 for trainer in trainers))
+        for trainer in trainers:
+            trainer.over.set()
+        for trainer in trainers:
+            trainer.join(120)
+        assert [trainer.outcomes for trainer in trainers] == [[], []]
+        assert len(counts(cluster, table.name)) == 1
+        assert 3 < max(counts(cluster, table.name)) < sum(trainer.acked for trainer in trainers)
