@@ -373,6 +373,7 @@ FAULTS = (
     Fault("shard emptied", shard_emptied, needs=_needs("moves")),
     Fault("table altered", _table("alter")),
     Fault("table dropped", _table("drop")),
+    Fault("table loaded", _table("load"), needs=_needs("time")),  # minutes on a busy machine: by name only
     Fault("policies changed", _table("change_policies")),
     Fault("shard hangs", shard_hangs),
     Fault("shard ends", shard_ends),

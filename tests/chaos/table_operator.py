@@ -1,4 +1,4 @@
-"""Faults of operators: one table of the ledger's pushes is altered, dropped and made anew, or gets other policies, under load.
+"""Faults of operators: one table of the ledger's pushes is altered, dropped and made anew, loaded, or gets other policies, under load.
 
 Trainers push to it beside their other tables, and push again what was refused because of it. So a push that one shard has taken and another
 refused is in the ledger twice, or by half. What must not live here: what a verb does (the product's).
@@ -27,7 +27,7 @@ class TableOperator:
     """
 
     def __init__(self, cluster: FaultyCluster, chance: random.Random) -> None:
-        self._url, self._random = cluster.url, chance
+        self._url, self._folder, self._random = cluster.url, cluster.folder, chance
 
     def alter(self) -> None:
         """Give the table another dim, optimizer or number of buckets."""
@@ -62,6 +62,12 @@ class TableOperator:
         admission = self._random.choice((kvemb.admit.after(2), kvemb.admit.any()))
         eviction = self._random.choice((kvemb.evict.keep(8), kvemb.evict.never()))
         self._until_done(lambda cluster: cluster.table(CLOSING).set_policies(admission=admission, eviction=eviction))
+
+    def load(self) -> None:
+        """Save all, and load the table back a moment later: the others stay as they are."""
+        url = str(self._folder / f"saved-{self._random.getrandbits(64):x}")
+        if self._until_done(lambda cluster: cluster.save(url)):
+            self._until_done(lambda cluster: cluster.load(url, tables=[CLOSING]))
 
     def _until_done(self, act: Callable[[kvemb.Cluster], object]) -> bool:
         deadline = Deadline.after(_DONE_S)

@@ -141,7 +141,7 @@ class StepTrainer(threading.Thread):
             self.outcomes.append(type(error).__name__)
 
 
-@pytest.mark.parametrize("verb", ["alter", "drop"])
+@pytest.mark.parametrize("verb", one_of("alter", "drop"))
 def test_a_step_that_a_restarted_shard_has_not_had_is_taken_by_it_without_what_is_gone(
     verb: str, require_server: Callable[[str], str]
 ) -> None:
@@ -173,7 +173,7 @@ def test_a_step_that_a_restarted_shard_has_not_had_is_taken_by_it_without_what_i
             assert counts(cluster, table.name) == counts(cluster, beside.name)
 
 
-@pytest.mark.parametrize("some", [False, True], ids=["all tables", "one table"])
+@pytest.mark.parametrize("some", one_of(True, False), ids=["one table", "all tables"])
 def test_a_push_of_which_one_shard_had_its_part_before_a_load_is_gone_on_all_with_the_tables_that_are_loaded(
     some: bool, require_server: Callable[[str], str], tmp_path: Path
 ) -> None:
@@ -198,6 +198,7 @@ def test_a_push_of_which_one_shard_had_its_part_before_a_load_is_gone_on_all_wit
         assert counts(cluster, beside.name) == ({4.0} if some else {2.0})
 
 
+@pytest.mark.full
 def test_a_step_that_one_shard_had_before_a_load_is_gone_on_all_and_the_job_goes_on(
     require_server: Callable[[str], str], tmp_path: Path
 ) -> None:
