@@ -118,4 +118,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__, "__all__", "__doc__", "__file__", "__name__", "__path__"]

@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvemb.api.table import Table
 from kvemb.arrays.ids import refuse_masked, to_caller
 from kvemb.arrays.rounding import round_nearest, to_float32
+from kvemb.datapath.push import prepare_assign
 from kvemb.errors import ForeignRowsError, InvalidInputError, KvembError, n_of
 from kvemb.foreign.foreign_rows import ArrayNames, ForeignRows, RowSource, block_rows, ids_of, values_of, weights_of
 from kvemb.foreign.formats import open_rows
@@ -73,7 +74,9 @@ def import_rows(
                 if here:
                     n_found += len(block)
                 else:
-                    table.assign(to_caller(block.ids, table.definition.id_dtype), block.weights, state=block.state, timeout_s=timeout_s)
+                    ids = to_caller(block.ids, table.definition.id_dtype)
+                    rows_of_block = prepare_assign(table.definition, ids, block.weights, block.state, minus_one=True)  # the file names them
+                    table.assign_prepared(rows_of_block, timeout_s)
                 done += len(block)
                 show("comparing" if here else "importing", done, rows.source.n_rows)
         except (KvembError, KeyboardInterrupt) as error:

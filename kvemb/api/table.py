@@ -27,6 +27,7 @@ from kvemb.schema.table_def import TableDef
 if TYPE_CHECKING:  # gRPC is imported when a cluster with parameter servers is opened; the cluster makes its tables
     from kvemb.api.cluster import Cluster
     from kvemb.client.ack import Ack
+    from kvemb.protocol.message_format import TableRows
 
 
 _EXPORTED_AT_ONCE = 1 << 17  # ids: what storage answers well within the timeout, also where it is busy
@@ -257,11 +258,11 @@ class Table:
 
     @property
     def minus_one_allowed(self) -> bool:
-        """Whether this client's pulls and pushes take -1, or the uint64 of its bits, for an id like any other; see `allow_minus_one`."""
+        """Whether this client takes -1, or the uint64 of its bits, for an id like any other; see `allow_minus_one`."""
         return self._minus_one
 
     def allow_minus_one(self) -> None:
-        """Take -1, in a uint64 table 2**64 - 1, for an id like any other in every later pull and push of this client.
+        """Take -1, in a uint64 table 2**64 - 1, for an id like any other in every later pull, push and assign of this client.
 
         Until then it is refused in a table without num_ids: it is mostly padding that was left in, and would be trained as a row.
         `hash_ids` gives negative ids, too, but -1 no more often than any other id: hashed ids do not need this.
@@ -293,8 +294,12 @@ class Table:
             >>> users.pull([8]).tolist()
             [[3.0, 4.0]]
         """
+        self._shared.require_shards("assign")
+        self.assign_prepared(prepare_assign(self._definition, ids, rows, state, minus_one=self._minus_one), timeout_s)
+
+    def assign_prepared(self, prepared: TableRows, timeout_s: float | None) -> None:
+        """As `assign`, of rows that were checked."""
         shards = self._shared.require_shards("assign")
-        prepared = prepare_assign(self._definition, ids, rows, state)
         with self._shared.changes.change():
             shards.assign(prepared, timeout_s)
 

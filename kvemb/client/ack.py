@@ -288,6 +288,8 @@ class Ack:
         why = {where: part.trouble(deadline) for where, part in {part.where: part for part in asked}.items()}
         if asked and (late := self._late(done, deadline.remaining_s())):
             troubles = {part.where: why.get(part.where, "") for part in late}
+            if all(trouble.startswith("step ") for trouble in troubles.values()):  # of `StatusReply.step`: no shard is to blame
+                raise ShardUnavailableError(f"{self._what}: not {state} within {timeout_s:.3g} s: {next(iter(troubles.values()))}")
             shards = ", ".join(f"{where}{f' ({trouble})' if trouble else ''}" for where, trouble in troubles.items())
             raise ShardUnavailableError(f"{self._what}: not {state} within {timeout_s:.3g} s by {shards}")
 

@@ -506,6 +506,7 @@ class PushSession:
         with suppress(KvembError):  # when it does not answer, the stream's own word must do
             reply = self._servers.call(shard, "Status", Empty(), StatusReply, deadline)
             told = [f"it is starting: {reply.starting}"] if reply.starting else [*told, reply.failure]
+            told = [*filter(None, told)] or [reply.step]
         return "; ".join(filter(None, told))
 
     def _note_failure(self, ack: Ack) -> None:

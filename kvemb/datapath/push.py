@@ -66,7 +66,9 @@ def prepare_push(
     return TableRows(definition.name, definition.schema, groups.ids, sent, seen, in_force, wire_dtype, definition.placement)
 
 
-def prepare_assign(definition: TableDef, ids: ArrayLike, rows: ArrayLike, state: ArrayLike | None = None) -> TableRows:
+def prepare_assign(
+    definition: TableDef, ids: ArrayLike, rows: ArrayLike, state: ArrayLike | None = None, *, minus_one: bool = False
+) -> TableRows:
     """Check an assign: ids unique, rows finite floats [*ids.shape, dim] (uint8 if opaque), and state floats, [*ids.shape, state values].
 
     Returns:
@@ -75,7 +77,7 @@ def prepare_assign(definition: TableDef, ids: ArrayLike, rows: ArrayLike, state:
     Raises:
         InvalidInputError: otherwise; or weights and state are more values than a message takes in one row.
     """
-    flat, shape = normalize(ids, definition.id_dtype, definition.name, definition.num_ids)
+    flat, shape = normalize(ids, definition.id_dtype, definition.name, definition.num_ids, minus_one=minus_one)
     values = _rows(definition, rows, shape, "rows", definition.dim, definition.row_dtype)
     if state is not None:
         if not definition.record.state_size:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvemb.config import Config
 from kvemb.coordination.registry_format import META_NAME, newest_registry
 from kvemb.coordination.shard_notes import newest_note, note_name, of_another
-from kvemb.errors import ConfigError, KvembError, StorageError, WrongNodeError
+from kvemb.errors import ConfigError, KvembError, StorageError, WrongNodeError, n_of
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import Empty, StatusReply
 from kvemb.stores.row_io import HeldRows
@@ -50,6 +50,10 @@ class ClusterStatus:
     strangers: str = ""
     held: tuple[tuple[str, tuple[HeldRows | None, ...]], ...] = ()
     change: UnfinishedChange | None = None
+
+    def __repr__(self) -> str:
+        n_shards, n_nodes = sum(one.reply is not None for one in self.shards), sum(not one.error for one in self.nodes)
+        return f"<ClusterStatus: {n_shards} of {n_of(len(self.shards), 'shard')} and {n_nodes} of {n_of(len(self.nodes), 'node')} answer>"
 
 
 def survey(config: Config) -> ClusterStatus:

@@ -307,7 +307,8 @@ class IdsReply(Message):
 class StatusReply(Message):
     """One shard as operators see it; the cache's figures count rows since the shard started, the recovery's are of its start.
 
-    `starting` says how far its start is; "" once it serves. Until then the other fields say nothing.
+    `starting` says how far its start is; "" once it serves. Until then the other fields say nothing. `step` names a sync
+    job's step that lacks a trainer's push, and that trainer.
     """
 
     shard: int
@@ -328,6 +329,7 @@ class StatusReply(Message):
     repair: str = ""
     compared: str = ""
     starting: str = ""
+    step: str = ""
 
 
 class ProgressReply(Message):

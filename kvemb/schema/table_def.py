@@ -326,10 +326,7 @@ class TableDef:
             lines = [f"  {key}: exists with {mine.get(key)!r}, asked for {theirs.get(key)!r}" for key in different]
             if self.identity() == other.opened_as(self).identity():  # a user never asks for an algorithm, but a checkpoint does
                 advice = "Rows that were never pushed would change. To load them, drop the table first; the load makes it as it was."
-            raise TableMismatchError(
-                f"table {self.name!r} exists with another identity:\n" + "\n".join(lines) + "\n"
-                f"existing: {mine}\nasked:    {theirs}\n{advice}"
-            )
+            raise TableMismatchError(f"table {self.name!r} exists with another identity:\n" + "\n".join(lines) + f"\n{advice}")
 
     def opened_as(self, existing: "TableDef") -> "TableDef":
         """Return the same definition with the existing table's algorithm of first values, which no user chooses."""

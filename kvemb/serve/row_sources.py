@@ -75,7 +75,7 @@ class ClusterSource:
 
     def __init__(self, cluster: Cluster, tables: ServedTables) -> None:
         self.name, self._cluster = cluster.config.cluster, cluster
-        self._set = RowSet(tables, lambda name: cluster.table(name).definition, cluster.pull_known)
+        self.current = RowSet(tables, lambda name: cluster.table(name).definition, cluster.pull_known)
         self._follower, self._pid, self._lock = FeedFollower(cluster, tables), os.getpid(), ForkLock()
 
     def now(self) -> RowSet:
@@ -83,12 +83,12 @@ class ClusterSource:
         if os.getpid() != self._pid:  # a forked child begins with nothing
             with self._lock:
                 if os.getpid() != self._pid:
-                    self._set.tables.reset()
-                    self._follower = FeedFollower(self._cluster, self._set.tables, forked=self._follower.started)
+                    self.current.tables.reset()
+                    self._follower = FeedFollower(self._cluster, self.current.tables, forked=self._follower.started)
                     self._pid = os.getpid()
         if not self._follower.started:
             self._follower.start()
-        return self._set
+        return self.current
 
     def again(self, gone: RowSet, error: UnknownViewError, deadline: Deadline) -> RowSet:
         """Return other rows, since these are not there any more; raise the error where there are none."""
@@ -131,7 +131,7 @@ class ViewSource:
         """Sets that are not in use: of the newest view, and of the one before."""
         self._unready: View | None = None  # the newest, of which none could be made
         self._before: View | None = None  # in use before the one that is
-        self._set = self._set_of(reader.open(wanted, Deadline.after(timeout_s)))
+        self.current = self._set_of(reader.open(wanted, Deadline.after(timeout_s)))
 
     def now(self) -> RowSet:
         """Return the rows for a look-up that begins now."""
@@ -139,15 +139,15 @@ class ViewSource:
             with self._lock:
                 if os.getpid() != self._pid:
                     if self._pid:  # forked: another thread may have been in the middle of a change of what is kept
-                        self._set = self._set.with_cache(self._cache(self._projected))
+                        self.current = self.current.with_cache(self._cache(self._projected))
                     self._thread = threading.Thread(target=self._follow, name="kvemb-serve-view", daemon=True)
                     self._thread.start()
                     self._pid = os.getpid()
-        return self._set
+        return self.current
 
     def is_ready(self, name: str) -> bool:
         """Whether the view of this name is in use, or would be without loading anything."""
-        return name in {self._set.view, *(rows.view for rows in self._ready.values())}
+        return name in {self.current.view, *(rows.view for rows in self._ready.values())}
 
     def again(self, gone: RowSet, error: UnknownViewError, deadline: Deadline) -> RowSet:
         """Return other rows, since these are not there any more; raise the error where there are none."""
@@ -155,9 +155,9 @@ class ViewSource:
             self._look(deadline)
         except UnknownViewError:
             raise error from None
-        if self._set is gone:
+        if self.current is gone:
             raise error
-        return self._set
+        return self.current
 
     def wait(self, timeout_s: float) -> None:
         """Wait, unless it is closed."""
@@ -179,21 +179,23 @@ class ViewSource:
                 pause_s = _LOOK_S
             except Exception as error:  # also of those who are called before a set is used
                 pause_s = _PAUSE_S
+                if isinstance(error, UnknownViewError) and self._wanted and self.current.tables.followed:
+                    self.current = self.current.with_cache(self._new_tables())  # it was dropped: no id is answered, kept or not
                 if not self._closed.is_set() and self._waiting.is_news(str(error)):
                     level = logging.WARNING if isinstance(error, KvembError) else logging.ERROR
-                    log.log(level, "look-ups stay with view %r: %s: %s", self._set.view, type(error).__name__, error)
+                    log.log(level, "look-ups stay with view %r: %s: %s", self.current.view, type(error).__name__, error)
 
     def _look(self, deadline: Deadline) -> ViewList:
         """See whether the rows are still the ones that are wanted; otherwise bring those into use. Return the views that there are."""
         with self._lock:
-            before, now = self._set, self._projected
+            before, now = self.current, self._projected
             views, record = self._reader.look(now, deadline)
             view = views.named(self._wanted)
             if view != now.view or (view is None and not now.same_tables(record)):
                 found = self._ready.get(view) if view else None
                 found = found or self._set_of(self._reader.open_view(view, deadline))
                 self._prepare(found)
-                self._set, self._before = found, now.view
+                self.current, self._before = found, now.view
                 self._keep_ready(views, before.with_cache(self._cache(now)))
         return views
 
@@ -223,7 +225,7 @@ class ViewSource:
 
     @property
     def _projected(self) -> ProjectedRows:
-        projected = self._set.projected
+        projected = self.current.projected
         assert projected is not None
         return projected
 

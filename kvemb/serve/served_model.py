@@ -70,6 +70,8 @@ class _Part:
 class Model:
     """Answers requests: looks rows up, and runs the dense part on them. Thread-safe.
 
+    The first call takes seconds, in which the part's runtime makes itself ready: call it once before requests come.
+
     Args:
         client: that looks rows up; closed by its owner.
         dense: path of the dense part, .onnx or .pt2; None for that of the view, with which it is switched.
@@ -118,6 +120,9 @@ class Model:
             rows = self._client.source.again(rows, error, deadline)
             answer = self._answer(rows, inputs, 1e3 * max(deadline.remaining_s(), 1e-3))
         return (answer, rows.view) if return_view else answer
+
+    def __repr__(self) -> str:
+        return f"<Model of {'the view' if self._fixed is None else 'a file'} over {self._client!r}>"
 
     def _answer(self, rows: RowSet, inputs: _Arrays, timeout_ms: float | None) -> Any:
         part = self._part(rows)

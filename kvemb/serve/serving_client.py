@@ -84,6 +84,7 @@ def connect(
     Raises:
         InvalidInputError: an option is out of range.
         ConfigError, StorageError: as of `kvemb.connect`.
+        UnknownTableError: `unknown` names a table that does not exist.
         UnknownViewError: the target has no such view, or none in use and no projection.
 
     Example:
@@ -112,7 +113,13 @@ def connect(
         cluster = connect_to_serve(source)
         timeout_s = cluster.config.storage.timeout_s if timeout_ms is None else timeout_ms / 1e3
         rows = ClusterSource(cluster, ServedTables(cache_mb, filter_mb, max_age_ms / 1e3))
-    return ServingClient(rows, timeout_s=timeout_s, defaults=degraded == "default", unknown=dict(unknown or {}))
+    client = ServingClient(rows, timeout_s=timeout_s, defaults=degraded == "default", unknown=dict(unknown or {}))
+    try:
+        client.check_rules()
+    except BaseException:
+        client.close()
+        raise
+    return client
 
 
 def _rows_of_target(source: str, new_tables: Callable[[], ServedTables]) -> ViewSource:
@@ -249,6 +256,10 @@ class ServingClient:
         self._closed = True
         self.source.close()
 
+    def __repr__(self) -> str:
+        view = f", view {self.source.current.view!r}" if self.source.current.view else ""
+        return f"<ServingClient of {self.source.name!r}{view}: {'closed' if self._closed else 'open'}>"
+
     def __enter__(self) -> ServingClient:
         return self
 
@@ -356,14 +367,22 @@ class ServingClient:
             served.mean = now_s, row
         return row, current
 
+    def check_rules(self) -> None:
+        """Refuse rules for unknown ids that fit no table; UnknownTableError where there is none of that name."""
+        for name in self._unknown:
+            self._checked(self.source.current, name)
+
     def _open(self, rows: RowSet, name: str) -> ServedTable:
+        return rows.tables.add(self._checked(rows, name))
+
+    def _checked(self, rows: RowSet, name: str) -> TableDef:
         definition = rows.definition(name)
         rule = self._unknown.get(name, "initializer")
         if isinstance(rule, MeanOf) and definition.row_dtype == np.uint8:
             raise InvalidInputError(f"table {name!r} holds opaque bytes, which have no mean")
         if not isinstance(rule, MeanOf) and not (isinstance(rule, str) and rule == "initializer"):
             _row_of(definition, rule)  # a rule that is none is refused before anything is asked
-        return rows.tables.add(definition)
+        return definition
 
     def _count(self, parts: Sequence[RowsFound], took_s: float) -> None:
         with self._lock:

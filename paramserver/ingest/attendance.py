@@ -16,7 +16,7 @@ from .ingest_state import POLL_S, IngestState
 from .outcomes import Outcomes
 from .part_checks import MapGate, last_step
 from .sessions import Sessions
-from .step_waits import lost, waits_for
+from .step_waits import lacking, lost, waits_for
 from .sync_steps import HeldSteps
 from .work_queue import WorkQueue
 
@@ -158,6 +158,12 @@ class Attendance:
     @property
     def n_trainers(self) -> int:
         return len(self.trainers)
+
+    @property
+    def step(self) -> str:
+        """Name the oldest step that lacks a member's push, and whose; "" where none waits."""
+        with self._state.changed:
+            return "" if self._state.steps is None else lacking(self._state.steps)[1]
 
 
 class StepsByMap:

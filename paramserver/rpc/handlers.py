@@ -264,6 +264,7 @@ class Handlers:
             recovery_s=parts.recovered.seconds,
             repair=parts.repairer.figures.now,
             compared=self._background.scrub.describe(),
+            step=parts.ingest.attendance.step,
         )
 
     def _change_rows(self, kind: str, request: RowsRequest, deadline: Deadline) -> int:

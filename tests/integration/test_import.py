@@ -419,9 +419,9 @@ def test_an_exported_table_comes_back_bit_for_bit(redis: Cluster, tmp_path: Path
     table, other = (new_table(redis, DIM, dtype=dtype, id_dtype=id_dtype) for _ in range(2))
     ids = ids_of(N).view(id_dtype)
     ids[0] = -1 if id_dtype == "int64" else 2**64 - 1  # of a hash it is an id like any other
-    table.assign(ids, rows_of())
     for one in (table, other):
         one.allow_minus_one()
+    table.assign(ids, rows_of())
     more = {"ids": str(tmp_path / "ids.npy")} if ending == "npy" else {}
     shown: list[tuple[int, int]] = []
     done = redis.export_rows(table.name, tmp_path / f"t.{ending}", progress=lambda what, n, total: shown.append((n, total)), **more)

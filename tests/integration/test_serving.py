@@ -327,14 +327,17 @@ def test_each_table_has_a_rule_for_ids_without_a_row(local: LocalCluster) -> Non
             table.assign([1, 2], [[1.0, 2.0], [3.0, 6.0]])
         rules: dict[str, Any] = {"b": "zeros", "c": [5.0, 6.0], "d": kvemb.serve.MeanOf([1, 2])}
         with kvemb.serve.connect(local.url, unknown=rules) as client:
+            assert repr(client) == f"<ServingClient of {client.source.name!r}: open>"
             for _ in range(2):  # from storage, and then by the filter
                 got = client.lookup_tables({name: [[1, 99]] for name in "abcd"})
                 assert {name: rows[0, 0].tolist() for name, rows in got.items()} == {name: [1.0, 2.0] for name in "abcd"}
                 np.testing.assert_array_equal(got["a"][0, 1], cluster.table("a").pull([99])[0])
                 assert [got[name][0, 1].tolist() for name in "bcd"] == [[0.0, 0.0], [5.0, 6.0], [2.0, 4.0]]
                 assert client.wait_ready(PATIENCE_S)
-        with kvemb.serve.connect(local.url, unknown={"a": [1.0]}) as client, pytest.raises(InvalidInputError, match="rule for unknown ids"):
-            client.lookup("a", [1])
+        with pytest.raises(InvalidInputError, match="rule for unknown ids"):
+            kvemb.serve.connect(local.url, unknown={"a": [1.0]})
+        with pytest.raises(UnknownTableError, match=r"no table 'typo'.* it has: "):
+            kvemb.serve.connect(local.url, unknown={"a": "zeros", "typo": "zeros"})
     for wrong in ({"degraded": "perhaps"}, {"cache_mb": -1}, {"max_age_ms": float("nan")}, {"timeout_ms": 0}):
         with pytest.raises(InvalidInputError, match=next(iter(wrong))):
             kvemb.serve.connect(local.url, **wrong)

@@ -112,8 +112,10 @@ def test_a_sync_step_applies_what_all_trainers_pushed_at_once(reduce: str, expec
         mine = new_table(first, dim=1, reduce=reduce)
         theirs = second.table(mine.name)
         early = mine.push([1, 2], np.ones((2, 1)))
-        with pytest.raises(ShardUnavailableError, match="not accepted"):  # a step is accepted as a whole
-            early.wait(0.2)
+        with pytest.raises(
+            ShardUnavailableError, match="not accepted within 3 s: step 1 of a, which waits for 1 of 2 tr"
+        ):  # a step is whole
+            early.wait(3)
         late = theirs.push([2, 3], np.full((2, 1), 2.0))
         for ack in (early, late):
             ack.wait_applied()

@@ -314,6 +314,25 @@ def test_a_view_in_use_is_not_dropped_and_another_goes_with_all_its_keys(on: Vie
         wait_for(lambda: values_of(named.lookup_tables({"user": IDS})) == {3.0})
 
 
+def test_a_reader_of_a_view_that_was_dropped_answers_no_id_not_even_one_that_it_has_kept(on: Viewed) -> None:
+    for value in (1.0, 2.0):
+        on.create(f"v{value:.0f}", value)
+    on.views.use("v2")
+    with kvemb.serve.connect(f"{on.url}/?view=v1", degraded="default") as named:
+        assert values_of(named.lookup_tables({"user": IDS})) == {1.0}
+        on.views.drop("v1")
+
+        def refused() -> bool:
+            try:
+                named.lookup("user", IDS)
+            except UnknownViewError:
+                return True
+            return False
+
+        wait_for(refused)
+        assert refused()
+
+
 def test_the_maintained_projection_is_read_and_a_view_takes_its_place(on: Viewed) -> None:
     on.fill(1.0)
     command = [sys.executable, "-m", "kvemb.cli", "publish", str(on.local.config_path), "--to", on.url, "--tables", "user,item"]

@@ -143,7 +143,7 @@ def test_a_second_trainer_opens_the_tables_with_their_rows(sync_cluster: kvemb.C
 def test_options_reach_the_tables(sync_cluster: kvemb.Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     model = eqx.filter_eval_shape(MODELS["equinox"][0])  # has shapes alone
     options: Any = {"initializer": kvemb.init.uniform(1.0, 2.0), "dtype": "float16", "seed": 3, "reduce": "mean", "leave": ["word"]}
-    done = kj.distribute(model, sync_cluster, optimizer=kj.adagrad(0.2), min_rows=10, names={"user": "options.user"}, **options)
+    done = kj.distribute(model, sync_cluster, optimizer=kj.adagrad(0.2), min_rows=10, names={"user": "user"}, prefix="options.", **options)
     (table,) = done.tables
     of = table.definition
     assert (of.name, of.dtype, of.seed, of.reduce, of.optimizer.kind) == ("options.user", "float16", 3, "mean", "adagrad")

@@ -490,7 +490,11 @@ def test_a_second_trainer_opens_the_tables_and_their_rows_stay(sync_cluster: kve
     for name, rows in rows_of(other).items():
         np.testing.assert_array_equal(rows, check_rows[name])
     assert "'towers.user': 20 x 4 -> table 'second.towers.user', opened, sgd" in str(done)
-    assert "after 1 step of training, which goes on" in str(done)
+    assert "note: the rows of 'second.towers.user' (1 step of training), 'second.towers.word' (1 step of training) are those of" in str(
+        done
+    )
+    own = kt.distribute(Model(), sync_cluster, optimizer=OPTIMIZERS["adam"](), min_rows=10, names=names, prefix="own/", quiet=True)
+    assert [table.name for table in own.tables] == [f"own/{table.name}" for table in done.tables]
     with pytest.raises(TableMismatchError):
         kt.distribute(Model(), sync_cluster, optimizer=OPTIMIZERS["adam"](), min_rows=10, names=names)
 

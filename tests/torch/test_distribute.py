@@ -262,7 +262,36 @@ def test_a_table_that_was_trained_before_is_told(cluster: kvemb.Cluster, name: s
     model(torch.tensor([1])).sum().backward()
     optimizer.step()
     cluster.flush()
-    assert f"note: table '{name}' has 20 rows after 1 step of training" in str(run(model_of(), cluster, name, optimizer=optim.sgd(lr=0.5)))
+    assert f"note: the rows of '{name}' (1 step of training) are" in str(run(model_of(), cluster, name, optimizer=optim.sgd(lr=0.5)))
+
+
+def test_models_with_the_same_paths_share_rows_and_are_told_once_or_have_a_prefix(cluster: kvemb.Cluster, name: str) -> None:
+    def distributed(of: nn.Module, prefix: str) -> Any:
+        optimizer = torch.optim.Adagrad(of.parameters(), lr=0.5)
+        return distribute(of, cluster, min_rows=10, optimizer=optimizer, prefix=prefix, quiet=True)
+
+    def many(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(*(nn.Embedding(20, 2) for _ in range(10)))
+
+    first = distributed(many(0), f"{name}/")
+    told = str(distributed(many(1), f"{name}/"))
+    assert told.count("note: the rows of") == 1
+    assert f"'{name}/7' (0 steps of training) and 2 more are those of the model that made" in told
+    assert told.endswith('needs tables of its own: prefix="NAME/"')
+    with pytest.raises(TableMismatchError, match=r"prefix=\"NAME/\"$") as mismatch:
+        distributed(nn.Sequential(nn.Embedding(20, 7)), f"{name}/")
+    assert "dim: exists with 2, asked for 7" in str(mismatch.value)
+    assert len(str(mismatch.value)) < 400
+    others = distributed(many(1), f"{name}.other/")
+    assert others.tables[0].name == f"{name}.other/0"
+    assert not np.array_equal(first.tables[0].pull([1]), others.tables[0].pull([1]))
+    assert "the rows of" not in str(others)
+
+
+def test_a_model_of_small_embeddings_is_told_how_to_try_it(cluster: kvemb.Cluster) -> None:
+    with pytest.raises(InvalidInputError, match=r"'0' stays .20 rows, fewer than min_rows=10000.; min_rows=1 replaces small ones, too"):
+        distribute(model_of(), cluster, optimizer=optim.sgd(0.1))
 
 
 def test_without_an_optimizer_tables_are_opened_as_they_are_and_reading_is_enough(url: str, cluster: kvemb.Cluster, name: str) -> None:

@@ -114,6 +114,45 @@ def test_a_second_backward_through_the_same_graph_adds_up() -> None:
     assert cluster.pushes[0]["t"][1].tolist() == [[2.0, 2.0]]
 
 
+class FailsInBackward(torch.autograd.Function):
+    """Hands its input on, and fails on the way back."""
+
+    @staticmethod
+    def forward(ctx: object, rows: torch.Tensor) -> torch.Tensor:
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("half way")
+
+
+def test_a_backward_that_fails_half_way_leaves_no_gradient_of_a_row_as_in_torch() -> None:
+    cluster = MemoryCluster()
+    module = Embedding(cluster.table("t", 2))
+    optimizer = SparseOptimizer(module)
+    failing = FailsInBackward.apply(module(torch.tensor([2]))).sum()
+    loss = module(torch.tensor([3])).sum()  # made last, so its gradient is there first
+    module(torch.tensor([4])).sum().backward()
+    with pytest.raises(ArithmeticError):
+        (failing + loss).backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+    ((ids, grads),) = cluster.pushes[0].values()
+    assert dict(zip(ids.tolist(), grads.tolist(), strict=True)) == {3: [1.0, 1.0], 4: [1.0, 1.0]}
+
+
+def test_ids_that_change_in_place_after_the_lookup_change_nothing() -> None:
+    cluster = MemoryCluster()
+    module = Embedding(cluster.table("t", 2))
+    optimizer = SparseOptimizer(module)
+    for ids in (torch.tensor([3, 5, 9]), torch.tensor([9, 3, 3]), torch.arange(5000)):
+        expected, loss = ids.unique().tolist(), module(ids).sum()
+        ids += 1
+        loss.backward()
+        optimizer.step()
+        assert sorted(cluster.pushes[-1]["t"][0].tolist()) == expected
+
+
 def test_zero_grad_between_forward_and_backward_loses_nothing() -> None:
     cluster = MemoryCluster()
     module = Embedding(cluster.table("t", 2))

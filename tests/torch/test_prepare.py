@@ -14,6 +14,7 @@ from memory_cluster import MemoryCluster
 from torch import Tensor, nn
 
 from kvemb.errors import InvalidInputError
+from trainer.bridge import batches_ahead
 from trainer.lookahead.pull_threads import NAME
 from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer, prepare
 
@@ -95,6 +96,20 @@ def test_as_many_threads_pull_as_was_said() -> None:
     for _ in prepare(model, draw(6), features=FEATURES, threads_num=5, capacity=6):
         names |= set(ours())
     assert len(names) == 5
+
+
+@pytest.mark.parametrize(("mode", "better"), [("async", "bounded"), ("sync", "exact")])
+def test_a_default_by_which_rows_are_old_is_said_once(
+    mode: str, better: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(batches_ahead, "_told_stale", [])
+    model = Model(MemoryCluster(mode))
+    prepare(model, draw(1), features=FEATURES, consistency="stale")
+    assert not caplog.messages
+    for _ in range(2):
+        prepare(model, draw(1), features=FEATURES)
+    (said,) = caplog.messages
+    assert f'consistency is "stale" unless given: rows may lack the pushes of batches that were read ahead. "{better}"' in said
 
 
 def test_a_pool_of_the_callers_own_runs_the_pulls_and_stays_open() -> None:

@@ -93,7 +93,7 @@ def test_assign_sorts_rows_with_their_ids() -> None:
 
 @pytest.mark.parametrize(
     ("ids", "rows", "message"),
-    [([3, -1, -1], np.ones((3, 2)), "id -1 stands twice"), ([3], [[NAN, 1.0]], "id 3"), ([3], [[1, 2]], "floats")],
+    [([3, -2, -2], np.ones((3, 2)), "id -2 stands twice"), ([3], [[NAN, 1.0]], "id 3"), ([3], [[1, 2]], "floats")],
 )
 def test_unusable_assignments_are_refused(ids: object, rows: object, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):

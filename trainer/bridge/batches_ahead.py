@@ -7,6 +7,7 @@ go to the `SharedLookups`, which serve lookups of exactly these ids. A lookup th
 forecast costs time and never gives wrong rows.
 """
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -83,10 +84,14 @@ class Ahead:
         return BatchesAhead(loader, asked, lambda: [shared], self.rule(shared.cluster, lambda: shared.state), self)
 
 
+log = logging.getLogger("kvemb")
+_told_stale: list[bool] = []
+
+
 def checked_ahead(
     cluster: Any,
     *,
-    consistency: str = "stale",
+    consistency: str | None = None,
     k: int | None = None,
     threads_num: int | str = AUTO,
     capacity: int | str = AUTO,
@@ -98,7 +103,12 @@ def checked_ahead(
     Raises:
         InvalidInputError: naming the wrong one.
     """
+    asked, consistency = consistency, consistency or "stale"
     check_consistency(consistency, k, cluster)
+    if asked is None and not _told_stale:
+        _told_stale.append(True)  # once in a process
+        better = '"exact" trains as without prepare' if cluster.mode == "sync" else '"bounded" with k= limits how old they are'
+        log.warning('prepare: consistency is "stale" unless given: rows may lack the pushes of batches that were read ahead. %s', better)
     check_executor(executor, threads_num)
     if report is not None and not isinstance(report, StepReport):
         raise InvalidInputError(f"report is {type(report).__name__}; give a trainer.StepReport")

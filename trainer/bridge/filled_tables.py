@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -158,6 +159,11 @@ class SiteTable(Generic[SiteT]):
     first: First
 
 
+_OWN = 'If another model made it, give this one tables of its own: prefix="NAME/"'
+_SHOWN = 8
+_in_models: "WeakSet[Any]" = WeakSet()  # tables that a model of this process was distributed over
+
+
 def open_table(cluster: "Cluster", site: SiteT) -> SiteTable[SiteT]:
     """Open a table that exists.
 
@@ -169,8 +175,7 @@ def open_table(cluster: "Cluster", site: SiteT) -> SiteTable[SiteT]:
     n_ids = table.definition.num_ids
     if table.dim != site.dim or n_ids not in (None, site.n_rows):
         raise TableMismatchError(
-            f"{site}: the table has dim {table.dim} and {n_ids or 'any'} ids, the module's weight is {site.n_rows} x {site.dim}; another "
-            "model made it, or give names=… "
+            f"{site}: the table has dim {table.dim} and {n_ids or 'any'} ids, the module's weight is {site.n_rows} x {site.dim}. {_OWN}"
         )
     return SiteTable(site, table, made=False, first=First(False, None, ""))
 
@@ -193,17 +198,20 @@ def make_table(cluster: "Cluster", site: SiteT, rule: OptimizerSpec, options: Ta
     """
 
     def create(initializer: Initializer, exist_ok: bool) -> "Table":
-        return cluster.create_table(
-            site.table,
-            dim=site.dim,
-            optimizer=rule,
-            initializer=initializer,
-            dtype=options.dtype,
-            seed=options.seed,
-            reduce=options.reduce,
-            num_ids=site.n_rows,
-            exist_ok=exist_ok,
-        )
+        try:
+            return cluster.create_table(
+                site.table,
+                dim=site.dim,
+                optimizer=rule,
+                initializer=initializer,
+                dtype=options.dtype,
+                seed=options.seed,
+                reduce=options.reduce,
+                num_ids=site.n_rows,
+                exist_ok=exist_ok,
+            )
+        except TableMismatchError as error:
+            raise TableMismatchError(f"{site}: {error} {_OWN}") from error
 
     if first.initializer is not None:
         try:
@@ -245,14 +253,23 @@ def check_connection(cluster: object) -> None:
         raise InvalidInputError(f"cluster is a {type(cluster).__name__}; give a connection, of kvemb.connect")
 
 
-def trained_already(tables: Sequence[SiteTable[SiteT]]) -> Iterator[str]:
-    """Say which tables were opened and had steps of training before: by this job, which goes on, or by another one."""
-    for one in tables:
-        table = one.table
-        if one.made or table.cluster.read_only:
-            continue
-        if steps := table.steps():
-            yield (
-                f"note: table {one.site.table!r} has {n_of(len(table), 'row')} after {n_of(steps, 'step')} of training, which goes on. "
-                "A run that is to begin from the start, as each trial of a study, needs tables of its own: names="
-            )
+def shared_already(tables: Sequence[SiteTable[SiteT]]) -> Iterator[str]:
+    """Say once which tables were opened and have rows of training, by this job, which goes on, or by another one; or another model here."""
+    opened = {one.site.table: one.table for one in tables if not one.made and not one.table.cluster.read_only}
+    steps = {name: table.steps() for name, table in opened.items()}
+    shared = [name for name, table in opened.items() if steps[name] or table in _in_models]
+    _in_models.update(one.table for one in tables)
+    if shared:
+        shown = ", ".join(f"{name!r} ({n_of(steps[name], 'step')} of training)" for name in shared[:_SHOWN])
+        more = f" and {len(shared) - _SHOWN} more" if len(shared) > _SHOWN else ""
+        yield (
+            f"note: the rows of {shown}{more} are those of the model that made the table, and their training goes on, as a resumed job "
+            'wants it. Another model, or a run from the start, as each trial of a study, needs tables of its own: prefix="NAME/"'
+        )
+
+
+def none_replaced(what: str, left: Sequence[tuple[str, str]], otherwise: str) -> InvalidInputError:
+    """Return the error for a model of which no embedding is to be replaced, with (path, why) of those that stay."""
+    stay = "; ".join(f"{path!r} stays ({why})" for path, why in left) or otherwise
+    small = "; min_rows=1 replaces small ones, too, as a first try may want" if any("min_rows" in why for _, why in left) else ""
+    return InvalidInputError(f"there is no {what} to replace: {stay}{small}")

@@ -16,7 +16,7 @@ from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
 
 from ..bridge.distributed import Distributed
-from ..bridge.filled_tables import CARRIED, First, SiteTable, TableOptions, check_connection, fill, make_table, trained_already
+from ..bridge.filled_tables import CARRIED, First, SiteTable, TableOptions, check_connection, fill, make_table, shared_already
 from .embedded_step import EmbeddedStep, embed
 from .models_of_libraries import JaxSite, Names, find_sites, library_of
 from .traced_lookups import TracedLookups
@@ -59,6 +59,7 @@ def distribute(
     optimizer: OptimizerSpec,
     min_rows: int = 10_000,
     names: Names | None = None,
+    prefix: str = "",
     leave: Collection[str] = (),
     initializer: Initializer | None = None,
     dtype: str = "float32",
@@ -78,6 +79,7 @@ def distribute(
         optimizer: the tables' rule: `kvemb.jax.adagrad(0.1)` and others, or one of `kvemb.optim`.
         min_rows: embeddings of fewer rows stay.
         names: of the tables, by path in the model ("towers.user"), or a function from it; the path unless given.
+        prefix: stands before the name of each table, as "ranker/": a model that is not to share rows with another one needs its own.
         leave: paths of embeddings that stay.
         initializer: draws the rows, in place of the weights.
         dtype, seed, reduce: of the tables; see `kvemb.schema.table_def.TableDef`.
@@ -103,13 +105,13 @@ def distribute(
             "sgd, adam, adamw or rmsprop, and the transformation for the parameters to step(loss_fn, optimizer=…)"
         )
     library = library_of(model)
-    sites, left = find_sites(library, model, min_rows, names, leave)
+    sites, left = find_sites(library, model, min_rows, names, leave, prefix)
     options, first = TableOptions(dtype, seed, reduce), {site.table: _first(site, initializer) for site in sites}
     library.parts(model)
     tables = [make_table(cluster, site, optimizer, options, first[site.table], None) for site in sites]
     fill(tables, None)
     params, model_of = library.parts(library.replaced(model, sites))
-    lines = [*_lines(tables), *(f"embedding {path!r} stays: {why}" for path, why in left), *trained_already(tables)]
+    lines = [*_lines(tables), *(f"embedding {path!r} stays: {why}" for path, why in left), *shared_already(tables)]
     done = DistributedJax(tables=tuple(one.table for one in tables), lines=tuple(lines), params=params, model=model_of)
     done.report(quiet=quiet)
     return done

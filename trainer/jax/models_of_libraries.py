@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from kvemb.errors import InvalidInputError
 from kvemb.schema.table_def import check_table_name
 
+from ..bridge.filled_tables import none_replaced
 from .traced_lookups import rows_at
 
 Names = Mapping[str, str] | Callable[[str], str]
@@ -96,7 +97,7 @@ def library_of(model: Any) -> Library:
 
 
 def find_sites(
-    library: Library, model: Any, min_rows: int, names: Names | None, leave: Collection[str]
+    library: Library, model: Any, min_rows: int, names: Names | None, leave: Collection[str], prefix: str
 ) -> tuple[list[JaxSite], list[tuple[str, str]]]:
     """Decide for each embedding whether it becomes a table.
 
@@ -120,7 +121,7 @@ def find_sites(
         elif problem:
             problems.append(f"{path!r}: {problem}")
         else:
-            sites.append(JaxSite(_name(path, names), path, module, weight))
+            sites.append(JaxSite(_name(path, names, prefix), path, module, weight))
     if problems:
         raise InvalidInputError(
             "nothing was changed: " + "; ".join(problems) + ". Change the model, or keep these local with leave=[their paths]"
@@ -129,16 +130,14 @@ def find_sites(
     if twice := sorted({name for name in tables if tables.count(name) > 1}):
         raise InvalidInputError(f"names: several embeddings would be table {', '.join(twice)}; give each a name of its own")
     if not sites:
-        raise InvalidInputError(
-            "there is no embedding to replace: " + ("; ".join(f"{path!r} stays ({why})" for path, why in left) or "the model has none")
-        )
+        raise none_replaced("embedding", left, "the model has none")
     return sites, left
 
 
-def _name(path: str, names: Names | None) -> str:
+def _name(path: str, names: Names | None, prefix: str) -> str:
     given = names(path) if callable(names) else (names or {}).get(path, path)
     try:
-        return check_table_name(given)
+        return check_table_name(prefix + given)
     except InvalidInputError as error:
         raise InvalidInputError(f"embedding {path!r}: {error}; give names={{{path!r}: …}}") from error
 

@@ -29,8 +29,9 @@ from ..bridge.filled_tables import (
     check_connection,
     fill,
     make_table,
+    none_replaced,
     rows_of_table,
-    trained_already,
+    shared_already,
 )
 from ..bridge.pushed_steps import MAX_UNAPPLIED, check_max_unapplied
 from ..bridge.step_tables import StepTables
@@ -100,6 +101,7 @@ def distribute(
     optimizer: Any,
     min_rows: int = 10_000,
     names: Names | None = None,
+    prefix: str = "",
     leave: Collection[str] = (),
     initializer: Initializer | None = None,
     dtype: str = "float32",
@@ -120,6 +122,7 @@ def distribute(
         optimizer: of tf.keras.optimizers, whose apply_gradients trains the model. Tables get its rule, and follow its learning rate.
         min_rows: variables [n, dim] of fewer rows stay, and so do those that are not trained.
         names: of the tables, by the variable's path in the model ("towers.0.user"), or a function from it; the path unless given.
+        prefix: stands before the name of each table, as "ranker/": a model that is not to share rows with another one needs its own.
         leave: paths of variables that stay: a large kernel, which a program multiplies by.
         initializer: draws the rows, in place of the values.
         dtype, seed, reduce: of the tables; see `kvemb.schema.table_def.TableDef`.
@@ -151,7 +154,7 @@ def distribute(
             "a module can put its variables into one: model = tf.Module(); model.user = variable"
         )
     rule = checked_rule(optimizer)
-    sites, left = _find_sites(model, min_rows, names, leave)
+    sites, left = _find_sites(model, min_rows, names, leave, prefix)
     known = {id(of) for of in optimizer._trainable_variables}
     if built := [site.path for site in sites if id(site.variable) in known]:
         raise InvalidInputError(
@@ -166,13 +169,15 @@ def distribute(
     fill(tables, None)
     joined = JoinedOptimizer(optimizer, rule, [become(one.site.variable, one.table, one.site.path) for one in tables], max_unapplied)
     joined.install()
-    lines = [*_lines(tables), *(f"variable {path!r} stays: {why}" for path, why in left), *trained_already(tables)]
+    lines = [*_lines(tables), *(f"variable {path!r} stays: {why}" for path, why in left), *shared_already(tables)]
     done = DistributedTensorFlow(tables=tuple(one.table for one in tables), lines=tuple(lines), steps=joined.tables)
     done.report(quiet=quiet)
     return done
 
 
-def _find_sites(model: Any, min_rows: int, names: Names | None, leave: Collection[str]) -> tuple[list[VariableSite], list[tuple[str, str]]]:
+def _find_sites(
+    model: Any, min_rows: int, names: Names | None, leave: Collection[str], prefix: str
+) -> tuple[list[VariableSite], list[tuple[str, str]]]:
     """Decide for each variable [n, dim] whether it becomes a table.
 
     Returns:
@@ -191,7 +196,7 @@ def _find_sites(model: Any, min_rows: int, names: Names | None, leave: Collectio
             left.append((path, why))
             continue
         problems += [f"{path!r}: {problem}" for problem in _problems(variable)]
-        sites.append(VariableSite(_name(path, names), path, variable))
+        sites.append(VariableSite(_name(path, names, prefix), path, variable))
     if problems:
         raise InvalidInputError(
             "nothing was changed: " + "; ".join(problems) + ". Change the model, or keep these local with leave=[their paths]"
@@ -200,11 +205,7 @@ def _find_sites(model: Any, min_rows: int, names: Names | None, leave: Collectio
     if twice := sorted({name for name in tables if tables.count(name) > 1}):
         raise InvalidInputError(f"names: several variables would be table {', '.join(twice)}; give each a name of its own")
     if not sites:
-        stay = (
-            "; ".join(f"{path!r} stays ({why})" for path, why in left)
-            or "the model has no variable [n, dim]; does its first call make them?"
-        )
-        raise InvalidInputError(f"there is no embedding to replace: {stay}")
+        raise none_replaced("embedding", left, "the model has no variable [n, dim]; does its first call make them?")
     return sites, left
 
 
@@ -235,10 +236,10 @@ def _problems(variable: Any) -> Iterator[str]:
         yield "constraint: it would write rows, which only parameter servers do"
 
 
-def _name(path: str, names: Names | None) -> str:
+def _name(path: str, names: Names | None, prefix: str) -> str:
     given = names(path) if callable(names) else (names or {}).get(path, path)
     try:
-        return check_table_name(given)
+        return check_table_name(prefix + given)
     except InvalidInputError as error:
         raise InvalidInputError(f"variable {path!r}: {error}; give names={{{path!r}: …}}") from error
 

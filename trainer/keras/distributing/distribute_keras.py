@@ -29,8 +29,9 @@ from ...bridge.filled_tables import (
     check_connection,
     fill,
     make_table,
+    none_replaced,
     rows_of_table,
-    trained_already,
+    shared_already,
 )
 from ...bridge.pushed_steps import MAX_UNAPPLIED, PushedSteps, check_max_unapplied
 from ...bridge.shared_lookups import SharedLookups
@@ -64,6 +65,7 @@ def distribute(
     min_rows: int = 10_000,
     optimizer: Any = None,
     names: Names | None = None,
+    prefix: str = "",
     leave: Collection[str] = (),
     features: Mapping[str, Feature | Sequence[Feature]] | None = None,
     initializer: Initializer | None = None,
@@ -90,6 +92,7 @@ def distribute(
             train_step gives their gradients. None: the one that the model is compiled with. Or a `kvemb.optim` rule of their own. A
             TableConfig has its own.
         names: of the tables, by layer's name, or a function from it; the layer's name unless given.
+        prefix: stands before the name of each table, as "ranker/": a model that is not to share rows with another one needs its own.
         leave: names of layers that stay.
         features: what feeds a layer, by its name: a key of x, or a function of x; a list of them, where a step calls it several times.
             Only for models and steps whose code cannot be followed.
@@ -105,11 +108,11 @@ def distribute(
     """
     _check(model, cluster, optimizer)
     check_max_unapplied(max_unapplied)
-    sites, left = find_sites(model, min_rows, names, leave)
+    sites, left = find_sites(model, min_rows, names, leave, prefix)
     ours = layers_over_tables(model)
     declared = declared_tables(model, initializer)
     if not sites and not ours:
-        raise InvalidInputError(f"there is no keras.layers.Embedding to replace: {_listed(left)}")
+        raise none_replaced("keras.layers.Embedding", left, "the model has none")
     hands = _hands(model, optimizer)
     mapped = MappedRule(hands()) if not isinstance(optimizer, OptimizerSpec) and hands() is not None else None
     rule = optimizer if isinstance(optimizer, OptimizerSpec) else mapped.spec if mapped else None
@@ -137,7 +140,7 @@ def distribute(
             layer.connect(opened[layer.table_name])
     own = {of.config.name: of for of in declared}
     connected = _connect(model, hands, mapped, own, dict(features or {}), max_unapplied)
-    lines = [*_lines(tables, left, ours), *trained_already(tables), _ahead_line(cluster.mode)]
+    lines = [*_lines(tables, left, ours), *shared_already(tables), _ahead_line(cluster.mode)]
     done = DistributedKeras(tables=tuple(connected.tables.values()), lines=tuple(lines), steps=connected.steps)
     done.report(quiet=quiet)
     return done
@@ -304,10 +307,6 @@ def _ahead_line(mode: str) -> str:
     return "fit pulls the rows of a batch when it comes to it; kvemb.keras.prepare(model" + (
         how if mode == "sync" else ") pulls them while the steps before run: rows are older then, see consistency="
     )
-
-
-def _listed(left: Sequence[tuple[str, str]]) -> str:
-    return "; ".join(f"{name!r} stays ({why})" for name, why in left) or "the model has none"
 
 
 MAX_BYTES = 1 << 30

@@ -73,7 +73,9 @@ class KerasSite:
         return f"table {self.table!r} (layer {self.layer.name!r})"
 
 
-def find_sites(model: Any, min_rows: int, names: Names | None, leave: Collection[str]) -> tuple[list[KerasSite], list[tuple[str, str]]]:
+def find_sites(
+    model: Any, min_rows: int, names: Names | None, leave: Collection[str], prefix: str
+) -> tuple[list[KerasSite], list[tuple[str, str]]]:
     """Decide for each keras.layers.Embedding whether it becomes a table.
 
     Returns:
@@ -96,7 +98,7 @@ def find_sites(model: Any, min_rows: int, names: Names | None, leave: Collection
             left.append((layer.name, why))
             continue
         problems += [f"{layer.name!r}: {problem}" for problem in _problems(layer, id(layer) in timed)]
-        sites.append(KerasSite(_name(layer.name, names), layer))
+        sites.append(KerasSite(_name(layer.name, names, prefix), layer))
     if problems:
         raise InvalidInputError(
             "nothing was changed: " + "; ".join(problems) + ". Change the model, or keep these local with leave=[their names]"
@@ -161,10 +163,10 @@ def _problems(layer: Any, timed: bool) -> Iterator[str]:
         yield f"its weight is {layer.variable_dtype}, and rows are looked up as float32 (storage may be 16 bits: dtype=)"
 
 
-def _name(layer: str, names: Names | None) -> str:
+def _name(layer: str, names: Names | None, prefix: str) -> str:
     given = names(layer) if callable(names) else (names or {}).get(layer, layer)
     try:
-        return check_table_name(given)
+        return check_table_name(prefix + given)
     except InvalidInputError as error:
         raise InvalidInputError(f"layer {layer!r}: {error}; give names={{{layer!r}: …}}") from error
 

@@ -54,6 +54,7 @@ def distribute(
     optimizer: torch.optim.Optimizer | OptimizerSpec | None = None,
     carry_weights: Carry = None,
     names: Names | None = None,
+    prefix: str = "",
     leave: Collection[str] = (),
     initializer: Initializer | None = None,
     dtype: str = "float32",
@@ -82,8 +83,8 @@ def distribute(
             all tables, to train with SparseOptimizer(model). None: open tables that exist, as for serving.
         carry_weights: True: assign the weights, however many. False: read their initializer off them. "overwrite": assign them also where
             the table exists; for one trainer alone.
-        names: of the tables, by module path, or a function from path to name; the path unless given. A model that is not to share rows
-            with another one of the cluster needs other names.
+        names: of the tables, by module path, or a function from path to name; the path unless given.
+        prefix: stands before the name of each table, as "ranker/": a model that is not to share rows with another one needs its own.
         leave: paths of embeddings that stay.
         initializer: draws the rows, in place of the weights.
         dtype, seed, reduce: of the tables; see `kvemb.schema.table_def.TableDef`. With averaged dense gradients (DistributedDataParallel):
@@ -114,7 +115,7 @@ def distribute(
     check_connection(cluster)
     _check_arguments(optimizer, carry_weights, initializer, (dtype, seed, reduce))
     _check_bound(optimizer, max_unapplied)
-    plan = make_plan(model, min_rows, names, leave)
+    plan = make_plan(model, min_rows, names, leave, prefix)
     _check_carry(plan, carry_weights)
     torchs = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     follows = {} if torchs is None else {site.table: _follow(site, torchs) for site in plan.sites}

@@ -17,6 +17,7 @@ from torch import distributed, nn
 from kvemb.errors import InvalidInputError
 from kvemb.schema.table_def import check_table_name
 
+from ...bridge.filled_tables import none_replaced
 from ..lookup.table_module import TableModule
 from ..lookup.table_weight import WEIGHT_BYTES, TableWeight, is_readable
 from .outside_references import OutsideReference, outside_references
@@ -87,7 +88,7 @@ class DistributePlan:
     left: tuple[tuple[str, str], ...]
 
 
-def make_plan(model: nn.Module, min_rows: int, names: Names | None = None, leave: Collection[str] = ()) -> DistributePlan:
+def make_plan(model: nn.Module, min_rows: int, names: Names | None = None, leave: Collection[str] = (), prefix: str = "") -> DistributePlan:
     """Decide for each nn.Embedding and nn.EmbeddingBag whether it becomes a table.
 
     Args:
@@ -95,6 +96,7 @@ def make_plan(model: nn.Module, min_rows: int, names: Names | None = None, leave
         min_rows: embeddings of fewer rows stay.
         names: of the tables; the module's path unless given.
         leave: paths of modules that stay.
+        prefix: of the names.
 
     Raises:
         InvalidInputError: the model is wrapped or has tables already, or an embedding cannot be replaced (all reasons, with paths). Also
@@ -122,8 +124,8 @@ def make_plan(model: nn.Module, min_rows: int, names: Names | None = None, leave
             "nothing was changed: " + "; ".join(problems) + ". Change the model, or keep these local with leave=[their paths]"
         )
     if not weights:
-        raise InvalidInputError(f"there is no nn.Embedding or nn.EmbeddingBag to replace: {_listed(left)}")
-    sites = _named(list(weights.values()), names, paths)
+        raise none_replaced("nn.Embedding or nn.EmbeddingBag", left, "the model has none")
+    sites = _named(list(weights.values()), names, prefix, paths)
     return DistributePlan(
         tuple(replace(site, tied=tuple(_tied(model, site)), held=tuple(_held(beside, site))) for site in sites), tuple(left)
     )
@@ -275,14 +277,14 @@ def _same_memory(tensor: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _named(
-    groups: list[list[tuple[str, TorchEmbedding]]], names: Names | None, paths: list[tuple[str, TorchEmbedding]]
+    groups: list[list[tuple[str, TorchEmbedding]]], names: Names | None, prefix: str, paths: list[tuple[str, TorchEmbedding]]
 ) -> tuple[Site, ...]:
     if names is not None and not callable(names):
         _check_known("names", names, paths)
     sites, taken = [], dict[str, str]()
     for holders in groups:
         every = [path for path, module in paths if any(module is one for _, one in holders)]
-        name = _name(every, names)
+        name = _name(every, names, prefix)
         if name in taken:
             raise InvalidInputError(
                 f"names: {taken[name]!r} and {every[0]!r} would both be table {name!r}; rows are shared by sharing a weight"
@@ -292,18 +294,14 @@ def _named(
     return tuple(sites)
 
 
-def _name(paths: list[str], names: Names | None) -> str:
-    """The table's name, from the first of the weight's paths that has one."""
+def _name(paths: list[str], names: Names | None, prefix: str) -> str:
+    """The table's name behind the prefix, from the first of the weight's paths that has one."""
     if callable(names):
         name = names(paths[0])
     else:
         given = [names[path] for path in paths if path in names] if names else []
         name = given[0] if given else paths[0]
     try:
-        return check_table_name(name)
+        return check_table_name(prefix + name)
     except InvalidInputError as error:
         raise InvalidInputError(f"module {paths[0]!r}: {error}; give names={{{paths[0]!r}: …}}") from error
-
-
-def _listed(left: list[tuple[str, str]]) -> str:
-    return "; ".join(f"{path!r} stays ({why})" for path, why in left) or "the model has none"

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from kvemb.errors import n_of
 from kvemb.init import Initializer
 
-from ...bridge.filled_tables import CARRIED, Carry, SiteTable, trained_already
+from ...bridge.filled_tables import CARRIED, Carry, SiteTable, shared_already
 from ..lookup.parameter_walks import n_ranks
 from ..lookup.table_weight import WEIGHT_BYTES, is_readable
 from ..optimizer.joined_step import Follows
@@ -33,7 +33,7 @@ def lines(
     for path, why in plan.left:
         yield f"  {path!r} stays: {why}"
     yield from _who_else(plan.sites)
-    yield from (f"  {line}" for line in trained_already(tables))
+    yield from (f"  {line}" for line in shared_already(tables))
     existed = [one.site.table for one in tables if carry is True and not one.made]
     if existed:
         yield (

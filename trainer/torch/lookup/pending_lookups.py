@@ -12,6 +12,7 @@ that takes them.
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -89,11 +90,20 @@ class PendingLookups:
         self.watching: object = None
         """Kept alive: the watch over that optimizer's steps (`optimizer_map`)."""
 
-    def add(self, leaf: Tensor, lookup: Lookup) -> None:
-        """Take a lookup whose leaf has just got a gradient, in its backward pass; a second one through the same graph adds to that."""
+    def arrived(self, leaf: Tensor, lookup: Lookup) -> None:
+        """Take a lookup whose leaf has just got a gradient, at the end of its backward pass; if that fails, there is none, as in torch.
+
+        A second pass through the same graph adds to the gradient that waits.
+        """
         with self._lock:
             if any(leaf is known for known in self.leaves):
                 return
+            grad, leaf.grad = leaf.grad, None
+        Variable._execution_engine.queue_callback(partial(self._add, leaf, lookup, grad))
+
+    def _add(self, leaf: Tensor, lookup: Lookup, grad: Tensor | None) -> None:
+        with self._lock:
+            leaf.grad = grad
             self.n_backwards += 1
             self._recorded = False
             if any(known.grad is None for known in self.leaves):  # another optimizer's zero_grad has dropped them
@@ -101,7 +111,7 @@ class PendingLookups:
                 self._tell_dropped()
             self._append(leaf, lookup, 1)
             if len(self.leaves) > 1:
-                Variable._execution_engine.queue_callback(self._merge)
+                Variable._execution_engine.queue_callback(self._merge)  # behind this pass's other lookups
 
     @property
     def has_gradient(self) -> bool:

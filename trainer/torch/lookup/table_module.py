@@ -232,7 +232,7 @@ class TableModule(LookupModule):
         pending = self.pending  # the list in force now: a later optimizer must not get this step's gradients
 
         def after_backward(leaf: Tensor) -> None:
-            pending.add(leaf, lookup)
+            pending.arrived(leaf, lookup)
 
         pending.recorded()
         leaf.requires_grad_()

@@ -66,6 +66,7 @@ class JoinedStep:
         optimizer.register_state_dict_pre_hook(self._withdraw)
         optimizer.register_state_dict_post_hook(self._put_back)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
+        optimizer.register_load_state_dict_post_hook(self._after_load)
         self._optimizer.__getstate__ = self._refuse_copy  # which copies and pickles ask for; they would come without the hooks
         self._optimizer.__deepcopy__ = self._copied_with_a_model
 
@@ -119,10 +120,12 @@ class JoinedStep:
         for pending in self._pending.values():
             pending.put_back()
 
-    def _before_load(self, _: torch.optim.Optimizer, __: dict[str, Any]) -> None:
-        """Drop gradients that wait: they belong to the state before, and the groups must have the parameters that were saved."""
-        for pending in self._pending.values():
-            pending.clear()
+    def _before_load(self, optimizer: torch.optim.Optimizer, _: dict[str, Any]) -> None:
+        """Take gradients that wait out of the groups, which must have the parameters that were saved; as in torch they are kept."""
+        self._withdraw(optimizer)
+
+    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        self._put_back(optimizer, {})
 
     def _copied_with_a_model(self, memo: dict[Any, Any]) -> None:
         if not are_left_out(memo):
