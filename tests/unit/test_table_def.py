@@ -165,3 +165,20 @@ def test_a_registry_with_dropped_tables_is_read_back_and_one_without_has_the_old
     assert (read.serial, list(read.tables)) == (5, ["b"])
     assert list(read.dropped.values()) == dropped
     assert list(read.dropped) == [one.definition.key for one in dropped]
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 1 << 16])
+def test_a_page_is_emptied_where_none_of_its_rows_exists_but_those_that_are_erased(
+    rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvemb.schema.table_def._AT_ONCE", rows_at_once)
+    dense = TableDef("t", 16, optim.sgd(), init.zeros(), num_ids=3 * 53 + 2)  # 53 rows a page; the last has two
+    there = np.array([0, 1, 60, 106, 160], np.uint64)
+
+    def exist(ids: np.ndarray) -> np.ndarray:
+        assert (ids < 3 * 53 + 2).all()
+        return np.isin(ids, there)
+
+    for erased, pages in (([0], []), ([1, 0], [0]), ([60, 0], [1]), ([160, 106, 60], [1, 2, 3]), ([52], []), ([61], []), ([], [])):
+        assert dense.emptied(np.array(erased, np.uint64), exist).tolist() == pages
+    assert TableDef("t", 16, optim.sgd(), init.zeros()).emptied(there, exist).tolist() == []
