@@ -426,6 +426,10 @@ class PushSession:
             return True
         if push.outdated and not taken and not push.ack.consists_of(push.parts):
             return False
+        by_load = push.outdated and push.closed is None
+        for shard in push.shards if by_load and self._servers.load_serial <= push.load_serial else ():
+            with suppress(ShardLeftError):
+                self._hello_of(shard)(deadline)  # which load it has carried out: as it joined, say
         writing = cluster_map.writing_shards
         # Of a sync job's step the others have their part: it goes to those that refused theirs, and to those that have joined since.
         missed = push.shards if push.step <= self._inherited else push.shards | (writing - self._heard.get(push.serial, frozenset()))
