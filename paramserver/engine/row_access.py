@@ -150,8 +150,7 @@ class RowAccess:
 
     def parts_to_erase(self, definition: TableDef, ids: Ids, exist: Exist) -> list[WritePart]:
         """Return what erases n rows, on storage that has pages: pages in which no row remains, and the rows of others."""
-        pages = definition.emptied(ids, exist)
-        rest = ids[~are_among(definition.containers(ids), pages)] if len(pages) else ids
+        pages, rest = _emptied(definition, ids, exist)
         return [WritePart(keys, _NONE) for keys in (definition.whole(pages), self.keys(definition, rest)) if len(keys)]
 
     def erase_whole(self, definition: TableDef, ids: Ids) -> None:
@@ -227,14 +226,6 @@ class RowAccess:
         versions = np.where(read.found & ~foreign, record.versions(read.records), np.uint64(0))
         return SeenRows(versions, foreign, None if read.tokens is None else np.where(read.found | foreign, read.tokens, np.uint64(0)))
 
-    def _tokens(self, keys: RowKeys, record_bytes: int) -> Ids:
-        """Return the tokens of any values under keys: uint64 [n], 0 where there is none."""
-        read = self._calls.read([ReadPart(keys, record_bytes, 0, tokens=True)], self.deadline())[0]
-        assert read.tokens is not None
-        tokens = np.empty_like(read.tokens)
-        tokens[slice(None) if read.order is None else read.order] = np.where(read.found, read.tokens, np.uint64(0))
-        return tokens
-
     def write_over(
         self, definition: TableDef, ids: Ids, records: NDArray[np.uint8], judge: Callable[[Ids, Ids, Ids], None] | None = None
     ) -> None:
@@ -257,7 +248,7 @@ class RowAccess:
                 tokens = seen.tokens
                 judge(left.ids, seen.versions, definition.record.versions(left.records))
             elif self._store.capabilities.cas:
-                tokens = self._tokens(keys, left.records.shape[1])
+                tokens = _tokens(self._calls, keys, left.records.shape[1], self.deadline())
             part = WritePart(keys, np.ascontiguousarray(left.records), tokens)
             stored = self.write([part])[0].stored
             return _Unwritten(left.ids[:0], left.records[:0]) if stored.all() else _Unwritten(left.ids[~stored], left.records[~stored])
@@ -279,9 +270,10 @@ class RowAccess:
             RecordError: `may` is to judge a value that another program wrote; nothing was erased.
             StorageError: rows may have been erased, some possibly later, but none that was written again since (on storage with tokens).
         """
-        if exist is not None and self._store.capabilities.pages and len(pages := definition.emptied(ids, exist)):
-            self.erase_blindly([WritePart(definition.whole(pages), _NONE)])
-            ids = ids[~are_among(definition.containers(ids), pages)]
+        if exist is not None and self._store.capabilities.pages:
+            pages, ids = _emptied(definition, ids, exist)
+            if len(pages):
+                self.erase_blindly([WritePart(definition.whole(pages), _NONE)])
         other = self._other
         self._erase_at(other, definition, ids, may)
         n_bytes = len(ids) * definition.record.size_bytes
@@ -318,6 +310,21 @@ class RowAccess:
             return self._error(f"table {definition.name!r}: {n_of(len(left), 'row')} {CHANGED_BY_ANOTHER_WRITER}")
 
         until_none_is_left(left, paced, error)
+
+
+def _emptied(definition: TableDef, ids: Ids, exist: Exist) -> tuple[Ids, Ids]:
+    """Return the pages in which no row remains without these n rows, and those of the rows that lie in none of them."""
+    pages = definition.emptied(ids, exist)
+    return pages, ids[~are_among(definition.containers(ids), pages)] if len(pages) else ids
+
+
+def _tokens(calls: RowCalls, keys: RowKeys, record_bytes: int, deadline: Deadline) -> Ids:
+    """Return the tokens of any values under keys: uint64 [n], 0 where there is none."""
+    read = calls.read([ReadPart(keys, record_bytes, 0, tokens=True)], deadline)[0]
+    assert read.tokens is not None
+    tokens = np.empty_like(read.tokens)
+    tokens[slice(None) if read.order is None else read.order] = np.where(read.found, read.tokens, np.uint64(0))
+    return tokens
 
 
 def _moving(second: OtherNodes, part: WritePart) -> WritePart:
