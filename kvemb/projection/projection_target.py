@@ -12,6 +12,7 @@ import json
 import logging
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -168,7 +169,7 @@ class ProjectionTarget:
             )
         if fields.get("cluster_enabled") == "1":
             raise ConfigError(f"target {self.address} is part of a Redis Cluster; a projection is written to one server")
-        with logged_in(self.address, self._access, deadline) as link:
+        with _room_named(self.address), logged_in(self.address, self._access, deadline) as link:
             if ask(link, deadline, "EXISTS", _MARKER):
                 raise ConfigError(f"target {self.address} is a storage node of a kvemb cluster; give another server")
             number, name = self._publisher(link, deadline)
@@ -286,19 +287,28 @@ class ProjectionTarget:
         if not len(keys):
             return
         plain: list[Step] = [*steps]
-        try:
+        with self._closed_on_error():
             run([Conversation(self._linked(), plain)], Deadline.after(_TIMEOUT_S))
             raise_row_errors([NodeSteps(self.address, keys, [*steps])])
-        except NodeFullError as error:
-            self.close()
-            raise NodeFullError(f"target {self.address}: is out of memory. Give it more (maxmemory); the publisher tries again") from error
+
+    def _ask(self, *words: Word) -> Any:
+        with self._closed_on_error():
+            return ask(self._linked(), Deadline.after(_TIMEOUT_S), *words)
+
+    @contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        try:
+            with _room_named(self.address):
+                yield
         except BaseException:
             self.close()
             raise
 
-    def _ask(self, *words: Word) -> Any:
-        try:
-            return ask(self._linked(), Deadline.after(_TIMEOUT_S), *words)
-        except BaseException:
-            self.close()
-            raise
+
+@contextmanager
+def _room_named(address: str) -> Iterator[None]:
+    """Translate the error of a full target, which says what shards do about a full node."""
+    try:
+        yield
+    except NodeFullError as error:
+        raise NodeFullError(f"target {address}: is out of memory. Give it more (maxmemory); a publisher tries again") from error

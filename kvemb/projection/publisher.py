@@ -29,6 +29,7 @@ from kvemb.errors import (
     ConfigError,
     DeadlineExceededError,
     FeedBehindError,
+    NodeFullError,
     NodeRefusesError,
     NodeUnavailableError,
     NotProvisionedError,
@@ -50,13 +51,17 @@ _ROWS = 1 << 15  # read, or written, in one piece; the next piece is read meanwh
 _IDLE_S, _NOTE_S, _ASK_S, _REPORT_S = 0.25, 0.2, 1.0, 10.0
 _FORMAT = 1
 _TURNS = ("load", "drop", "caught-up")
-_AWAY = (NodeUnavailableError, DeadlineExceededError, NotProvisionedError, ShardUnavailableError)  # waited for at the start, too
+# Waited for at the start, too.
+_AWAY = (NodeUnavailableError, DeadlineExceededError, NodeFullError, NotProvisionedError, ShardUnavailableError)
 log = logging.getLogger("kvemb")
 Ids = NDArray[np.uint64]
 
 
 class _BeginAgainError(Exception):
     """What the target has cannot be carried on: all rows are to be told again. Internal."""
+
+
+_AGAIN = (_BeginAgainError, FeedBehindError, UnknownTableError)  # the last: dropped or altered since it was opened
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,7 @@ class Publisher:
             try:
                 with self._connect() as cluster:
                     return self._session(cluster, until_s)
-            except (_BeginAgainError, FeedBehindError, StorageError, ShardUnavailableError) as error:
+            except (*_AGAIN, StorageError, ShardUnavailableError) as error:
                 if self._well_s > failed_s:
                     waiting.over()
                     tries = pauses(0.05, 2.0)
@@ -139,10 +144,11 @@ class Publisher:
                 may_come = self._begun or (isinstance(error, _AWAY) and not isinstance(error, NodeRefusesError))
                 if not may_come or failed_s - self._well_s > self._patience_s:
                     raise
-                again = isinstance(error, (_BeginAgainError, FeedBehindError))
+                again = isinstance(error, _AGAIN)
                 self._behind = self._behind or again
-                if waiting.is_news(str(error)):
-                    log.warning("the publisher %s: %s", "tells every row again" if again else "waits", error)
+                why = str(error).partition(". ")[0] if again else str(error)  # the rest is for callers of the feed, and of tables
+                if waiting.is_news(why):
+                    log.warning("the publisher %s: %s", "tells every row again" if again else "waits", why)
             finally:
                 self._target.close()
             threading.Event().wait(next(tries))

@@ -248,6 +248,39 @@ def test_a_table_that_is_dropped_goes_and_comes_again_in_its_new_form(local: Loc
         one.check(cluster)
 
 
+def test_a_table_that_is_altered_again_while_its_rows_are_told_anew_is_published_as_it_is_then(local: LocalCluster) -> None:
+    with kvemb.connect(local.url) as cluster, published(local) as one:
+        push(user_table(cluster), np.arange(N_IDS))
+        publisher = one.start()
+        one.reach(cluster)
+        for dim in (5, 6, 7, 5, 6, 7):
+            cluster.alter_table("user", dim=dim, timeout_s=PATIENCE_S)
+            pause(random.uniform(0, 1.5))
+        wait_for(lambda: one.about().get("dim") == 7 or publisher.poll() is not None)
+        one.reach(cluster)
+        one.check(cluster)
+        assert publisher.poll() is None
+
+
+def test_a_full_target_is_waited_for_and_named_as_such(local: LocalCluster) -> None:
+    with kvemb.connect(local.url) as cluster, published(local) as one:
+        table = user_table(cluster)
+        push(table, np.arange(N_IDS))
+        one.client.config_set("maxmemory", 1)
+        publisher = one.start()
+        for _ in range(2):  # at its start, and later
+            wait_for(lambda: f"target {one.target.address}: is out of memory" in one.output.read_text() or publisher.poll() is not None)
+            assert publisher.poll() is None
+            assert "journals" not in one.output.read_text()
+            one.client.config_set("maxmemory", 0)
+            one.reach(cluster)
+            one.check(cluster)
+            one.output.write_bytes(b"")
+            one.client.config_set("maxmemory", 1)
+            push(table, np.arange(N_IDS))
+        one.client.config_set("maxmemory", 0)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_the_layout_nve_is_the_one_hash_that_nvidias_embedding_cache_reads(local: LocalCluster, dtype: str) -> None:
     """HGET of the key's 8 raw bytes in `nv_nve_table{id/partition}` gives the value, int8 with its float32 scale behind it.
