@@ -146,6 +146,8 @@ def l2_below(x: float) -> Eviction:
 def keep(rows: int) -> Eviction:
     """Keep about so many rows of the table, over all shards; those that were pushed longest ago go.
 
+    In a sync job they go with its steps: what the last ones brought stays until there are further steps.
+
     Example:
         >>> keep(1_000_000).limit
         1000000

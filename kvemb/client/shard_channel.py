@@ -19,6 +19,7 @@ from kvemb.client import note_channel
 from kvemb.errors import (
     AccessDeniedError,
     ConfigError,
+    KvembError,
     MessageError,
     ParameterServerError,
     ShardStartingError,
@@ -30,7 +31,7 @@ from kvemb.net.tls_files import Stamp, TlsFiles
 from kvemb.net.tls_probe import FOREIGN, HANGS_UP, NOBODY, SILENT, SPEAKS_TLS, look_at_port, own_uris, why_refused
 from kvemb.process import interrupts
 from kvemb.protocol.message_format import MAX_MESSAGE_BYTES, Message
-from kvemb.protocol.messages import MAX_REQUEST_BYTES, SERVICE, Reply
+from kvemb.protocol.messages import MAX_REQUEST_BYTES, SERVICE, Empty, Reply, StatusReply
 
 _Options = tuple[tuple[str, object], ...]
 
@@ -166,7 +167,10 @@ class PendingCall:
         return reply.body
 
     def say_who_is_away(self) -> None:
-        """Wait for a while since the call was sent; where no process answers at all, say so, once: the rest of the wait may be long."""
+        """Wait for a while since the call was sent; then say, once, that no process answers, or why the shard does not get on.
+
+        The rest of the wait may be long.
+        """
         left_s = max(0.0, self._sent_s + SAY_AFTER_S - time.monotonic())
         if not self._looked and self._deadline.remaining_s() > left_s:
             with suppress(grpc.FutureTimeoutError, TimeoutError):
@@ -175,6 +179,8 @@ class PendingCall:
             self._looked = True
             if look_at_port(self._channel.address, Deadline.after(_GREETING_S)) in (NOBODY, SILENT, HANGS_UP):
                 self._channel.away(str(self._channel.unavailable(self._method, "no answer yet")), SAY_AFTER_S)
+            elif self._method != "Status" and (why := self._channel.trouble(self._deadline)):
+                self._channel.away(why, SAY_AFTER_S)
 
 
 class ShardChannel:
@@ -212,6 +218,13 @@ class ShardChannel:
         """Record that the shard answers; where its absence was said, that is said, too."""
         if (lasted_s := self.absence.over()) is not None:
             log.warning("%s is back after %.0f s", self, lasted_s)
+
+    def trouble(self, deadline: Deadline) -> str:
+        """Why the shard does not get on, as it says itself; "" where it does, or does not answer."""
+        with suppress(KvembError):
+            reply = self.call("Status", Empty(), StatusReply, deadline.within(_PROBE_S))
+            return f"{self}: {reply.failure}" if reply.failure else ""
+        return ""
 
     def start(self, method: str, request: Message, deadline: Deadline) -> PendingCall:
         """Send a unary request; it waits for a shard that is still starting, at most until the deadline."""

@@ -110,7 +110,7 @@ class SlotMoves:
 
     def abort(self, why: str = "") -> MoveState:
         """Take the move under way back; raises MoveRefusedError where there is none, or it is past that."""
-        return state_of(self._ask("AbortMove", AbortMoveRequest(why)))
+        return self._change("AbortMove", AbortMoveRequest(why))
 
     def wait(self, *, timeout_s: float | None = None, progress: Progress = lambda state: None) -> MoveState:
         """Look on until nothing moves any more; `MoveState.map` tells the result.
@@ -148,6 +148,16 @@ class SlotMoves:
             if deadline is not None and deadline.expired:
                 raise ShardUnavailableError(f"the move is not done after {timeout_s:g} s (phase {state.phase}); it goes on")
             time.sleep(_LOOK_S)
+
+    def _change(self, method: str, request: Message) -> MoveState:
+        """Ask shard 0 to begin something, or to take it back."""
+        try:
+            return state_of(self._ask(method, request))
+        except ShardUnavailableError as error:
+            raise ShardUnavailableError(
+                f"{error} Whether it has begun that is not known: once it answers, `kvemb moves` and `kvemb nodes` show it. What has begun "
+                "goes on by itself; else ask again."
+            ) from error
 
     def _ask(self, method: str, request: Message) -> MoveStatusReply:
         return self._servers.call(0, method, request, MoveStatusReply, Deadline.after(self._timeout_s))
@@ -201,11 +211,11 @@ class NodeMoves(SlotMoves):
             StorageError: a new node cannot be used; nothing was changed.
         """
         runs, max_bytes = runs_of(plan.after), math.ceil(max_mb_per_s * 1e6)
-        return state_of(self._ask("MoveSlots", MoveRequest(plan.basis.version, runs, list(plan.join), list(plan.leave), max_bytes)))
+        return self._change("MoveSlots", MoveRequest(plan.basis.version, runs, list(plan.join), list(plan.leave), max_bytes))
 
     def replace_dead(self, old: str, new: str) -> MoveState:
         """Let a node that is gone for good be at another, empty address; the shards bring its rows back there."""
-        return state_of(self._ask("ReplaceNode", ReplaceNodeRequest(self.state().map.version, old, new)))
+        return self._change("ReplaceNode", ReplaceNodeRequest(self.state().map.version, old, new))
 
     def _plan(
         self, *, join: Sequence[str] = (), leave: Sequence[str] = (), weights: Mapping[str, float] | None = None
@@ -259,7 +269,7 @@ class ShardScaling(SlotMoves):
         """
         leaving = [number for number, address in self.addresses().items() if address in plan.leave]
         request = MoveRequest(plan.basis.version, b"", [], [], 0, runs_of(plan.after), list(plan.join), leaving)
-        return state_of(self._ask("MoveSlots", request))
+        return self._change("MoveSlots", request)
 
     def _plan(
         self, *, join: Sequence[str] = (), leave: Sequence[str] = (), weights: Mapping[str, float] | None = None

@@ -24,6 +24,7 @@ from training import LAUNCHER
 import kvemb
 from kvemb.checkpoint.checkpoint_log import CheckpointLog
 from kvemb.checkpoint.verify import verify
+from kvemb.client.shard_channel import SAY_AFTER_S
 from kvemb.errors import CheckpointError, KvembError
 from kvemb.local_cluster.processes import LocalProcess, LocalProcessError
 from kvemb.net.deadline import Deadline
@@ -293,6 +294,27 @@ def test_an_alteration_that_finds_a_full_disk_gives_itself_up(
         add(table, OLD).wait_applied(PATIENCE_S)
         require(table, OLD, 2)
         assert cluster.alter_table("altered", dim=2 * table.dim, timeout_s=PATIENCE_S).dim == 2 * table.dim
+
+
+def test_an_assign_to_a_shard_whose_disk_is_full_says_what_it_waits_for(
+    tmp_path: Path, require_server: Callable[[str], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    require_server("redis-server")
+    disk = tmp_path / "disk"
+    with (
+        small_disk(disk, 24),
+        FaultyCluster("redis", 1, shards=1, storage={"timeout_s": 2}, servers={"data_dir": str(disk)}) as local,
+        kvemb.connect(local.url, timeout_s=PATIENCE_S) as cluster,
+    ):
+        table = counting_table(cluster, "assigned")
+        add(table, OLD).wait_applied(PATIENCE_S)
+        filler = fill(disk, 0)
+        with pytest.raises(KvembError):
+            table.assign(OLD, np.ones((len(OLD), table.dim)), timeout_s=4 * SAY_AFTER_S)
+        assert any("waited for" in line and "No space left" in line for line in caplog.messages)
+        filler.unlink()
+        table.assign(OLD, np.ones((len(OLD), table.dim)), timeout_s=PATIENCE_S)
+        require(table, OLD, 1)
 
 
 def test_a_load_without_room_on_a_shards_disk_changes_nothing_and_goes_on_when_there_is_room(

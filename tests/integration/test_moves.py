@@ -14,6 +14,7 @@ from pymemcache.client.base import Client
 
 import kvemb
 import kvemb.optim
+from kvemb.errors import ShardUnavailableError
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
 from kvemb.testing.real_servers import memcached_client
@@ -93,6 +94,19 @@ def test_on_memcached_rows_are_judged_at_each_node_that_they_are_written_to(requ
         assert found["cas_hits"] >= n_moving
         assert found["cas_badval"] < n_moving / 10, "cached rows had the tokens of the node that was"
         np.testing.assert_array_equal(table.pull(ids), np.full((len(ids), 4), -8, np.float32))
+
+
+def test_a_move_whose_shard_0_does_not_answer_says_that_it_may_have_begun(
+    require_server: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_server("redis-server")
+    with LocalCluster("redis", 2, shards=1, memory_mb=64) as local, further_node(local) as third, kvemb.connect(local.url) as cluster:
+        nodes = cluster.nodes
+        plan = nodes.add(third.address)
+        local.shards[0].kill()
+        monkeypatch.setattr(nodes, "_timeout_s", 1.0)
+        with pytest.raises(ShardUnavailableError, match=r"Whether it has begun that is not known.*`kvemb moves`"):
+            nodes.begin(plan)
 
 
 def stats_of(client: Client) -> dict[str, int]:
