@@ -260,7 +260,10 @@ def _array(batch: Any, name: str, width: int, where: str, first: int) -> NDArray
 
 def _advice_on_lists(kind: Any) -> str:
     if "string" in str(kind):
-        return ". Dask writes lists as text, unless dask.config.set({'dataframe.convert-string': False})"
+        return (
+            ". Dask writes lists as text, unless told otherwise: dask.config.set({'dataframe.convert-string': False}), and "
+            "to_parquet(schema=pa.schema([(name, pa.list_(pa.float32())), …]))"
+        )
     if str(kind).startswith("struct<type: int8"):
         return ". Of pyspark.ml? Write vector_to_array(column) of pyspark.ml.functions"
     return ""
