@@ -55,6 +55,7 @@ SLOW_S = 1.0
 _NEVER = str(2**32 - 1)  # memcached's age of an item that no item reaches
 _OLDEST = {"redis": (6, 0), "valkey": (7, 0), "memcached": (1, 6)}
 _SLOW = "Look at its host (CPU, swap, network), and for a command that takes long (SLOWLOG GET); kvemb bench compares the nodes."
+_READ_AHEAD_BYTES = 16 << 20  # what one connection may be sent at once: six steps of at most a megabyte, or of 1024 large rows
 _SERVES_NOT = "does not serve now"  # of `kvemb.stores`, for a server that answers with an error
 _SILENT = "no complete answer within"  # the words of `kvemb.net.exchange` for a server with an open connection
 _WAITS = "It runs, and says why it does not serve. Shards wait for it and lose nothing; kvemb repair is not needed."
@@ -159,7 +160,23 @@ def _judge_redis(where: str, settings: Mapping[str, str]) -> Iterator[Finding]:
         kind = "an append-only file" if settings.get("aof_enabled") == "1" else f"snapshots (save {settings['save']})"
         what = f"keeps {kind}, which costs writes and memory; shards bring rows back without it"
         yield warning("node-persistence", where, what, 'CONFIG SET save "" and CONFIG SET appendonly no, unless you mean it.')
+    yield from _judge_client_limits(where, settings)
     yield from _judge_connections(where, settings.get("maxclients", ""), "CONFIG SET maxclients 10000, and in redis.conf.")
+
+
+def _judge_client_limits(where: str, settings: Mapping[str, str]) -> Iterator[Finding]:
+    normal = re.search(r"normal (\d+) (\d+)", settings.get("client-output-buffer-limit", ""))
+    limits = {
+        'client-output-buffer-limit "normal 0 0 0"': [int(n) for n in normal.groups()] if normal else [],
+        "maxmemory-clients 0": [int(n) for n in [settings.get("maxmemory-clients", "")] if n.isdigit()],
+    }
+    for without, sizes in limits.items():
+        least = min((n for n in sizes if n), default=0)
+        if 0 < least < _READ_AHEAD_BYTES:
+            what = (
+                f"{without.split()[0]} is {least / 1e6:g} MB: it closes connections that wait for more, and pulls then read in small steps"
+            )
+            yield warning("node-client-limit", where, what, f"CONFIG SET {without}, and in redis.conf.")
 
 
 def _judge_memcached(where: str, settings: Mapping[str, str]) -> Iterator[Finding]:

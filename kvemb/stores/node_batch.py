@@ -16,14 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.ids import as_items, as_rows
-from kvemb.errors import (
-    RecordError,
-)
+from kvemb.errors import NodeUnavailableError, RecordError
 from kvemb.process.cached_property import batch_value
 from kvemb.schema.keys import RowKeys, coalesce_keys
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.server_errors import MENDED, server_error
-from kvemb.wire.replies import RowsStep, UnexpectedValueError
+from kvemb.wire.replies import RowsStep, Step, UnexpectedValueError
+from kvemb.wire.request_arrays import StepLimit
 
 _SMALL_ROWS = 4096
 _MOST_PARTS = 1 << 16  # of one `coalesce_keys`
@@ -98,6 +97,17 @@ def raise_row_errors(parts: list[NodeSteps]) -> None:
         if any([step.reply.errors for step in part.steps]):
             row, line = next(part.row_errors())
             raise server_error(part.address, line, part.keys, row)
+
+
+def closed_under(steps: Sequence[Step], limit: StepLimit, error: NodeUnavailableError) -> NodeUnavailableError:
+    """Return the error of a node that closed the connection, once later batches have smaller steps where these may be why."""
+    largest_bytes = max((step.reply_bytes for step in steps), default=0)
+    if not limit.ended(largest_bytes):
+        return error
+    return NodeUnavailableError(
+        f"{error} If it is: does it limit what waits for a client (client-output-buffer-limit, maxmemory-clients)? It was asked for "
+        f"{largest_bytes >> 10:,} KB at a time, and is asked for less from now on."
+    )
 
 
 def unexpected_value(parts: list[NodeSteps], error: UnexpectedValueError) -> RecordError:

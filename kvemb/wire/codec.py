@@ -9,6 +9,7 @@ from kvemb.arrays.ids import as_items, as_rows
 from kvemb.process.cached_property import batch_value
 from kvemb.schema.keys import RowKeys
 from kvemb.wire.replies import BlobReply, RowsReader, RowsStep, Step
+from kvemb.wire.request_arrays import StepLimit
 
 Bytes = NDArray[np.uint8]
 
@@ -42,7 +43,13 @@ class RecordsToWrite:
 
 
 class Codec(Protocol):
-    """Turns batches of rows into steps (request and reply) of one protocol. Arrays passed as outputs are filled as replies are fed."""
+    """Turns batches of rows into steps (request and reply) of one protocol. Arrays passed as outputs are filled as replies are fed.
+
+    Attributes:
+        limit: of what a step that reads carries.
+    """
+
+    limit: StepLimit
 
     def read_steps(
         self,

@@ -1,5 +1,6 @@
 """Builds batches of requests: arrays with a constant stride, filled by whole columns. Pure."""
 
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -58,6 +59,44 @@ def chunks(n: int, size: int) -> list[slice]:
         [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
     """
     return [slice(0, n)] if 0 < n <= size else [slice(at, min(at + size, n)) for at in range(0, n, size)]
+
+
+class StepLimit:
+    """How many bytes of rows one step may carry: fewer where a server ends connections that have so much to read.
+
+    A server may limit what waits to be sent to a client (Redis: client-output-buffer-limit, maxmemory-clients), and then closes the
+    connection without a word. Threads may share one: at worst a step is larger or smaller than it need be.
+
+    Attributes:
+        most_bytes: of a step of more than one row.
+        narrow: whether that is less than steps have without a limit.
+
+    Example:
+        >>> limit = StepLimit()
+        >>> limit.ended(1 << 20), limit.most_bytes, limit.ended(1 << 19), limit.most_bytes
+        (True, 524288, True, 262144)
+    """
+
+    _LEAST_BYTES = 16 << 10
+    _FORGOTTEN_BYTES = 16 << 20
+    _TRIES_MORE_AFTER = 64
+
+    def __init__(self) -> None:
+        self.most_bytes, self.narrow, self._n_good = sys.maxsize, False, 0
+
+    def ended(self, largest_bytes: int) -> bool:
+        """Note that a connection was closed under steps, the largest of so many bytes; return whether later ones will have fewer."""
+        before, self._n_good = self.most_bytes, 0
+        if largest_bytes > self._LEAST_BYTES:
+            self.most_bytes, self.narrow = max(self._LEAST_BYTES, min(before, largest_bytes) // 2), True
+        return self.most_bytes < before
+
+    def went_well(self) -> None:
+        """Note that all steps of a batch were answered: after many such batches steps may be larger again."""
+        self._n_good += 1
+        if self._n_good >= self._TRIES_MORE_AFTER:
+            self._n_good, self.narrow = 0, self.most_bytes < self._FORGOTTEN_BYTES
+            self.most_bytes = 2 * self.most_bytes if self.narrow else sys.maxsize
 
 
 class SharedRows:

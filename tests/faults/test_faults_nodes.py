@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
+import redis
 from chaos import processes, storage
 from chaos.cluster import FaultyCluster
 from chaos.proxy import UP, Flow
@@ -111,6 +112,24 @@ def test_a_memcached_that_takes_no_more_connections_is_waited_for(
             eventually(lambda: any(said in one.reply.failure for one in cluster.status().shards if one.reply), "the shard does not say so")
         ack.wait_applied()
         require(table, IDS, 2)
+
+
+@pytest.mark.full  # a minute
+@pytest.mark.parametrize("limit", ["client-output-buffer-limit=normal 262144 262144 0", "maxmemory-clients=2mb"])
+def test_a_server_that_limits_what_waits_for_a_client_is_asked_for_less_at_a_time(limit: str, require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    with FaultyCluster("redis", 1, shards=1) as local, kvemb.connect(local.url) as cluster:
+        table, ids = cluster.create_table("wide", dim=256, optimizer=kvemb.optim.adam(lr=1.0)), np.arange(6_000) * 7919
+        ones = np.ones((len(ids), 256), np.float32)
+        table.push(ids, ones).wait_applied()
+        before = table.pull(ids)
+        local.node_proxies[0].set(Flow(bytes_per_s=100e6, delay_s=0.001))  # the server is faster than the way to the trainer
+        with redis.Redis(port=local.servers[0].port) as server:
+            server.config_set(*limit.split("="))
+        np.testing.assert_array_equal(table.pull(ids, timeout_s=PATIENCE_S), before)
+        np.testing.assert_array_equal(table.pull(ids, timeout_s=PATIENCE_S), before)
+        table.push(np.arange(9_000) * 7919, np.ones((9_000, 256), np.float32)).wait_applied(timeout_s=PATIENCE_S)
+        assert not np.array_equal(table.pull(ids, timeout_s=PATIENCE_S), before)
 
 
 def test_where_nodes_are_not_waited_for_a_hung_one_fails_a_pull_at_storages_time(require_server: Callable[[str], str]) -> None:

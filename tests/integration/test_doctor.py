@@ -115,6 +115,8 @@ def test_scripts_learn_from_the_exit_code_and_from_json_what_is_wrong(cluster: L
         ("appendonly", "yes", "node-persistence", "warning", "appendonly no"),
         ("save", "3600 1000000", "node-persistence", "warning", 'CONFIG SET save ""'),
         ("maxclients", "100", "node-connections", "warning", "maxclients 10000"),
+        ("client-output-buffer-limit", "normal 4194304 1048576 60", "node-client-limit", "warning", 'client-output-buffer-limit "normal 0'),
+        ("maxmemory-clients", "8mb", "node-client-limit", "warning", "maxmemory-clients 0"),
     ],
 )
 def test_a_nodes_setting_is_named_with_its_mend(cluster: LocalCluster, name: str, value: str, found: str, level: str, mend: str) -> None:

@@ -100,7 +100,9 @@ class ClusterRounds:
         for address in {check.address for check in checks}:
             by_node.setdefault(address, []).extend(merged_steps([check.step for check in checks if check.address == address]))
         run_ids = {} if lane is None else {lane.address: run_id_in(lane.process)}
-        exchange(self._rows if lane is None else self._repair, by_node, [share.steps for share in shares], deadline, run_ids)
+        exchange(
+            self._rows if lane is None else self._repair, by_node, [share.steps for share in shares], deadline, run_ids, self._codec.limit
+        )
         for check in checks:
             if check.good and not check.importing and lane is None:
                 self._topology.vouched[check.slot] = self._topology.number(check.address)

@@ -8,15 +8,16 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from kvemb.coordination.shard_owners import OwnerFence
-from kvemb.errors import NodeSuspectError
+from kvemb.errors import NodeSuspectError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import Conversation, run
 from kvemb.net.link import Link
 from kvemb.net.pool import LinkPool
-from kvemb.stores.node_batch import NodeSteps, unexpected_value
+from kvemb.stores.node_batch import NodeSteps, closed_under, unexpected_value
 from kvemb.stores.redis_server import compare_and_set
 from kvemb.stores.redis_server.redis_login import RedisAccess, RoleLinks
 from kvemb.wire.replies import Step, UnexpectedValueError
+from kvemb.wire.request_arrays import StepLimit
 
 
 class PrimaryConnector(RoleLinks):
@@ -51,6 +52,7 @@ def exchange(
     plans: Sequence[NodeSteps],
     deadline: Deadline,
     run_ids: Mapping[str, str] = MappingProxyType({}),
+    limit: StepLimit | None = None,
 ) -> None:
     """Run the steps of each node.
 
@@ -60,6 +62,7 @@ def exchange(
         plans: which rows each step is about, for messages.
         deadline: of all of it.
         run_ids: by address the only server process that may answer there; any where none is named.
+        limit: of the steps, learns how they fared.
     """
     with pool.lease(by_node, deadline) as links:
         for link in links.values():
@@ -67,5 +70,9 @@ def exchange(
                 raise NodeSuspectError(f"node {link.address}: the server was started again while it was being repaired; begin again")
         try:
             run([Conversation(links[address], steps) for address, steps in by_node.items()], deadline)
+        except NodeUnavailableError as error:
+            raise error if limit is None else closed_under([step for steps in by_node.values() for step in steps], limit, error) from None
         except UnexpectedValueError as error:
             raise unexpected_value(list(plans), error) from error
+        if limit is not None and limit.narrow:
+            limit.went_well()

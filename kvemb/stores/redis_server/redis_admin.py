@@ -9,6 +9,9 @@ from kvemb.stores.redis_server.redis_commands import ask, ask_all, number_of
 from kvemb.stores.redis_server.redis_login import RedisAccess, fields_of, logged_in
 from kvemb.stores.store_nodes import NodeStats
 
+CLIENT_LIMITS = ("client-output-buffer-limit", "maxmemory-clients")
+"""Settings by which a server closes the connections of clients that have much to read."""
+
 
 def info(address: str, access: RedisAccess, deadline: Deadline) -> dict[str, str]:
     """Return the server's INFO, and its number of keys as "n_keys".
@@ -27,12 +30,13 @@ def info(address: str, access: RedisAccess, deadline: Deadline) -> dict[str, str
 
 
 def settings(address: str, access: RedisAccess, deadline: Deadline) -> dict[str, str]:
-    """Return the server's INFO with its schedule of snapshots as "save", "" where there is none; without it where CONFIG is not for us."""
+    """Return the server's INFO with some of its configuration beside it, by its names; without that where CONFIG is not for us."""
     fields = info(address, access, deadline)
     with logged_in(address, access, deadline) as link:
-        (answer,) = ask_all(link, [("CONFIG", "GET", "save")], deadline)
-    if isinstance(answer, list) and len(answer) == 2 and isinstance(answer[1], bytes):
-        return {**fields, "save": answer[1].decode(errors="replace")}
+        answers = ask_all(link, [("CONFIG", "GET", name) for name in ("save", *CLIENT_LIMITS)], deadline)
+    for answer in answers:
+        if isinstance(answer, list) and len(answer) == 2 and isinstance(answer[0], bytes) and isinstance(answer[1], bytes):
+            fields[answer[0].decode(errors="replace")] = answer[1].decode(errors="replace")
     return fields
 
 

@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.coordination.markers import MARKER_KEY, Marker, diagnose
-from kvemb.errors import DeadlineExceededError, StorageError
+from kvemb.errors import DeadlineExceededError, NodeUnavailableError, StorageError
 from kvemb.net.deadline import Deadline, WhyWaiting
 from kvemb.net.exchange import Conversation, run
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.move_plan import CLEANING
 from kvemb.stores.marked_nodes import RepairLane
-from kvemb.stores.node_batch import Grouped, NodeSteps, group_by_node, raise_row_errors, unexpected_value, write_coalesced
+from kvemb.stores.node_batch import Grouped, NodeSteps, closed_under, group_by_node, raise_row_errors, unexpected_value, write_coalesced
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.standalone.node_links import NodeLinks, value_of
 from kvemb.stores.standalone.nodes_view import NodesView, moved_meanwhile
@@ -169,9 +169,13 @@ class NodeRows:
                 run([Conversation(links[address], steps) for address, steps in by_node.items()], deadline, meanwhile)
             except UnexpectedValueError as error:
                 raise unexpected_value([share for _, share in plan], error) from error
+            except NodeUnavailableError as error:
+                raise closed_under([step for _, share in plan for step in share.steps], self._codec.limit, error) from error
             except DeadlineExceededError:
                 raise_row_errors([share for _, share in plan])  # a node that refuses row by row takes long: the reason tells more
                 raise
+            if self._codec.limit.narrow:
+                self._codec.limit.went_well()
             for address, reply in markers.items():
                 if reply.error is not None or reply.value != expected[address].encoded:
                     view.require(address, expected[address], value_of(address, reply))

@@ -19,7 +19,7 @@ from kvemb.wire.codec import RecordsToWrite
 from kvemb.wire.fixed_size_values import FixedSizeValuesReply
 from kvemb.wire.memcached.memcached_replies import CasValuesReply, CasWriteReply, ClassicWriteReply
 from kvemb.wire.replies import BlobReply, CodeReply, RowsReader, RowsStep, Step
-from kvemb.wire.request_arrays import Bytes, SharedRows, chunks, columns, decimals
+from kvemb.wire.request_arrays import Bytes, SharedRows, StepLimit, chunks, columns, decimals
 
 
 class MetaCodec:
@@ -30,7 +30,7 @@ class MetaCodec:
     """
 
     def __init__(self, *, rows_per_step: int = 1024) -> None:
-        self._rows_per_step = rows_per_step
+        self._rows_per_step, self.limit = rows_per_step, StepLimit()
 
     def read_steps(
         self,
@@ -44,9 +44,10 @@ class MetaCodec:
         alone = tokens is not None and not out.shape[1]  # tokens without values: a tenth of the bytes, and half of the server's time
         tail = b" v\r\n" if tokens is None else b" c\r\n" if alone else b" v c\r\n"
         head = b"VA %d\r\n" % record_bytes
-        shared = SharedRows(lambda rows: columns(rows.stop - rows.start, b"mg ", keys[rows].encode(), tail), len(keys), self._rows_per_step)
+        most = min(self._rows_per_step, max(1, self.limit.most_bytes // record_bytes))
+        shared = SharedRows(lambda rows: columns(rows.stop - rows.start, b"mg ", keys[rows].encode(), tail), len(keys), most)
         steps = []
-        for rows in chunks(len(keys), self._rows_per_step):
+        for rows in chunks(len(keys), most):
             odd = None if foreign is None else foreign[rows]
             request = partial(_shared_request, shared, rows)
             if tokens is None:

@@ -18,7 +18,7 @@ from kvemb.wire.buffer_scan import EOL, pieces
 from kvemb.wire.codec import RecordsToWrite
 from kvemb.wire.fixed_size_values import FixedSizeValuesReply
 from kvemb.wire.replies import CodeReply, RowsReader, RowsStep
-from kvemb.wire.request_arrays import Bytes, chunks, columns
+from kvemb.wire.request_arrays import Bytes, StepLimit, chunks, columns
 from kvemb.wire.resp.bucket_values import MISS, MOST_ROWS, WORD_BYTES, BucketRuns, BucketValuesReply, announcement_texts
 from kvemb.wire.resp.integer_replies import IntegerReplies
 
@@ -40,11 +40,12 @@ class BucketRequests:
         ask: a command to send before every command, b"" for none.
         asked: its answer.
         rows_per_step: rows of one request at most.
+        limit: of what servers let a step carry.
     """
 
-    def __init__(self, ask: bytes, asked: bytes, rows_per_step: int) -> None:
+    def __init__(self, ask: bytes, asked: bytes, rows_per_step: int, limit: StepLimit) -> None:
         self._ask, self._asked = ask, asked
-        self._rows_per_step = rows_per_step
+        self._rows_per_step, self._limit = rows_per_step, limit
 
     def read_steps(
         self, keys: BucketKeys, record_bytes: int, out: Bytes, found: NDArray[np.bool_], foreign: NDArray[np.bool_] | None
@@ -54,7 +55,8 @@ class BucketRequests:
         if keys.sparse:  # a constant stride both ways: docs/adr/0046 has what it saves
             line = b"*1\r\n"
             head, miss = self._asked + line + b"$%d\r\n" % record_bytes, self._asked + line + MISS
-            for rows in chunks(len(keys.ids), max(self._rows_per_step, min(MOST_ROWS, _STEP_BYTES // record_bytes))):
+            most = max(self._rows_per_step, min(MOST_ROWS, _STEP_BYTES // record_bytes))
+            for rows in chunks(len(keys.ids), min(most, max(1, self._limit.most_bytes // record_bytes))):
                 odd = None if foreign is None else foreign[rows]
                 values = FixedSizeValuesReply(head, record_bytes, miss, out[rows], found[rows], self._asked, line, foreign=odd)
                 steps.append(RowsStep(partial(self._get_singly, keys[rows]), values, values.reply_bytes))
@@ -94,9 +96,10 @@ class BucketRequests:
     def _pieces(self, keys: BucketKeys, bytes_per_row: int) -> Iterator[tuple[slice, BucketKeys, BucketRuns]]:
         """Cut rows into steps: the first of many is small, because the server has nothing to do until it is sent."""
         most = max(self._rows_per_step, min(MOST_ROWS, _STEP_BYTES // bytes_per_row))
+        most = min(most, max(1, self._limit.most_bytes // bytes_per_row))
         in_command = max(1, min(self._rows_per_step, _COMMAND_BYTES // bytes_per_row))
         n = len(keys.ids)
-        start, first = 0, most if n <= most else self._rows_per_step
+        start, first = 0, min(most, n if n <= most else self._rows_per_step)
         while start < n:
             rows = slice(start, min(start + (most if start else first), n))
             some = keys if n <= most else keys[rows]

@@ -10,7 +10,7 @@ from kvemb.schema.keys import RowKeys
 from kvemb.schema.pages import PagedKeys, WholePages
 from kvemb.wire.codec import RecordsToWrite
 from kvemb.wire.replies import BlobReply, CodeReply, RowsStep, Step
-from kvemb.wire.request_arrays import Bytes
+from kvemb.wire.request_arrays import Bytes, StepLimit
 from kvemb.wire.resp.resp_buckets import BucketRequests
 from kvemb.wire.resp.resp_pages import PageRequests
 
@@ -27,8 +27,9 @@ class RespCodec:
 
     def __init__(self, *, asking: bool = False, rows_per_step: int = 1024) -> None:
         ask, asked = (command(b"ASKING"), b"+OK\r\n") if asking else (b"", b"")
-        self._pages = PageRequests(ask, asked, rows_per_step)
-        self._buckets = BucketRequests(ask, asked, rows_per_step)
+        self.limit = StepLimit()
+        self._pages = PageRequests(ask, asked, rows_per_step, self.limit)
+        self._buckets = BucketRequests(ask, asked, rows_per_step, self.limit)
 
     def read_steps(
         self,

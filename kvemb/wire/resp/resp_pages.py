@@ -21,7 +21,7 @@ from kvemb.schema.record import HEADER_SIZE
 from kvemb.wire.codec import RecordsToWrite
 from kvemb.wire.fixed_size_values import FixedSizeValuesReply
 from kvemb.wire.replies import RowsStep
-from kvemb.wire.request_arrays import Bytes, chunks, columns
+from kvemb.wire.request_arrays import Bytes, StepLimit, chunks, columns
 from kvemb.wire.resp.integer_replies import IntegerReplies
 
 _KEY_HEAD = b"$%d\r\n" % PAGE_KEY_SIZE
@@ -39,11 +39,12 @@ class PageRequests:
         ask: a command to send before every command, b"" for none.
         asked: its answer.
         rows_per_step: rows of one request at most.
+        limit: of what servers let a step carry.
     """
 
-    def __init__(self, ask: bytes, asked: bytes, rows_per_step: int) -> None:
+    def __init__(self, ask: bytes, asked: bytes, rows_per_step: int, limit: StepLimit) -> None:
         self._ask, self._asked = ask, asked
-        self._rows_per_step = rows_per_step
+        self._rows_per_step, self._limit = rows_per_step, limit
 
     def read_steps(
         self, keys: PagedKeys, record_bytes: int, out: Bytes, found: NDArray[np.bool_], foreign: NDArray[np.bool_] | None
@@ -59,7 +60,7 @@ class PageRequests:
         head = self._asked + b"$%d\r\n" % size
         texts = _range_texts(keys.layout, size)
         steps = []
-        for rows, kind in self._runs(texts.kinds[keys.places]):
+        for rows, kind in self._runs(texts.kinds[keys.places], size):
             request = partial(self._get_request, keys[rows], texts, kind)
             reply = FixedSizeValuesReply(
                 head,
@@ -96,20 +97,20 @@ class PageRequests:
     def _set_steps(self, keys: PagedKeys, records: RecordsToWrite | None, size: int, out: NDArray[np.uint8]) -> list[RowsStep]:
         texts, line = _offset_texts(keys.layout, size), (b"+:" if self._asked else b":")
         steps = []
-        for rows, kind in self._runs(self.write_kinds(keys)):
+        for rows, kind in self._runs(self.write_kinds(keys), size):
             opens = kind < _PAGE_IS_MADE
             request = partial(self._set_request, keys[rows], None if records is None else records[rows], texts, kind % _PAGE_IS_MADE, opens)
             steps.append(RowsStep(request, IntegerReplies(line * (1 + opens), keys.layout.page_bytes, out[rows])))
         return steps
 
-    def _runs(self, kinds: NDArray[np.int8]) -> list[tuple[slice, int]]:
+    def _runs(self, kinds: NDArray[np.int8], bytes_per_row: int) -> list[tuple[slice, int]]:
         """Slices of neighbouring rows of one kind, with their kind."""
         if not len(kinds):
             return []
         starts = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(kinds)]
-        runs = []
+        runs, most = [], min(self._rows_per_step, max(1, self._limit.most_bytes // bytes_per_row))
         for first, last in pairwise(starts):
-            for rows in chunks(last - first, self._rows_per_step):
+            for rows in chunks(last - first, most):
                 runs.append((slice(first + rows.start, first + rows.stop), int(kinds[first])))
         return runs
 
