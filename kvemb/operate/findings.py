@@ -56,6 +56,7 @@ _NEVER = str(2**32 - 1)  # memcached's age of an item that no item reaches
 _OLDEST = {"redis": (6, 0), "valkey": (7, 0), "memcached": (1, 6)}
 _SLOW = "Look at its host (CPU, swap, network), and for a command that takes long (SLOWLOG GET); kvemb bench compares the nodes."
 _READ_AHEAD_BYTES = 16 << 20  # what one connection may be sent at once: six steps of at most a megabyte, or of 1024 large rows
+_LACKS = "commands that it does not know"  # of the settings of a Redis or Valkey
 _SERVES_NOT = "does not serve now"  # of `kvemb.stores`, for a server that answers with an error
 _SILENT = "no complete answer within"  # the words of `kvemb.net.exchange` for a server with an open connection
 _WAITS = "It runs, and says why it does not serve. Shards wait for it and lose nothing; kvemb repair is not needed."
@@ -160,6 +161,9 @@ def _judge_redis(where: str, settings: Mapping[str, str]) -> Iterator[Finding]:
         kind = "an append-only file" if settings.get("aof_enabled") == "1" else f"snapshots (save {settings['save']})"
         what = f"keeps {kind}, which costs writes and memory; shards bring rows back without it"
         yield warning("node-persistence", where, what, 'CONFIG SET save "" and CONFIG SET appendonly no, unless you mean it.')
+    if lacks := settings.get(_LACKS):
+        what = f"does not know {lacks}, which shards need: renamed or switched off; a shard does not start with it"
+        yield error("node-command", where, what, "Take `rename-command` out of its configuration, and start it again.")
     yield from _judge_client_limits(where, settings)
     yield from _judge_connections(where, settings.get("maxclients", ""), "CONFIG SET maxclients 10000, and in redis.conf.")
 

@@ -51,7 +51,7 @@ class RedisClusterStore(Store):
         self._config = config
         self._access = access = RedisAccess(config, connector_of(config.tls))
         self._retry = ReadRetry(role, config.on_lost_node)
-        self._fence = OwnerFence()
+        self._fence, self._asked = OwnerFence(), redis_admin.CommandsAsked(access, role)
         self._connector = PrimaryConnector(access, role, self._fence)
         doubts = Doubts()
         self._pool = LinkPool(self._checked_link, self._connector.dropped, doubts)
@@ -146,6 +146,7 @@ class RedisClusterStore(Store):
         for address in self._topology.refreshed(deadline).addresses:
             fields = redis_admin.info(address, self._access, deadline)
             redis_admin.require_safe(address, fields, self._config)
+            self._asked.require(address, fields["run_id"], deadline)
             n_keys += redis_admin.number_in(address, fields, "n_keys")
             processes.add(process_of(fields))
         return n_keys, processes

@@ -3,14 +3,16 @@
 The commands are those that this package, `kvemb.stores.redis_cluster` and `kvemb.wire.resp` send. What must not live here: passwords.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvemb.errors import StorageError
+from kvemb.errors import NodeRefusesError, StorageError
 from kvemb.net.deadline import Deadline
+from kvemb.net.link import Link
 from kvemb.schema.slots import TAG_SIZE
-from kvemb.stores.redis_server.redis_commands import ask, shown
+from kvemb.stores.redis_server.redis_commands import ask, ask_all, shown
 from kvemb.stores.redis_server.redis_login import RedisAccess, logged_in
+from kvemb.stores.server_errors import server_error
 from kvemb.wire.resp.resp_value import ErrorLine
 
 _KEYS = ("kvemb:*", "?" * TAG_SIZE + "{*}*")  # small values; buckets and pages
@@ -80,6 +82,53 @@ ACL_USERS = {"trainer": TRAINER, "shard": SHARD}
 """By role."""
 
 
+_SPARED = frozenset({"auth", "ping", "asking", "cluster|slots", "acl|whoami", "acl|dryrun", "config|get"})
+"""Commands without which every path still goes; on a cluster, its start has sent those about slots already."""
+
+
+def require_commands(link: Link, wanted: AclUser, deadline: Deadline) -> None:
+    """Refuse a server that has renamed a command that some path needs, or does not let this user run it; none of them is run.
+
+    A server that cannot be asked, because ACL itself is not for this user, is taken.
+
+    Raises:
+        NodeRefusesError: naming the commands.
+    """
+    needed = [words for command, words in zip(wanted.commands, wanted.needed(), strict=True) if command not in _SPARED]
+    (user,) = ask_all(link, [("ACL", "WHOAMI")], deadline)
+    if not isinstance(user, bytes):
+        return
+    answers = ask_all(link, [("ACL", "DRYRUN", user, *words) for words in needed], deadline)
+    unknown = [words for words, answer in zip(needed, answers, strict=True) if _is_unknown(answer)]
+    barred = [words for words, answer in zip(needed, answers, strict=True) if isinstance(answer, bytes) and not _may(answer)]
+    name, who = user.decode("utf-8", "replace"), wanted.name.removeprefix("kvemb-")
+    if unknown:
+        raise NodeRefusesError(
+            f"node {link.address}: does not know {_names(unknown)}, which a {who} needs: renamed or switched off. Take `rename-command` "
+            "out of its configuration, and start it again; users limit commands, too (`kvemb acl`)."
+        )
+    if barred:
+        raise NodeRefusesError(
+            f"node {link.address}: does not let user {name} run {_names(barred)}, which a {who} needs; `kvemb acl` prints its rules."
+        )
+
+
+def unknown_commands(link: Link, deadline: Deadline) -> str:
+    """Return the commands that shards need and the server does not know, or has renamed, in words; "" also where it does not say."""
+    names = [command.split("|")[0] for command in SHARD.commands if command not in _SPARED]
+    (answer,) = ask_all(link, [("COMMAND", "INFO", *names)], deadline)
+    known = answer if isinstance(answer, list) else names
+    return ", ".join(dict.fromkeys(name.upper() for name, found in zip(names, known, strict=False) if found is None))
+
+
+def _names(commands: Sequence[tuple[str, ...]]) -> str:
+    return ", ".join(" ".join(words[: 2 if words[0] in ("client", "config") else 1]).upper() for words in commands)
+
+
+def _is_unknown(answer: object) -> bool:
+    return isinstance(answer, ErrorLine) and b" not found" in answer.line
+
+
 def check_user(address: str, access: RedisAccess, wanted: AclUser, deadline: Deadline) -> list[str]:
     """Ask a server which commands the user of these credentials may run; none of them is run.
 
@@ -96,7 +145,10 @@ def check_user(address: str, access: RedisAccess, wanted: AclUser, deadline: Dea
             raise StorageError(f"node {address}: ACL WHOAMI answered {shown(user)}, expected a name")
         for allowed, commands in ((True, wanted.needed()), (False, wanted.forbidden())):
             for words in commands:
-                if _may(ask(link, deadline, "ACL", "DRYRUN", user, *words)) != allowed:
+                (answer,) = ask_all(link, [("ACL", "DRYRUN", user, *words)], deadline)
+                if isinstance(answer, ErrorLine) and not _is_unknown(answer):
+                    raise server_error(address, answer.line)
+                if _may(answer) != allowed:
                     told = "may not run what it needs" if allowed else "may run what it should not"
                     wrong.append(f"node {address}: user {user.decode('utf-8', 'replace')} {told}: {' '.join(words[:3])}")
     return wrong

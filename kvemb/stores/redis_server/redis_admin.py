@@ -5,12 +5,15 @@ from collections.abc import Mapping
 from kvemb.config import StorageConfig
 from kvemb.errors import ProtocolError, UnsafeNodeError
 from kvemb.net.deadline import Deadline
+from kvemb.stores.redis_server.acl_users import SHARD, TRAINER, require_commands, unknown_commands
 from kvemb.stores.redis_server.redis_commands import ask, ask_all, number_of
 from kvemb.stores.redis_server.redis_login import RedisAccess, fields_of, logged_in
 from kvemb.stores.store_nodes import NodeStats
 
 CLIENT_LIMITS = ("client-output-buffer-limit", "maxmemory-clients")
 """Settings by which a server closes the connections of clients that have much to read."""
+LACKS = "commands that it does not know"
+"""Of `settings`: those that shards need."""
 
 
 def info(address: str, access: RedisAccess, deadline: Deadline) -> dict[str, str]:
@@ -34,10 +37,26 @@ def settings(address: str, access: RedisAccess, deadline: Deadline) -> dict[str,
     fields = info(address, access, deadline)
     with logged_in(address, access, deadline) as link:
         answers = ask_all(link, [("CONFIG", "GET", name) for name in ("save", *CLIENT_LIMITS)], deadline)
+        fields[LACKS] = unknown_commands(link, deadline)
     for answer in answers:
         if isinstance(answer, list) and len(answer) == 2 and isinstance(answer[0], bytes) and isinstance(answer[1], bytes):
             fields[answer[0].decode(errors="replace")] = answer[1].decode(errors="replace")
     return fields
+
+
+class CommandsAsked:
+    """Asks each server process once whether it knows and permits every command that some path of this process needs."""
+
+    def __init__(self, access: RedisAccess, role: str) -> None:
+        self._access, self._wanted = access, TRAINER if role == "trainer" else SHARD
+        self._good: set[str] = set()  # processes, by run id
+
+    def require(self, address: str, run_id: str, deadline: Deadline) -> None:
+        """Raise NodeRefusesError where one is missing, so that it is found at the start and not at the first fault."""
+        if run_id not in self._good:
+            with logged_in(address, self._access, deadline) as link:
+                require_commands(link, self._wanted, deadline)
+            self._good.add(run_id)
 
 
 def require_safe(address: str, fields: Mapping[str, str], config: StorageConfig) -> None:

@@ -36,7 +36,7 @@ class RedisServer(NodeServer):
     capabilities = Capabilities(cas=False, pages=True)
 
     def __init__(self, access: RedisAccess, role: str) -> None:
-        self._access, self._links = access, RoleLinks(access, role)
+        self._access, self._links, self._asked = access, RoleLinks(access, role), redis_admin.CommandsAsked(access, role)
 
     def open_link(self, address: str, deadline: Deadline) -> Link:
         return self._links.open(address, deadline)
@@ -49,6 +49,7 @@ class RedisServer(NodeServer):
         if fields.get("cluster_enabled") == "1":
             raise ConfigError(f"storage.kind: node {address} is part of a Redis Cluster; use kind redis-cluster")
         redis_admin.require_safe(address, fields, self._access.config)
+        self._asked.require(address, fields["run_id"], deadline)
         return fields["run_id"], redis_admin.number_in(address, fields, "n_keys")
 
     def swap(self, address: str, key: bytes, old: bytes | None, new: bytes, run_id: str, deadline: Deadline) -> bool:
