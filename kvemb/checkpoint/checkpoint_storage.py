@@ -2,7 +2,8 @@
 
 Object stores put an object whole or not at all. Everywhere else an object is written under a temporary name, synced where that is possible
 (local files) and renamed. Foreign exceptions become CheckpointError here. Credentials come from where the file system's own library takes
-them (environment, its config files), never from this project's files. They are cut out of URLs in messages.
+them (environment, its config files), never from this project's files. They are cut out of URLs in messages. A library reads them once, and
+fsspec keeps what it made: so each try after a failed one begins with a new file system, which finds those that were replaced meanwhile.
 
 A file system's library may hang, and most of them take no deadline. So each call runs on a thread of its own, which is abandoned when it
 does not come back in time. A call without an answer is reported every half minute.
@@ -34,6 +35,10 @@ _PAUSES_S = tuple(islice(pauses(0.2, 1.6), 4))
 _GIVE_UP_S, _SAY_EVERY_S = 300.0, 30.0
 # A retry cannot help with these.
 _FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, NotImplementedError, ImportError, TypeError)
+_CREDENTIALS = (
+    ". That is also what a store answers to credentials that have expired or were replaced. They were read again just now, from where the "
+    "store's library looks (for S3 ~/.aws/credentials, a role's service); variables of the environment are those of this process's start."
+)
 T = TypeVar("T")
 log = logging.getLogger("kvemb")
 
@@ -65,10 +70,7 @@ class CheckpointStorage:
         if "://" in self.url and "?" in self.url:
             raise CheckpointError(f"{shown(self.url)}: a query string ('?') is no part of a folder's name. Give the URL without it")
         try:
-            if "://" in self.url:
-                self._fs, self._root = require_extra("fsspec.core").url_to_fs(self.url)
-            else:  # nothing of a path is read as a URL
-                self._fs, self._root = require_extra("fsspec").filesystem("file"), self.url
+            self._open()
         except ImportError as error:
             raise ConfigError(f"{shown(self.url)}: {error}") from error
         except ConfigError:
@@ -78,6 +80,12 @@ class CheckpointStorage:
         protocols = self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,)
         self._is_local = "file" in protocols
         self._puts_whole = bool(_PUTS_WHOLE & set(protocols))
+
+    def _open(self) -> None:
+        if "://" in self.url:
+            self._fs, self._root = require_extra("fsspec.core").url_to_fs(self.url)
+        else:  # nothing of a path is read as a URL
+            self._fs, self._root = require_extra("fsspec").filesystem("file"), self.url
 
     def __repr__(self) -> str:
         return shown(self.url)  # messages name it so
@@ -219,17 +227,29 @@ class CheckpointStorage:
         return f"{self._root.rstrip('/')}/{path}"
 
     def _try(self, what: str, path: str, call: Callable[[], T]) -> T:
-        until = time.monotonic() + self._give_up_s
+        until, renewed = time.monotonic() + self._give_up_s, False
         for pause_s in (*_PAUSES_S, None):
             try:
                 return self._in_time(what, path, call, until)
             except Exception as error:  # a file system's library may raise any
                 if isinstance(error, CheckpointError):
                     raise
-                if pause_s is None or isinstance(error, _FINAL) or time.monotonic() > until:
-                    raise CheckpointError(f"{self.where(path)}: cannot {what} it: {type(error).__name__}: {error}") from error
+                refused = not self._is_local and isinstance(error, PermissionError)
+                final = isinstance(error, _FINAL) and not (refused and not renewed)
+                if pause_s is None or final or time.monotonic() > until:
+                    why = f"{type(error).__name__}: {error}{'' if self._is_local or not _of_credentials(error) else _CREDENTIALS}"
+                    raise CheckpointError(f"{self.where(path)}: cannot {what} it: {why}") from error
+            renewed = self._renew()
             self._pause(pause_s)
         raise AssertionError("unreachable")
+
+    def _renew(self) -> bool:
+        """Make the file system anew, with the credentials that there are now; a local one has none."""
+        if not self._is_local:
+            with suppress(Exception):  # the next try says what is wrong
+                type(self._fs).clear_instance_cache()
+                self._open()
+        return True
 
     def _in_time(self, what: str, path: str, call: Callable[[], T], until: float) -> T:
         """Make a call on a thread that is not waited for after `until`; return or raise its result."""
@@ -282,6 +302,12 @@ def absolute_url(url: str) -> str:
     if "::" in url:  # fsspec would take what stands before it, and leave out the rest
         raise CheckpointError(f"{shown(url)}: '::' chains file systems in fsspec, and no part of a name. Give the URL of one file system")
     return f"{scheme}://{rest.rstrip('/') or '/'}"
+
+
+def _of_credentials(error: Exception) -> bool:
+    """Whether a store may have refused the caller; to a HEAD request S3 says no more than "Bad Request" or "Forbidden"."""
+    text = f"{type(error).__name__}: {error}"
+    return isinstance(error, PermissionError) or re.search(r"(?i)bad request|forbidden|denied|token|credential|unauthori", text) is not None
 
 
 def shown(url: str) -> str:

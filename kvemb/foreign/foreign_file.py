@@ -33,7 +33,7 @@ class ForeignFile:
         url = foreign_url(url)
         self.where = shown(url)
         with translated(self.where):
-            self._file = _open_local(url) if is_local(url) else require_extra("fsspec").open(url, "rb").open()
+            self._file = _open_local(url) if is_local(url) else _open_remote(url)
             self.size_bytes = int(self._file.seek(0, os.SEEK_END))
 
     def read(self, start: int, n_bytes: int) -> NDArray[np.uint8]:
@@ -99,6 +99,17 @@ def translated(where: str) -> Iterator[None]:
         raise ConfigError(f"{where}: {error}") from error
     except Exception as error:  # a file system's library may raise any
         raise ForeignRowsError(f"{where}: cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _open_remote(url: str) -> Any:
+    fsspec = require_extra("fsspec")
+    try:
+        return fsspec.open(url, "rb").open()
+    except FileNotFoundError:
+        raise
+    except Exception:  # perhaps of credentials that were read when a file was opened before: see kvemb.checkpoint.checkpoint_storage
+        require_extra("fsspec.core").url_to_fs(url)[0].clear_instance_cache()
+        return fsspec.open(url, "rb").open()
 
 
 def _open_local(path: str) -> Any:

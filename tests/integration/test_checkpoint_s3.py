@@ -2,7 +2,11 @@
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -70,6 +74,85 @@ def test_a_chain_is_saved_listed_verified_read_and_pruned_on_s3(bucket: str) -> 
     assert prune(bucket, keep=1) == ["b", "a"]
     assert [one.name for one in list_checkpoints(bucket)] == ["c"]
     assert CheckpointStorage(bucket + "/a").names() == []
+
+
+class Gate(ThreadingHTTPServer):
+    """Before an S3 server: takes requests of one access key only, as a store does whose keys are rotated."""
+
+    daemon_threads = True
+
+    def __init__(self, endpoint: str) -> None:
+        self.key, self.refusals, self._behind = "", 0, endpoint.removeprefix("http://")
+        super().__init__(("127.0.0.1", 0), self._handler())
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        gate = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"  # which says "100 Continue" to those who wait for it
+
+            def handle_one_request(self) -> None:
+                self.raw_requestline = self.rfile.readline(65537)
+                if not self.raw_requestline or not self.parse_request():
+                    self.close_connection = True
+                    return
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                self.close_connection = True
+                if f"Credential={gate.key}/" not in self.headers.get("Authorization", ""):
+                    gate.refusals += 1
+                    self.send_response(400)
+                    self.send_header("Content-Length", "0")
+                    self.end_headers()
+                    return
+                behind = HTTPConnection(gate._behind)
+                behind.request(self.command, self.path, body, dict(self.headers))
+                answer = behind.getresponse()
+                data = answer.read()
+                self.send_response(answer.status)
+                for name, value in answer.getheaders():
+                    if name.lower() not in ("connection", "transfer-encoding", "server", "date", "content-length"):
+                        self.send_header(name, value)
+                self.send_header("Content-Length", answer.getheader("Content-Length", str(len(data))))
+                self.end_headers()
+                self.wfile.write(data)
+
+        return Handler
+
+
+def test_a_process_that_goes_on_finds_credentials_that_were_replaced(
+    bucket: str, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "credentials"
+
+    def rotate(key: str) -> None:
+        file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = s\n")
+
+    with Gate(endpoint) as gate:
+        thread = threading.Thread(target=gate.serve_forever)
+        thread.start()
+        try:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{gate.server_port}")
+            monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+            monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+            monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+            rotate("first")
+            gate.key = "first"
+            type(CheckpointStorage(bucket)._fs).clear_instance_cache()  # the one that the fixture made goes past the gate
+            storage = CheckpointStorage(bucket + "/rotated", pause=lambda _: None)
+            storage.write("a", b"1")
+            rotate("second")
+            gate.key = "second"
+            storage.write("b", b"2")  # one that was open before
+            assert gate.refusals
+            n_refusals = gate.refusals
+            assert CheckpointStorage(bucket + "/rotated").names() == ["a", "b"]  # and one that is opened behind
+            assert gate.refusals == n_refusals
+            gate.key = "third"
+            with pytest.raises(CheckpointError, match=r"(?s)rotated/c: cannot write it: .*credentials that have expired or were replaced"):
+                storage.write("c", b"3")
+        finally:
+            gate.shutdown()
+            thread.join()
 
 
 def test_what_is_missing_or_damaged_on_s3_is_named(bucket: str) -> None:

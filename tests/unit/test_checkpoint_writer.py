@@ -122,8 +122,9 @@ def test_a_write_is_tried_again_with_longer_and_longer_pauses(memory: str) -> No
     assert pauses == [0.2, 0.4, 0.8]
 
 
-@pytest.mark.parametrize(("error", "n_pauses"), [(OSError(28, "No space left on device"), 4), (PermissionError("no"), 0)])
+@pytest.mark.parametrize(("error", "n_pauses"), [(OSError(28, "No space left on device"), 4), (PermissionError("no"), 1)])
 def test_a_write_that_goes_on_failing_is_an_error_with_its_url(memory: str, error: Exception, n_pauses: int) -> None:
+    # A refusal is tried once more, with credentials that are read anew.
     pauses: list[float] = []
     storage = CheckpointStorage(memory, pause=pauses.append)
     Flaky(storage, 100, error)
