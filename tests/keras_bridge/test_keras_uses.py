@@ -238,3 +238,54 @@ def test_id_0_that_is_masked_is_a_row_as_in_keras(cluster: kvemb.Cluster, name: 
     rows = plain.layers[0].get_weights()[0]
     np.testing.assert_allclose(table.pull(np.arange(N_WORDS)), rows, **CLOSE)
     assert np.array_equal(rows[0], first) is (after is not keras.layers.Flatten)
+
+
+def test_quantizing_is_refused_with_what_to_do(cluster: kvemb.Cluster, name: str) -> None:
+    ours = trained(cluster, name)[0]
+    with pytest.raises(InvalidInputError, match=r"materialize the model first, then quantize the copy"):
+        ours.quantize("int8")
+    plain = materialize(ours)
+    plain.quantize("int8")
+
+
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="ragged tensors are TensorFlow's")
+def test_ragged_ids_of_a_direct_call_are_refused(cluster: kvemb.Cluster, name: str) -> None:
+    import tensorflow as tf
+
+    layers = [keras.layers.Embedding(N_WORDS, DIM, name="vocabulary"), keras.layers.Dense(1)]
+    ours = keras.Sequential([keras.Input((None,), dtype="int32"), *layers])
+    ours.compile(sgd(), "mse")
+    distribute(ours, cluster, min_rows=1, names=names_of(name), quiet=True)
+    with pytest.raises(InvalidInputError, match="ids of a batch are ragged or sparse"):
+        ours(tf.ragged.constant([[1, 2], [3]]))
+
+
+class Block(keras.layers.Layer):  # type: ignore[misc]
+    """A layer that looks up twice, and can be made again in backward as a whole."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.vocabulary = keras.layers.Embedding(N_WORDS, DIM, name="vocabulary")
+        self.dense = keras.layers.Dense(4, activation="tanh")
+
+    def call(self, x: Any) -> Any:
+        return self.dense(keras.ops.mean(self.vocabulary(x), axis=1) * keras.ops.mean(self.vocabulary(x[:, :2]), axis=1))
+
+
+@pytest.mark.skipif(keras.backend.backend() == "tensorflow", reason="there Keras's own layers fail under a RematScope")
+def test_layers_that_are_computed_again_in_backward_train_the_same(cluster: kvemb.Cluster, name: str) -> None:
+    def model(mode: str | None) -> Any:
+        keras.utils.set_random_seed(SEED)
+        x = keras.Input((3,), dtype="int32")
+        with keras.RematScope(mode=mode):
+            block = Block()
+        made = keras.Model(x, keras.layers.Dense(1)(block(x)))
+        made.compile(sgd(), "mse")
+        return made
+
+    plain, ours = model(None), model("full")
+    (table,) = distribute(ours, cluster, min_rows=1, names=lambda path: name, quiet=True).tables
+    (_, x), y = pairs(40)
+    losses = [one.fit(x, y, batch_size=20, shuffle=False, epochs=2, verbose=0).history["loss"] for one in (plain, ours)]
+    np.testing.assert_allclose(losses[1], losses[0], **CLOSE)
+    np.testing.assert_allclose(table.pull(np.arange(N_WORDS)), plain.layers[1].vocabulary.get_weights()[0], **CLOSE)

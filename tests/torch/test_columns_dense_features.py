@@ -167,7 +167,7 @@ def test_no_examples_are_fine() -> None:
         ({"c": torch.ones(1, 1, 1, dtype=torch.int64), "x": [1.0]}, "feature 'c': .*shape"),
         ({"c": 3, "x": [1.0]}, "'c' must be a tensor"),
         ({"c": [[20]], "x": [1.0]}, "'c': 20 is outside"),
-        ({"c": [[1]], "x": [[1.0, 2.0]]}, "'x' is .*expected numbers"),
+        ({"c": [[1]], "x": [[1.0, 2.0]]}, "'x' has the shape"),
         ({"c": [[1]], "x": ["dear"]}, "'x' holds no numbers"),
         ({"c": [[1]], "x": [1j]}, "'x' is .*complex"),
     ],

@@ -101,6 +101,12 @@ def asked_of(table: TablePort, ids: NDArray[Any]) -> Asked:
     return table, normalize(ids, of.id_dtype, of.name, of.num_ids, minus_one=table.minus_one_allowed)[0]
 
 
+def has_long_ids(table: TablePort) -> bool:
+    """Whether 32 bits are too few for a table's ids."""
+    num_ids = table.definition.num_ids
+    return num_ids is None or num_ids > 1 << 31
+
+
 class OwnProcess:
     """The process that makes this object.
 

@@ -49,6 +49,16 @@ class NumericColumn(_KeyedColumn):
         """Values per example."""
         return int(np.prod(self.shape))
 
+    def check_shape(self, given: Sequence[int | None]) -> None:
+        """Refuse the shape of a feature that has not the column's numbers for each example; [b] will do for one number.
+
+        Raises:
+            InvalidInputError: got and expected.
+        """
+        if not given or (None not in given[1:] and np.prod([int(n or 0) for n in given[1:]]) != self.width):
+            expected = ", ".join(map(str, ("b", *self.shape)))
+            raise InvalidInputError(f"feature {self.key!r} has the shape {tuple(given)}, its column takes [{expected}]")
+
 
 @dataclass(frozen=True)
 class IdentityColumn(_KeyedColumn):

@@ -4,7 +4,7 @@ What they have and we have not is refused by name. Only the hash is another one,
 an import of TensorFlow.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from kvemb import init
@@ -13,6 +13,8 @@ from kvemb.init import Initializer
 
 from . import declare
 from .column_kinds import CategoricalColumn, DenseColumn
+
+_OUR_OWN = CategoricalColumn | DenseColumn
 
 
 def from_tensorflow(columns: Iterable[Any]) -> list[Any]:
@@ -31,15 +33,18 @@ def from_tensorflow(columns: Iterable[Any]) -> list[Any]:
         >>> from_tensorflow([declare.numeric_column("price")])[0].name
         'price'
     """
-    return [_converted(column) for column in columns]
+    return [_converted(column) for column in _listed(columns)]
 
 
 def checked_dense_columns(columns: Iterable[Any], *, sequences: bool = False) -> list[DenseColumn]:
     """Return the columns of a dense input, ours or TensorFlow's, in their order; with `sequences` those of TensorFlow's sequences, too.
 
+    As in TensorFlow one column may stand for a list of it.
+
     Raises:
         InvalidInputError: a column gives no numbers, two columns have one name, or there is none.
     """
+    columns = _listed(columns)
     listed = from_tensorflow(map(_of_step, columns) if sequences else columns)
     for column in listed:
         if not isinstance(column, DenseColumn):
@@ -49,6 +54,12 @@ def checked_dense_columns(columns: Iterable[Any], *, sequences: bool = False) ->
     if not names or len(set(names)) < len(names):
         raise InvalidInputError(f"feature_columns must be columns of distinct names, got {names}")
     return listed
+
+
+def _listed(columns: Any) -> Iterable[Any]:
+    if isinstance(columns, Mapping | str) or not isinstance(columns, Iterable | _OUR_OWN):
+        raise InvalidInputError(f"feature_columns must be a list of columns, got {type(columns).__name__}")
+    return [columns] if isinstance(columns, _OUR_OWN) or hasattr(columns, "_asdict") else columns
 
 
 def _of_module(given: object, *roots: str) -> bool:

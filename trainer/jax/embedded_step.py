@@ -25,7 +25,7 @@ from ..bridge.batches_ahead import AheadOptions, BatchesAhead, checked_ahead
 from ..bridge.gathered_batches import GatheredBatches
 from ..bridge.pushed_steps import MAX_UNAPPLIED
 from ..bridge.shared_lookups import Asked, LookupResult, SharedLookups
-from ..bridge.step_tables import Gradient, OwnProcess, StepTables, asked_of
+from ..bridge.step_tables import Gradient, OwnProcess, StepTables, asked_of, has_long_ids
 from ..lookahead.cluster_ports import AckPort, ClusterPort, TablePort
 from .optax_names import follows_schedule, gathering_of, of_all_gradients
 
@@ -81,7 +81,6 @@ Loss = Callable[[Any, Mapping[str, jax.Array], Any], Any]
 Grads = Callable[[Any, dict[str, jax.Array]], tuple[Any, dict[str, jax.Array]]]
 """From the gradients of parameters and of rows, by feature [capacity, dim], to those that are used."""
 _PATIENCE = 3  # steps
-_WHOLE_IN_32_BITS = 1 << 31
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,8 +272,7 @@ def _check_array(feature: str, table: TablePort, ids: jax.Array) -> None:
             f"feature {feature!r}: its ids lie on devices of other processes too, and this process can only look up what it has. Give "
             "each process its own part as a NumPy array; each is a trainer of the cluster"
         )
-    num_ids = table.definition.num_ids
-    if jax.dtypes.canonicalize_dtype(np.int64) != np.int64 and (num_ids is None or num_ids > _WHOLE_IN_32_BITS):
+    if jax.dtypes.canonicalize_dtype(np.int64) != np.int64 and has_long_ids(table):
         raise InvalidInputError(
             f"feature {feature!r}: its ids are a JAX array of {ids.dtype}, and the ids of table {table.name!r} have 64 bits. Without "
             "jax_enable_x64 JAX cuts longer ids off without a word, and another row would be trained. Give these ids as a NumPy array "

@@ -60,19 +60,24 @@ class TracedLookups:
 
     def __init__(self, loss_fn: ModelLoss, params: Any, tables: Sequence[str]) -> None:
         self._loss_fn, self._params, self._tables = loss_fn, jax.tree.map(_shape, params), list(tables)
-        self._ids: dict[Any, Callable[[Any], dict[str, Any]]] = {}
+        self._ids: dict[Any, tuple[Callable[[Any], dict[str, Any]], list[bool]]] = {}
 
     def ids(self, batch: Any) -> Mapping[str, Any]:
         """Return the ids [m] that a batch asks each table for, one lookup after the other.
 
         Raises:
-            InvalidInputError: ids are made of parameters or of other rows, or a lookup stands in a loop or a branch.
+            InvalidInputError: ids are made of parameters or of other rows, or a lookup stands in a loop or a branch; or of integers that
+                JAX would cut to 32 bits.
         """
         shapes, structure = jax.tree.flatten(jax.tree.map(_shape, batch))
         key = (structure, *((one.shape, one.dtype) for one in shapes))
         if key not in self._ids:
-            self._ids[key] = jax.jit(self._ids_of(batch))
-        return {name: np.asarray(ids) for name, ids in self._ids[key](batch).items()}
+            ids_of = self._ids_of(batch)
+            self._ids[key] = jax.jit(ids_of), _used(jax.make_jaxpr(ids_of)(batch).jaxpr)
+        ids, used = self._ids[key]
+        for leaf in (leaf for leaf, it in zip(jax.tree.leaves(batch), used, strict=True) if it):
+            _refuse_cut(leaf)
+        return {name: np.asarray(of) for name, of in ids(batch).items()}
 
     def loss(self, params: Any, rows: Mapping[str, Any], batch: Any) -> Any:
         """Return the loss, with the rows [m, dim] of the ids of each table."""
@@ -116,6 +121,26 @@ _UNKNOWN = object()
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
     dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
     return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(dtype))
+
+
+def _used(jaxpr: Any) -> list[bool]:
+    """Return which arguments of a program its results are made of."""
+    needed = {of for of in jaxpr.outvars if not isinstance(of, Literal)}
+    for eqn in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            needed |= {of for of in eqn.invars if not isinstance(of, Literal)}
+    return [of in needed for of in jaxpr.invars]
+
+
+def _refuse_cut(leaf: Any) -> None:
+    """Refuse an array of integers that do not keep their values in JAX."""
+    given = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    short = jax.dtypes.canonicalize_dtype(given.dtype)
+    if short.kind in "iu" and short != given.dtype and not (given.astype(short) == given).all():
+        raise InvalidInputError(
+            f"ids of a batch are made of {given.dtype} up to {given.max()}, which JAX would cut to 32 bits without a word, and other rows "
+            "would be trained. Set jax_enable_x64, or look these rows up with kvemb.jax.embed, which takes ids from the batch as it is"
+        )
 
 
 def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], of_rows: Callable[..., Any]) -> list[Any]:

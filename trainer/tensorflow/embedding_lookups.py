@@ -4,13 +4,14 @@ What must not live here: where rows come from (`row_lookups`). Strategy: the uni
 functions look positions up in it, so results and gradients, also those of weights, are TensorFlow's own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from kvemb.errors import InvalidInputError
 
+from ..bridge.step_tables import check_table
 from ..lookahead.cluster_ports import TablePort
 from .row_lookups import look_up
 
@@ -52,6 +53,7 @@ def embedding_lookup_sparse(
     combiner: str | None = None,
     max_norm: float | None = None,
     name: str | None = None,
+    allow_fast_lookup: bool = False,
 ) -> Any:
     """tf.nn.embedding_lookup_sparse: the rows of each example's ids, combined.
 
@@ -62,8 +64,9 @@ def embedding_lookup_sparse(
         combiner: "sum", "mean" (unless given) or "sqrtn".
         max_norm: see `embedding_lookup`.
         name: of the operation.
+        allow_fast_lookup: as in TensorFlow, on the rows of the call; the result is the same.
     """
-    return _combined([params], [sp_ids], [sp_weights], [combiner], [max_norm], name)[0]
+    return _combined([params], [sp_ids], [sp_weights], [combiner], [max_norm], name, allow_fast_lookup)[0]
 
 
 def fused_embedding_lookup_sparse(
@@ -73,6 +76,7 @@ def fused_embedding_lookup_sparse(
     combiners: str | Sequence[str | None] | None = None,
     max_norms: Sequence[float | None] | None = None,
     name: str | None = None,
+    allow_fast_lookup: bool = False,
 ) -> list[Any]:
     """As `embedding_lookup_sparse`, of several tables (or several times one) in one pull.
 
@@ -83,13 +87,14 @@ def fused_embedding_lookup_sparse(
         combiners: of each, or of all.
         max_norms: of each; None: none has one.
         name: of the operations.
+        allow_fast_lookup: see `embedding_lookup_sparse`.
 
     Returns:
         A result for each.
     """
     n = _count(params, sp_ids, sp_weights, combiners, max_norms)
     every = [combiners] * n if combiners is None or isinstance(combiners, str) else combiners
-    return _combined(params, sp_ids, sp_weights or [None] * n, every, max_norms or [None] * n, name)
+    return _combined(params, sp_ids, sp_weights or [None] * n, every, max_norms or [None] * n, name, allow_fast_lookup)
 
 
 def safe_embedding_lookup_sparse(
@@ -100,10 +105,11 @@ def safe_embedding_lookup_sparse(
     default_id: int | None = None,
     max_norm: float | None = None,
     name: str | None = None,
+    allow_fast_lookup: bool = False,
 ) -> Any:
     """tf.nn.safe_embedding_lookup_sparse: as `embedding_lookup_sparse`, for examples without ids, too.
 
-    Ids below 0 are left out; so are, unless the combiner is "sum", ids whose weight is not above 0.
+    Ids below 0 are left out, of a table without num_ids -1 alone; so are, unless the combiner is "sum", ids whose weight is not above 0.
 
     Args:
         embedding_weights: a kvemb table.
@@ -113,9 +119,10 @@ def safe_embedding_lookup_sparse(
         default_id: looked up for an example without ids; None: such an example gets zeros.
         max_norm: see `embedding_lookup`.
         name: of the operation.
+        allow_fast_lookup: see `embedding_lookup_sparse`.
     """
     (made,) = fused_safe_embedding_lookup_sparse(
-        [embedding_weights], [sparse_ids], [sparse_weights], combiner, [default_id], [max_norm], name
+        [embedding_weights], [sparse_ids], [sparse_weights], combiner, [default_id], [max_norm], name, allow_fast_lookup
     )
     return made
 
@@ -128,12 +135,13 @@ def fused_safe_embedding_lookup_sparse(
     default_ids: Sequence[int | None] | None = None,
     max_norms: Sequence[float | None] | None = None,
     name: str | None = None,
+    allow_fast_lookup: bool = False,
 ) -> list[Any]:
     """As `safe_embedding_lookup_sparse`, of several tables (or several times one) in one pull; arguments are those of each."""
     n = _count(embedding_weights, sparse_ids, sparse_weights, combiners, default_ids, max_norms)
     every = [combiners] * n if isinstance(combiners, str) else combiners
     defaults = default_ids or [None] * n
-    given = zip(sparse_ids, sparse_weights or [None] * n, every, defaults, strict=True)
+    given = zip(embedding_weights, sparse_ids, sparse_weights or [None] * n, every, defaults, strict=True)
     pruned = [_pruned(*one) for one in given]
     found = look_up([(table, one[0].values) for table, one in zip(embedding_weights, pruned, strict=True)])
     results = []
@@ -141,7 +149,8 @@ def fused_safe_embedding_lookup_sparse(
         found, pruned, every, defaults, max_norms or [None] * n, strict=True
     ):
         places = tf.SparseTensor(ids.indices, at, ids.dense_shape)
-        results.append(_filled(rows, places, weights, shape, combiner, default, max_norm, name))
+        own = {"combiner": combiner, "max_norm": max_norm, "name": name, "allow_fast_lookup": allow_fast_lookup}
+        results.append(_filled(rows, places, weights, shape, default, own))
     return results
 
 
@@ -152,26 +161,28 @@ def _combined(
     combiners: Sequence[str | None],
     max_norms: Sequence[float | None],
     name: str | None,
+    fast: bool,
 ) -> list[Any]:
     for ids in sp_ids:
         _check_sparse(ids)
     found = look_up([(table, _values(ids)) for table, ids in zip(params, sp_ids, strict=True)])
     return [
-        tf.nn.embedding_lookup_sparse(rows, _with_values(ids, at), weights, combiner=combiner, max_norm=max_norm, name=name)
+        tf.nn.embedding_lookup_sparse(rows, _with_values(ids, at), weights, combiner, max_norm, name, fast)
         for (rows, at), ids, weights, combiner, max_norm in zip(found, sp_ids, sp_weights, combiners, max_norms, strict=True)
     ]
 
 
-def _pruned(ids: SparseIds, weights: SparseIds | None, combiner: str, default_id: int | None) -> tuple[Any, Any, Any]:
+def _pruned(table: TablePort, ids: SparseIds, weights: SparseIds | None, combiner: str, default_id: int | None) -> tuple[Any, Any, Any]:
     """Ids of rank 2, those that count, and `default_id` where an example has none; their weights; the shape that ids had."""
     _check_sparse(ids)
     if isinstance(ids, tf.RaggedTensor):
         ids = ids.to_sparse()
         weights = None if weights is None else weights.to_sparse()
-    ids = tf.SparseTensor(ids.indices, tf.cast(ids.values, tf.int64), ids.dense_shape)
+    dtype = tf.uint64 if ids.dtype == tf.uint64 else tf.int64
+    ids = tf.SparseTensor(ids.indices, tf.cast(ids.values, dtype), ids.dense_shape)
     shape = ids.dense_shape
     ids = tf.sparse.reshape(ids, [tf.reduce_prod(shape[:-1]), shape[-1]])
-    keep = ids.values >= 0
+    keep = _there(table, ids.values)
     if weights is not None:
         weights = tf.SparseTensor(ids.indices, weights.values, ids.dense_shape)
         keep = keep if combiner == "sum" else keep & (weights.values > 0)
@@ -181,17 +192,23 @@ def _pruned(ids: SparseIds, weights: SparseIds | None, combiner: str, default_id
         return ids, weights, shape
     if weights is not None:
         weights, _ = tf.sparse.fill_empty_rows(weights, tf.ones([], weights.dtype))
-    return tf.sparse.fill_empty_rows(ids, tf.cast(default_id, tf.int64))[0], weights, shape
+    return tf.sparse.fill_empty_rows(ids, tf.cast(default_id, dtype))[0], weights, shape
 
 
-def _filled(
-    rows: Any, places: Any, weights: Any, shape: Any, combiner: str, default_id: int | None, max_norm: float | None, name: str | None
-) -> Any:
+def _there(table: TablePort, ids: Any) -> Any:
+    """Which ids are not left out: of a table without num_ids, whose ids may be hashes, all but -1."""
+    check_table(table)
+    if ids.dtype.is_unsigned:
+        return tf.ones_like(ids, tf.bool)
+    return ids >= 0 if table.definition.num_ids is not None else tf.not_equal(ids, -1)
+
+
+def _filled(rows: Any, places: Any, weights: Any, shape: Any, default_id: int | None, own: Mapping[str, Any]) -> Any:
     """Combine rows; zeros where an example has none; of the shape that ids had."""
     places, empty = tf.sparse.fill_empty_rows(places, tf.zeros([], tf.int64))
     if weights is not None:
         weights, _ = tf.sparse.fill_empty_rows(weights, tf.ones([], weights.dtype))
-    made = tf.nn.embedding_lookup_sparse(rows, places, weights, combiner=combiner, max_norm=max_norm, name=name)
+    made = tf.nn.embedding_lookup_sparse(rows, places, weights, **own)
     if default_id is None:
         made = tf.where(empty[:, tf.newaxis], tf.zeros_like(made), made)
     made = tf.reshape(made, tf.concat([tf.cast(shape[:-1], tf.int32), tf.shape(made)[1:]], 0))

@@ -182,6 +182,8 @@ def _ids(source: CategoricalColumn, features: Features, sequence: bool) -> tuple
     if isinstance(source, WeightedColumn):
         weights = _weights(source, values, features)
     ids = tf.SparseTensor(values.indices, _buckets(source, values.values), values.dense_shape)
+    if not sequence and ids.shape.rank not in (None, 2):
+        raise InvalidInputError(f"feature {source.key!r} has the shape {tuple(ids.shape)}; give [b], or bags [b, l]")
     if sequence and ids.shape.rank == 2:
         ids, weights = _alone(ids), None if weights is None else _alone(weights)
     return ids, weights
@@ -189,9 +191,8 @@ def _ids(source: CategoricalColumn, features: Features, sequence: bool) -> tuple
 
 def _weights(source: WeightedColumn, values: Any, features: Features) -> Any:
     given = _feature(source.weight_key, features)
-    if isinstance(given, tf.RaggedTensor):
-        given = given.to_sparse()
-    if isinstance(given, tf.SparseTensor):
+    if isinstance(given, tf.RaggedTensor | tf.SparseTensor):
+        given = _sparse(source.weight_key, features)
         tf.debugging.assert_equal(given.indices, values.indices, f"feature {source.weight_key!r} must hold a number for each value")
         numbers = given.values
     else:
@@ -250,10 +251,12 @@ def _sparse(key: str, features: Features, *, may_miss: bool = True) -> Any:
     """Return a feature as a SparseTensor, without the missing values of a dense one if it may have such."""
     value = _feature(key, features)
     if isinstance(value, tf.SparseTensor):
-        return value
+        return _alone(value) if value.shape.rank == 1 else value
     if isinstance(value, tf.RaggedTensor):
         return value.to_sparse()
     dense = tf.convert_to_tensor(value)
+    if dense.shape.rank == 0:
+        raise InvalidInputError(f"feature {key!r} is one value without examples; give [b], or bags [b, l]")
     dense = dense[:, tf.newaxis] if dense.shape.rank == 1 else dense
     if dense.dtype.is_floating or not may_miss:
         there = tf.ones(tf.shape(dense), tf.bool)
@@ -271,10 +274,12 @@ def _numbers(column: NumericColumn, features: Features) -> Any:
     tensor = tf.convert_to_tensor(value)
     if not (tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool):
         raise InvalidInputError(f"feature {column.key!r} holds {tensor.dtype.name}, and its column takes numbers")
-    tensor = tf.reshape(tf.cast(tensor, tf.float32), [-1, *column.shape])
+    column.check_shape([None] if tensor.shape.rank is None else tensor.shape.as_list())
+    n = tf.shape(tensor)[0]  # a shape that is known later is compared by the reshape
+    tensor = tf.reshape(tf.cast(tensor, tf.float32), [n, *column.shape])
     if column.normalizer_fn is not None:
         tensor = column.normalizer_fn(tensor)
-    return tf.reshape(tensor, [-1, column.width])
+    return tf.reshape(tensor, [n, column.width])
 
 
 def _steps(column: NumericColumn, values: Any) -> Any:
@@ -287,7 +292,7 @@ def _steps(column: NumericColumn, values: Any) -> Any:
 
 
 def _alone(values: Any) -> Any:
-    """From [b, T] to [b, T, 1]."""
+    """Make a bag of each value: from [b, T] to [b, T, 1]."""
     return tf.sparse.expand_dims(values, axis=-1)
 
 

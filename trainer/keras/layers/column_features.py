@@ -24,6 +24,7 @@ from ...columns.feature_values import Bags, dense_bags, list_bags
 from ...columns.tensorflow_columns import checked_dense_columns
 from .distributed_embedding import DistributedEmbedding
 from .feature_configs import FeatureConfig, TableConfig, padded_bags
+from .whole_ids import may_be_cut
 
 _FIRST = {
     "truncated_normal": "TruncatedNormal",
@@ -173,15 +174,20 @@ def _feature(key: str, features: Mapping[str, Any]) -> Any:
 
 def _numbers(column: NumericColumn, features: Mapping[str, Any]) -> NDArray[np.float32]:
     try:
-        values = np.asarray(_feature(column.key, features), np.float32).reshape(-1, *column.shape)
+        given = np.asarray(_feature(column.key, features), np.float32)
     except (TypeError, ValueError) as error:
         raise InvalidInputError(f"feature {column.key!r} holds no numbers of shape [b, {column.width}]: {error}") from error
+    column.check_shape(given.shape)
+    values = given.reshape(-1, *column.shape)
     values = values if column.normalizer_fn is None else np.asarray(column.normalizer_fn(values), np.float32)
-    return values.reshape(-1, column.width)
+    column.check_shape(values.shape)
+    return values.reshape(len(given), column.width)
 
 
 def _bags(key: str, features: Mapping[str, Any]) -> Bags:
     value = _feature(key, features)
+    if may_be_cut(features[key]):
+        raise InvalidInputError(f"feature {key!r} is an array of JAX, which cuts integers to 32 bits without a word: give it in NumPy")
     try:
         return list_bags(value) if isinstance(value, list | tuple) else dense_bags(value)
     except InvalidInputError as error:

@@ -14,8 +14,9 @@ import numpy as np
 
 from kvemb.errors import InvalidInputError
 
-from .feature_configs import FeatureConfig, TableConfig, dense_ids, is_ragged
+from .feature_configs import FeatureConfig, TableConfig, dense_ids
 from .row_embedding import RowEmbedding
+from .whole_ids import is_ragged
 
 _KEY = "preprocessed_inputs"
 _MISSING = object()

@@ -19,6 +19,7 @@ from kvemb.schema.table_def import check_table_name
 
 from .row_embedding import COMBINERS
 from .rows_at_hand import same_shape
+from .whole_ids import is_ragged
 
 Shape = Sequence[int | None]
 
@@ -147,11 +148,6 @@ class FeatureConfig:
             "input_shape": list(self.input_shape),
             "output_shape": list(self.output_shape),
         }
-
-
-def is_ragged(value: Any) -> bool:
-    """Whether ids are ragged or sparse: a tf.RaggedTensor, a tf.SparseTensor, an array of arrays."""
-    return hasattr(value, "row_lengths") or hasattr(value, "dense_shape") or (isinstance(value, np.ndarray) and value.dtype == object)
 
 
 def dense_ids(of: FeatureConfig, ids: Any, weights: Any) -> tuple[Any, Any]:

@@ -8,6 +8,8 @@ from typing import Any, Self
 
 import keras
 import numpy as np
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from numpy.typing import NDArray
 
@@ -17,6 +19,7 @@ from ...bridge.saved_rows import StepMark
 from ...bridge.step_tables import asked_of
 from ...lookahead.cluster_ports import TablePort
 from .rows_at_hand import RowsAtHand, not_differentiated
+from .whole_ids import whole_ids
 
 COMBINERS = ("sum", "mean", "sqrtn")
 _ANY = 2**63 - 1
@@ -74,6 +77,8 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
             weight_key: by which that optimizer knows the variable that the layer had.
         """
         self.table_name, self.combiner = table_name, combiner
+        self._convert_input_args, self._allow_non_tensor_positional_args = False, True  # JAX would make 32 bits of a NumPy array's 64
+        self.__dict__.pop("quantize", None)  # Keras's, of a layer that was converted, or around this class's
         # Behind Keras's tracker: none of these is a part of the layer.
         object.__setattr__(self, "follows", follows)
         object.__setattr__(self, "weight_key", weight_key)
@@ -147,26 +152,31 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         """
         if weights is not None and self.combiner is None:
             raise InvalidInputError(f"layer {self.name!r}: weights go with a combiner")
-        rows = self._rows(inputs)
+        inputs = np.asarray(inputs) if isinstance(inputs, list | tuple) else inputs
+        rows, mask = self._rows(inputs)
         if self.combiner is not None:
             alone = len(inputs.shape) == 1
             # For a bag of one row the weight matters in a sum only.
-            factors = self._factors(inputs, None if alone and self.combiner != "sum" else weights)
+            factors = self._factors(inputs, mask, None if alone and self.combiner != "sum" else weights)
             if alone:
                 rows, factors = keras.ops.expand_dims(rows, -2), keras.ops.expand_dims(factors, -1)
-            rows = _combined(rows, factors, self.combiner)
-        return keras.ops.cast(rows, self.compute_dtype)
+            return keras.ops.cast(_combined(rows, factors, self.combiner), self.compute_dtype)
+        rows = keras.ops.cast(rows, self.compute_dtype)
+        if mask is not None:
+            set_keras_mask(rows, mask)  # it stays: Keras asks for a mask where there is none
+        return rows
 
-    def _rows(self, inputs: Any) -> Any:
+    def _rows(self, inputs: Any) -> tuple[Any, Any]:
+        """The rows of ids, and which of these are not 0, where that is known and asked for."""
         for at_hand in self._links["at_hand"]:
             if at_hand.there:
-                leaf, at = at_hand.look_up(self.table_name, self.name, inputs.shape)
-                return keras.ops.take(leaf, at, axis=0)
-        if in_symbolic_scope():
-            return keras.ops.zeros((*keras.ops.shape(inputs), self.output_dim), "float32")
+                leaf, at, mask = at_hand.look_up(self.table_name, self.name, inputs)
+                return keras.ops.take(leaf, at, axis=0), mask
+        if in_symbolic_scope() or (in_stateless_scope() and any(of.building for of in self._links["at_hand"])):
+            return keras.ops.zeros((*keras.ops.shape(inputs), self.output_dim), "float32"), None
         return self._pulled_now(inputs)
 
-    def _pulled_now(self, inputs: Any) -> Any:
+    def _pulled_now(self, inputs: Any) -> tuple[Any, Any]:
         """Rows of a call outside of a model's steps, which trains nothing."""
         table = self.table
         self.mark.before_lookup(False)
@@ -174,7 +184,9 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         if training:
             raise InvalidInputError(self._not_trained("is called in training"))
         try:
-            values = keras.ops.convert_to_numpy(inputs)
+            values = whole_ids(inputs, table, self._declared())
+        except InvalidInputError:
+            raise
         except Exception as error:
             raise InvalidInputError(
                 f"layer {self.name!r} over table {self.table.name!r} is traced, and its ids have no values yet. Train, "
@@ -185,7 +197,10 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         distinct, inverse = np.unique(ids, return_inverse=True)
         rows, _ = table.pull(distinct if table.definition.id_dtype == "uint64" else distinct.view(np.int64), return_versions=True)
         found = keras.ops.convert_to_tensor(rows[inverse].reshape(*values.shape, table.dim))
-        return found if training is False or not self.trainable else not_differentiated(found, self._not_trained("is differentiated"))
+        mask = keras.ops.convert_to_tensor(values != 0) if self.mask_zero else None
+        if training is False or not self.trainable:
+            return found, mask
+        return not_differentiated(found, self._not_trained("is differentiated")), mask
 
     def _not_trained(self, what: str) -> str:
         return (
@@ -194,27 +209,33 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
             "train, be it one around it, and write a step of your own as its train_step; call it with training=False for no training"
         )
 
+    def _declared(self) -> str | None:
+        """The dtype of integers that the graph which the layer stands in makes of its ids, if it does."""
+        symbols = [one for node in self._inbound_nodes for one in node.input_tensors[:1]]
+        return next((str(one.dtype) for one in symbols if "int" in str(one.dtype)), None)
+
     def ids_of(self, values: NDArray[Any]) -> NDArray[np.uint64]:
-        """Return the ids [m] of an array that the layer is called with, flat and checked.
+        """Return the ids [m] of an array of integers that the layer is called with, flat and checked.
 
         Raises:
-            InvalidInputError: fractions, or ids outside the table's domain.
+            InvalidInputError: ids outside the table's domain.
         """
-        definition = self.table.definition
-        if values.dtype.kind == "f":  # an Input without a dtype makes floats of ids
-            whole = values.astype(np.int64)
-            if not (whole == values).all():
-                raise InvalidInputError(f"table {definition.name!r}: ids must be integers, got fractions")
-            values = whole
         return asked_of(self.table, values)[1]
 
-    def _factors(self, inputs: Any, weights: Any) -> Any:
+    def _factors(self, inputs: Any, mask: Any, weights: Any) -> Any:
         factors = keras.ops.ones(keras.ops.shape(inputs), "float32") if weights is None else keras.ops.cast(weights, "float32")
-        return factors * keras.ops.cast(keras.ops.not_equal(inputs, 0), "float32") if self.mask_zero else factors
+        return factors if mask is None else factors * keras.ops.cast(mask, "float32")
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
         """As keras.layers.Embedding; the result of a combiner has no mask."""
         return None if self.combiner is not None else super().compute_mask(inputs, mask)
+
+    def _set_mask_metadata(self, inputs: Any, outputs: Any, previous_mask: Any) -> None:
+        """In a graph have the mask come with the rows, where it is of all bits of the ids."""
+        if self.mask_zero and self.combiner is None and isinstance(outputs, keras.KerasTensor) and self.input_dim > 1 << 31:
+            set_keras_mask(outputs, _MaskOfRows()(inputs, outputs))
+        else:
+            super()._set_mask_metadata(inputs, outputs, previous_mask)
 
     def compute_output_shape(self, input_shape: Sequence[int | None]) -> tuple[int | None, ...]:
         """Return the result's shape."""
@@ -281,6 +302,20 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         raise InvalidInputError(
             f"layer {self.name!r} is over table {self.table_name!r}: materialize the model first, then quantize the copy"
         )
+
+
+@keras.saving.register_keras_serializable(package="kvemb")
+class _MaskOfRows(keras.Operation):  # type: ignore[misc]
+    """Which ids are not 0, by the layer that has looked them up."""
+
+    def call(self, ids: Any, rows: Any) -> Any:
+        """Return the mask that `rows` have; elsewhere than in a step it may be that of the ids."""
+        mask = get_keras_mask(rows)
+        return keras.ops.not_equal(ids, 0) if mask is None else mask
+
+    def compute_output_spec(self, ids: Any, rows: Any) -> Any:
+        """Return shape and dtype of the mask."""
+        return keras.KerasTensor(ids.shape, dtype="bool")
 
 
 # As `kvemb.keras` calls it: by this name Keras finds a layer's place in a file of weights, which is that of the plain layer then.

@@ -20,7 +20,9 @@ from keras.src.utils.jax_utils import is_in_jax_tracing_scope
 from kvemb.errors import InvalidInputError
 
 Fed = Mapping[str, Any]
-"""The tensors beside a batch: "rows" by table, [capacity, dim], and "at" by layer, its positions of each call."""
+"""The tensors beside a batch: "rows" by table, [capacity, dim]; by layer "at", its positions of each call, and "masks" of ids other than 0,
+where it masks these: in the step itself ids may have lost bits, and be 0.
+"""
 
 
 class RowsAtHand:
@@ -29,8 +31,10 @@ class RowsAtHand:
     def __init__(self) -> None:
         self.shadows: dict[str, Any] = {}
         """By table, the variable that takes its gradient."""
+        self.building = False
+        """Whether Keras may call the model with a batch to build it, on JAX: with ids that are cut, and for no rows."""
         self._fed: Fed | None = None
-        self._n_calls: dict[str, int] = {}
+        self._calls: dict[str, list[Any]] = {}  # by layer, the ids of its calls in the step so far
         self._training = False
 
     @property
@@ -42,34 +46,36 @@ class RowsAtHand:
     def of_step(self, fed: Fed, training: bool) -> Iterator[None]:
         """Have rows at hand until the step has been traced or run."""
         self._fed, self._training = fed, training
-        self._n_calls = {}
+        self._calls = {}
         try:
             yield
         finally:
-            self._fed, self._n_calls = None, {}
+            self._fed, self._calls = None, {}
 
-    def look_up(self, table: str, layer: str, shape: Sequence[int | None]) -> tuple[Any, Any]:
-        """Return a table's leaf [capacity, dim], and the positions in it of the next call of a layer.
+    def look_up(self, table: str, layer: str, ids: Any) -> tuple[Any, Any, Any]:
+        """Return a table's leaf [capacity, dim], the positions in it of the next call of a layer, and the call's mask or None.
 
         Args:
             table, layer: by name.
-            shape: of the ids that the layer was called with.
+            ids: that the layer was called with; only their shape is used, but in a call that is made again.
 
         Raises:
             InvalidInputError: the layer is called in another way than was foreseen.
         """
         assert self._fed is not None, "called within a step"
         calls: Sequence[Any] = self._fed["at"].get(layer, ())
-        n = self._n_calls.get(layer, 0)
-        self._n_calls[layer] = n + 1
-        foreseen = [tuple(at.shape) for at in calls]
+        before, foreseen = self._calls.setdefault(layer, []), [tuple(at.shape) for at in calls]
+        n, shape = _call_again(before, ids) if len(before) == len(calls) else len(before), tuple(ids.shape)
+        if n == len(before):
+            before.append(ids)
         if n >= len(calls) or not same_shape(foreseen[n], shape):
             raise InvalidInputError(
-                f"layer {layer!r} over table {table!r}: its call {n + 1} in a step asks for ids of shape {tuple(shape)}, rows were pulled "
+                f"layer {layer!r} over table {table!r}: its call {n + 1} in a step asks for ids of shape {shape}, rows were pulled "
                 f"for {foreseen or 'no call'}. A train_step that calls the model several times, or a call that differs from step to step, "
                 f"is not foreseen: name what feeds each call in turn, distribute(features={{{layer!r}: [key of x, or a function of x, …]}})"
             )
-        return self._leaf(table), calls[n]
+        masks = self._fed["masks"].get(layer)
+        return self._leaf(table), calls[n], None if masks is None else masks[n]
 
     def _leaf(self, table: str) -> Any:
         """Return rows with their shadow, new for each call, which may stand under another tape, or under none."""
@@ -79,6 +85,16 @@ class RowsAtHand:
             value = keras.ops.convert_to_tensor(self.shadows[table])
             leaf = leaf + (value - keras.ops.stop_gradient(value))
         return leaf
+
+
+def _call_again(before: Sequence[Any], ids: Any) -> int:
+    """Return which call has the same ids, where torch makes it again in backward (keras.remat); the number of calls if none."""
+    if keras.backend.backend() == "torch":
+        import torch
+
+        if torch._C._current_graph_task_id() != -1:  # as torch.utils.checkpoint knows backward
+            return next((n for n, one in enumerate(before) if torch.equal(one, ids)), len(before))
+    return len(before)
 
 
 def not_differentiated(rows: Any, why: str) -> Any:

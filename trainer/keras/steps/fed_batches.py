@@ -27,6 +27,7 @@ from ..layers.row_embedding import RowEmbedding
 from .ids_plan import IdsPlan
 
 _LEAST = 64  # rows
+_KEEPS = "_keeps_integers"
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,12 @@ class AskedByLayers:
 
     Args:
         asked: for each table, once, all ids that its layers' calls ask for, one after another.
-        calls: for each call its layer's name, its table's, the shape of its ids, and where they begin among the table's.
+        calls: for each call its layer's name, its table's, the shape of its ids, and where they begin among the table's; and which of
+            them are not 0, for a layer that masks these.
     """
 
     asked: list[Asked]
-    calls: list[tuple[str, str, tuple[int, ...], int]]
+    calls: list[tuple[str, str, tuple[int, ...], int, NDArray[np.bool_] | None]]
 
 
 def wanted_of(ids: Sequence[tuple[RowEmbedding, NDArray[Any]]]) -> AskedByLayers:
@@ -51,7 +53,7 @@ def wanted_of(ids: Sequence[tuple[RowEmbedding, NDArray[Any]]]) -> AskedByLayers
         name = layer.table.name
         tables[name] = layer.table
         flat = layer.ids_of(values)
-        calls.append((layer.name, name, tuple(values.shape), starts.get(name, 0)))
+        calls.append((layer.name, name, values.shape, starts.get(name, 0), values != 0 if layer.mask_zero else None))
         starts[name] = starts.get(name, 0) + len(flat)
         parts.setdefault(name, []).append(flat)
     return AskedByLayers([(tables[name], flats[0] if len(flats) == 1 else np.concatenate(flats)) for name, flats in parts.items()], calls)
@@ -81,11 +83,14 @@ def fed_of(wanted: AskedByLayers, found: Mapping[str, LookupResult], capacities:
     """Return the tensors that travel beside the batch, of the backend's own kind: see `layers.rows_at_hand`."""
     rows = {name: keras.ops.convert_to_tensor(_padded(one.rows, capacities[name])) for name, one in found.items()}
     at: dict[str, list[Any]] = {}
-    for layer, table, shape, start in wanted.calls:
+    masks: dict[str, list[Any]] = {}
+    for layer, table, shape, start, mask in wanted.calls:
         n = int(np.prod(shape, dtype=np.int64))
         places = found[table].inverse[start : start + n].astype(np.int32).reshape(shape)
         at.setdefault(layer, []).append(keras.ops.convert_to_tensor(places))
-    return {"rows": rows, "at": at}
+        if mask is not None:
+            masks.setdefault(layer, []).append(keras.ops.convert_to_tensor(mask))
+    return {"rows": rows, "at": at, "masks": masks}
 
 
 def _padded(rows: NDArray[np.float32], capacity: int) -> NDArray[np.float32]:
@@ -94,6 +99,24 @@ def _padded(rows: NDArray[np.float32], capacity: int) -> NDArray[np.float32]:
     padded = np.zeros((capacity, rows.shape[1]), np.float32)
     padded[: len(rows)] = rows
     return padded
+
+
+def keep_integers() -> None:
+    """Have Keras on JAX leave the integers of batches in NumPy until their step: on a device they have 32 bits.
+
+    It holds for all models of the process: to a step without tables it makes no difference which of both it takes.
+    """
+    if keras.backend.backend() != "jax" or getattr(keras.src.backend.jax.trainer._distribute_data, _KEEPS, False):
+        return
+    inner = keras.src.backend.jax.trainer._distribute_data
+
+    def distributed(data: Any, layouts: Any = None) -> Any:
+        if keras.distribution.distribution() is not None:
+            return inner(data, layouts)
+        return keras.tree.map_structure(lambda one: one if isinstance(one, np.ndarray) and one.dtype.kind in "iu" else inner(one), data)
+
+    setattr(distributed, _KEEPS, True)
+    keras.src.backend.jax.trainer._distribute_data = distributed
 
 
 Plan = Callable[[Any], IdsPlan]

@@ -14,11 +14,12 @@ from typing import Any
 
 import keras
 import numpy as np
+from numpy.typing import NDArray
 
 from kvemb.errors import InvalidInputError
 
-from ..layers.feature_configs import is_ragged
 from ..layers.row_embedding import RowEmbedding
+from ..layers.whole_ids import host, whole_ids
 
 Values = dict[int, Any]
 """Of one batch: the values computed, by symbol."""
@@ -65,13 +66,17 @@ class IdsPlan:
                 _refuse_drawn(walked.constants, _walked(named, model, x, y).constants)
             self.calls, self.weighs = walked.calls, walked.weighs
 
-    def ids(self, x: Any, y: Any = None) -> list[tuple[RowEmbedding, Any]]:
-        """Return each call's layer and its ids, an array of the shape that the layer is called with."""
-        found: list[tuple[RowEmbedding, Any]] = []
-        if self.calls:
-            flat, values = [*inputs_of(self._model, x), *keras.tree.flatten(y)], Values()
-            found = [(call.layer, host(call.ids(flat, values))) for call in self.calls]
-        return found + [(layer, host(one(x) if callable(one) else x[one])) for layer, one in self._named]
+    def ids(self, x: Any, y: Any = None) -> list[tuple[RowEmbedding, NDArray[Any]]]:
+        """Return each call's layer and its ids, integers of the shape that the layer is called with.
+
+        Raises:
+            InvalidInputError: as `whole_ids`.
+        """
+        with _long_integers():
+            flat, values = [*inputs_of(self._model, x), *keras.tree.flatten(y)] if self.calls else [], Values()
+            found = [(call.layer, call.ids(list(map(_long, flat)), values)) for call in self.calls]
+            found += [(layer, one(x) if callable(one) else x[one]) for layer, one in self._named]
+        return [(layer, whole_ids(ids, layer.table)) for layer, ids in found]
 
 
 def layers_over_tables(model: Any) -> list[RowEmbedding]:
@@ -95,24 +100,13 @@ def _by_name(struct: Any, x: Mapping[str, Any]) -> list[Any]:
     return [x[one.name] for one in keras.tree.flatten(struct)]
 
 
-def host(value: Any) -> np.ndarray[Any, Any]:
-    """Return a value as NumPy has it, without a copy where the backend allows.
-
-    Raises:
-        InvalidInputError: it is ragged or sparse.
-    """
-    if is_ragged(value):
-        raise InvalidInputError("ids of a batch are ragged or sparse: put preprocess() of their layer into the input pipeline, or pad them")
-    return value if isinstance(value, np.ndarray) else np.asarray(keras.ops.convert_to_numpy(value))
-
-
 def _of_rank(value: Any, symbol: Any) -> Any:
     if value is None or len(value.shape) == len(symbol.shape):
         return value
     if len(value.shape) == len(symbol.shape) - 1 and symbol.shape[-1] == 1:
-        return host(value)[..., None]
+        return _sliced(value, (..., None))
     if len(value.shape) == len(symbol.shape) + 1 and value.shape[-1] == 1:
-        return host(value)[..., 0]
+        return _sliced(value, (..., 0))
     return value
 
 
@@ -268,11 +262,37 @@ class _SymbolWalk:
         return compute
 
 
+@contextmanager
+def _long_integers() -> Iterator[None]:
+    """Have JAX compute with integers of 64 bits in this thread, as other backends do."""
+    if keras.backend.backend() != "jax":
+        yield
+        return
+    import jax
+
+    with jax.enable_x64(True):
+        yield
+
+
+def _sliced(value: Any, key: Any) -> Any:
+    """Slice by NumPy; but arrays of JAX as they are, since they may have been cut, which `whole_ids` says."""
+    return (value if keras.backend.backend() == "jax" else host(value))[key]
+
+
+def _long(value: Any) -> Any:
+    """Return integers as such of 64 bits, from which no operation makes shorter ones; on JAX, where shorter ones may have been cut."""
+    short = isinstance(value, np.ndarray) and value.dtype.kind == "i" and value.dtype.itemsize < 8
+    return value.astype(np.int64) if short and keras.backend.backend() == "jax" else value
+
+
 def _run(operation: Any, args: Any, kwargs: Any) -> Any:
-    """Call an operation on values; slices by NumPy, which keeps 64 bits where a backend does not."""
-    if type(operation).__name__ == "GetItem":
+    """Call an operation on values; a model's cast of integers to shorter ones is for its weights, and cuts no ids."""
+    kind = type(operation).__name__
+    if kind == "GetItem":
         key = args[1] if len(args) > 1 else kwargs["key"]
-        return host(args[0])[tuple(key) if isinstance(key, list) else key]
+        return _sliced(args[0], tuple(key) if isinstance(key, list) else key)
+    if kind == "Cast" and "int" in operation.dtype and "int" in keras.backend.standardize_dtype(args[0].dtype):
+        return args[0]
     if isinstance(operation, keras.Layer) and operation._call_has_training_arg:
         kwargs = {**kwargs, "training": False}
     return operation(*args, **kwargs)

@@ -26,7 +26,7 @@ from ...bridge.shared_lookups import LookupResult, SharedLookups
 from ...bridge.step_tables import OwnProcess
 from ...lookahead.cluster_ports import GradientPart
 from ..layers.rows_at_hand import RowsAtHand
-from .fed_batches import AskedByLayers, FitAhead, capacity_of, fed_of, look_up, wanted_of
+from .fed_batches import AskedByLayers, FitAhead, capacity_of, fed_of, keep_integers, look_up, wanted_of
 from .ids_plan import Feature, IdsPlan, layers_over_tables
 from .kept_weights import Handing, KeptWeights, blank, hand_over_each_batch, not_connected, shadow_of
 from .model_state import GradientScale, ModelState, StepValues, in_place, leave_with, n_batches_of, n_per_step, rule_of, ruled
@@ -80,8 +80,21 @@ class ConnectedModel:
             object.__setattr__(self.model, f"make_{kind}_function", make)
             setattr(self.model, f"{kind}_function", None)
         self.fit_ahead.install(self.model)
+        keep_integers()
+        for name in ("predict", "predict_on_batch"):
+            object.__setattr__(self.model, name, self._building(getattr(self.model, name)))
         object.__setattr__(self.model, _CONNECTED, self)
         KeptWeights(self.model).install()
+
+    def _building(self, predict: Callable[..., Any]) -> Callable[..., Any]:
+        def around(*args: Any, **kwargs: Any) -> Any:
+            self.at_hand.building = not all(layer.built for layer in self.model._flatten_layers())
+            try:
+                return predict(*args, **kwargs)
+            finally:
+                self.at_hand.building = False
+
+        return around
 
     def _with_rows(self, step: Callable[..., Any], training: bool) -> Callable[..., Any]:
         def with_rows(*args: Any) -> Any:

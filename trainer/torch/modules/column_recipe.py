@@ -50,9 +50,9 @@ def numbers(column: NumericColumn, features: Mapping[str, Feature]) -> Tensor:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidInputError(f"feature {column.key!r} holds no numbers: {error}") from error
-    if tensor.is_complex() or tensor.dim() == 0 or tensor.shape[1:] not in (column.shape, () if column.width == 1 else column.shape):
-        shape = ", ".join(map(str, ("b", *column.shape)))
-        raise InvalidInputError(f"feature {column.key!r} is {tensor.dtype} of shape {tuple(tensor.shape)}, expected numbers [{shape}]")
+    if tensor.is_complex():
+        raise InvalidInputError(f"feature {column.key!r} is {tensor.dtype}, its column takes real numbers")
+    column.check_shape(tensor.shape)
     tensor = tensor.to(torch.float32).reshape(-1, *column.shape)
     if column.normalizer_fn is not None:
         tensor = _normalized(column, tensor)
