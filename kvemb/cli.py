@@ -92,7 +92,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = _parser()
     known = [name for names in _GROUPS.values() for name in names]
     if words and not words[0].startswith("-") and words[0] not in known:
-        parser.error(f"no verb {words[0]!r}.{did_you_mean(words[0], known)} kvemb --help lists them all")
+        parser.error(f"no verb {words[0]!r}{did_you_mean(words[0], known) or '.'} kvemb --help lists them all")
     args, more = parser.parse_known_args(words)
     if len(more) == 1 and not more[0].startswith("-") and "config_given" not in args and {"url", "config"} <= vars(args).keys():
         args.config, args.url = args.url, more.pop()  # FILE, an option, URL

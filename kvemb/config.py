@@ -286,7 +286,7 @@ def _tables(tree: object, kind: str) -> tuple[TableDef, ...]:
         if {"name", "tag_attempt", "life", "init_algorithm"} & set(fields):
             raise ConfigError(f"tables.{name}: the keys name, tag_attempt, life and init_algorithm are not set here")
         for key in sorted(set(fields) - KEYS - {"expected_rows", "layout", "frozen"}):
-            raise ConfigError(f"tables.{name}.{key}: unknown key.{did_you_mean(str(key), KEYS)}")
+            raise ConfigError(f"tables.{name}.{key}: unknown key{did_you_mean(str(key), KEYS)}")
         if "layout" in fields and kind == "memcached":
             raise ConfigError(f"tables.{name}.layout: says how Redis and Valkey keep rows; memcached has a key for every row: leave it out")
         given = {key: value for key, value in fields.items() if key not in ("expected_rows", "layout", "frozen")}
@@ -326,7 +326,7 @@ def _section(tree: object, at: str, known: set[str], required: set[str]) -> Mapp
     prefix = f"{at}." if at else ""
     for key in tree:
         if key not in known:
-            raise ConfigError(f"{prefix}{key}: unknown key; known here: {', '.join(sorted(known))}.{did_you_mean(str(key), known)}")
+            raise ConfigError(f"{prefix}{key}: unknown key; known here: {', '.join(sorted(known))}{did_you_mean(str(key), known)}")
     for key in sorted(required - set(tree)):
         raise ConfigError(f"{prefix}{key}: missing")
     return tree

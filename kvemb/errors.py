@@ -32,10 +32,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
     Example:
         >>> did_you_mean("dims", ["dim", "dtype"]), did_you_mean("x", ["dim"])
-        (" Did you mean 'dim'?", '')
+        (". Did you mean 'dim'?", '')
     """
     near = get_close_matches(word, [*known], 1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    return f". Did you mean {near[0]!r}?" if near else ""
 
 
 # --- the caller's fault: nothing was sent, nothing changed -------------------------------------------------------------------------

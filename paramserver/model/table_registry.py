@@ -241,7 +241,7 @@ class Registry:
             return TableDroppedError(f"table {name!r} was dropped; existing: {known}. {AFTER_A_DROP}.")
         return UnknownTableError(
             f"no table {name!r} in this cluster; existing: {known}{'' if self._copies.now.tables else ' yet'}. "
-            f"Create it with create_table.{did_you_mean(name, self._copies.now.tables)}"
+            f"Create it with create_table{did_you_mean(name, self._copies.now.tables) or '.'}"
         )
 
     def create(self, table: TableDef, *, exist_ok: bool, policies: Policies = NO_POLICIES) -> TableDef:

@@ -138,8 +138,10 @@ class NodeWatch:
     def look_for_lost_nodes(self) -> None:
         """Look at every node's marker."""
         try:
-            if self._see_lost_nodes():
+            lost = self._see_lost_nodes()
+            if lost or self.seen.away:
                 self._away()
+            if lost:
                 self._lost()
             elif not self.seen.away:
                 self._whole()

@@ -120,6 +120,15 @@ def test_a_look_that_failed_is_trouble_of_the_shard_until_one_succeeds_and_the_l
     assert "again" in caplog.records[-1].message
 
 
+def test_a_node_that_gave_no_answer_is_told_of_as_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, told = SlowStore([0.01, 0.01]), list[str]()
+    watch = NodeWatch(store, 1.0, away=lambda: told.append("away"), whole=lambda: told.append("whole"))
+    watch.look_for_lost_nodes()
+    monkeypatch.setattr(store, "away", ["watch-slow:1"])
+    watch.look_for_lost_nodes()
+    assert told == ["whole", "away"]
+
+
 def test_lost_nodes_are_told_of_at_every_look() -> None:
     told: list[int] = []
     watched(SlowStore([0, 0.5, 0]), lambda: told.append(1))
