@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +12,14 @@ pytest.importorskip("torch.nn")  # not "torch": this directory could be taken fo
 import torch
 from collection_features import FIRST, N_IDS, configs, random_features
 from creating_cluster import CreatingCluster, pushed_grad, rows_of
+from making_cluster import MakingCluster
 from torch import nn
 from torch.nn import functional as F
 
 from kvemb import init, optim
 from kvemb.errors import InvalidInputError, TableMismatchError
 from trainer.bridge.shared_lookups import EarlyLookup, found_of, unique_of
-from trainer.torch import Embedding, SparseOptimizer
+from trainer.torch import Embedding, SparseOptimizer, materialize
 from trainer.torch.collections.embedding_collections import EmbeddingBagCollection, EmbeddingCollection
 from trainer.torch.collections.jagged_tensors import JaggedTensor, KeyedJaggedTensor
 from trainer.torch.collections.keyed_recipes import EmbeddingBagConfig, EmbeddingConfig
@@ -224,6 +226,21 @@ def test_features_that_do_not_fit_are_refused_before_any_pull(features: KeyedJag
     with pytest.raises(InvalidInputError, match=match):
         EmbeddingBagCollection(configs(), cluster)(features)
     assert cluster.n_round_trips == 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (torch.fx.symbolic_trace, "torch.fx cannot .* leaf of your Tracer"),
+        (torch.jit.script, "torch.jit.script cannot .*torch.export|materi"),
+    ],
+)
+def test_what_torch_cannot_compile_is_refused_by_name(change: Any, match: str, plain: bool) -> None:
+    collection = EmbeddingBagCollection(configs(), MakingCluster())
+    with pytest.raises(InvalidInputError, match=match):
+        change(torch.nn.Sequential(materialize(collection) if plain else collection))
 
 
 class VariableStride(KeyedJaggedTensor):

@@ -19,6 +19,7 @@ from trainer.torch import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
+    JaggedTensor,
     KeyedJaggedTensor,
     SparseOptimizer,
 )
@@ -33,6 +34,19 @@ def random_features(kind: type, seed: int, *, weighted: bool) -> KeyedJaggedTens
     lengths = rng.integers(0, 6, len(keys) * 7)
     weights = torch.from_numpy(rng.normal(size=lengths.sum()).astype(np.float32)) if weighted else None
     return kind(keys, torch.from_numpy(rng.integers(0, N_IDS, lengths.sum())), weights, lengths=torch.from_numpy(lengths))
+
+
+def test_arguments_stand_where_torchrecs_do() -> None:
+    values, weights, lengths, offsets = torch.arange(3), torch.rand(3), torch.tensor([2, 1]), torch.tensor([0, 2, 3])
+    for ours, theirs, args in (
+        (JaggedTensor, torchrec.JaggedTensor, (values, weights, lengths)),
+        (KeyedJaggedTensor, torchrec.KeyedJaggedTensor, (["a", "b"], values, weights, lengths)),
+        (KeyedJaggedTensor.from_lengths_sync, torchrec.KeyedJaggedTensor.from_lengths_sync, (["a", "b"], values, lengths, weights)),
+        (KeyedJaggedTensor.from_offsets_sync, torchrec.KeyedJaggedTensor.from_offsets_sync, (["a", "b"], values, offsets, weights)),
+    ):
+        got, expected = ours(*args), theirs(*args)
+        for method in ("values", "weights", "lengths", "offsets"):
+            assert torch.equal(getattr(got, method)(), getattr(expected, method)())
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -33,8 +33,8 @@ def test_lengths_offsets_lists_and_padding_say_the_same() -> None:
         JaggedTensor(torch.tensor([1, 2, 3]), offsets=torch.tensor([0, 2, 2, 3])),
         JaggedTensor.from_lists(BAGS),
         JaggedTensor.from_lists([torch.tensor(bag) for bag in BAGS]),
-        JaggedTensor.from_padded(torch.tensor([[1, 2], [-1, -1], [3, -1]])),
-        JaggedTensor.from_padded(torch.tensor([[1, 2], [0, 0], [3, 0]]), missing=0),
+        KeyedJaggedTensor.from_lengths_sync(["a"], torch.tensor([1, 2, 3]), torch.tensor([2, 0, 1]))["a"],
+        KeyedJaggedTensor.from_offsets_sync(["a"], torch.tensor([1, 2, 3]), torch.tensor([0, 2, 2, 3]))["a"],
     ]
     for feature in made:
         assert lists(feature) == BAGS
@@ -66,7 +66,7 @@ def test_padding_cuts_what_is_longer_and_keeps_rows_and_gradients() -> None:
     assert feature.to_padded_dense(1, padding_value=-1).tolist() == [[1], [-1], [3]]
     assert JaggedTensor.from_lists([]).to_padded_dense().shape == (0, 0)
     rows = torch.ones(3, 2, requires_grad=True)
-    JaggedTensor(rows, feature.lengths()).to_padded_dense(1).sum().backward()
+    JaggedTensor(rows, lengths=feature.lengths()).to_padded_dense(1).sum().backward()
     assert rows.grad is not None
     assert rows.grad.tolist() == [[1, 1], [0, 0], [1, 1]]
 
@@ -80,7 +80,6 @@ def test_keys_take_their_part_of_values_and_weights() -> None:
     weights = torch.arange(6.0)
     weighted = KeyedJaggedTensor(["a", "b"], features.values(), weights, lengths=features.lengths())
     assert weighted["b"].weights().tolist() == [3, 4, 5]
-    assert KeyedJaggedTensor.from_jt_dict(weighted.to_dict()).weights().tolist() == weights.tolist()
 
 
 def test_a_pytree_has_the_tensors_as_leaves_and_comes_back() -> None:
@@ -121,7 +120,7 @@ def test_pinning_pins_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
     keyed().pin_memory()
-    JaggedTensor(torch.tensor([1]), torch.tensor([1]), torch.ones(1)).pin_memory()
+    JaggedTensor(torch.tensor([1]), torch.ones(1), torch.tensor([1])).pin_memory()
     assert len(pinned) == 5
 
 
@@ -137,17 +136,14 @@ VALUES = torch.tensor([1, 2, 3])
         lambda: JaggedTensor(VALUES, lengths=torch.tensor([[3]])),
         lambda: JaggedTensor(VALUES, offsets=torch.tensor([1, 3])),
         lambda: JaggedTensor(VALUES, offsets=torch.tensor([], dtype=torch.int64)),
-        lambda: JaggedTensor(VALUES, torch.tensor([3]), torch.ones(2)),
-        lambda: JaggedTensor(VALUES, torch.tensor([3]), torch.ones(3, 1)),
-        lambda: JaggedTensor(VALUES, torch.tensor([3])).weights(),
-        lambda: JaggedTensor.from_padded(VALUES),
+        lambda: JaggedTensor(VALUES, torch.ones(2), torch.tensor([3])),
+        lambda: JaggedTensor(VALUES, torch.ones(3, 1), torch.tensor([3])),
+        lambda: JaggedTensor(VALUES, lengths=torch.tensor([3])).weights(),
+        lambda: KeyedJaggedTensor([], VALUES[:0], lengths=VALUES[:0]),
         lambda: KeyedJaggedTensor(["a", "a"], VALUES, lengths=torch.tensor([1, 2])),
         lambda: KeyedJaggedTensor(["a", "b"], VALUES, lengths=torch.tensor([1, 1, 1])),
-        lambda: KeyedJaggedTensor.from_jt_dict({}),
+        lambda: KeyedJaggedTensor.from_lists({}),
         lambda: KeyedJaggedTensor.from_lists({"a": [[1]], "b": [[1], [2]]}),
-        lambda: KeyedJaggedTensor.from_jt_dict(
-            {"a": JaggedTensor(VALUES, torch.tensor([3]), torch.ones(3)), "b": JaggedTensor(VALUES, torch.tensor([3]))}
-        ),
         lambda: keyed()["c"],
         lambda: KeyedTensor(["k"], [1], torch.zeros(1, 1))["c"],
     ],
@@ -155,6 +151,15 @@ VALUES = torch.tensor([1, 2, 3])
 def test_what_does_not_fit_is_refused(make: object) -> None:
     with pytest.raises(InvalidInputError):
         make()
+
+
+@pytest.mark.parametrize("lengths", [[2, 0], [3, 1], [4, -1], [-1, 4]])
+def test_bags_that_are_not_the_values_are_refused_where_they_are_told_apart(lengths: list[int]) -> None:
+    feature = JaggedTensor(VALUES, lengths=torch.tensor(lengths))
+    keyed = KeyedJaggedTensor(["a"], VALUES, lengths=torch.tensor(lengths))
+    for read in (feature.to_dense, feature.to_padded_dense, lambda: feature.to_padded_dense(1), keyed.to_dict, lambda: keyed["a"]):
+        with pytest.raises(InvalidInputError, match=r"lengths add up to .* there are 3 values"):
+            read()
 
 
 def test_lists_of_floats_are_not_cut_off() -> None:

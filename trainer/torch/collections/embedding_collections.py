@@ -117,4 +117,4 @@ class EmbeddingCollection(TableCollection[SequenceRecipe]):
             InvalidInputError: features are missing or do not fit; nothing was sent.
         """
         results = self.recipe.run(features, self._look_up)
-        return {name: JaggedTensor(of.values().to(self.dtype), of.lengths(), of.weights_or_none()) for name, of in results.items()}
+        return {name: JaggedTensor(of.values().to(self.dtype), of.weights_or_none(), of.lengths()) for name, of in results.items()}

@@ -1,9 +1,9 @@
 """Jagged features: bags of different lengths as flat tensors.
 
-JaggedTensor is one feature, KeyedJaggedTensor several with the same number of bags. Names and methods are TorchRec's, as far as a trainer
-needs them, so that either library's objects go into our collections. Both are pytree nodes: a walk over a batch finds their tensors. They
-can be pickled, so a DataLoader's workers may make them. KeyedTensor is the result of a pooled collection: one row per example, a block of
-columns per key. What must not live here: lookups. Immutable by convention.
+JaggedTensor is one feature, KeyedJaggedTensor several with the same number of bags. Names, and the order of arguments, are TorchRec's; its
+own objects go into our collections, too, so these do only what a trainer without TorchRec needs (adr/0123). Both are pytree nodes: a walk
+over a batch finds their tensors. They can be pickled, so a DataLoader's workers may make them. KeyedTensor is the result of a pooled
+collection: one row per example, a block of columns per key. What must not live here: lookups. Immutable by convention.
 
 Source: torchrec.sparse.jagged_tensor, KeyedTensor included (interface only).
 """
@@ -18,11 +18,13 @@ from torch.utils import _pytree as pytree
 
 from kvemb.errors import InvalidInputError
 
+from ..modules.pooling import exporting
+
 
 class _JaggedValues:
     """The common part of both: values of bags, one bag after another, how many each bag has, and perhaps a weight for each value."""
 
-    def __init__(self, values: Tensor, lengths: Tensor | None = None, weights: Tensor | None = None, offsets: Tensor | None = None) -> None:
+    def __init__(self, values: Tensor, weights: Tensor | None = None, lengths: Tensor | None = None, offsets: Tensor | None = None) -> None:
         self._values, self._weights = values, weights
         self._lengths = _lengths_of(lengths, offsets)
         if weights is not None and weights.shape != values.shape[:1]:
@@ -67,12 +69,13 @@ class JaggedTensor(_JaggedValues):
 
     Args:
         values: [m], or [m, dim].
+        weights: [m], a weight for each value, or None.
         lengths: integers [b]: how many values each bag has. Give these or `offsets`.
         offsets: integers [b + 1]: where each bag begins, and the end.
-        weights: [m], a weight for each value, or None.
 
     Raises:
-        InvalidInputError: shapes or dtypes do not fit, or not exactly one of `lengths` and `offsets` is given.
+        InvalidInputError: shapes or dtypes do not fit, or not exactly one of `lengths` and `offsets` is given. Lengths that do not add
+            up to m are refused where bags are told apart.
 
     Example:
         >>> feature = JaggedTensor(torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 0, 1]))
@@ -93,24 +96,11 @@ class JaggedTensor(_JaggedValues):
         """
         parts = [_tensor(bag, dtype) for bag in bags]
         values = torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
-        return cls(values, torch.tensor([len(part) for part in parts], dtype=torch.int64))
-
-    @classmethod
-    def from_padded(cls, dense: Tensor, missing: int = -1) -> "JaggedTensor":
-        """Make a feature from a tensor [b, l], leaving out values that equal `missing`.
-
-        Example:
-            >>> JaggedTensor.from_padded(torch.tensor([[1, 2], [-1, -1], [3, -1]])).lengths().tolist()
-            [2, 0, 1]
-        """
-        if dense.dim() != 2:
-            raise InvalidInputError(f"from_padded takes a tensor [b, l], got the shape {tuple(dense.shape)}")
-        present = dense != missing
-        return cls(dense[present], present.sum(1))
+        return cls(values, lengths=torch.tensor([len(part) for part in parts], dtype=torch.int64))
 
     def to_dense(self) -> list[Tensor]:
         """The bags, a tensor each."""
-        return list(torch.split(self._values, self._lengths.tolist()))
+        return list(torch.split(self._values, _sizes(self._lengths[:, None], self._values)))
 
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
         """The bags side by side: [b, l] or [b, l, dim]; longer ones are cut, shorter ones filled up.
@@ -124,6 +114,8 @@ class JaggedTensor(_JaggedValues):
             [[1, 2], [0, 0], [3, 0]]
         """
         lengths = self._lengths.to(torch.int64)
+        if not exporting():
+            _sizes(lengths[:, None], self._values)
         longest = int(lengths.max()) if desired_length is None and len(lengths) else desired_length or 0
         bag = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
         place = torch.arange(len(bag), device=lengths.device) - self.offsets()[:-1].to(torch.int64)[bag]
@@ -165,35 +157,31 @@ class KeyedJaggedTensor(_JaggedValues):
         offsets: Tensor | None = None,
     ) -> None:
         self._keys = list(keys)
-        super().__init__(values, lengths, weights, offsets)
-        if len(set(self._keys)) < len(self._keys):
-            raise InvalidInputError(f"keys must be distinct, got {self._keys}")
-        if len(self._lengths) % max(1, len(self._keys)):
+        super().__init__(values, weights, lengths, offsets)
+        if not self._keys or len(set(self._keys)) < len(self._keys):
+            raise InvalidInputError(f"keys must be distinct, and one at least; got {self._keys}")
+        if len(self._lengths) % len(self._keys):
             raise InvalidInputError(f"{len(self._lengths)} lengths cannot be the same number of bags for each of {len(self._keys)} keys")
+
+    @classmethod
+    def from_lengths_sync(cls, keys: Sequence[str], values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> "KeyedJaggedTensor":
+        """Make features from lengths [len(keys) * b], as TorchRec does."""
+        return cls(keys, values, weights, lengths)
+
+    @classmethod
+    def from_offsets_sync(cls, keys: Sequence[str], values: Tensor, offsets: Tensor, weights: Tensor | None = None) -> "KeyedJaggedTensor":
+        """Make features from offsets [len(keys) * b + 1], as TorchRec does."""
+        return cls(keys, values, weights, offsets=offsets)
 
     @classmethod
     def from_lists(cls, features: Mapping[str, Iterable[Sequence[Any]]]) -> "KeyedJaggedTensor":
         """Make features from b lists of ids for each key."""
-        return cls.from_jt_dict({key: JaggedTensor.from_lists(bags) for key, bags in features.items()})
-
-    @classmethod
-    def from_jt_dict(cls, features: Mapping[str, JaggedTensor]) -> "KeyedJaggedTensor":
-        """Put features together; either all of them have weights, or none is kept."""
-        parts = list(features.values())
-        if not parts:
-            raise InvalidInputError("from_jt_dict needs at least one feature")
-        n_bags = {key: len(part.lengths()) for key, part in features.items()}
-        if len(set(n_bags.values())) > 1:
-            raise InvalidInputError(f"features must have the same number of bags, got {n_bags}")
-        weights = [part.weights_or_none() for part in parts]
-        if any(one is None for one in weights) and any(one is not None for one in weights):
-            raise InvalidInputError("either all features have weights, or none")
-        return cls(
-            list(features),
-            torch.cat([part.values() for part in parts]),
-            None if weights[0] is None else torch.cat(cast(list[Tensor], weights)),
-            torch.cat([part.lengths() for part in parts]),
-        )
+        parts = {key: JaggedTensor.from_lists(bags) for key, bags in features.items()}
+        n_bags = {key: len(part.lengths()) for key, part in parts.items()}
+        if len(set(n_bags.values())) != 1:
+            raise InvalidInputError(f"features must have the same number of bags, and there must be one at least; got {n_bags}")
+        values, lengths = (torch.cat(of) for of in zip(*((part.values(), part.lengths()) for part in parts.values()), strict=True))
+        return cls(list(parts), values, lengths=lengths)
 
     def keys(self) -> list[str]:
         """The features' names."""
@@ -201,15 +189,11 @@ class KeyedJaggedTensor(_JaggedValues):
 
     def stride(self) -> int:
         """The number of bags of each key, b."""
-        return len(self._lengths) // max(1, len(self._keys))
+        return len(self._lengths) // len(self._keys)
 
     def to_dict(self) -> dict[str, JaggedTensor]:
         """The features by name."""
-        lengths = self._lengths.reshape(len(self._keys), -1)
-        sizes = lengths.sum(1).tolist()
-        values = torch.split(self._values, sizes)
-        weights = [None] * len(sizes) if self._weights is None else torch.split(self._weights, sizes)
-        return {key: JaggedTensor(*parts) for key, *parts in zip(self._keys, values, lengths, weights, strict=True)}
+        return split_features(self._keys, self._values, self._lengths, self._weights)
 
     def __getitem__(self, key: str) -> JaggedTensor:
         if key not in self._keys:
@@ -218,6 +202,31 @@ class KeyedJaggedTensor(_JaggedValues):
 
     def __repr__(self) -> str:
         return f"KeyedJaggedTensor({', '.join(self._keys)}: {_shape(self._values)} values in {_shape(self._lengths)} bags)"
+
+
+def split_features(keys: Sequence[str], values: Tensor, lengths: Tensor, weights: Tensor | None) -> dict[str, JaggedTensor]:
+    """Take features apart: values [m] in bags of lengths [len(keys) * b], with weights [m] or None."""
+    if lengths.shape[0] % len(keys):
+        raise InvalidInputError(f"{lengths.shape[0]} lengths for {len(keys)} features: each must have the same number of bags")
+    if not exporting():
+        _JaggedValues(values, weights, lengths)  # refuses what does not fit; these may be TorchRec's
+    per_key = lengths.reshape(len(keys), -1)
+    sizes = _sizes(per_key, values)
+    weights_of = [None] * len(keys) if weights is None else torch.split(weights, sizes)
+    parts = zip(torch.split(values, sizes), weights_of, per_key, strict=True)
+    return {key: JaggedTensor(*of) for key, of in zip(keys, parts, strict=True)}
+
+
+def _sizes(lengths: Tensor, values: Tensor) -> list[int]:
+    """Return the sum of each row of lengths [n, b]; refuses lengths that do not fit the values [m]."""
+    sizes: list[int] = lengths.sum(1).tolist()
+    if exporting():  # the sizes of batches to come; the exported program checks them
+        for size in sizes:
+            torch._check(size >= 0)  # type: ignore[no-untyped-call]
+        torch._check(sum(sizes) == values.shape[0])  # type: ignore[no-untyped-call]
+    elif sum(sizes) != values.shape[0] or bool((lengths < 0).any()):
+        raise InvalidInputError(f"lengths add up to {sum(sizes)} and must be at least 0; there are {values.shape[0]} values")
+    return sizes
 
 
 def _tensor(bag: Sequence[Any], dtype: torch.dtype) -> Tensor:
@@ -233,7 +242,7 @@ def _tensor(bag: Sequence[Any], dtype: torch.dtype) -> Tensor:
 def _lengths_of(lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
     given = offsets if lengths is None else lengths
     if given is None or (lengths is not None and offsets is not None):
-        raise InvalidInputError("give lengths or offsets, one of them")
+        raise InvalidInputError("give lengths or offsets, one of them; by position, weights stand before lengths")
     if given.dim() != 1 or given.is_floating_point() or given.is_complex():
         raise InvalidInputError(f"lengths or offsets must be 1-D integers, got {given.dtype} of shape {tuple(given.shape)}")
     if lengths is not None:

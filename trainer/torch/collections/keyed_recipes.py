@@ -22,8 +22,8 @@ from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
 
 from ...lookahead.cluster_ports import TablePort
-from ..modules.pooling import LookedUp, LookUp, exporting, pool
-from .jagged_tensors import JaggedTensor, KeyedTensor
+from ..modules.pooling import LookedUp, LookUp, pool
+from .jagged_tensors import JaggedTensor, KeyedTensor, split_features
 
 if TYPE_CHECKING:
     from kvemb.api import Cluster
@@ -119,15 +119,6 @@ class KeyedJagged(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
-class Feature:
-    """Ids [m] of one feature, in bags of `lengths` [b], with weights [m] or None."""
-
-    ids: Tensor
-    lengths: Tensor
-    weights: Tensor | None
-
-
 class KeyedRecipe:
     """The common part of both collections: features by table, and the names of results.
 
@@ -155,15 +146,20 @@ class KeyedRecipe:
     def __str__(self) -> str:
         return ", ".join(f"{config.name}({', '.join(config.feature_names)})" for config in self.configs)
 
-    def _ids_of(self, features: Mapping[str, Feature]) -> dict[str, Tensor]:
-        return {c.name: torch.cat([features[name].ids for name in c.feature_names]) for c in self.configs}
+    def _ids_of(self, features: Mapping[str, JaggedTensor]) -> dict[str, Tensor]:
+        return {c.name: torch.cat([features[name].values() for name in c.feature_names]) for c in self.configs}
 
-    def _read(self, given: KeyedJagged) -> dict[str, Feature]:
+    def _read(self, given: KeyedJagged) -> dict[str, JaggedTensor]:
         """Take features apart; those that no table has are left out."""
+        if isinstance(given, torch.fx.Proxy):
+            raise InvalidInputError(
+                "torch.fx cannot record how features are taken apart; make this module a leaf of your Tracer (is_leaf_module), or give "
+                "kvemb.torch.materialize(model) to torch.export"
+            )
         if not all(callable(getattr(given, method, None)) for method in ("keys", "values", "lengths", "weights_or_none")):
             raise InvalidInputError(
-                f"features must be a KeyedJaggedTensor, got {type(given).__name__}; of a dict, KeyedJaggedTensor.from_lists and "
-                ".from_jt_dict make one"
+                f"features must be a KeyedJaggedTensor, got {type(given).__name__}; of a dict of lists, "
+                "KeyedJaggedTensor.from_lists makes one"
             )
         for method in ("variable_stride_per_key", "inverse_indices_or_none"):
             if getattr(given, method, bool)():  # TorchRec's, with bags that are not one per example and key
@@ -172,15 +168,7 @@ class KeyedRecipe:
         missing = sorted({name for config in self.configs for name in config.feature_names} - set(keys))
         if missing:
             raise InvalidInputError(f"no feature {', '.join(missing)}; there are {', '.join(keys)}")
-        if lengths.shape[0] % len(keys):
-            raise InvalidInputError(f"{lengths.shape[0]} lengths for {len(keys)} features: each must have the same number of bags")
-        per_key = lengths.reshape(len(keys), -1)
-        sizes = per_key.sum(1).tolist()
-        _check_sizes(sizes, values, lengths)
-        weights = given.weights_or_none()
-        weights_of = [None] * len(keys) if weights is None else torch.split(weights, sizes)
-        parts = zip(keys, torch.split(values, sizes), per_key, weights_of, strict=True)
-        return {key: Feature(*of) for key, *of in parts}
+        return split_features(keys, values, lengths, given.weights_or_none())
 
 
 class BagRecipe(KeyedRecipe):
@@ -211,12 +199,12 @@ class BagRecipe(KeyedRecipe):
         names = [name for config in self.configs for name in self._results[config.name]]
         return KeyedTensor(names, [block.shape[1] for block in pooled], torch.cat(pooled, dim=1))
 
-    def _pool(self, config: EmbeddingBagConfig, rows: LookedUp, parts: Mapping[str, Feature]) -> Iterator[Tensor]:
+    def _pool(self, config: EmbeddingBagConfig, rows: LookedUp, parts: Mapping[str, JaggedTensor]) -> Iterator[Tensor]:
         """One block per feature of the table."""
         mine = [parts[name] for name in config.feature_names]
-        weights = torch.cat([one.weights for one in mine if one.weights is not None]).to(torch.float32) if self.is_weighted else None
-        pooled = pool(rows, torch.cat([one.lengths for one in mine]), config.pooling, weights)
-        yield from torch.split(pooled, [one.lengths.shape[0] for one in mine])
+        weights = torch.cat([one.weights() for one in mine]).to(torch.float32) if self.is_weighted else None
+        pooled = pool(rows, torch.cat([one.lengths() for one in mine]), config.pooling, weights)
+        yield from torch.split(pooled, [one.lengths().shape[0] for one in mine])
 
 
 class SequenceRecipe(KeyedRecipe):
@@ -229,17 +217,7 @@ class SequenceRecipe(KeyedRecipe):
         results: dict[str, JaggedTensor] = {}
         for config in self.configs:
             (leaf, at), mine = looked_up[config.name], [parts[name] for name in config.feature_names]
-            rows = torch.split(leaf.index_select(0, at), [one.ids.shape[0] for one in mine])
+            rows = torch.split(leaf.index_select(0, at), [one.values().shape[0] for one in mine])
             for result, one, values in zip(self._results[config.name], mine, rows, strict=True):
-                results[result] = JaggedTensor(values, one.lengths, one.weights)
+                results[result] = JaggedTensor(values, one.weights_or_none(), one.lengths())
         return results
-
-
-def _check_sizes(sizes: Sequence[int], values: Tensor, lengths: Tensor) -> None:
-    """Refuse lengths [features * b] that do not fit the values [m]; `sizes` are the values of each feature."""
-    if exporting():  # the sizes of batches to come; the exported program checks them
-        for size in sizes:
-            torch._check(size >= 0)  # type: ignore[no-untyped-call]
-        torch._check(sum(sizes) == values.shape[0])  # type: ignore[no-untyped-call]
-    elif sum(sizes) != values.shape[0] or bool((lengths < 0).any()):
-        raise InvalidInputError(f"lengths add up to {sum(sizes)} and must be at least 0; there are {values.shape[0]} values")

@@ -169,6 +169,10 @@ class PlainTables(nn.Module, Generic[RecipeT]):
             raise InvalidInputError("torch.jit.trace would write down the sizes of this batch for all others; use torch.export")
         return self.recipe.run(features, self._look_up)
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Refuse torch.jit.script, which calls this of every module first."""
+        raise InvalidInputError("torch.jit.script cannot compile how features are taken apart; use torch.export")
+
     def extra_repr(self) -> str:
         """Describe the computation on each table."""
         return str(self.recipe)

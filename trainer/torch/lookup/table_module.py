@@ -82,6 +82,10 @@ class LookupModule(nn.Module):
         """
         raise NotImplementedError
 
+    def __prepare_scriptable__(self) -> "LookupModule":
+        """Refuse torch.jit.script, which calls this of every module first."""
+        raise InvalidInputError(f"torch.jit.script cannot compile a module whose rows are in a cluster; {_PLAIN}")
+
 
 class TableModule(LookupModule):
     """The common part of Embedding and EmbeddingBag: a table, a padding id, and lookups."""
