@@ -34,7 +34,7 @@ PREFIX = "kvemb:conformance:"
 """Of all scratch keys: a user with the rights of `kvemb acl` may write them."""
 _WRITES = frozenset((b"SET", b"HSET", b"HDEL", b"SETRANGE", b"DEL", b"UNLINK", b"EVAL"))
 _OF_ONE_KEY = _WRITES - {b"EVAL"} | {b"GET", b"HMGET", b"HLEN", b"HKEYS", b"HSCAN", b"GETRANGE", b"STRLEN", b"TYPE"}
-_WITHOUT_KEYS = frozenset((b"AUTH", b"PING", b"INFO", b"CLIENT"))
+_WITHOUT_KEYS = frozenset((b"ACL", b"AUTH", b"PING", b"INFO", b"CLIENT"))
 # DBSIZE of the scratch keys. TYPE, and not EXISTS, which a shard's user need not be allowed.
 _COUNT = b"local n = 0 for _, key in ipairs(KEYS) do if redis.call('TYPE', key).ok ~= 'none' then n = n + 1 end end return n"
 _AT_ONCE = 1000

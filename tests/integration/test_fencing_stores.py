@@ -182,8 +182,8 @@ def test_trainers_wait_for_a_repair_or_fail_at_once(start: Callable[[str, int], 
                 read(impatient, rows)
             assert "Waited" not in str(failure.value)
         store.repair.begin(address, within())
-        with pytest.raises(NodeLostError, match=rf"{address}.*repair .*Waited 1 s .*a longer timeout_s") as failure:
-            read(patient, rows, deadline=within(1))
+        with pytest.raises(NodeLostError, match=rf"{address}.*repair .*Waited 3 s .*A longer timeout_s") as failure:
+            read(patient, rows, deadline=within(3))
         assert "on_lost_node" not in str(failure.value)  # it is set to wait already
         got: list[bool] = []
         waiter = threading.Thread(target=lambda: got.append(bool(read(patient, rows).found.all())), name="waiter")
