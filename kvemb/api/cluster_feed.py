@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # gRPC is imported when a feed is opened
     from kvemb.client.change_feed import ChangeFeed
 
 _ASYNC_SLICE_S = 0.5  # a thread that waits for an event cannot be cancelled: it looks up this often
+_LEAST_READ_S = 5.0  # for the weights of an event
 _DROP = "drop"
 _NO_SLOTS: Mapping[int, NDArray[np.uint16]] = {}
 
@@ -102,6 +103,7 @@ class ClusterFeed:
         Raises:
             FeedBehindError: what changed is not known any more; the message says how to begin again.
             ShardUnavailableError: a shard was away for longer than it may.
+            StorageError: the event's weights could not be read within the timeout (5 s at least); the next call tries again.
         """
         with self._lock:
             if not self._has_next(timeout_s):
@@ -144,7 +146,7 @@ class ClusterFeed:
                     self._advance()
             event = self._waiting[0]
             if self._weights and event.weights is None and len(event.ids) and event.kind != "erase":
-                self._waiting[0] = self._with_weights(event)
+                self._waiting[0] = self._with_weights(event, None if timeout_s is None else max(timeout_s, _LEAST_READ_S))
             return True
 
     def _events(self, shard: int, reply: FeedReply) -> list[FeedEvent]:
@@ -188,9 +190,9 @@ class ClusterFeed:
         except UnknownTableError:  # dropped since
             return rows.ids.view(np.int64)
 
-    def _with_weights(self, event: FeedEvent) -> FeedEvent:
+    def _with_weights(self, event: FeedEvent, timeout_s: float | None) -> FeedEvent:
         try:
-            weights, versions = self._table(event.table).pull_known(event.ids.view(np.uint64))
+            weights, versions = self._table(event.table).pull_known(event.ids.view(np.uint64), timeout_s)
         except UnknownTableError:  # dropped since
             return event
         return replace(event, weights=weights, versions=versions)

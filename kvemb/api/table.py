@@ -352,9 +352,9 @@ class Table:
         self._shared.wait_stored()
         yield from shards.questions.ids(self.name)
 
-    def pull_known(self, ids: NDArray[np.uint64]) -> tuple[NDArray[Any], NDArray[np.uint64]]:
+    def pull_known(self, ids: NDArray[np.uint64], timeout_s: float | None = None) -> tuple[NDArray[Any], NDArray[np.uint64]]:
         """Read rows of ids that were checked before, and their versions: `Cluster.pull_known` of this table alone."""
-        return self._cluster.pull_known([(self._definition, ids)])[0]
+        return self._cluster.pull_known([(self._definition, ids)], timeout_s)[0]
 
     def steps(self, timeout_s: float | None = None) -> int:
         """Return how often the optimizer was applied to the table, on the shard where that is most.

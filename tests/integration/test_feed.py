@@ -360,7 +360,7 @@ def test_an_event_whose_weights_cannot_be_read_is_handed_out_once_they_can(local
         os.kill(node, signal.SIGSTOP)
         try:
             with pytest.raises(StorageError):
-                feed.take(PATIENCE_S)
+                feed.take(1.0)
         finally:
             os.kill(node, signal.SIGCONT)
         position = feed.position
