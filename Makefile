@@ -24,7 +24,7 @@ PY := .venv/bin/python
 
 NOTEBOOKS := $(wildcard docs/tutorials/*.ipynb)
 
-.PHONY: help docs diagrams demo test test-all chaos fuzz libraries readers frameworks notebooks compose-test lint format types bench bench-peers setup clean
+.PHONY: help docs diagrams demo test test-all chaos fuzz libraries peers readers frameworks notebooks compose-test lint format types bench bench-peers setup clean
 
 help:
 	@echo 'make demo     train skip-gram embeddings on a real local cluster (under 2 minutes)'
@@ -33,6 +33,7 @@ help:
 	@echo 'make chaos    random faults for $$SECONDS on $$STORE, in $$MODE: is every acknowledged push applied exactly once?'
 	@echo 'make fuzz     bytes of any kind for $$SECONDS against shards and clients: does anything end, hang, grow, or harm an honest trainer?'
 	@echo 'make libraries   tests beside torchfm, deepctr-torch, Lightning and others (docs/your-library.md; installs them into .libraries)'
+	@echo 'make peers PEERS=folder   the tests of TorchRec that a folder has, with our classes in place of its own'
 	@echo 'make readers  tests of the readers in C, Go, Java and JavaScript (examples/readers; installs compilers and clients of Redis)'
 	@echo 'make chart    the tests of the Helm chart, which need helm and others (400 MB in .chart-tools); `make test` skips them without'
 	@echo 'make frameworks  tests beside Keras on each backend, TensorFlow and JAX (docs/frameworks.md; installs them into .frameworks)'
@@ -71,6 +72,9 @@ fuzz: setup
 
 libraries: setup
 	@bash scripts/libraries.sh $(ARGS)
+
+peers: setup
+	@$(PY) -m tests.peers $(PEERS) $(ARGS)
 
 readers: setup
 	@sh scripts/servers.sh

@@ -15,24 +15,31 @@ pytest.importorskip("torch.nn")  # not "torch": this directory could be taken fo
 
 import numpy as np
 import torch
+from making_cluster import MakingCluster
 from memory_cluster import MemoryCluster
 from torch.nn import functional as F
 
-from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer
+from kvemb.errors import InvalidInputError
+from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer, distribute
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 REFUSED = ("max_norm", "scale_grad_by_freq")
 
 
-@pytest.fixture(scope="module")
-def samples() -> Any:
-    """Return torch's own samples by the name of an operator: (weight [n, dim], ids, keyword arguments)."""
+def torchs(name: str) -> Any:
+    """Import a module of those by which torch tests itself."""
     with pytest.MonkeyPatch.context() as patch:
         if importlib.util.find_spec("expecttest") is None:  # torch's module imports it, for tests that are not run here
             stand_in: Any = types.ModuleType("expecttest")
             stand_in.TestCase, stand_in.assert_expected_inline = unittest.TestCase, None
             patch.setitem(sys.modules, "expecttest", stand_in)
-        operators = importlib.import_module("torch.testing._internal.common_methods_invocations").op_db
+        return importlib.import_module(f"torch.testing._internal.{name}")
+
+
+@pytest.fixture(scope="module")
+def samples() -> Any:
+    """Return torch's own samples by the name of an operator: (weight [n, dim], ids, keyword arguments)."""
+    operators = torchs("common_methods_invocations").op_db
 
     def of(name: str) -> list[tuple[Any, Any, dict[str, Any]]]:
         (operator,) = (one for one in operators if one.name == name)
@@ -88,3 +95,17 @@ def test_embedding_bag_computes_torchs_samples(samples: Any) -> None:
         )
         check(got, F.embedding_bag(ids, weight, **options), weight)
     assert len(taken) >= 10
+
+
+def test_a_module_computes_torchs_samples_of_modules_and_refuses_what_they_refuse() -> None:
+    (info,) = (one for one in torchs("common_modules").module_db if one.module_cls is torch.nn.Embedding)
+    about = {"module_info": info, "device": "cpu", "dtype": torch.float32, "requires_grad": True, "training": True}
+    taken = info.module_inputs_func(**about)
+    for one in taken:
+        theirs, (ids,) = torch.nn.Embedding(**one.constructor_input.kwargs), one.forward_input.args
+        check(trained(Embedding, theirs.weight, lambda module, ids=ids: module(ids)), theirs(ids), theirs.weight)
+    assert taken
+    wrong = info.module_error_inputs_func(**about)
+    for one in [one.module_error_input for one in wrong if one.error_on.name == "FORWARD_ERROR"]:  # the others are torch's constructor's
+        with pytest.raises(InvalidInputError):
+            distribute(torch.nn.Sequential(torch.nn.Embedding(**one.constructor_input.kwargs)), MakingCluster())(*one.forward_input.args)
