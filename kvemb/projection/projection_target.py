@@ -132,6 +132,8 @@ class TargetUrl:
 class ProjectionTarget:
     """A target, as the publisher of a share writes it. One thread.
 
+    One class of many methods: they are the commands of one connection, which is one attribute.
+
     Args:
         address: "host:port".
         access: credentials, and how to connect.

@@ -135,6 +135,8 @@ def _rows_of_target(source: str, new_tables: Callable[[], ServedTables]) -> View
 class ServingClient:
     """Looks rows up; made by `connect`. Close it, or use it as a context manager. Thread-safe, fork-aware.
 
+    One class of many methods: it is the one object that programs hold, and it has a form of its look-up to await, too.
+
     Args:
         source: of rows; closed with the client.
         timeout_s: of a look-up.

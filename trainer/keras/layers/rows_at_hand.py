@@ -19,6 +19,8 @@ from keras.src.utils.jax_utils import is_in_jax_tracing_scope
 
 from kvemb.errors import InvalidInputError
 
+from .backend_module import backend_module
+
 Fed = Mapping[str, Any]
 """The tensors beside a batch: "rows" by table, [capacity, dim]; by layer "at", its positions of each call, and "masks" of ids other than 0,
 where it masks these: in the step itself ids may have lost bits, and be 0.
@@ -89,12 +91,10 @@ class RowsAtHand:
 
 def _call_again(before: Sequence[Any], ids: Any) -> int:
     """Return which call has the same ids, where torch makes it again in backward (keras.remat); the number of calls if none."""
-    if keras.backend.backend() == "torch":
-        import torch
-
-        if torch._C._current_graph_task_id() != -1:  # as torch.utils.checkpoint knows backward
-            return next((n for n, one in enumerate(before) if torch.equal(one, ids)), len(before))
-    return len(before)
+    torch = backend_module("torch")
+    if torch is None or torch._C._current_graph_task_id() == -1:  # as torch.utils.checkpoint knows backward
+        return len(before)
+    return next((n for n, one in enumerate(before) if torch.equal(one, ids)), len(before))
 
 
 def not_differentiated(rows: Any, why: str) -> Any:

@@ -13,6 +13,7 @@ from kvemb.errors import InvalidInputError
 
 from ...bridge.step_tables import has_long_ids
 from ...lookahead.cluster_ports import TablePort
+from .backend_module import backend_module
 
 
 def is_ragged(value: Any) -> bool:
@@ -58,10 +59,9 @@ def whole_ids(value: Any, table: TablePort, declared: str | None = None) -> NDAr
 
 def may_be_cut(value: Any) -> bool:
     """Whether a value is an array of JAX whose integers may have had 64 bits before they came there."""
-    if keras.backend.backend() != "jax" or not keras.ops.is_tensor(value):
+    jax = backend_module("jax")
+    if jax is None or not keras.ops.is_tensor(value):
         return False
-    import jax
-
     return bool(value.dtype.kind in "iu" and value.dtype.itemsize < 8 and not jax.config.jax_enable_x64)
 
 

@@ -8,7 +8,7 @@ own `compute_loss`, which may look up what stands in y, is called with symbols l
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from kvemb.errors import InvalidInputError
 
+from ..layers.backend_module import backend_module
 from ..layers.row_embedding import RowEmbedding
 from ..layers.whole_ids import host, whole_ids
 
@@ -265,12 +266,8 @@ class _SymbolWalk:
 @contextmanager
 def _long_integers() -> Iterator[None]:
     """Have JAX compute with integers of 64 bits in this thread, as other backends do."""
-    if keras.backend.backend() != "jax":
-        yield
-        return
-    import jax
-
-    with jax.enable_x64(True):
+    jax = backend_module("jax")
+    with nullcontext() if jax is None else jax.enable_x64(True):
         yield
 
 
