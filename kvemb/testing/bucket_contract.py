@@ -117,7 +117,7 @@ class BucketedStoreContract(StoreContract):
         for address, counts in zip(store.nodes.addresses, by_node, strict=True):
             on_node = int(np.count_nonzero(store.repair.keys_of(address, keys)))
             assert counts[1] == HeldRows(on_node, exact=True)
-            assert counts[3] is None
+            assert counts[3] == HeldRows(0, exact=True)
         each = [[held for counts in by_node if (held := counts[i]) is not None] for i in range(3)]
         assert [sum(held.n_rows for held in of) for of in each[:2]] == [8000, 8000]
         assert abs(sum(held.n_rows for held in each[2]) - 8000) < 1000
