@@ -253,7 +253,7 @@ class ShardChannel:
         if code in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED):
             return AccessDeniedError(f"{self}: {details}")
         if code in _GONE:
-            within = f" within {timeout_s:.2g} s" if timeout_s is not None and code is grpc.StatusCode.DEADLINE_EXCEEDED else ""
+            within = f" within {round(timeout_s, 1):g} s" if timeout_s is not None and code is grpc.StatusCode.DEADLINE_EXCEEDED else ""
             return self.unavailable(method, f"no answer{within} ({name}: {details})")
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             limits = f"a shard takes {MAX_REQUEST_BYTES} bytes, and answers with {MAX_MESSAGE_BYTES}"
