@@ -79,6 +79,8 @@ class _Unwritten:
 class RowAccess:
     """Reads rows of one shard to be judged by version, and writes or erases them under tokens. One thread.
 
+    One class of many methods: reads, writes and erasing share its calls, its pace and its other nodes.
+
     Args:
         store: open.
         timeout_s: deadline of one call.
