@@ -273,17 +273,24 @@ def test_a_log_that_met_a_full_disk_goes_on_with_the_same_number_and_its_earlier
             job.check()
 
 
+@contextmanager
+def on_small_disk(disk: Path, n: int) -> Iterator[tuple[FaultyCluster, kvemb.Cluster]]:
+    """So many nodes and shards, whose folders lie on a disk of 24 MB, and a connection."""
+    with (
+        small_disk(disk, 24),
+        FaultyCluster("redis", n, shards=n, storage={"timeout_s": 2}, servers={"data_dir": str(disk)}) as local,
+        kvemb.connect(local.url, timeout_s=PATIENCE_S) as cluster,
+    ):
+        yield local, cluster
+
+
 @pytest.mark.parametrize("leave_bytes", [0, 1 << 14])
 def test_an_alteration_that_finds_a_full_disk_gives_itself_up(
     tmp_path: Path, require_server: Callable[[str], str], leave_bytes: int
 ) -> None:
     require_server("redis-server")
     disk = tmp_path / "disk"
-    with (
-        small_disk(disk, 24),
-        FaultyCluster("redis", 2, shards=2, storage={"timeout_s": 2}, servers={"data_dir": str(disk)}) as local,
-        kvemb.connect(local.url, timeout_s=PATIENCE_S) as cluster,
-    ):
+    with on_small_disk(disk, 2) as (_, cluster):
         table = counting_table(cluster, "altered")
         add(table, OLD).wait_applied(PATIENCE_S)
         filler = fill(disk, leave_bytes)
@@ -301,11 +308,7 @@ def test_an_assign_to_a_shard_whose_disk_is_full_says_what_it_waits_for(
 ) -> None:
     require_server("redis-server")
     disk = tmp_path / "disk"
-    with (
-        small_disk(disk, 24),
-        FaultyCluster("redis", 1, shards=1, storage={"timeout_s": 2}, servers={"data_dir": str(disk)}) as local,
-        kvemb.connect(local.url, timeout_s=PATIENCE_S) as cluster,
-    ):
+    with on_small_disk(disk, 1) as (_, cluster):
         table = counting_table(cluster, "assigned")
         add(table, OLD).wait_applied(PATIENCE_S)
         filler = fill(disk, 0)
@@ -322,11 +325,7 @@ def test_a_load_without_room_on_a_shards_disk_changes_nothing_and_goes_on_when_t
 ) -> None:
     require_server("redis-server")
     disk = tmp_path / "disk"
-    with (
-        small_disk(disk, 24),
-        FaultyCluster("redis", 2, shards=2, storage={"timeout_s": 2}, servers={"data_dir": str(disk)}) as local,
-        kvemb.connect(local.url, timeout_s=PATIENCE_S) as cluster,
-    ):
+    with on_small_disk(disk, 2) as (local, cluster):
         job = Job(cluster, "full_load", 64)
         job.push(OLD)
         cluster.save(str(tmp_path / "a"))

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matrix import one_of
 
 import kvemb
 from kvemb.api import Cluster, table_alteration
@@ -43,18 +42,6 @@ ROOT = Path(__file__).resolve().parents[2]
 N = 400
 IDS = np.arange(N) * 7919
 SGD, ZEROS = kvemb.optim.sgd(lr=1.0), kvemb.init.zeros()
-
-
-@pytest.fixture(scope="module", params=one_of("valkey", "memcached"))
-def local(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
-    with start(request.param, require_server) as running:
-        yield running
-
-
-@pytest.fixture
-def cluster(local: LocalCluster) -> Iterator[Cluster]:
-    with kvemb.connect(local.url) as cluster:
-        yield cluster
 
 
 @pytest.fixture(autouse=True)

@@ -2,14 +2,13 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
-from matrix import one_of
 
 import kvemb
 from kvemb.api import Cluster
@@ -25,18 +24,6 @@ from tests.integration.table_clusters import names, start
 
 N = 500
 IDS = np.arange(N)
-
-
-@pytest.fixture(scope="module", params=one_of("valkey", "memcached"))
-def local(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
-    with start(request.param, require_server) as running:
-        yield running
-
-
-@pytest.fixture
-def cluster(local: LocalCluster) -> Iterator[Cluster]:
-    with kvemb.connect(local.url) as cluster:
-        yield cluster
 
 
 def old_table(cluster: Cluster, name: str, num_ids: int | None = None) -> Table:

@@ -28,18 +28,6 @@ IDS = np.arange(N) * 7919  # on both shards
 ONES = np.ones((N, 4), np.float32)
 
 
-@pytest.fixture(scope="module", params=one_of("valkey", "memcached"))
-def local(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
-    with start(request.param, require_server) as running:
-        yield running
-
-
-@pytest.fixture
-def cluster(local: LocalCluster) -> Iterator[Cluster]:
-    with kvemb.connect(local.url) as cluster:
-        yield cluster
-
-
 def shards_of(cluster: Cluster) -> ShardClient:
     return cluster._shared.require_shards("test")
 
@@ -141,19 +129,25 @@ class StepTrainer(threading.Thread):
             self.outcomes.append(type(error).__name__)
 
 
+def start_with_one_shard_behind(local: LocalCluster, cluster: Cluster, *tables: str) -> list[StepTrainer]:
+    """Two trainers of a sync job; shard 1 has been killed, and shard 0 has gone on with the steps that were on their way."""
+    trainers = [StepTrainer(local.url, number, tables) for number in range(2)]
+    for trainer in trainers:
+        trainer.start()
+    wait_for(lambda: all(trainer.acked > 3 for trainer in trainers))
+    local.shards[1].kill()
+    n_acked = max(trainer.acked for trainer in trainers)
+    wait_for(lambda: max(counts(cluster, tables[-1])) > 2 * n_acked)
+    return trainers
+
+
 @pytest.mark.parametrize("verb", one_of("alter", "drop"))
 def test_a_step_that_a_restarted_shard_has_not_had_is_taken_by_it_without_what_is_gone(
     verb: str, require_server: Callable[[str], str]
 ) -> None:
     with start("valkey", require_server, mode="sync", trainers=2) as local, kvemb.connect(local.url) as cluster:
         table, beside = new_table(cluster), new_table(cluster)
-        trainers = [StepTrainer(local.url, number, (table.name, beside.name)) for number in range(2)]
-        for trainer in trainers:
-            trainer.start()
-        wait_for(lambda: all(trainer.acked > 3 for trainer in trainers))
-        local.shards[1].kill()
-        n_acked = max(trainer.acked for trainer in trainers)
-        wait_for(lambda: max(counts(cluster, beside.name)) > 2 * n_acked)  # shard 0 goes on with the steps that are on their way
+        trainers = start_with_one_shard_behind(local, cluster, table.name, beside.name)
         change = change_of(cluster, table.name, optimizer=kvemb.optim.sgd(lr=1.0, momentum=1e-9))
         if verb == "alter":
             shards_of(cluster).begin_alter(change.old, change.new, None)
@@ -205,13 +199,7 @@ def test_a_step_that_one_shard_had_before_a_load_is_gone_on_all_and_the_job_goes
     with start("valkey", require_server, mode="sync", trainers=2) as local, kvemb.connect(local.url) as cluster:
         table = new_table(cluster)
         saved = cluster.save(str(tmp_path / "before"))
-        trainers = [StepTrainer(local.url, number, (table.name,)) for number in range(2)]
-        for trainer in trainers:
-            trainer.start()
-        wait_for(lambda: all(trainer.acked > 3 for trainer in trainers))
-        local.shards[1].kill()
-        n_acked = max(trainer.acked for trainer in trainers)
-        wait_for(lambda: max(counts(cluster, table.name)) > 2 * n_acked)  # shard 0 goes on with the steps that are on their way
+        trainers = start_with_one_shard_behind(local, cluster, table.name)
         local.shards[0].kill()
         _decide(cluster.store, Decision(1, "0" * 32, str(tmp_path / "before"), saved.manifest.save_id), 30.0)
         for shard in (1, 0):
