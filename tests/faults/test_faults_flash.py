@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -73,6 +74,13 @@ def require(table: kvemb.Table, counts: np.ndarray) -> None:
         assert not len(wrong), (len(wrong), ids[wrong[:3]], rows[wrong[:3], 0], counts[ids[wrong[:3]]])
 
 
+def pull_on(table: kvemb.Table) -> None:
+    """Pull rows that lie on flash, more at once than there is memory for, for as long as a test may wait."""
+    ends_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < ends_s:
+        table.pull(IDS[:15_000], timeout_s=3)
+
+
 def push_on(table: kvemb.Table) -> None:
     """Push the same ids for ever."""
     while True:
@@ -118,7 +126,7 @@ def test_a_node_without_memory_for_its_rows_on_flash_says_so_and_loses_none(flas
             table.push(ids, np.full((len(ids), DIM), -1.0, np.float32), timeout_s=PATIENCE_S).wait(timeout_s=PATIENCE_S)
         eventually(lambda: "out of memory" in str(cluster.status().shards[0].reply), "the shard does not say that the node is full")
         with pytest.raises(NodeUnavailableError, match="no memory to read from flash"):
-            table.pull(IDS[:5000], timeout_s=3)
+            pull_on(table)
         [node] = cluster.status().nodes
         assert node.used_bytes > 0.9 * node.limit_bytes
         monkeypatch.setattr(server, "_memory_mb", 64)
