@@ -1,8 +1,7 @@
 """Admission policies: which ids get a row when a gradient comes for them, as functions that users call.
 
 An id that has a row is trained in any case, and `assign` creates rows in any case. A gradient that is held back trains nothing, and pulls
-of its id go on to give the first row. docs/id-lifecycle.md has the words of other libraries beside these. What must not live here: counts
-and draws (`paramserver.ingest.admission`).
+of its id go on to give the first row. docs/id-lifecycle.md has the words of other libraries beside these.
 """
 
 import operator

@@ -1,7 +1,6 @@
 """Eviction policies: which rows of a table are erased by its shards, as functions that users call.
 
-Two of them are combined by `|` (a row goes where either says so) and `&` (where both do). What must not live here: how rows are found and
-erased, which the shards do.
+Two of them are combined by `|` (a row goes where either says so) and `&` (where both do).
 """
 
 import math

@@ -131,13 +131,7 @@ def _one_line(text: str) -> str:
 
 
 class LogLines(logging.Filter):
-    """Adds ids to every line of the process; they become known as the shard starts.
-
-    Args:
-        shard: number.
-        json: whether lines are JSON objects.
-        level: "debug", "info", "warning" or "error": lines below it are omitted.
-    """
+    """Adds ids to every line of the process; they become known as the shard starts."""
 
     def __init__(self, shard: int, *, json: bool, level: str) -> None:
         super().__init__()

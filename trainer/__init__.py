@@ -1,7 +1,6 @@
 """The trainer's side: `prefetch` looks rows up ahead of their batch, `StepReport` shows where the time of steps went.
 
-Each framework has a bridge, a package of its own here (`trainer.torch`). What must not live here: parameter-server code, and any import of
-a framework. Import the bridge you use.
+Each framework has a bridge, a package of its own here (`trainer.torch`). Import the bridge you use.
 """
 
 from .lookahead import Prefetch, prefetch

@@ -1,7 +1,6 @@
 """An open cluster: the object that programs hold.
 
-What must not live here: the work of a verb (kvemb.datapath, kvemb.client, kvemb.checkpoint), how a cluster is opened
-(kvemb.api.connector). Thread-safe; forks as kvemb.api.table says.
+Thread-safe; forks as kvemb.api.table says.
 """
 
 from __future__ import annotations  # help() shows types as they are written here
@@ -650,11 +649,7 @@ class Cluster:
         return self  # a connection is shared, not copied; so are its tables
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let a process that multiprocessing spawns open a connection of its own, under a trainer's name of its own.
-
-        Raises:
-            InvalidInputError: it is pickled for something else, a file for one.
-        """
+        """Let a process that multiprocessing spawns open a connection of its own, under a trainer's name of its own."""
         from multiprocessing.context import get_spawning_popen
 
         if get_spawning_popen() is None or self._again is None:

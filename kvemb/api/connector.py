@@ -1,7 +1,7 @@
 """Opens a cluster: reads kvemb.yaml, opens storage and shards.
 
 The only source of storage addresses while a program runs: kvemb.yaml is read again when a node has been replaced at another address. The
-node's marker says whether it is the right one (`kvemb.stores`). What must not live here: the verbs of an open cluster (kvemb.api.cluster).
+node's marker says whether it is the right one (`kvemb.stores`).
 """
 
 from __future__ import annotations  # help() shows types as they are written here
@@ -31,12 +31,7 @@ _PAUSE_S = 1.0
 
 
 class NodesInFile:
-    """Returns the storage nodes' addresses from the current kvemb.yaml. Thread-safe: at worst two threads read the file at once.
-
-    Args:
-        source: path or file:// URL.
-        config: its content when the program connected.
-    """
+    """Returns the storage nodes' addresses from the current kvemb.yaml. Thread-safe: at worst two threads read the file at once."""
 
     def __init__(self, source: str | os.PathLike[str], config: Config) -> None:
         text = os.fspath(source)
@@ -46,11 +41,7 @@ class NodesInFile:
         self._read_at = float("-inf")
 
     def __call__(self) -> tuple[str, ...]:
-        """Return the addresses, read at most a second ago.
-
-        Raises:
-            ConfigError: the file cannot be used, or more has changed in it than addresses of nodes.
-        """
+        """Return the addresses, read at most a second ago."""
         if time.monotonic() - self._read_at >= _PAUSE_S:
             self._known = self._read()
             self._read_at = time.monotonic()

@@ -1,7 +1,6 @@
 """The tables of one connection: which exist, and the object of each that was opened. Created and dropped here, and batches over several.
 
-Each table's part of a batch is checked and prepared by the table's own settings. What must not live here: how one table's part is prepared
-(kvemb.datapath), the verbs of a table (kvemb.api.table). Thread-safe.
+Each table's part of a batch is checked and prepared by the table's own settings. Thread-safe.
 """
 
 from collections.abc import Mapping
@@ -31,13 +30,7 @@ if TYPE_CHECKING:  # the cluster makes these
 
 
 class OpenTables:
-    """The tables of one connection, by name; asking twice gives the same object.
-
-    Args:
-        config: of the cluster.
-        shared: the connection.
-        cluster: the tables' `cluster`.
-    """
+    """The tables of one connection, by name; asking twice gives the same object."""
 
     def __init__(self, config: Config, shared: SharedConnection, cluster: "Cluster") -> None:
         self._config, self._shared, self._cluster = config, shared, cluster

@@ -1,6 +1,6 @@
 """Prevents plain text over a network by accident: a section without `tls` has addresses of this machine, or says `insecure: true`.
 
-Called where a process starts to use a cluster. What must not live here: connections.
+Called where a process starts to use a cluster.
 """
 
 import logging
@@ -14,15 +14,7 @@ _WHAT = {"storage": "rows and passwords", "parameter_servers": "gradients, and o
 
 
 def require_encrypted(config: Config, listen: str = "") -> None:
-    """Refuse plain text beyond this machine, unless the file says `insecure: true`; then say so loudly.
-
-    Args:
-        config: the whole kvemb.yaml.
-        listen: where a shard listens, when that is not its address in the file.
-
-    Raises:
-        ConfigError: naming the section, the address, and both ways out.
-    """
+    """Refuse plain text beyond this machine, unless the file says `insecure: true`; then say so loudly."""
     sections = (("storage", config.storage, config.storage.nodes), ("parameter_servers", config.servers, config.servers.shards))
     for at, section, addresses in sections:
         asked = [*addresses, *([listen] if listen and at == "parameter_servers" else [])]

@@ -1,6 +1,6 @@
 """Rows of a table into a file of another program's format: ids from the shards, weights by pulls, block by block.
 
-For rows with the optimizer's state, and as of one moment, there are checkpoints. What must not live here: formats (`kvemb.foreign`).
+For rows with the optimizer's state, and as of one moment, there are checkpoints.
 """
 
 from __future__ import annotations

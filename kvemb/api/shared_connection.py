@@ -75,11 +75,7 @@ class SharedConnection:
         return Deadline.after(self.wait_s, self.silent_s)
 
     def require_open(self) -> None:
-        """Refuse to go on after the connection was closed.
-
-        Raises:
-            ClosedError: naming the cluster.
-        """
+        """Refuse to go on after the connection was closed."""
         if self.closed:
             raise ClosedError(f"this connection to cluster {self.cluster!r} was closed; kvemb.connect(source) opens another one")
 

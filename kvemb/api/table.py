@@ -1,7 +1,6 @@
 """A table as its users see it: pull, push, flush, and the rarer verbs. Thin: the work is in kvemb.datapath and kvemb.client.
 
-What must not live here: anything about one storage kind or about gRPC. Thread-safe. After a fork the child may go on
-pulling; verbs that go through the parameter servers raise ClosedError there.
+Thread-safe. After a fork the child may go on pulling; verbs that go through the parameter servers raise ClosedError there.
 """
 
 from __future__ import annotations  # help() shows types as they are written here

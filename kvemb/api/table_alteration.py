@@ -1,8 +1,7 @@
 """A table that gets another definition: its rows are copied into a table without a name, which then takes the name (docs/adr/0102).
 
 Pushes to the table wait from the first row to the last, so the rows stand still. Pulls go on. Whatever process dies, the table is wholly
-the old or wholly the new one: the name passes by one write of shard 0. What must not live here: what becomes of a row
-(`kvemb.schema.altered_table`), what the shards do (`paramserver.rpc.table_changes`).
+the old or wholly the new one: the name passes by one write of shard 0.
 """
 
 from __future__ import annotations
@@ -77,11 +76,7 @@ def _blocks(shards: ShardClient, old: TableDef, timeout_s: float | None) -> Iter
 
 
 def _altered(store: Store, change: AlteredTable, ids: NDArray[np.uint64], deadline: Deadline) -> TableRows:
-    """Read rows with their state, and return what they become.
-
-    Raises:
-        LostRowError: storage lacks one that its shard knows; it is not taken for a new one.
-    """
+    """Read rows with their state, and return what they become."""
     old, new, record = change.old, change.new, change.old.record
     keys = old.keys(ids, pages=store.capabilities.pages)
     read = store.rows.read([ReadPart(keys, record.size_bytes, record.size_bytes)], deadline)[0].in_key_order()

@@ -1,7 +1,7 @@
 """How often a connection has changed rows: a number that tells whether rows pulled earlier may have changed by its own doing.
 
-What must not live here: the changes themselves, those of other processes. Thread-safe. In a fork's child, which can change nothing, the
-number stands still and nothing is waited for. No lock is taken there that another thread may have held.
+Thread-safe. In a fork's child, which can change nothing, the number stands still and nothing is waited for. No lock is taken there that
+another thread may have held.
 
 Strategy: each change counts twice, when it begins and when it is over. So two equal numbers mean that no change began or ended in
 between. One may have been under way all the time: its rows change after the second number, and a third one tells. Pushes are over when
@@ -22,16 +22,7 @@ if TYPE_CHECKING:  # the client imports gRPC
 
 
 class WriteCounter:
-    """Counts the changes of rows that one connection has begun and ended.
-
-    Example:
-        >>> changes = WriteCounter()
-        >>> with changes.change():
-        ...     changes.now()
-        1
-        >>> changes.now()
-        2
-    """
+    """Counts the changes of rows that one connection has begun and ended."""
 
     def __init__(self) -> None:
         self._lock, self._process = threading.Lock(), os.getpid()
@@ -75,11 +66,7 @@ class WriteCounter:
         return not self._still_unstored()
 
     def wait_stored(self, deadline: Deadline) -> None:
-        """Wait until storage has everything that was released before the call, or it has failed.
-
-        Raises:
-            ShardUnavailableError: it had not within the deadline.
-        """
+        """Wait until storage has everything that was released before the call, or it has failed."""
         for ack in self._still_unstored():
             ack.wait_settled(deadline.remaining_s())
 

@@ -3,7 +3,6 @@
 The tags of a bucket are one word, so that all of them are compared with an id's at once. Then one pair is looked at, also where buckets are
 nearly full. Most ids are settled by their own bucket. The search for the others goes on bucket by bucket while they are many, and through
 several buckets at once when few remain: for a batch of a thousand ids the number of steps counts, not the amount of data that they read.
-What must not live here: anything that changes a table.
 """
 
 from bisect import bisect_left
@@ -125,7 +124,6 @@ def probe(homes: Homes, tag_words: Words, pairs: Words, ids: Ids) -> tuple[Place
     """Look for n unique ids.
 
     Args:
-        homes: of the table.
         tag_words: uint64 [buckets], the tags of the 8 places of each bucket, the first in the lowest byte; 0 for a place that is empty.
         pairs: uint64 [2 * 8 * buckets], id and version of each place, one behind the other.
         ids: uint64 [n].

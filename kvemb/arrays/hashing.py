@@ -1,7 +1,6 @@
 """64-bit mixing, digests, the order of rows, and the counter generator that initial rows and stochastic rounding draw from.
 
-Pure integer arithmetic: the same bits on every CPU, platform and NumPy version. What must not live here: anything that
-knows tables, records or stores, and anything that rounds.
+Pure integer arithmetic: the same bits on every CPU, platform and NumPy version.
 
 Strategy: `mix64` is the splitmix64 finalizer, a bijection on 64-bit words. The counter generator gives row r and counter c the word
 mix64(state(r) + (c + 1) * GOLDEN). So every word is a pure function of its row's state and its counter: no draw depends on another. Every
@@ -44,16 +43,8 @@ def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     Returns:
         A new uint64 array of the same shape.
 
-    Raises:
-        InvalidInputError: `x` is not uint64.
-
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014 (variant 13 of David
         Stafford's mixers).
-
-    Example:
-        >>> import numpy as np
-        >>> [hex(w) for w in mix64(np.array([0, 0x9E3779B97F4A7C15], np.uint64)).tolist()]
-        ['0x0', '0xe220a8397b1dcdaf']
     """
     if not isinstance(x, np.ndarray) or x.dtype != np.uint64:
         got = getattr(x, "dtype", type(x).__name__)
@@ -82,12 +73,7 @@ def mix64_inplace(z: NDArray[np.uint64], scratch: NDArray[np.uint64]) -> None:
 
 
 def unmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the words that `mix64` scrambles to these: uint64, a new array of the same shape.
-
-    Example:
-        >>> unmix64(mix64(np.array([0, 1, 2**64 - 1], np.uint64)))
-        array([                   0,                    1, 18446744073709551615], dtype=uint64)
-    """
+    """Return the words that `mix64` scrambles to these: uint64, a new array of the same shape."""
     z: NDArray[np.uint64] = x ^ x >> np.uint64(31) ^ x >> np.uint64(62)
     z *= _UNMUL_2
     z ^= z >> np.uint64(27) ^ z >> np.uint64(54)
@@ -101,22 +87,10 @@ def digest64(*parts: str | bytes | int) -> int:
 
     Every part is preceded by its type and length, so ("ab", "c"), ("a", "bc"), ("1",) and (1,) all differ.
 
-    Args:
-        parts: text (hashed as UTF-8), bytes, or integers of any size.
-
     Returns:
         An int in [0, 2**64): the first 8 bytes, little-endian, of BLAKE2b-512.
 
-    Raises:
-        InvalidInputError: a part is of another type, or text with lone surrogates.
-
     Source: RFC 7693 (BLAKE2).
-
-    Example:
-        >>> hex(digest64("user", 7))
-        '0xc1f38c54bdaaca46'
-        >>> digest64("ab", "c") == digest64("a", "bc")
-        False
     """
     state = hashlib.blake2b()
     for part in parts:
@@ -168,7 +142,6 @@ def column_words(states: NDArray[np.uint64], first: int, out: NDArray[np.uint64]
 
     Args:
         states: [m] uint64, one well mixed state per row.
-        first: counter of out's first column, >= 0.
         out: [m, w] uint64, C-contiguous; overwritten.
         scratch: [m, w] uint64; its contents are lost.
     """
@@ -178,12 +151,7 @@ def column_words(states: NDArray[np.uint64], first: int, out: NDArray[np.uint64]
 
 
 def row_blocks(n_rows: int, n_columns: int) -> Iterator[slice]:
-    """Split rows into slices whose [rows, columns] buffers fit a core's cache, which also bounds memory.
-
-    Example:
-        >>> [s.stop - s.start for s in row_blocks(2500, 16)]
-        [1024, 1024, 452]
-    """
+    """Split rows into slices whose [rows, columns] buffers fit a core's cache, which also bounds memory."""
     step = max(1, _BLOCK_WORDS // max(1, n_columns))
     for start in range(0, n_rows, step):
         yield slice(start, min(start + step, n_rows))
@@ -231,12 +199,6 @@ class KeyOrder:
 
     Args:
         ids_per_group: so many neighbouring ids are mixed as one; above 1, every id is below 2**50.
-
-    Example:
-        >>> order, ids = KeyOrder(2), np.array([0, 1, 2, 3], np.uint64)
-        >>> keys = order.keys(ids)
-        >>> (keys >> np.uint64(SLOT_SHIFT)).tolist(), order.ids(keys).tolist()
-        ([0, 0, 5540, 5540], [0, 1, 2, 3])
     """
 
     ids_per_group: int = 1

@@ -20,12 +20,7 @@ _PLACE, _HALF, _ONE = np.uint64(63), np.uint64(32), np.uint64(1)
 
 
 def group_words(group_rows: int) -> int:
-    """Return the words that a group of so many rows has.
-
-    Example:
-        >>> group_words(64), group_words(2)
-        (8, 1)
-    """
+    """Return the words that a group of so many rows has."""
     return max(1, group_rows // 8)
 
 
@@ -34,16 +29,9 @@ def filter_of(keys: Ids, group_rows: int) -> Ids:
 
     Args:
         keys: uint64 [n]: of all groups, one group after the other.
-        group_rows: in each but the last.
 
     Returns:
         '<u8' [groups * words of each].
-
-    Example:
-        >>> keys = np.arange(100, dtype=np.uint64)
-        >>> words = filter_of(keys, 64)
-        >>> len(words), bool(passes(words[filter_words(keys, np.arange(100) // 64 * 8, 8)], keys).all())
-        (16, True)
     """
     n_words = group_words(group_rows)
     hashes, groups = _hashes(keys), np.arange(len(keys)) // group_rows
@@ -67,17 +55,7 @@ def passes(words: Ids, keys: Ids) -> NDArray[np.bool_]:
 
 
 class IdFilter:
-    """Ids that may exist, as a set that has the key of every id which was added, and few others. Not thread-safe.
-
-    Args:
-        size_bytes: of its memory; 2 for each id let one other id of about 150 pass.
-
-    Example:
-        >>> from kvemb.arrays.hashing import mix64
-        >>> keys, some = mix64(np.arange(4, dtype=np.uint64)), IdFilter(1 << 10)
-        >>> some.add(keys[:2]), some.may_have(keys), some.n_added
-        (None, array([ True,  True, False, False]), 2)
-    """
+    """Ids that may exist, as a set that has the key of every id which was added, and few others. Not thread-safe."""
 
     def __init__(self, size_bytes: int) -> None:
         self._words = np.zeros(max(1, size_bytes // 8), np.uint64)

@@ -1,9 +1,8 @@
 """Checks ids as callers give them, and finds the unique ids of a batch; everything below sees ids as uint64 [m].
 
 The one place where ids are validated. An int64 table holds -2**63 to 2**63-1, a uint64 table 0 to 2**64-1; both are carried as the same 64
-bits. One table has one domain, so -1 and 2**64-1 can never be the same row. What must not live here: sums over groups, for which ids must
-come in a defined order (kvemb.arrays.segment_sum), hashing of strings (kvemb.arrays.hashing). No loop over ids. Stateless: thread- and
-fork-safe. Bytes are searched for a 0 or 1 where booleans' `all` and `any` would take ten times as long, which shows in small batches.
+bits. One table has one domain, so -1 and 2**64-1 can never be the same row. No loop over ids. Stateless: thread- and fork-safe. Bytes are
+searched for a 0 or 1 where booleans' `all` and `any` would take ten times as long, which shows in small batches.
 
 Unique ids are found by hashing: every row writes its number into a table at its id's hash. The row whose number remains owns the place, and
 rows of the same id are done. Rows that find another id go on with another hash: about a fifth of those before, until few enough remain to
@@ -35,20 +34,10 @@ def normalize(
     Args:
         ids: any integer array (any shape, strides and byte order, not changed), number, or nested list of integers.
         id_dtype: the table's: "int64" or "uint64".
-        table: its name, for messages.
-        num_ids: of a table whose ids lie in [0, num_ids); None for the whole domain.
         minus_one: whether -1, as uint64 2**64 - 1, is an id like any other of a table without num_ids, and not padding left in.
 
     Returns:
         (uint64 [m] in C order, possibly a view of `ids`; the shape that `ids` had).
-
-    Raises:
-        InvalidInputError: bool or float ids, text, ragged lists, masked elements; -1 where it is no id. Also ids outside the table's domain
-            or not below its num_ids (the first is named).
-
-    Example:
-        >>> normalize([[1, -1]], "int64", "user")
-        (array([                   1, 18446744073709551615], dtype=uint64), (1, 2))
     """
     plain = type(ids) is np.ndarray and ids.dtype.kind in "iu"
     array = ids if plain and isinstance(ids, np.ndarray) else _integers(ids, id_dtype, table)
@@ -70,37 +59,19 @@ def normalize(
 
 
 def first_outside(ids: NDArray[np.uint64], num_ids: int | None) -> int | None:
-    """Return the position of the first id that is not below num_ids, None when all are or num_ids is None.
-
-    Example:
-        >>> first_outside(np.array([3, 9, 4], np.uint64), 9)
-        1
-    """
+    """Return the position of the first id that is not below num_ids, None when all are or num_ids is None."""
     if num_ids is None or not len(ids) or int(ids.max()) < num_ids:
         return None
     return int(np.argmax(ids >= np.uint64(num_ids)))  # an id is at most 2**64 - 1, so num_ids fits here
 
 
 def to_caller(ids: NDArray[np.uint64], id_dtype: str) -> NDArray[Any]:
-    """Return ids in the table's own dtype (a view).
-
-    Example:
-        >>> to_caller(np.array([2**64 - 1], np.uint64), "int64").tolist()
-        [-1]
-    """
+    """Return ids in the table's own dtype (a view)."""
     return ids.view(np.int64) if id_dtype == "int64" else ids
 
 
 def refuse_masked(array: object, what: str) -> None:
-    """Refuse a NumPy array with masked elements: as a plain array it would hold the values under the mask.
-
-    Args:
-        array: or a list of arrays; anything else is let through.
-        what: its name, for the message.
-
-    Raises:
-        InvalidInputError: elements are masked; how many.
-    """
+    """Refuse a NumPy array with masked elements: as a plain array it would hold the values under the mask."""
     first = array[0] if isinstance(array, list | tuple) and array else array
     if not isinstance(first, np.ma.MaskedArray):
         return
@@ -186,11 +157,6 @@ def unique(ids: NDArray[np.uint64]) -> Unique:
 
     Args:
         ids: uint64 [m], not changed.
-
-    Example:
-        >>> found = unique(np.array([7, 3, 7], np.uint64))
-        >>> found.ids[found.inverse].tolist(), len(found.ids)
-        ([7, 3, 7], 2)
     """
     if len(ids) < _HASH_FROM:
         in_order = ids.copy()  # most small batches have no duplicates, and sorted values tell in a fraction of the time of an order
@@ -215,11 +181,6 @@ def unique_ascending(ids: NDArray[np.uint64]) -> Unique:
 
     Args:
         ids: uint64 [m], not changed.
-
-    Example:
-        >>> found = unique_ascending(np.array([7, 3, 7], np.uint64))
-        >>> found.ids.tolist(), found.inverse.tolist()
-        ([3, 7], [1, 0, 1])
     """
     found = unique(ids)
     if bool((found.ids[1:] > found.ids[:-1]).all()):
@@ -263,12 +224,7 @@ def _sorted(ids: NDArray[np.uint64]) -> tuple[NDArray[np.intp], NDArray[np.intp]
 
 
 def are_among(ids: NDArray[np.uint64], some: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Return which ids are among some, which ascend as a rule: uint64 [n], uint64 [m] -> bool [n].
-
-    Example:
-        >>> are_among(np.array([7, 3], np.uint64), np.array([1, 7], np.uint64)).tolist()
-        [True, False]
-    """
+    """Return which ids are among some, which ascend as a rule: uint64 [n], uint64 [m] -> bool [n]."""
     if not len(some):
         return np.zeros(len(ids), np.bool_)
     some = some if (some[1:] > some[:-1]).all() else np.sort(some)
@@ -284,11 +240,6 @@ def as_items(rows: NDArray[Any]) -> NDArray[np.void]:
 
     Returns:
         [n], a view.
-
-    Example:
-        >>> rows = np.arange(6, dtype=np.uint8).reshape(3, 2)
-        >>> as_rows(as_items(rows)[[2, 0]]).tolist()
-        [[4, 5], [0, 1]]
     """
     return rows.view(f"V{rows.shape[1] * rows.itemsize}")[:, 0]
 

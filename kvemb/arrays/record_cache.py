@@ -32,19 +32,7 @@ class CacheBudget:
 
 
 class RecordCache:
-    """Keeps records of one table that were written lately, found by id, while the shared budget lasts.
-
-    Args:
-        record_bytes: of this table.
-        budget: shared with other tables.
-
-    Example:
-        >>> cache = RecordCache(4, CacheBudget(1 << 20))
-        >>> ids = np.array([7, 9], np.uint64)
-        >>> cache.put(ids, np.array([[1, 1, 1, 1], [2, 2, 2, 2]], np.uint8), None)
-        >>> cache.find(np.array([9, 8], np.uint64))
-        array([ 1, -1])
-    """
+    """Keeps records of one table that were written lately, found by id, while the shared budget lasts."""
 
     def __init__(self, record_bytes: int, budget: CacheBudget) -> None:
         self._budget = budget
@@ -90,7 +78,6 @@ class RecordCache:
             ids: uint64 [n].
             records: uint8 [n, record bytes]; copied.
             tokens: uint64 [n] kept beside them, or None.
-            at: the result of `find` for these ids, if nothing was put or forgotten since; saves looking them up again.
         """
         found, self._kept = self._kept, None
         if not len(self.records):

@@ -1,6 +1,6 @@
 """Storage dtypes of weights, and rounding to them: float32, float16, bfloat16 (kept as its 16 bits, NumPy has no such dtype), opaque bytes.
 
-What must not live here: optimizers, records, I/O. All arithmetic stays float32 or wider; a 16-bit type exists in storage only.
+All arithmetic stays float32 or wider; a 16-bit type exists in storage only.
 
 Strategy: both 16-bit formats are a float32's sign and magnitude with low bits dropped, and neighbouring magnitudes have neighbouring bit
 patterns. So a random number in the range of the dropped bits is added before they are dropped. That rounds up with exactly the right
@@ -47,13 +47,6 @@ def storage_dtype(name: str) -> np.dtype[Any]:
 
     Returns:
         '<f4', '<f2', '<u2' (the bit pattern) for bfloat16, or '|u1' for bytes.
-
-    Raises:
-        InvalidInputError: another name.
-
-    Example:
-        >>> storage_dtype("bfloat16").str, storage_dtype("bytes:264").str
-        ('<u2', '|u1')
     """
     known = _DTYPES.get(name) if isinstance(name, str) else None
     if known is not None:
@@ -64,12 +57,7 @@ def storage_dtype(name: str) -> np.dtype[Any]:
 
 
 def opaque_bytes(name: object) -> int | None:
-    """Return N of "bytes:N", the dtype of rows of N bytes that mean nothing to kvemb; None of any other dtype.
-
-    Example:
-        >>> opaque_bytes("bytes:264"), opaque_bytes("float32"), opaque_bytes("bytes:-1")
-        (264, None, None)
-    """
+    """Return N of "bytes:N", the dtype of rows of N bytes that mean nothing to kvemb; None of any other dtype."""
     found = _BYTES.fullmatch(name) if isinstance(name, str) else None
     return None if found is None else int(found[1])
 
@@ -79,17 +67,9 @@ def to_float32(stored: NDArray[Any], name: str) -> NDArray[np.float32]:
 
     Args:
         stored: any shape, of storage_dtype(name).
-        name: the storage dtype.
 
     Returns:
         float32 of the same shape. For "float32" this may be `stored` itself. Opaque bytes have no value in float32: they stay uint8.
-
-    Raises:
-        InvalidInputError: unknown name, or an array of another dtype.
-
-    Example:
-        >>> to_float32(np.array([0x3F80, 0xC000], "<u2"), "bfloat16").tolist()
-        [1.0, -2.0]
     """
     dtype = storage_dtype(name)
     if stored.dtype != dtype:
@@ -111,19 +91,9 @@ def round_nearest(weights: NDArray[np.float32], name: str) -> NDArray[Any]:
 
     Args:
         weights: any shape, float32; uint8 for opaque bytes, which stay as they are.
-        name: the storage dtype.
 
     Returns:
         Array of storage_dtype(name), same shape. For "float32" this may be `weights` itself.
-
-    Raises:
-        InvalidInputError: unknown name, or weights that are not float32.
-
-    Example:
-        >>> hex(round_nearest(np.array([1 / 3], np.float32), "bfloat16")[0])
-        '0x3eab'
-        >>> round_nearest(np.array([1e6], np.float32), "float16").tolist()
-        [65504.0]
     """
     dtype = storage_dtype(name)
     _check_weights(weights, _BYTE if dtype is _BYTE else _DTYPES["float32"])
@@ -162,21 +132,11 @@ def round_stochastic(
         name: the storage dtype, of numbers; "float32" returns the weights as they are (perhaps the same array).
         ids: [n] uint64.
         versions: [n] uint64 or one int in [0, 2**64): the version the rows are written with.
-        seed: the table's seed, any int.
 
     Returns:
         [n, d] of storage_dtype(name).
 
-    Raises:
-        InvalidInputError: unknown name, or arguments of another dtype or shape.
-
     Source: Gupta et al., "Deep learning with limited numerical precision", ICML 2015.
-
-    Example:
-        >>> weights = np.full((1000, 1), 1 + 2**-9, np.float32)          # A quarter of the way from 1 to 1 + 2**-7.
-        >>> stored = round_stochastic(weights, "bfloat16", ids=np.arange(1000, dtype=np.uint64), versions=1, seed=0)
-        >>> sorted(set(to_float32(stored, "bfloat16").ravel().tolist()))
-        [1.0, 1.0078125]
     """
     dtype = storage_dtype(name)
     _check_weights(weights, _DTYPES["float32"])

@@ -71,20 +71,6 @@ class RowIndex:
     """Maps the ids of one table to versions (or other numbers of 64 bits), for batches of ids at a time.
 
     One class: all its methods read or change the same arrays, which must fit each other between any two calls.
-
-    Args:
-        growth: how much larger a full table gets; the more, the more memory a row takes, and the less often it is moved.
-        order: in which rows are listed.
-
-    Example:
-        >>> index = RowIndex()
-        >>> index.put(np.array([7, 9], np.uint64), np.array([1, 2], np.uint64))
-        >>> index.get(np.array([9, 8, 7], np.uint64)), len(index)
-        (array([2, 0, 1], dtype=uint64), 2)
-        >>> found = index.find(np.array([8, 9], np.uint64))
-        >>> index.set_at(found, 3)
-        >>> index.at(found)
-        array([3, 3], dtype=uint64)
     """
 
     def __init__(self, growth: float = _GROWTH, order: KeyOrder = KeyOrder()) -> None:  # noqa: B008 (frozen)
@@ -181,17 +167,6 @@ class RowIndex:
         """Return the first rows of a range of keys, in the order of their keys, and the key where the next portion begins.
 
         Whoever takes one portion after the other gets every row that is there all the time exactly once, and any other once or not at all.
-
-        Args:
-            low, high: the range, without `high`: 0 to END is all.
-            n_rows: about so many, erased ones counted; of a table in pages the rows of a slot at least.
-            above: only rows whose version is above this one are returned.
-
-        Example:
-            >>> index, ids = RowIndex(), np.arange(5, dtype=np.uint64)
-            >>> index.put(ids, ids + np.uint64(1))
-            >>> index.portion(0, above=3)
-            (array([3, 4], dtype=uint64), array([4, 5], dtype=uint64), 18446744073709551616)
         """
         grain, n_buckets = max(self._homes.order.grain, 1 << 32), len(self._tags)
         first = self._homes.bucket(low // grain * grain)
@@ -324,7 +299,6 @@ class RowIndex:
         """Make room for n_more rows, or give up room that erased ids took; their places become free.
 
         Args:
-            n_more: rows.
             coming: uint64 [m], ids that will be put, known or not.
         """
         self._layout += 1

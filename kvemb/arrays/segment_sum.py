@@ -1,6 +1,6 @@
 """Group rows by id and sum the rows of each group: duplicates inside a push, pushes inside a batch.
 
-Pure NumPy, no loop over rows or ids. What must not live here: which ids are valid (kvemb.arrays.ids), and which shard owns them.
+Pure NumPy, no loop over rows or ids.
 
 Strategy: one stable sort brings equal ids together in their order of appearance. It takes 16 bits at a time, because for those NumPy has a
 radix sort. For 106,496 ids in no order that is 2.2 (Zipf(1.05) ids) to 6 times (ids below 2**20) as fast as one argsort of the 64 bits.
@@ -73,11 +73,6 @@ def group_by_id(ids: NDArray[np.uint64]) -> Groups:
 
     Args:
         ids: uint64 [m], not changed.
-
-    Example:
-        >>> groups = group_by_id(np.array([7, 3, 7], np.uint64))
-        >>> groups.ids.tolist(), groups.inverse.tolist()
-        ([3, 7], [1, 0, 1])
     """
     if bool((ids[1:] > ids[:-1]).all()):
         return Groups(ids, None, np.arange(len(ids), dtype=np.intp))

@@ -7,6 +7,5 @@
     <url>/shard-<i>.json                                the share that one shard has finished, while a save is under way
     <url>/manifest.json                                 written last: without it there is no checkpoint
 
-What must not live here: how a shard is cut or filled (paramserver.checkpoint.saver, paramserver.checkpoint.loader). pyarrow and fsspec
-write and read the files, and are imported when they are first used: clusters that never save need neither.
+pyarrow and fsspec write and read the files, and are imported when they are first used: clusters that never save need neither.
 """

@@ -31,11 +31,7 @@ class Checkpoint:
     manifest: CheckpointManifest
 
     def rows(self, definition: TableDef, shard: int) -> Iterator[RowBlock]:
-        """Yield the rows that one shard saved of a table, in order.
-
-        Raises:
-            CheckpointError: a file is missing or damaged.
-        """
+        """Yield the rows that one shard saved of a table, in order."""
         last, order = -1, self.manifest.order(definition)
         for entry, data, where in self._contents(self.manifest.files_of(definition.name, shard)):
             for block in decode_rows(definition, data, entry, self.manifest.weights_only, where, order):
@@ -60,11 +56,7 @@ class Checkpoint:
 
 
 def open_checkpoint(url: str) -> Checkpoint:
-    """Open a complete checkpoint.
-
-    Raises:
-        CheckpointError: there is none, its save did not finish, or its manifest is damaged.
-    """
+    """Open a complete checkpoint."""
     storage = CheckpointStorage(url)
     if storage.size(MANIFEST) is None:
         names = list(storage.names())
@@ -104,11 +96,7 @@ class Chain:
         return sum(level.manifest.size_bytes for level in self.levels)
 
     def rows(self, definition: TableDef, shard: int) -> Iterator[RowBlock]:
-        """Yield the rows that one shard had of a table, in order.
-
-        Raises:
-            CheckpointError: a file is missing or damaged.
-        """
+        """Yield the rows that one shard had of a table, in order."""
         levels = [level for level in self.levels if level.manifest.table(definition.name) is not None]
         if len(levels) == 1:
             yield from levels[0].rows(definition, shard)
@@ -129,15 +117,7 @@ class Chain:
 
 
 def open_chain(url: str, tables: Sequence[str] = ()) -> Chain:
-    """Open a checkpoint with everything it is built on.
-
-    Args:
-        url: of it.
-        tables: names: as if it held these alone; none: all.
-
-    Raises:
-        CheckpointError: a checkpoint of the chain is missing, damaged, or not the one that was built on, or it holds no such table.
-    """
+    """Open a checkpoint with everything it is built on."""
     levels = [open_checkpoint(url)]
     while (base := levels[-1].manifest.base) is not None:
         if len(levels) == MAX_LEVELS:
@@ -152,12 +132,7 @@ def open_chain(url: str, tables: Sequence[str] = ()) -> Chain:
 
 
 def sibling_url(url: str, name: str) -> str:
-    """Return the URL of a checkpoint beside this one.
-
-    Example:
-        >>> sibling_url("s3://bucket/run/step-2", "step-1")
-        's3://bucket/run/step-1'
-    """
+    """Return the URL of a checkpoint beside this one."""
     return f"{url.rpartition('/')[0]}/{name}"
 
 

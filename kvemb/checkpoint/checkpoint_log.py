@@ -25,19 +25,7 @@ log = logging.getLogger("kvemb")
 
 
 class CheckpointLog:
-    """The writer of a log; one at a time, by one thread. Another one may go on with it later.
-
-    Args:
-        save: `Cluster.save`.
-        url: of the log's folder.
-        weights_only: leave the optimizer's state out.
-        keep: as many of the newest remain, with those that they are built on; None: all.
-
-    Example::
-
-        log = CheckpointLog(cluster.save, "s3://bucket/run/log", keep=1440)
-        log.save(extra={"step": 1000})
-    """
+    """The writer of a log; one at a time, by one thread. Another one may go on with it later."""
 
     def __init__(self, save: Callable[..., SaveResult], url: str, *, weights_only: bool = False, keep: int | None = None) -> None:
         self._save, self._storage, self._weights_only, self._keep = save, CheckpointStorage(url), weights_only, keep

@@ -44,18 +44,7 @@ log = logging.getLogger("kvemb")
 
 
 class CheckpointStorage:
-    """One folder: everything is named by a path below it.
-
-    Args:
-        url: any fsspec URL, or a path of this machine.
-        pause: waits so many seconds before a retry.
-        give_up_s: one read, write or look may take so long, with its retries.
-        say_every_s: seconds of silence after which a line names the call that is waited for.
-
-    Raises:
-        ConfigError: fsspec, or what it needs for this protocol, is not installed.
-        CheckpointError: the URL cannot be understood.
-    """
+    """One folder: everything is named by a path below it."""
 
     def __init__(
         self,
@@ -95,11 +84,7 @@ class CheckpointStorage:
         return f"{shown(self.url)}/{path}"
 
     def read(self, path: str, max_bytes: int) -> bytes:
-        """Return an object's bytes.
-
-        Raises:
-            CheckpointError: it does not exist, is no file, cannot be read, or is larger than `max_bytes`.
-        """
+        """Return an object's bytes."""
         size_bytes = self.size(path)
         if size_bytes is None:
             raise CheckpointError(f"{self.where(path)}: not there")
@@ -111,11 +96,7 @@ class CheckpointStorage:
         return data
 
     def size(self, path: str) -> int | None:
-        """Return an object's size in bytes, or None when it does not exist.
-
-        Raises:
-            CheckpointError: it cannot be looked at, or is no file: reading a pipe or a device might never end.
-        """
+        """Return an object's size in bytes, or None when it does not exist."""
 
         def ask() -> int | None:
             self._fs.invalidate_cache()
@@ -129,11 +110,7 @@ class CheckpointStorage:
         return self._try("look at", path, ask)
 
     def write(self, path: str, *pieces: bytes | memoryview) -> None:
-        """Write an object of these bytes, replacing an old one: afterwards it is whole and, on local disks, durable.
-
-        Raises:
-            CheckpointError: the old object or none is there; a file under a temporary name may remain.
-        """
+        """Write an object of these bytes, replacing an old one: afterwards it is whole and, on local disks, durable."""
         self._try("write", path, lambda: self._write(self._full(path), pieces))
 
     def names(self, folder: str = "") -> list[str]:
@@ -279,15 +256,7 @@ class CheckpointStorage:
 
 
 def absolute_url(url: str) -> str:
-    """Return a URL that means the same in every process: a path, or a file:// URL, becomes an absolute path.
-
-    Raises:
-        CheckpointError: it is none, names another machine's file, or chains file systems.
-
-    Example:
-        >>> absolute_url("s3://bucket/run/step-1/"), absolute_url("/data/lr::0.1"), absolute_url("file:///data/my%20run")
-        ('s3://bucket/run/step-1', '/data/lr::0.1', '/data/my run')
-    """
+    """Return a URL that means the same in every process: a path, or a file:// URL, becomes an absolute path."""
     url = os.fspath(url)
     if not isinstance(url, str) or not url:
         raise CheckpointError(f"URL is {url!r}: give a path or a URL such as s3://bucket/run/step-1000")
@@ -311,12 +280,7 @@ def _of_credentials(error: Exception) -> bool:
 
 
 def shown(url: str) -> str:
-    """Return a URL without its credentials.
-
-    Example:
-        >>> shown("hdfs://user:secret@host/run"), shown("https://host/rows.npy?signature=secret")
-        ('hdfs://***@host/run', 'https://host/rows.npy?***')
-    """
+    """Return a URL without its credentials."""
     return re.sub(r"(?<=://)[^/@]+@", "***@", re.sub(r"(?<=\?).+", "***", url) if "://" in url else url)
 
 

@@ -27,15 +27,7 @@ Known = dict[str, CheckpointManifest]
 
 
 def list_checkpoints(url: str, known: Known | None = None) -> list[Listed]:
-    """List the checkpoints right below a URL, oldest first, broken ones last; or the one at the URL itself.
-
-    Args:
-        url: of the folder that holds them, or of one.
-        known: of that folder: what it holds is not read again; what is found whole is added.
-
-    Raises:
-        CheckpointError: the URL cannot be read.
-    """
+    """List the checkpoints right below a URL, oldest first, broken ones last; or the one at the URL itself."""
     storage, known = CheckpointStorage(url), {} if known is None else known
     if storage.size(MANIFEST) is not None:
         return [_look_at(storage)]
@@ -54,13 +46,8 @@ def checkpoint_at(url: str, moment: datetime) -> str:
 
     Exports without the optimizer's state count only where there is nothing else. The time is that of the machine which saved.
 
-    Args:
-        url: of the folder that holds the checkpoints.
-        moment: without a time zone it is this machine's local time.
-
     Raises:
         CheckpointError: there is none so old, or one of the folder is damaged, so that it may be the one.
-        InvalidInputError: several clusters have saved into the folder.
     """
     there = list_checkpoints(url)
     if broken := [one for one in there if one.manifest is None and one.problem not in _UNFINISHED]:
@@ -86,19 +73,8 @@ def prune(url: str, *, keep: int, like: CheckpointManifest | None = None, dry_ru
     There are two kinds, which count apart: with the optimizer's state, from which training goes on, and weights-only exports. Checkpoints
     that cannot be loaded (unfinished, damaged, or without their base) neither count nor go: they may be a save under way, or a last copy.
 
-    Args:
-        url: the folder that holds the checkpoints.
-        keep: at least 1.
-        like: only checkpoints of this one's cluster and kind; all kinds unless given.
-        dry_run: delete nothing.
-        known: see `list_checkpoints`.
-
     Returns:
         The names of those that were deleted, or would be.
-
-    Raises:
-        CheckpointError: something could not be deleted. A checkpoint that remains is whole or has no manifest any more. A
-            checkpoint goes before its base, so that no chain is ever broken.
     """
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise InvalidInputError(f"keep is {keep!r}: at least 1 checkpoint is kept")

@@ -49,12 +49,7 @@ class Decision:
     tables: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
-        """Return the bytes that nodes hold.
-
-        Example:
-            >>> newest_decision([None, Decision(1, "a", "u", "s").encode(), Decision(2, "b", "u", "s").encode()]).load_id
-            'b'
-        """
+        """Return the bytes that nodes hold."""
         fields = astuple(self)
         packed: bytes = msgpack.packb(["kvemb-load", 2, *fields] if self.tables else ["kvemb-load", 1, *fields[:-1]])
         return packed
@@ -85,12 +80,7 @@ def decode_decision(data: bytes) -> Decision:
 
 
 def newest_decision(copies: Iterable[bytes | None], where: Sequence[str] = ()) -> Decision | None:
-    """Return the newest of the nodes' copies, or None.
-
-    Raises:
-        DamagedCopyError: there are copies, and all are damaged.
-        ProtocolError: a copy is of another release.
-    """
+    """Return the newest of the nodes' copies, or None."""
     found = intact_copies(copies, decode_decision, META_NAME, where)
     return max(found, key=lambda decision: decision.serial, default=None)
 
@@ -192,13 +182,6 @@ def decide(
     store: Store, tables: Mapping[str, TableDef], url: str, *, timeout_s: float, progress: LoadProgress | None = None
 ) -> CheckpointManifest:
     """Decide a load while shards are down: they carry it out when they are started. It takes the place of a load that cannot be finished.
-
-    Args:
-        store: open.
-        tables: the cluster's, by name.
-        url: of the checkpoint.
-        timeout_s: of one storage call.
-        progress: see `load`.
 
     Raises:
         CheckpointError: it is missing or damaged, or holds a table that the cluster does not have; nothing was decided.

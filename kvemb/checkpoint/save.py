@@ -165,12 +165,7 @@ def _noted(storage: CheckpointStorage) -> Fields:
 
 
 def _wait(servers: AllShards, save_id: str, shards: Sequence[int], progress: SaveProgress | None) -> None:
-    """Poll until every one of these shards is done; report those that make no progress. Each shard ends its own waits in time.
-
-    Raises:
-        CheckpointError: a shard failed, or was restarted and has forgotten the save.
-        ShardUnavailableError: a shard has not answered for a minute.
-    """
+    """Poll until every one of these shards is done; report those that make no progress. Each shard ends its own waits in time."""
     heard = dict.fromkeys(shards, time.monotonic())
     stalled = Stalled()
     asked = dict.fromkeys(shards, SaveStatusRequest(save_id, False))

@@ -48,11 +48,7 @@ class VerifyReport:
 
 
 def verify(url: str, progress: VerifyProgress | None = None) -> VerifyReport:
-    """Check a checkpoint and its chain: sizes, checksums, contents, totals.
-
-    Raises:
-        CheckpointError: it cannot even be opened.
-    """
+    """Check a checkpoint and its chain: sizes, checksums, contents, totals."""
     return verify_chain(open_chain(url), progress)
 
 
@@ -171,20 +167,7 @@ class Comparison:
 def compare(
     chain: Chain, store: Store, tables: dict[str, TableDef], *, cluster_id: str, timeout_s: float, progress: Callable[[int, int], None]
 ) -> list[Comparison]:
-    """Compare every row.
-
-    Args:
-        chain: the checkpoint.
-        store: open.
-        tables: the cluster's, by name; a table that is not there has no rows.
-        cluster_id: of the cluster, in hex.
-        timeout_s: of one storage call.
-        progress: called with (rows done, rows in all at most).
-
-    Raises:
-        TableMismatchError: a table has another identity.
-        CheckpointError, StorageError: it cannot be read.
-    """
+    """Compare every row."""
     total = sum(level.manifest.n_rows for level in chain.levels)
     results, done = [], 0
     for saved in chain.newest.tables:

@@ -78,11 +78,7 @@ def encode_fragment(fragment: Fragment) -> bytes:
 
 
 def decode_fragment(data: bytes, where: str) -> Fragment:
-    """Read a fragment.
-
-    Raises:
-        CheckpointError: damaged or of another format.
-    """
+    """Read a fragment."""
     fields = decode(data, where).only("format", "save_id", "cut", "done", "tables", "files")
     if fields.text("format") != FORMAT:
         raise fields.wrong("format", repr(FORMAT))
@@ -100,11 +96,7 @@ def decode_fragment(data: bytes, where: str) -> Fragment:
 
 
 def assemble(info: SaveInfo, fragments: Iterable[Fragment]) -> CheckpointManifest:
-    """Put the shards' shares together. A number without a fragment is of a shard that has left: it has no rows.
-
-    Raises:
-        CheckpointError: a shard is not done, one that has slots is missing, or the shards do not have the same tables.
-    """
+    """Put the shards' shares together. A number without a fragment is of a shard that has left: it has no rows."""
     found = {share.cut.shard: share for share in fragments}
     some = min(found.values(), key=lambda share: share.cut.shard)
     gone = tuple((definition, 0) for definition, _ in some.tables)
@@ -143,15 +135,7 @@ _N_THREADS = 2
 
 
 class ShardWriter:
-    """One shard's files of one save. A context manager; its methods are for one thread.
-
-    Args:
-        storage: the checkpoint's folder.
-        save_id: 32 hex digits.
-        cut: where the shard was cut.
-        weights_only: leave the state out.
-        part_bytes: about the size of a data file.
-    """
+    """One shard's files of one save. A context manager; its methods are for one thread."""
 
     def __init__(self, storage: CheckpointStorage, save_id: str, cut: Cut, *, weights_only: bool, part_bytes: int = PART_BYTES) -> None:
         self._storage, self._save_id, self._cut, self._weights_only, self._part_bytes = storage, save_id, cut, weights_only, part_bytes
@@ -180,14 +164,7 @@ class ShardWriter:
         return PartBuffer(self, definition, self._weights_only, self._part_bytes)
 
     def finish(self, tables: Sequence[tuple[TableDef, int]]) -> Fragment:
-        """Wait for everything to be written; return and store the shard's share.
-
-        Args:
-            tables: definition and step of every table at the cut.
-
-        Raises:
-            CheckpointError: a file could not be written.
-        """
+        """Wait for everything to be written; return and store the shard's share."""
         self._collect(0)
         return self._note(done=True, tables=tables)
 

@@ -1,7 +1,6 @@
 """The client of the parameter-server shards: channels, ordered push streams, acknowledgements.
 
-gRPC is imported here only, and its errors are translated in `shard_channel` only. What must not live here: storage, tables as
-callers see them, validation of ids and gradients.
+gRPC is imported here only, and its errors are translated in `shard_channel` only.
 
 gRPC's own handling of fork() is switched off before it is imported, unless the environment says otherwise. A stream is always in use here.
 With it 3 of 100 children were aborted in gRPC's handlers, and files of the parent were closed twice (grpcio 1.85). A forked child (a

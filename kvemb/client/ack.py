@@ -306,12 +306,7 @@ class Ack:
 
 
 def waits_s(deadline: Deadline) -> float:
-    """How long to wait for shards, so that those that are late can still be asked why.
-
-    Example:
-        >>> round(waits_s(Deadline.after(0.5)), 1), round(waits_s(Deadline.after(30.0)))
-        (0.4, 29)
-    """
+    """How long to wait for shards, so that those that are late can still be asked why."""
     return deadline.remaining_s() - min(_ASK_S, deadline.remaining_s() / 5)
 
 

@@ -50,13 +50,6 @@ class AllShards:
     """The channels to the shards of a cluster, by number, for requests that go to each. They follow the cluster map. Thread-safe.
 
     They are opened when one is first asked for: a shard that never calls another one needs no certificate that is good for that.
-
-    Args:
-        addresses: "host:port" of each shard by kvemb.yaml.
-        last_words: the file in which a shard that ended in trouble says why, where that is known; of this machine.
-        maps: knows the cluster map, which lists the shards and their slots. A store that is not open yet knows of shard 0
-            only. None: the shards are those of `addresses`, with equal runs of slots, as in a new cluster, until another map is followed.
-        tls: how the connections are encrypted.
     """
 
     def __init__(
@@ -82,11 +75,7 @@ class AllShards:
 
     @staticmethod
     def of(servers: ServersConfig, maps: MapReader | None = None) -> "AllShards":
-        """Return the shards of a kvemb.yaml, for a client.
-
-        Raises:
-            ConfigError: they would refuse its certificate.
-        """
+        """Return the shards of a kvemb.yaml, for a client."""
         shards = AllShards(servers.shards, servers.last_words, servers.tls, maps)
         shards._follow(shards.cluster_map)
         return shards
@@ -118,11 +107,7 @@ class AllShards:
                 self.load_serial = max(self.load_serial, load_serial)
 
     def follow(self, cluster_map: ClusterMap) -> None:
-        """Follow a map that was read elsewhere, where there is no storage to read it from.
-
-        Raises:
-            ConfigError: no address is known for one of its shards; the former map is still followed.
-        """
+        """Follow a map that was read elsewhere, where there is no storage to read it from."""
         with self._lock:
             self._follow(cluster_map)
         self._told = cluster_map
@@ -148,12 +133,7 @@ class AllShards:
             self._maps.refresh_map(deadline)
 
     def describe(self, config: Config, deadline: Deadline) -> DescribeReply:
-        """Ask every shard to describe itself; return shard 0's answer. Another one that is away is named in the log: pulls go on.
-
-        Raises:
-            ConfigError: an address answers as another shard, or another cluster.
-            ShardUnavailableError: shard 0 did not answer, or a shard is starting.
-        """
+        """Ask every shard to describe itself; return shard 0's answer. Another one that is away is named in the log: pulls go on."""
         channels = self.channels
         replies = self.try_each("Describe", dict.fromkeys(channels, Empty()), DescribeReply, deadline)
         first = replies[0]
@@ -188,12 +168,6 @@ class AllShards:
     def call_each(self, method: str, requests: Message | Mapping[int, Message], reply_type: type[M], deadline: Deadline) -> dict[int, M]:
         """Call shards concurrently; raise the first failure once all have answered.
 
-        Args:
-            method: the verb.
-            requests: one for all shards that there are now, or one for each that is to be called.
-            reply_type: of its answer.
-            deadline: of all of it.
-
         Returns:
             The answer of each shard that was called.
         """
@@ -225,11 +199,7 @@ class AllShards:
         return results
 
     def check_usable(self) -> None:
-        """Raise unless this process may use the channels.
-
-        Raises:
-            ClosedError: closed, or opened by the parent of this forked process.
-        """
+        """Raise unless this process may use the channels."""
         if self.forked:
             raise ClosedError(
                 f"this cluster was opened by process {self._pid}, and its connections to the parameter servers do not "
@@ -273,11 +243,7 @@ class AllShards:
 
 
 def require_one_cluster(expected: bytes, got: bytes) -> None:
-    """Refuse parameter servers that write to other storage than the one this process reads.
-
-    Raises:
-        ParameterServerError: the ids differ.
-    """
+    """Refuse parameter servers that write to other storage than the one this process reads."""
     if expected != got:
         raise ParameterServerError(
             f"the storage nodes belong to cluster {expected.hex()}, the parameter servers to {got.hex()}. One of the two was "

@@ -24,18 +24,7 @@ _LOOK_S = 1.0
 
 
 class ChangeFeed:
-    """What the shards of a cluster tell, as one stream.
-
-    Args:
-        servers: the shards.
-        start: "now", "start", or the position of each shard.
-        tables: names; none for all.
-        max_bytes: of what is read ahead, of each shard.
-        away_timeout_s: how long a shard may be away.
-
-    Raises:
-        ShardUnavailableError: a shard did not answer in time, or slots moved all the while.
-    """
+    """What the shards of a cluster tell, as one stream."""
 
     def __init__(
         self,
@@ -60,12 +49,7 @@ class ChangeFeed:
             raise
 
     def take(self, timeout_s: float | None = None) -> tuple[int, FeedReply] | None:
-        """Return the next reply with its shard; None when there is none within the timeout, or the feed was closed.
-
-        Raises:
-            FeedBehindError, ShardUnavailableError: the feed cannot go on.
-            ClosedError: this process is a fork of the one that opened it.
-        """
+        """Return the next reply with its shard; None when there is none within the timeout, or the feed was closed."""
         deadline = None if timeout_s is None else Deadline.after(timeout_s)
         while not self.closed:
             if self._servers.forked:  # its threads are those of the parent
@@ -186,17 +170,7 @@ class ChangeFeed:
 
 
 class _ShardStream:
-    """One shard's replies, read ahead by a thread of its own.
-
-    Args:
-        feed: whose lock guards the replies.
-        servers: the shards.
-        shard: number.
-        request: of the first subscription.
-        serial: of the last move that was told.
-        max_bytes: of the replies that wait.
-        away_timeout_s: how long the shard may be away.
-    """
+    """One shard's replies, read ahead by a thread of its own."""
 
     def __init__(
         self, feed: ChangeFeed, servers: AllShards, shard: int, request: FeedRequest, serial: int, max_bytes: int, away_timeout_s: float

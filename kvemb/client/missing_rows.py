@@ -32,12 +32,7 @@ Ids = NDArray[np.uint64]
 
 
 class MissingRows:
-    """The rows that the pulls of one connection did not find.
-
-    Args:
-        servers: the shards.
-        clock: monotonic seconds.
-    """
+    """The rows that the pulls of one connection did not find."""
 
     def __init__(self, servers: AllShards, clock: Callable[[], float] = time.monotonic) -> None:
         self._servers, self._clock = servers, clock
@@ -52,11 +47,7 @@ class MissingRows:
         self.untold = False  # whether `tell` has something to say
 
     def note(self, missing: Sequence[tuple[TableDef, Ids]]) -> None:
-        """Note rows that a pull did not find, by table; ask about some of them, if it is time.
-
-        Raises:
-            TableDroppedError: a shard has said that one of these tables was dropped; its pulled rows are initial rows.
-        """
+        """Note rows that a pull did not find, by table; ask about some of them, if it is time."""
         for table, _ in missing if self._dropped else ():
             if (dropped := self._dropped.get(table.key)) is not None:
                 raise copied(dropped)
@@ -77,9 +68,6 @@ class MissingRows:
 
     def tell(self) -> None:
         """Report in the caller's thread the shards' answers, once.
-
-        Raises:
-            LostRowError: rows are gone, and their shard cannot restore them.
 
         Warns:
             RowsRestoredWarning: rows had been deleted, and were restored.

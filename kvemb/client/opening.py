@@ -22,13 +22,6 @@ _BARRIER_MARGIN_S = 10.0
 def open_shards(config: Config, trainer: str | None, store: Store, deadline: Deadline, *, answers_s: float) -> ShardClient:
     """Connect to the shards, then open the storage that they have provisioned.
 
-    Args:
-        config: the whole kvemb.yaml.
-        trainer: this process's name, or None to draw one from host, process and chance.
-        store: not yet open; open afterwards.
-        deadline: of all of it.
-        answers_s: how long shards are waited for, unless they say that they are starting.
-
     Raises:
         ConfigError, ShardUnavailableError (of shard 0), StorageError, ParameterServerError: nothing stays connected but the store,
             which the caller closes.

@@ -41,9 +41,6 @@ class Sent:
 class Outbox:
     """The parts to one shard that it has not applied yet, in order.
 
-    Args:
-        where: the shard, for messages.
-
     Attributes:
         next_sequence: of the next part.
     """
@@ -85,11 +82,7 @@ class Outbox:
         return self.next_sequence > self._cursor
 
     def add(self, sequence: int, sent: Sent) -> None:
-        """Append a part.
-
-        Raises:
-            PushRejectedError: its number is taken, because an earlier part was refused since it was numbered.
-        """
+        """Append a part."""
         if self._refused_at is not None or sequence != self.next_sequence:
             raise PushRejectedError(f"{self._where}: not sent, because the shard refused an earlier part meanwhile")
         self.next_sequence = sequence + 1
@@ -148,12 +141,6 @@ class Outbox:
         """After a break: the shard must still know every part that it has accepted, since those were in its journal.
 
         It may know more than we have heard of; those parts are sent again and answered as duplicates.
-
-        Args:
-            last_sequence: of the last part that the shard knows.
-
-        Raises:
-            ShardFailedError: it has forgotten acknowledged pushes.
         """
         if last_sequence >= self._last_accepted:
             return

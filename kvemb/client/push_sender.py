@@ -1,8 +1,6 @@
 """The ordered push stream to one shard: sends parts, reports their results, reconnects and sends again.
 
-One thread per shard reads the answers; gRPC's own thread takes the parts from `_outgoing`. What must not live here: which
-parts are open (`outbox`), how a push is put together (`push_session`), its acknowledgement (`ack`). Thread-safe; lives in the
-process that made it.
+One thread per shard reads the answers; gRPC's own thread takes the parts from `_outgoing`. Thread-safe; lives in the process that made it.
 """
 
 import threading
@@ -44,11 +42,7 @@ _PASSING = (
 
 
 class ShardLeftError(Exception):
-    """The shard has left the cluster.
-
-    Args:
-        last_sequence: of the last part that it had taken.
-    """
+    """The shard has left the cluster."""
 
     def __init__(self, last_sequence: int) -> None:
         super().__init__(f"it has left the cluster, and had taken {last_sequence} parts")
@@ -59,16 +53,6 @@ class PushSender:
     """Sends parts to one shard, in order, over one stream that is opened again when it breaks.
 
     One class, because callers, the thread that reads answers and gRPC's own look at the same outbox under one lock.
-
-    Args:
-        channel: of the shard.
-        hello: introduces the trainer to the shard, before the first part and after every reconnect; raises ShardLeftError.
-        on_refused: called when the shard has refused parts because slots have moved, or a table was closed: `refused` has them. They
-            count as neither accepted nor applied until `resent` says that other parts have taken their place, or the push has failed.
-        heard: takes the serial of the registry of tables that an answer names.
-        introduced: whether the shard has had the first hello.
-        recovers: whether the stream goes on when a shard that had stopped applying was mended: its parts have failed, and later ones are
-            sent. Not so in a sync job, of whose step the shard has had nothing: its trainers connect again.
 
     Attributes:
         channel, where: to the shard, as far as is known; which it is, for people.
@@ -106,12 +90,7 @@ class PushSender:
             call.cancel()
 
     def wait_room(self, deadline: Deadline) -> None:
-        """Wait until the window has room for another push.
-
-        Raises:
-            ShardUnavailableError: it had none within the deadline.
-            KvembError: the stream has failed for good.
-        """
+        """Wait until the window has room for another push."""
         if (failure := self._failure) is not None and not self._is_final:
             self._ask_again(failure, deadline)
         full = f"its window of {WINDOW_PARTS} unaccepted or {MAX_UNAPPLIED_PARTS} unapplied parts is full; nothing was sent"
@@ -206,12 +185,7 @@ class PushSender:
         return self._failure is not None and not may_be_mended
 
     def _ask_again(self, failure: KvembError, deadline: Deadline) -> None:
-        """Go on with a shard that had failed, if it is mended. The caller makes sure that only one thread sends.
-
-        Raises:
-            ShardFailedError: it is not, or has forgotten parts that it had acknowledged.
-            ShardUnavailableError: it does not answer within the deadline.
-        """
+        """Go on with a shard that had failed, if it is mended. The caller makes sure that only one thread sends."""
         try:
             reply = self._hello(deadline)
         except ShardLeftError:

@@ -1,8 +1,7 @@
 """One trainer's session with all shards: its identity, its numbered pushes, and the failures not raised yet.
 
-The trainer says hello at its first push (in sync mode it takes its place then): shard 0 issues the incarnation, the others
-are told. Pushes go out one at a time, so that every shard sees them in the same order. What must not live here: gRPC's
-details (`shard_channel`), one shard's stream (`push_sender`), validation. Thread-safe; lives in the process that made it.
+The trainer says hello at its first push (in sync mode it takes its place then): shard 0 issues the incarnation, the others are told. Pushes
+go out one at a time, so that every shard sees them in the same order. Thread-safe; lives in the process that made it.
 """
 
 import threading
@@ -75,13 +74,6 @@ class PushSession:
     """Sends one trainer's pushes to all shards, each under the next sequence.
 
     One class, because pushes and those that are routed again take their sequences under the same lock.
-
-    Args:
-        servers: the shards.
-        cluster_id: of the storage's markers; shards that serve another cluster refuse the hello.
-        trainer: its name, unique in the job; a second process of the same name fences the first.
-        sync: whether every shard gets a part of every push.
-        timeout_s: of a wait for an ack, unless the caller gives another.
     """
 
     def __init__(
@@ -113,11 +105,6 @@ class PushSession:
 
     def push(self, tables: Sequence[TableRows], deadline: Deadline, prefetched: Sequence[PrefetchedRows] = ()) -> Ack:
         """Send a push.
-
-        Args:
-            tables: one entry per table, ids unique. The arrays are copied before this returns.
-            deadline: of the hello and of the wait for room in every shard's window.
-            prefetched: rows that the trainer holds, one entry per table; sync mode only. The ack keeps the arrays.
 
         Raises:
             ShardUnavailableError: a shard could not be reached or its window stayed full; nothing of the push was sent.
@@ -169,12 +156,7 @@ class PushSession:
         self._wait(PushSender.wait_accepted, deadline)
 
     def wait_applied(self, deadline: Deadline) -> None:
-        """Wait until everything sent is applied.
-
-        Raises:
-            ShardUnavailableError: it was not within the deadline; waiting again is fine.
-            KvembError: a push failed and its error was not raised yet, or the session has ended.
-        """
+        """Wait until everything sent is applied."""
         self._wait(PushSender.wait_applied, deadline)
 
     def undelivered(self) -> list[Ack]:
@@ -197,11 +179,7 @@ class PushSession:
             raise error
 
     def close(self, deadline: Deadline | None) -> None:
-        """Wait until everything sent is accepted (not at all without a deadline), say goodbye, end the streams.
-
-        Raises:
-            KvembError: as `wait_accepted` does; the session is closed all the same.
-        """
+        """Wait until everything sent is accepted (not at all without a deadline), say goodbye, end the streams."""
         if self._servers.forked:
             return
         try:
@@ -339,13 +317,7 @@ class PushSession:
     def _number(
         self, wanted: dict[int, list[TableRows]], prefetched_of: list[list[list[PrefetchedRows]]], step: int, serials: _Serials
     ) -> list[_Numbered]:
-        """Give each shard's share of a push, and its share of the prefetched rows if there are any, the next sequences there.
-
-        Args:
-            wanted, prefetched_of: the shares.
-            step: of the push.
-            serials: of the push.
-        """
+        """Give each shard's share of a push, and its share of the prefetched rows if there are any, the next sequences there."""
         numbered: list[_Numbered] = []
         for shard, tables in wanted.items():
             stream = self._stream(shard)
@@ -416,9 +388,6 @@ class PushSession:
 
         Returns:
             Whether that was done; else more of its parts have been refused since: they go together.
-
-        Raises:
-            ShardUnavailableError: which of the two is not known within the deadline; call again.
         """
         taken = push.outdated and push.ack.is_taken(deadline)
         if push.outdated and not taken and (push.closed is not None or push.ack.failed):

@@ -37,16 +37,7 @@ _Options = tuple[tuple[str, object], ...]
 
 
 def open_channel(address: str, tls: TlsFiles | None, options: _Options) -> grpc.Channel:
-    """Open a channel; gRPC connects it when it is first used.
-
-    Args:
-        address: "host:port".
-        tls: the files as they are now; None: without encryption.
-        options: of gRPC.
-
-    Raises:
-        ConfigError: a file cannot be read; a client lacks certificate and token, or its certificate is not good.
-    """
+    """Open a channel; gRPC connects it when it is first used."""
     note_channel()
     if tls is None:
         return grpc.insecure_channel(address, options=options)
@@ -110,7 +101,6 @@ class PendingCall:
 
         Raises:
             ShardUnavailableError: none came within the deadline; the request may have been carried out.
-            KvembError: whatever the shard reported, in its own class.
         """
         for pause_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
             try:
@@ -184,17 +174,7 @@ class PendingCall:
 
 
 class ShardChannel:
-    """The connection to one shard; gRPC connects it when it is first used, and again whenever it broke.
-
-    Args:
-        shard: the shard's index.
-        address: "host:port".
-        last_words: the file in which the shard says why it has ended, if it runs on this machine.
-        tls: keys, certificates and tokens; when these files change, calls go over a new connection from then on. None: no encryption.
-
-    Raises:
-        ConfigError: a file cannot be read.
-    """
+    """The connection to one shard; gRPC connects it when it is first used, and again whenever it broke."""
 
     def __init__(self, shard: int, address: str, last_words: Path | None = None, tls: TlsFiles | None = None) -> None:
         self.shard, self.address, self._last_words, self._tls = shard, address, last_words, tls
@@ -205,12 +185,7 @@ class ShardChannel:
         self.absence = Absence()
 
     def away(self, why: str, for_s: float = 0.0) -> None:
-        """Record that the shard does not answer, or starts, and say it once it has lasted: waiting callers may wait for long.
-
-        Args:
-            why: names the shard.
-            for_s: how long that has been so already.
-        """
+        """Record that the shard does not answer, or starts, and say it once it has lasted: waiting callers may wait for long."""
         if (lasted_s := self.absence.lasts(for_s)) is not None:
             log.warning("away for %.0f s, and waited for; pulls go on: %s", lasted_s, why)
 

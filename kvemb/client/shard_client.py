@@ -1,7 +1,7 @@
 """Every verb that changes something through the shards, in one place: tables, pushes, flush, assign, erase.
 
-It deals in definitions and validated rows; the interface of callers is kvemb.api. What must not live here: storage, and
-questions that change nothing (kvemb.client.shard_questions). Thread-safe; not fork-safe (`kvemb.client.all_shards` says so to the caller).
+It deals in definitions and validated rows; the interface of callers is kvemb.api. Thread-safe; not fork-safe (`kvemb.client.all_shards`
+says so to the caller).
 """
 
 import logging
@@ -58,12 +58,6 @@ class ShardClient:
     """The shards of one cluster, for one trainer.
 
     One class, because every verb comes behind this trainer's own pushes, which one session knows.
-
-    Args:
-        servers: checked by `AllShards.describe`.
-        session: of this trainer.
-        timeout_s: of every verb, unless its caller says otherwise.
-        close_timeout_s: in sync mode, of the end: the last push is accepted with the others' of its step.
 
     Attributes:
         servers: the shards.
@@ -180,11 +174,7 @@ class ShardClient:
             time.sleep(0.0 if level else _MOVED_PAUSE_S)
 
     def end_alter(self, name: str, step: str, key: str, timeout_s: float | None) -> int:
-        """Switch to the table that was filled, or abort; erase the rows that are left, and return how many these were.
-
-        Args:
-            key: of the table that was filled. With "abort", "" gives up whatever alteration there is, and the key of another table none.
-        """
+        """Switch to the table that was filled, or abort; erase the rows that are left, and return how many these were."""
         deadline = self._deadline(timeout_s)
         left = self.servers.call(0, "AlterTable", AlterTableRequest(name, step, key), AlterTableReply, deadline).left
         return sum(self._end_drop(one, deadline, timeout_s) for one in left)
@@ -230,14 +220,7 @@ class ShardClient:
         return self._session.undelivered()
 
     def close(self, *, timeout_s: float | None = None) -> None:
-        """Wait for acceptance of all pushes, and leave. Idempotent.
-
-        Args:
-            timeout_s: of that wait; otherwise as long as an acceptance may take.
-
-        Raises:
-            KvembError: a push failed that no caller waited for, or was not accepted in time. Closed all the same.
-        """
+        """Wait for acceptance of all pushes, and leave. Idempotent."""
         if self._closed:
             return
         self._closed = True

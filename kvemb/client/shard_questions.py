@@ -1,6 +1,6 @@
 """Questions to the shards that change nothing: which tables there are, how many rows, how far training has come, how they are.
 
-What must not live here: whatever changes something (kvemb.client.shard_client). Thread-safe; not fork-safe.
+Thread-safe; not fork-safe.
 """
 
 from collections.abc import Iterator
@@ -34,12 +34,7 @@ PAGE_IDS = 1 << 20  # each costs a shard a look at all of its ids
 
 
 class ShardQuestions:
-    """Questions to the shards of one cluster; none of them changes anything.
-
-    Args:
-        servers: checked by `AllShards.describe`.
-        timeout_s: of every question, unless its caller says otherwise.
-    """
+    """Questions to the shards of one cluster; none of them changes anything."""
 
     def __init__(self, servers: AllShards, timeout_s: float) -> None:
         self._servers, self._timeout_s = servers, timeout_s

@@ -1,8 +1,7 @@
 """Slots that move between nodes, or between shards, while training goes on: the requests to shard 0, and their progress.
 
 A move is shard 0's to carry. This process only asks for it and looks on; when it ends, the move goes on. Nodes come, go and change places;
-or shards do, and rows stay where they are. What must not live here: how rows are moved and slots handed over (`paramserver.moves`), which
-slots go (`kvemb.schema.slot_dealing`).
+or shards do, and rows stay where they are.
 """
 
 import math
@@ -81,22 +80,13 @@ Progress = Callable[[MoveState], None]
 
 
 class SlotMoves:
-    """The move under way, and the rows in slots. Thread-safe.
-
-    Args:
-        servers: the shards.
-        timeout_s: of one question.
-    """
+    """The move under way, and the rows in slots. Thread-safe."""
 
     def __init__(self, servers: AllShards, timeout_s: float = 30.0) -> None:
         self._servers, self._timeout_s = servers, timeout_s
 
     def state(self) -> MoveState:
-        """Return the nodes and how far a move is.
-
-        Raises:
-            ShardUnavailableError: shard 0 does not answer.
-        """
+        """Return the nodes and how far a move is."""
         return state_of(self._ask("MoveStatus", Empty()))
 
     def sizes(self) -> SlotSizes:
@@ -113,16 +103,7 @@ class SlotMoves:
         return self._change("AbortMove", AbortMoveRequest(why))
 
     def wait(self, *, timeout_s: float | None = None, progress: Progress = lambda state: None) -> MoveState:
-        """Look on until nothing moves any more; `MoveState.map` tells the result.
-
-        Args:
-            timeout_s: how long at most; None: as long as it takes.
-            progress: told at each look.
-
-        Raises:
-            ShardUnavailableError: shard 0 does not answer for long; the move goes on when it is back.
-            MoveRefusedError: the move was taken back; says why.
-        """
+        """Look on until nothing moves any more; `MoveState.map` tells the result."""
         deadline = None if timeout_s is None else Deadline.after(timeout_s)
         why, heard_s, unflipped = "", time.monotonic(), 0
         while True:

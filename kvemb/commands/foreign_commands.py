@@ -46,12 +46,7 @@ def export_command(args: argparse.Namespace) -> int:
 
 
 def _state(words: Sequence[str]) -> str | Mapping[str, str] | None:
-    """Return what `--state` names: NAME once, or FIELD=NAME of each field.
-
-    Example:
-        >>> _state(["slots"]), _state(["exp_avg=m", "exp_avg_sq=v"])
-        ('slots', {'exp_avg': 'm', 'exp_avg_sq': 'v'})
-    """
+    """Return what `--state` names: NAME once, or FIELD=NAME of each field."""
     if len(words) <= 1 and not any("=" in word for word in words):
         return words[0] if words else None
     if not all("=" in word for word in words):

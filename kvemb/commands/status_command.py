@@ -153,14 +153,7 @@ def repair_command(args: argparse.Namespace) -> int:
 
 
 def render_repair(replies: Mapping[int, RepairReply]) -> str:
-    """Return the results of a repair in words, shard by shard and in all.
-
-    Example:
-        >>> print(render_repair({0: RepairReply(1, 4000, 0.5), 2: RepairReply(1, 2000, 0.25)}))
-        shard 0: 4,000 rows rewritten on 1 node in 0.5 s (8,000 rows/s)
-        shard 2: 2,000 rows rewritten on 1 node in 0.2 s (8,000 rows/s)
-        in all: 6,000 rows in 0.5 s (12,000 rows/s)
-    """
+    """Return the results of a repair in words, shard by shard and in all."""
     if not any(reply.nodes for reply in replies.values()):
         return "no node has lost its rows; give --node or --all to compare nodes row by row"
     lines = []
@@ -182,18 +175,9 @@ _ANSWER_MARGIN_S = 1.0  # a shard gives up before we do, and says what it waited
 def repair(config: Config, addresses: Sequence[str] = (), *, all_nodes: bool = False, timeout_s: float = 3600.0) -> dict[int, RepairReply]:
     """Restore the rows of every node that has lost them; return each shard's report, by its number, when all have done their part.
 
-    Args:
-        config: of the cluster.
-        addresses: nodes to compare row by row although they seem to be in order.
-        all_nodes: compare every node.
-        timeout_s: of the whole call.
-
     Raises:
-        InvalidInputError: no such node.
-        LostRowError: a row cannot be restored.
         ShardUnavailableError: a shard has been away for half a minute: nothing was begun. Or it went away later: the others wait for it,
             and end the repair when it is back.
-        DeadlineExceededError: the repair goes on.
     """
     servers = AllShards.of(config.servers)
     try:

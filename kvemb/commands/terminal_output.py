@@ -9,13 +9,7 @@ from kvemb.process import ProgressLine
 
 
 class ProgressMeter:
-    """One line, rewritten in place; a context manager that erases it.
-
-    Args:
-        stream: where to; only a terminal is written to.
-        unit: "rows" or "B".
-        clock: seconds.
-    """
+    """One line, rewritten in place; a context manager that erases it."""
 
     def __init__(self, stream: TextIO, unit: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._line, self._unit, self._clock = ProgressLine(stream, clock_s=clock), unit, clock
@@ -36,16 +30,7 @@ class ProgressMeter:
 
 
 def describe(what: str, done: int, total: int, done_here: int, seconds: float, unit: str) -> str:
-    """Return the line.
-
-    Example:
-        >>> describe("saving", 25_000_000, 100_000_000, 20_000_000, 10.0, "B")
-        'saving 25.0 of 100.0 MB (25 %), 2.0 MB/s, 38 s left'
-        >>> describe("saving", 0, 100, 0, 0.0, "rows")
-        'saving 0 of 100 rows (0 %)'
-        >>> describe("looking", 0, 0, 0, 0.0, "rows")
-        'looking'
-    """
+    """Return the line."""
     if not total:
         return what
     scale, name = (1e6, "MB") if unit == "B" else (1, unit)
@@ -61,17 +46,7 @@ def describe(what: str, done: int, total: int, done_here: int, seconds: float, u
 
 
 def text_table(rows: Iterable[tuple[object, ...]], *, right_from: int = 99) -> str:
-    """Return the lines, each column as wide as its widest cell.
-
-    Args:
-        rows: the heads first.
-        right_from: columns from here on are aligned to the right; the last one where its cell is a number.
-
-    Example:
-        >>> print(text_table([("NAME", "ROWS"), ("user", 3)]))
-        NAME  ROWS
-        user  3
-    """
+    """Return the lines, each column as wide as its widest cell."""
     texts = [[str(cell) for cell in row] for row in rows]
     last = len(texts[0]) - 1
     # The last column may hold an error of any length; it needs no room of its own beyond the heading's.
@@ -85,12 +60,7 @@ def text_table(rows: Iterable[tuple[object, ...]], *, right_from: int = 99) -> s
 
 
 def agreed(question: str, *, yes: bool) -> bool:
-    """Ask on a terminal, unless `yes` (--yes was said); elsewhere only --yes will do.
-
-    Args:
-        question: without its question mark.
-        yes: whether the answer is known.
-    """
+    """Ask on a terminal, unless `yes` (--yes was said); elsewhere only --yes will do."""
     if yes:
         return True
     if not sys.stdin.isatty():

@@ -37,15 +37,7 @@ class AddressesThenFile(_Given):
 def takes_config(
     verb: argparse.ArgumentParser, default: str | None = DEFAULT, what: str = "kvemb.yaml of the cluster (default: ./kvemb.yaml)"
 ) -> None:
-    """Let `args.config` be given in both ways; to be called before the verb's other words are added.
-
-    Example:
-        >>> parser = argparse.ArgumentParser()
-        >>> takes_config(parser)
-        >>> _ = parser.add_argument("url")
-        >>> [parser.parse_args(words.split()).config for words in ("s3://a", "my.yaml s3://a", "s3://a --config my.yaml")]
-        ['kvemb.yaml', 'my.yaml', 'my.yaml']
-    """
+    """Let `args.config` be given in both ways; to be called before the verb's other words are added."""
     verb.add_argument("config", nargs="?", metavar="FILE", default=argparse.SUPPRESS, action=_Given, help=what)
     verb.add_argument("--config", metavar="FILE", default=default, action=_Given, help="the same")
 
@@ -60,14 +52,7 @@ def takes_words(verb: argparse.ArgumentParser, actions: Sequence[str], *more: st
 
 
 def words_of(args: argparse.Namespace, actions: Sequence[str]) -> tuple[str, str, list[str]]:
-    """Return the action (the first, unless another is named), the path of kvemb.yaml, and what follows.
-
-    Example:
-        >>> words_of(argparse.Namespace(words=["add", "a:1"], config=None), ["show", "add"])
-        ('add', 'kvemb.yaml', ['a:1'])
-        >>> words_of(argparse.Namespace(words=["add", "my.yaml", "a:1"], config=None), ["show", "add"])
-        ('add', 'my.yaml', ['a:1'])
-    """
+    """Return the action (the first, unless another is named), the path of kvemb.yaml, and what follows."""
     words = list(args.words)
     named = bool(words) and words[0] in actions
     action, rest = (words[0], words[1:]) if named else (actions[0], words[:])
@@ -217,12 +202,7 @@ def positive(text: str) -> float:
 
 
 def moment(text: str) -> datetime:
-    """Read a time, of this machine's time zone where it names none.
-
-    Example:
-        >>> moment("2026-11-26 18:30"), moment("2026-11-26T18:30:05Z").tzname()
-        (datetime.datetime(2026, 11, 26, 18, 30), 'UTC')
-    """
+    """Read a time, of this machine's time zone where it names none."""
     try:
         return datetime.fromisoformat(text)
     except ValueError:

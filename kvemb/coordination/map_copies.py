@@ -11,12 +11,7 @@ MAP_NAME = "kvemb:map"
 
 
 def decode_map(data: bytes) -> ClusterMap:
-    """Read a copy.
-
-    Raises:
-        DamagedCopyError: it is no cluster map.
-        ProtocolError: it is one of another release.
-    """
+    """Read a copy."""
     try:
         return ClusterMap.decode(data)
     except OtherFormatError as error:
@@ -26,16 +21,7 @@ def decode_map(data: bytes) -> ClusterMap:
 
 
 def newest_map(copies: Iterable[bytes | None], where: Sequence[str] = (), known: ClusterMap | None = None) -> ClusterMap | None:
-    """Return the newest of the nodes' copies and the one that is known; None for none.
-
-    Args:
-        copies: as `StoreValues.get` returns them.
-        where: the node that holds each copy, for messages.
-        known: the map that a shard has kept.
-
-    Raises:
-        DamagedCopyError: there are copies, every one is damaged, and none is known.
-    """
+    """Return the newest of the nodes' copies and the one that is known; None for none."""
     try:
         found = intact_copies(copies, decode_map, MAP_NAME, where)
     except DamagedCopyError:
@@ -46,21 +32,12 @@ def newest_map(copies: Iterable[bytes | None], where: Sequence[str] = (), known:
 
 
 def put_newer(copy: ValueCell, cluster_map: ClusterMap) -> None:
-    """Let a copy be this map, unless it is a newer one.
-
-    Raises:
-        ProtocolError: it is one of another release.
-    """
+    """Let a copy be this map, unless it is a newer one."""
     copy.update(unless_newer(cluster_map.encode(), lambda found: decode_map(found).version >= cluster_map.version))
 
 
 def map_in_force(copies: Iterable[bytes | None], where: Sequence[str], identity: Identity) -> ClusterMap:
-    """Return the map of a cluster whose nodes have markers: the newest of the copies and of the one that the identity knows.
-
-    Raises:
-        NodeLostError: there is none.
-        DamagedCopyError: as `newest_map`.
-    """
+    """Return the map of a cluster whose nodes have markers: the newest of the copies and of the one that the identity knows."""
     found = newest_map(copies, where, identity.cluster_map)
     if found is None:
         raise NodeLostError(

@@ -95,12 +95,7 @@ class Marker:
 
     @staticmethod
     def decode(data: bytes, node: str) -> "Marker":
-        """Read a marker's bytes.
-
-        Raises:
-            DamagedMarkerError: they are no marker of any release.
-            WrongNodeError: they are one of another release.
-        """
+        """Read a marker's bytes."""
         try:
             magic, version, *body = msgpack.unpackb(data, max_array_len=16, max_map_len=0, max_bin_len=64, max_str_len=64)
             if magic != _MAGIC:
@@ -130,10 +125,6 @@ _PLACE_AT = len(msgpack.packb([0] * 10)[:1] + b"".join(map(msgpack.packb, (_MAGI
 def alike(places: Sequence[int], values: Sequence[bytes | bool | None]) -> list[list[int]]:
     """Group the values in the places of markers by what they say besides their place: thousands of slots are judged as one.
 
-    Args:
-        places: node of each, as of `Marker`.
-        values: of any kind; those that are no bytes are of one group where they are equal.
-
     Returns:
         The numbers of each group, in order. A value that does not name its place is alone.
     """
@@ -153,12 +144,7 @@ class DamagedMarkerError(WrongNodeError):
 
 
 def first_identity(nodes: Iterable[str], values: Sequence[bytes | None]) -> Identity | None:
-    """Return the identity that the first good marker names; None where no node has a marker.
-
-    Raises:
-        NodeSuspectError: there are markers, and all are damaged.
-        WrongNodeError: one is of another release.
-    """
+    """Return the identity that the first good marker names; None where no node has a marker."""
     damaged: WrongNodeError | None = None
     for node, value in zip(nodes, values, strict=True):
         try:
@@ -252,13 +238,6 @@ def as_under(marker: Marker, expected: Marker, placements: Placements) -> Marker
 def accept(node: str, expected: Marker, got: bytes | None, run_id: str, placements: Placements = ()) -> Marker:
     """Return the marker to expect of a node from now on: the one expected, or its renewal after a repair or a move.
 
-    Args:
-        node: for messages.
-        expected: so far.
-        got: the value that stands there.
-        run_id: of the server process that was asked.
-        placements: those it may name besides the expected map.
-
     Raises:
         StorageError: see `diagnose`; the node may not be used.
     """
@@ -276,9 +255,6 @@ def why_lost(node: str, expected: Marker, got: bytes | None, run_id: str, placem
 
     Returns:
         None when it can be relied on, else why not, and the nonce of the repair that goes on there.
-
-    Raises:
-        WrongNodeError: it is another node; that is no case for repair.
     """
     if got is None:
         return "empty", None

@@ -57,12 +57,7 @@ class Registered(NamedTuple):
 def encode_registry(
     serial: int, tables: Iterable[TableDef], dropped: Iterable[Dropped] = (), policies: Mapping[str, Changes] | None = None
 ) -> bytes:
-    """Return the bytes of a registry.
-
-    Example:
-        >>> decode_registry(encode_registry(3, []))
-        Registered(serial=3, tables={}, dropped={}, policies={})
-    """
+    """Return the bytes of a registry."""
     # The third field is there after an alteration only: earlier registries keep their bytes.
     old = [[one.definition.to_dict(), one.gone, *([one.altered] if one.altered else [])] for one in dropped]
     of_tables = [[key, [[at, of.to_dict()] for at, of in changes]] for key, changes in sorted((policies or {}).items())]
@@ -73,12 +68,7 @@ def encode_registry(
 
 
 def decode_registry(data: bytes) -> Registered:
-    """Read a registry's bytes.
-
-    Raises:
-        DamagedCopyError: they are no registry.
-        ProtocolError: they are no registry of this release.
-    """
+    """Read a registry's bytes."""
     try:
         fields = msgpack.unpackb(data, max_array_len=4096, max_map_len=256, max_ext_len=0)
         if not isinstance(fields, list) or fields[:1] != [_MAGIC]:
@@ -114,11 +104,6 @@ def _changes(item: Any) -> tuple[str, Changes]:
 
 
 def newest_registry(copies: Iterable[bytes | None], where: Sequence[str] = ()) -> Registered:
-    """Return the registry of the highest serial among the nodes' copies; an empty one of serial 0 when there is none.
-
-    Raises:
-        DamagedCopyError: there are copies, and all are damaged.
-        ProtocolError: one is of another release.
-    """
+    """Return the registry of the highest serial among the nodes' copies; an empty one of serial 0 when there is none."""
     found = intact_copies(copies, decode_registry, META_NAME, where)
     return max(found, key=lambda registry: registry.serial, default=Registered(0, {}, {}))

@@ -3,7 +3,7 @@
 One copy is a cell: it is read, and replaced on a condition, so that several programs may change it at once.
 
 A copy is damaged if none of our programs wrote it: bytes that are no message of ours, a value of another type or of far too many bytes. A
-copy that another release wrote is not damaged: it is refused. What must not live here: the meaning of values, and how they are read.
+copy that another release wrote is not damaged: it is refused.
 """
 
 import logging
@@ -43,18 +43,7 @@ def unless_newer(value: bytes, is_newer: Callable[[bytes], bool]) -> Change:
 
 
 def intact_copies(copies: Iterable[bytes | None], decode: Callable[[bytes], T], name: str, where: Sequence[str] = ()) -> list[T]:
-    """Decode the good copies; say which are damaged.
-
-    Args:
-        copies: as `StoreValues.get` returns them.
-        decode: reads one; raises DamagedCopyError for a damaged one.
-        name: the key that they stand under.
-        where: the node that holds each copy (`StoreValues.copies_on`).
-
-    Raises:
-        DamagedCopyError: there are copies, and every one is damaged.
-        ProtocolError: one is of another release.
-    """
+    """Decode the good copies; say which are damaged."""
     good, damaged = [], []
     for index, copy in enumerate(copies):
         if copy is None:

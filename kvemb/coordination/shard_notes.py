@@ -40,12 +40,7 @@ class ShardNote:
     at_s: int = 0
 
     def encode(self) -> bytes:
-        """The bytes stored under `note_name`.
-
-        Example:
-            >>> newest_note([None, b"junk", ShardNote(2, 40, "demo").encode(), ShardNote(1, 30).encode()])
-            ShardNote(epoch=2, k=40, cluster='demo', place='', at_s=0)
-        """
+        """The bytes stored under `note_name`."""
         packed: bytes = msgpack.packb([self.epoch, self.k, self.cluster, self.place, self.at_s])
         return packed
 
@@ -61,20 +56,7 @@ def newest_note(copies: Iterable[bytes | None]) -> ShardNote | None:
 
 
 def whose(cluster_id: bytes, shard: int, note: ShardNote | None, now_s: float) -> str:
-    """Return in words which cluster has nodes, and whether it lives.
-
-    Args:
-        cluster_id: by their markers.
-        shard: the one that wrote the note.
-        note: its newest one.
-        now_s: Unix time.
-
-    Example:
-        >>> whose(b"abcd", 0, ShardNote(1, 7, "prod", "web-7:/srv/shard-0", 1000), 1004)
-        "cluster 'prod' (61626364), which lives: shard 0 of it was at work 4 s ago on web-7:/srv/shard-0"
-        >>> whose(b"abcd", 0, None, 1004)
-        'cluster 61626364'
-    """
+    """Return in words which cluster has nodes, and whether it lives."""
     if note is None or not note.cluster:
         return f"cluster {cluster_id.hex()}"
     lives = abs(now_s - note.at_s) < _LIVES_S
@@ -86,16 +68,7 @@ def whose(cluster_id: bytes, shard: int, note: ShardNote | None, now_s: float) -
 def of_another(
     nodes: Sequence[str], cluster_id: bytes, note: ShardNote | None, name: str, now_s: float, served: Collection[bytes] = ()
 ) -> tuple[str, str] | None:
-    """Say that nodes are another cluster's than kvemb.yaml means, and what to correct; None where no note tells.
-
-    Args:
-        nodes: their addresses.
-        cluster_id: by their markers.
-        note: shard 0's newest one.
-        name: of the cluster that kvemb.yaml is of.
-        now_s: Unix time.
-        served: the ids of the cluster that its shards have answered with. They decide: a shard knows better than a note.
-    """
+    """Say that nodes are another cluster's than kvemb.yaml means, and what to correct; None where no note tells."""
     fact = f"storage.nodes ({', '.join(nodes)}) hold the rows of {whose(cluster_id, 0, note, now_s)}"
     if served:
         theirs = ", ".join(sorted(one.hex() for one in served))
@@ -108,15 +81,7 @@ def of_another(
 
 
 def whose_keys(node: str, n_keys: int, marker: bytes | None, note: bytes | None, now_s: float) -> str:
-    """Return in words which cluster's keys a node holds that ought to be empty, and that nothing was changed.
-
-    Args:
-        node: for people.
-        n_keys: how many.
-        marker: the value in the place of its marker.
-        note: likewise of shard 0's note.
-        now_s: Unix time.
-    """
+    """Return in words which cluster's keys a node holds that ought to be empty, and that nothing was changed."""
     said = newest_note([note])
     try:
         what = "" if marker is None else f"the rows of {whose(Marker.decode(marker, node).cluster_id, 0, said, now_s)}"
@@ -149,12 +114,7 @@ class MoveReport:
     step: int = 0
 
     def encode(self) -> bytes:
-        """The bytes stored under `report_name`.
-
-        Example:
-            >>> newest_report([None, b"junk", MoveReport(2, 40, True).encode(), MoveReport(2, 39, True).encode()]).version
-            40
-        """
+        """The bytes stored under `report_name`."""
         items = [self.epoch, self.version, self.done, self.rows, self.n_rows, self.trouble]
         packed: bytes = msgpack.packb([*items, self.step] if self.step else items)
         return packed

@@ -32,12 +32,7 @@ class Owner:
     n_shards: int
 
     def encode(self) -> bytes:
-        """The bytes stored under `owner_name`.
-
-        Example:
-            >>> Owner.decode(Owner(3, 2).encode(), "shard 0")
-            Owner(epoch=3, n_shards=2)
-        """
+        """The bytes stored under `owner_name`."""
         packed: bytes = msgpack.packb({"epoch": self.epoch, "n_shards": self.n_shards})
         return packed
 
@@ -48,11 +43,7 @@ class Owner:
 
     @staticmethod
     def decode(data: bytes, where: str) -> "Owner":
-        """Read the record.
-
-        Raises:
-            DamagedCopyError: these bytes are no owner record; the message says where they stand.
-        """
+        """Read the record."""
         try:
             fields = msgpack.unpackb(data, max_map_len=8, max_array_len=0, max_str_len=32, max_bin_len=0)
             owner = Owner(fields["epoch"], fields["n_shards"])
@@ -69,21 +60,13 @@ def owner_name(shard: int) -> str:
 
 
 def newest_owner(copies: Iterable[bytes | None], shard: int, where: Sequence[str] = ()) -> Owner | None:
-    """The record with the highest epoch of those that the nodes hold; None when there is none: the shard never had an owner.
-
-    Raises:
-        DamagedCopyError: there are copies, and all are damaged.
-    """
+    """The record with the highest epoch of those that the nodes hold; None when there is none: the shard never had an owner."""
     owners = intact_copies(copies, partial(Owner.decode, where=f"the owner record of shard {shard}"), owner_name(shard), where)
     return max(owners, key=lambda owner: owner.epoch, default=None)
 
 
 def require_not_fenced(copies: Iterable[bytes | None], shard: int, epoch: int) -> None:
-    """Raise where a newer owner has overtaken this epoch; damaged copies count as none.
-
-    Raises:
-        FencedError: a higher epoch stands there.
-    """
+    """Raise where a newer owner has overtaken this epoch; damaged copies count as none."""
     try:
         owner = newest_owner(copies, shard)
     except DamagedCopyError:
@@ -141,13 +124,7 @@ class OwnerFence:
     def require_ours(self, copy: bytes | None, where: str, elsewhere: Callable[[], Iterable[bytes | None]] = lambda: ()) -> None:
         """Raise once another process owns the shard. Where this copy names no owner, the other copies are read.
 
-        Args:
-            copy: of the owner record.
-            where: which node holds it, for messages.
-            elsewhere: reads the other copies.
-
         Raises:
-            FencedError: another process owns the shard.
             DamagedCopyError: the copy is damaged, and nothing else says that the shard is ours.
         """
         if copy == self.record:

@@ -2,8 +2,7 @@
 
 A training step asks tens of small tables for a thousand rows each. Most of a batch's cost is then the price of NumPy's calls. So those are
 made once for all tables of a layout: `kvemb.schema.keys.coalesce_keys` makes their keys one part of the read, and each table's share of its
-result is a slice. Each thread keeps the memory that records are read into for its next pull (`ThreadArena`). What must not live here:
-duplicates among ids, the caller's arrays (both kvemb.datapath.pull). Thread- and fork-safe.
+result is a slice. Each thread keeps the memory that records are read into for its next pull (`ThreadArena`). Thread- and fork-safe.
 """
 
 import threading
@@ -64,7 +63,6 @@ class WantedRows:
     """Rows of one table to be read.
 
     Args:
-        definition: the table.
         ids: uint64 [n], unique, n > 0.
     """
 
@@ -80,7 +78,6 @@ class TableShare:
         values: [k] items, the raw bytes of weights in the table's `row_dtype`, of any stride; the initializer's of rows that do not exist.
         found_versions: uint64 [k], 0 where the row does not exist; [0] unless they were asked for.
         at: intp [n], where among those the row of each id is; None for 0, 1, 2, ….
-        ours: whether the values are contiguous and referred to from nowhere else, so that they may be handed on as they are.
     """
 
     values: NDArray[Any]
@@ -124,19 +121,7 @@ def read_tables(
     versions: bool = False,
     missing: Missing | None = None,
 ) -> list[TableShare]:
-    """Read rows of several tables in one round trip per node.
-
-    Args:
-        store: open.
-        wanted: at least one.
-        deadline: of the call.
-        memory: for the records.
-        versions: whether the rows' versions are wanted, too.
-        missing: the ids of rows that do not exist are added to it, by table, where there are any.
-
-    Raises:
-        StorageError: see `kvemb.errors`. RecordError also where a record is not its id's: no share is returned then.
-    """
+    """Read rows of several tables in one round trip per node."""
     paged = store.capabilities.pages
     groups: Sequence[Sequence[int]] = [range(1)] if len(wanted) == 1 else _of_one_layout(wanted, paged)
     reads = [_OneLayout([wanted[index] for index in group], paged, memory) for group in groups]

@@ -2,8 +2,7 @@
 
 A trainer in a sync job that pulls ahead registers the rows with its push: ids, and the versions that its pull saw. When the step is
 released, the shards answer with the rows that the step changed: their weights and versions right after it. A row that does not exist
-(erased, or never created) has version 0 and its initial weights, which are computed here. What must not live here: how rows travel
-(kvemb.client), when they are used (the trainer). Stateless, hence thread- and fork-safe.
+(erased, or never created) has version 0 and its initial weights, which are computed here. Stateless, hence thread- and fork-safe.
 """
 
 from collections.abc import Sequence
@@ -76,8 +75,6 @@ def prepare_prefetched(definition: TableDef, ids: ArrayLike, versions: ArrayLike
     """Check the rows that a trainer says it holds; the arrays are copied.
 
     Args:
-        definition: the table.
-        ids: any integer array, unique.
         versions: uint64 [*ids.shape], as the pull returned them; 0 = did not exist.
 
     Raises:
@@ -98,11 +95,6 @@ def route_prefetched(
 ) -> list[list[list[PrefetchedRows]]]:
     """Distribute prefetched rows over shards, and each shard's over as few messages as question and answer allow.
 
-    Args:
-        prefetched: one per table.
-        cluster_map: says which shard writes which slot.
-        limit_bytes: of one message's answer, if every row has changed.
-
     Returns:
         For each shard its messages, each a list of rows per table; none for a shard without rows.
     """
@@ -112,15 +104,7 @@ def route_prefetched(
 
 
 def check_changed_rows(prefetched: Sequence[PrefetchedRows], changed: Sequence[ChangedRowsBlock]) -> None:
-    """Refuse an answer that does not fit the question.
-
-    Args:
-        prefetched: of one part.
-        changed: of its answer.
-
-    Raises:
-        MessageError: naming the table.
-    """
+    """Refuse an answer that does not fit the question."""
     if len(prefetched) != len(changed):
         raise MessageError(f"rows of {len(prefetched)} tables are prefetched, the answer has {len(changed)}")
     for rows, got in zip(prefetched, changed, strict=True):

@@ -1,8 +1,7 @@
 """Pull: from ids of any shape to their weights, with one storage read for all tables.
 
 ids -> unique ids -> one batch (kvemb.datapath.multi_table_read), or several where that is too much -> weights, rows that do not exist
-computed by the table's initializer -> one gather into the caller's array. No loop over rows. A pull writes nothing. What must not live
-here: connections and markers (kvemb.stores), the parameter servers. Thread- and fork-safe.
+computed by the table's initializer -> one gather into the caller's array. No loop over rows. A pull writes nothing. Thread- and fork-safe.
 
 A pull that is too large for one exchange is read piece by piece: memory for requests and replies is that of one piece. Each piece may have
 a deadline of its own, which says how long a node may be away, not how long a read of ten million rows takes.
@@ -56,13 +55,7 @@ def prepare_pull(definition: TableDef, ids: ArrayLike, out: NDArray[Any] | None 
     """Check the arguments of a pull; no I/O.
 
     Args:
-        definition: the table.
-        ids: any integer array.
         out: [*ids.shape, dim] of the table's `row_dtype` to fill, of any strides, or None.
-        minus_one: see `kvemb.arrays.ids.normalize`.
-
-    Raises:
-        InvalidInputError: see `kvemb.arrays.ids.normalize`; or `out` has another dtype or shape, or is read-only.
     """
     flat, shape = normalize(ids, definition.id_dtype, definition.name, definition.num_ids, minus_one=minus_one)
     if out is not None:
@@ -79,19 +72,7 @@ def pull(
     renewed: bool = False,
     missing: Missing | None = None,
 ) -> list[Pulled]:
-    """Read several tables in one round trip per node, or one per piece where that is too much; none where no id is asked for.
-
-    Args:
-        store: open.
-        requests: one per table.
-        deadline: of all of it.
-        versions: whether the rows' versions are wanted, too.
-        renewed: whether the deadline's time is that of each piece, instead of all of them together.
-        missing: the ids of rows that storage does not have are added to it, by table, where there are any.
-
-    Raises:
-        StorageError: see `kvemb.errors`; every `out` is untouched then.
-    """
+    """Read several tables in one round trip per node, or one per piece where that is too much; none where no id is asked for."""
     wanted = [WantedRows(request.definition, request.wanted.ids) for request in requests if len(request.wanted.ids)]
     n_bytes = sum([len(one.ids) * (one.definition.record.prefix_bytes + _ROW_BYTES) for one in wanted])
     if not wanted:

@@ -1,7 +1,6 @@
 """Push: check ids and gradients, sum duplicates, and make the rows of a message. Pure, no I/O.
 
-The same for assign and erase. Every wrong argument is found here, before anything is sent. What must not live here: routing to shards and
-streams (kvemb.client). Stateless, hence thread- and fork-safe.
+The same for assign and erase. Every wrong argument is found here, before anything is sent. Stateless, hence thread- and fork-safe.
 """
 
 from collections.abc import Mapping
@@ -34,21 +33,12 @@ def prepare_push(
     """Check a push of one table, sum the gradients of duplicate ids, and round the sums to `wire_dtype`.
 
     Args:
-        definition: the table.
-        ids: any integer array, duplicates fine.
         grads: floats [*ids.shape, dim]; rounded to float32.
         versions: as the pull returned them, [*ids.shape], or None. Of duplicates the oldest counts.
-        hyper: run-time values for these gradients, or None for the table's defaults.
         wire_dtype: "float32", "float16" or "bfloat16"; sums are rounded to the nearest value, ties to even.
-        minus_one: see `kvemb.arrays.ids.normalize`.
 
     Returns:
         Rows with unique ids; its arrays may be views of the arguments.
-
-    Raises:
-        InvalidInputError: a wrong dtype, length or dim, NaN or infinity (the first such id is named), or sums beyond the largest value of
-            `wire_dtype`. Also a run-time value that the table's optimizer does not take.
-        FrozenTableError: the table takes no gradients.
     """
     definition.require_trained()
     # m: the ids as given; n: the unique ids, ascending in `groups.ids`. flat uint64 [m], rows float32 [m, dim]
@@ -73,9 +63,6 @@ def prepare_assign(
 
     Returns:
         Rows in ascending order of ids; each with its state behind the weights, if that is given.
-
-    Raises:
-        InvalidInputError: otherwise; or weights and state are more values than a message takes in one row.
     """
     flat, shape = normalize(ids, definition.id_dtype, definition.name, definition.num_ids, minus_one=minus_one)
     values = _rows(definition, rows, shape, "rows", definition.dim, definition.row_dtype)
@@ -96,11 +83,7 @@ def prepare_assign(
 
 
 def prepare_erase(definition: TableDef, ids: ArrayLike) -> TableRows:
-    """Check an erase; duplicates are fine.
-
-    Raises:
-        InvalidInputError: wrong ids.
-    """
+    """Check an erase; duplicates are fine."""
     flat, _ = normalize(ids, definition.id_dtype, definition.name, definition.num_ids)
     unique = group_by_id(flat).ids
     return TableRows(definition.name, definition.schema, unique, np.empty((len(unique), 0), np.float32), placement=definition.placement)
@@ -188,10 +171,8 @@ def _shown(definition: TableDef, row_id: np.uint64) -> int:
 
 
 def gradients_of_now(rows: TableRows, now: TableDef) -> TableRows:
-    """Return gradients by an earlier definition of a table as the present one takes them: columns that are gone left out, new ones zeros.
-
-    Raises:
-        FrozenTableError: it takes no gradients any more.
+    """Return gradients by an earlier definition of a table as the present one takes them: columns that are gone left out, new ones
+    zeros.
     """
     if rows.schema == now.schema:
         return rows

@@ -52,9 +52,6 @@ class Corpus:
 def source_files(root: Path) -> list[Path]:
     """List the .py files below a folder in the same order on every machine; installed packages are left out.
 
-    Args:
-        root: the folder to walk; links to folders are not followed.
-
     Returns:
         Paths sorted by their parts relative to root.
     """
@@ -66,30 +63,12 @@ def source_files(root: Path) -> list[Path]:
 
 
 def split_words(source: str) -> list[str]:
-    """Cut source text into words: identifiers, keywords, and the words of comments and strings.
-
-    Example:
-        >>> split_words("def f2(x):  # twice x\\n    return 2 * x")
-        ['def', 'f2', 'x', 'twice', 'x', 'return', 'x']
-    """
+    """Cut source text into words: identifiers, keywords, and the words of comments and strings."""
     return _WORD.findall(source)
 
 
 def build(texts: Iterable[list[str]], *, origin: str = "the texts given") -> Corpus:
-    """Turn the words of each file into a corpus.
-
-    Args:
-        texts: per file, its words in order; consumed one file at a time.
-        origin: where the texts come from, for the error message.
-
-    Raises:
-        InvalidInputError: there is no word at all.
-
-    Example:
-        >>> corpus = build([["a", "b", "a"], ["b"]])
-        >>> corpus.tokens.size, corpus.runs.tolist(), sorted(corpus.words)
-        (4, [1, 1, 1, 2], ['a', 'b'])
-    """
+    """Turn the words of each file into a corpus."""
     order: defaultdict[str, int] = defaultdict(count().__next__)  # a word's number is made when it is first looked up
     numbered = [np.fromiter(map(order.__getitem__, words), np.int64, len(words)) for words in texts]
     if not order:
@@ -108,15 +87,7 @@ def build(texts: Iterable[list[str]], *, origin: str = "the texts given") -> Cor
 
 
 def load(root: Path | None = None) -> Corpus:
-    """Read every decodable source file below a folder; the 3.2 M words of CPython 3.11 take about 2 s.
-
-    Args:
-        root: folder of Python sources; None means this interpreter's standard library.
-
-    Raises:
-        InvalidInputError: no readable source file with a word in it (a library shipped as .pyc or .zip only); names
-            the folder.
-    """
+    """Read every decodable source file below a folder; the 3.2 M words of CPython 3.11 take about 2 s."""
     folder = Path(sysconfig.get_path("stdlib")) if root is None else root
     return build(map(split_words, _readable(source_files(folder))), origin=str(folder))
 

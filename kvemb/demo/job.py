@@ -58,11 +58,7 @@ class _Learnt:
 
 
 def run_demo(options: DemoOptions, line: ProgressLine) -> bool:
-    """Run the demo; return whether the cluster learnt as well as the local run (within TOLERANCE of its held-out loss).
-
-    Raises:
-        KvembError: the cluster could not be started or reached, or a part of it failed; local processes are ended then.
-    """
+    """Run the demo; return whether the cluster learnt as well as the local run (within TOLERANCE of its held-out loss)."""
     started = time.monotonic()
     line.say("Skip-gram embeddings of the identifiers in Python's own standard library, learnt on rows in key-value storage.")
     # The cluster first: its faults should not appear after seconds of reading text.
@@ -170,13 +166,6 @@ def neighbours(rows: Rows, corpus: Corpus, probes: Sequence[str] = PROBES, *, n_
     Returns:
         Per probe, (word, cosine) pairs, nearest first. Words seen less than 50 times are left out, as probes too: a few updates say
         nothing. Pulls the other words' rows at once (some 6,000) and pushes nothing.
-
-    Example:
-        >>> from kvemb.demo.corpus import build
-        >>> corpus = build([["a", "b"] * 50])
-        >>> near = neighbours(LocalRows(corpus.ids, seed=0), corpus, ["a", "unknown"])
-        >>> [(probe, [word for word, _ in found]) for probe, found in near.items()]
-        [('a', ['b'])]
     """
     often = np.flatnonzero(corpus.counts >= 50)
     words = [corpus.words[i] for i in often.tolist()]

@@ -65,21 +65,8 @@ class PassText:
 
     Every kept word stands in exactly one block; places left over are padding of no effect. Immutable.
 
-    Args:
-        corpus: the whole text.
-        seed: the run's seed.
-        pass_index: 0, 1, ...
-        held_out: whether this is the held-out text, and not the training text.
-        settings: how to sample.
-
     Source: subsampling, its threshold and the power 3/4 are those of Mikolov et al. 2013, "Distributed Representations of Words and
     Phrases and their Compositionality", sections 2.2 and 2.3.
-
-    Example:
-        >>> from kvemb.demo.corpus import build
-        >>> text = PassText(build([["a", "b"] * 10]), seed=0, settings=Settings(block=8, subsample=1.0, batch_blocks=2, least_batches=1))
-        >>> [array.shape for array in text.batch(0)], int((text.runs >= 0).sum())
-        ([(2, 8), (2, 64), (2, 8, 8)], 20)
     """
 
     def __init__(self, corpus: Corpus, *, seed: int, pass_index: int = 0, held_out: bool = False, settings: Settings = DEFAULTS) -> None:
@@ -125,10 +112,6 @@ def windows(runs: NDArray[np.int32], reach: NDArray[np.int64]) -> NDArray[np.boo
         runs: int32 [b, l], the run of text each word stands in; words of different runs are no contexts of one
             another; -1 is padding.
         reach: int64 [b, l], how many words to each side a centre's window reaches.
-
-    Example:
-        >>> windows(np.array([[7, 7, 7, 8, -1]], np.int32), np.array([[1, 1, 2, 4, 4]]))[0].astype(int).tolist()
-        [[0, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]]
     """
     place = np.arange(runs.shape[1])
     distance = np.abs(place[:, None] - place[None, :])
@@ -164,18 +147,11 @@ def loss_and_grads(
         contexts: float32 [b, l, d], rows of "word_out".
         negatives: float32 [b, k, d], rows of "word_out", shared by the centres of a block.
         positives: bool [b, l, l], whether context j belongs to centre i.
-        n_negatives: how many negatives a positive pair stands against; the k shared ones are scaled to it.
 
     Returns:
         The summed loss (divide by positives.sum() for the mean per pair) and the three gradients.
 
     Source: Mikolov et al. 2013, equation 4; see `PassText`.
-
-    Example:
-        >>> row = np.zeros((1, 2, 4), np.float32)
-        >>> loss, _ = loss_and_grads(row, row, row, ~np.eye(2, dtype=bool)[None], n_negatives=5)
-        >>> round(loss / 2, 3)  # (1 + 5) log 2 for rows that know nothing
-        4.159
     """
     n_pairs = positives.sum(axis=2, dtype=np.float32)[:, :, None]
     scores = centers @ contexts.transpose(0, 2, 1)

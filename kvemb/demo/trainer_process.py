@@ -29,14 +29,7 @@ class TrainerError(KvembError):
 
 
 class Trainers:
-    """The demo's trainer processes, started together and ended together; a context manager.
-
-    Args:
-        config: kvemb.yaml or its URL.
-        n_trainers: how many.
-        seed: of the run.
-        metrics_port: of the first; each of the others has the next one. 0: none.
-    """
+    """The demo's trainer processes, started together and ended together; a context manager."""
 
     def __init__(self, config: str, n_trainers: int, seed: int, metrics_port: int = 0) -> None:
         self._heard: queue.Queue[tuple[int, TrainingProgress | TrainerError | None]] = queue.Queue(maxsize=10_000)
@@ -73,11 +66,7 @@ class Trainers:
             child.stdin.flush()
 
     def until_idle(self) -> Iterator[tuple[int, TrainingProgress]]:
-        """Yield (trainer, progress) as it comes, until every trainer waits for a pass.
-
-        Raises:
-            TrainerError: a trainer has ended, or there was no word of any for ten minutes.
-        """
+        """Yield (trainer, progress) as it comes, until every trainer waits for a pass."""
         busy = set(range(self._n))
         while busy:
             try:

@@ -39,12 +39,7 @@ class Rows(Protocol):
 
 
 class ClusterRows:
-    """Rows of a cluster. The tables are created, or opened as they are.
-
-    Args:
-        cluster: connected.
-        seed: of the initial rows.
-    """
+    """Rows of a cluster. The tables are created, or opened as they are."""
 
     def __init__(self, cluster: Cluster, seed: int) -> None:
         self._cluster = cluster
@@ -77,12 +72,6 @@ class LocalRows:
 
     Args:
         ids: int64 [v], every id that will ever be used, ascending and unique.
-        seed: of the initial rows; the seed of the tables it is compared with.
-
-    Example:
-        >>> rows = LocalRows(np.array([3, 5, 9]), seed=0)
-        >>> rows.pull({"word_in": np.array([9, 3])})["word_in"].shape
-        (2, 32)
     """
 
     def __init__(self, ids: NDArray[np.int64], *, seed: int) -> None:

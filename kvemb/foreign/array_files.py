@@ -43,17 +43,7 @@ class NamedArrays(Protocol):
 
 
 class ArrayRows:
-    """The rows of arrays that lie in a file: a RowSource.
-
-    Args:
-        definition: of the table.
-        arrays: of the file.
-        names: which of them.
-
-    Raises:
-        ForeignRowsError: they are not there, or their shapes do not fit each other or the table.
-        InvalidInputError: the names of state are not the table's.
-    """
+    """The rows of arrays that lie in a file: a RowSource."""
 
     def __init__(self, definition: TableDef, arrays: NamedArrays, names: ArrayNames) -> None:
         self.where, self._definition, self._arrays = arrays.where, definition, arrays
@@ -159,12 +149,7 @@ class PlacedArrays:
 
 
 def open_raw(url: str, names: ArrayNames, definition: TableDef) -> tuple[PlacedArrays, ArrayNames]:
-    """Open files of rows and nothing else, in the table's dtype, little-endian; a name is a path or URL, as of `open_npy`.
-
-    Raises:
-        ForeignRowsError: a file is no whole number of rows.
-        InvalidInputError: state is named, which is not read from such files.
-    """
+    """Open files of rows and nothing else, in the table's dtype, little-endian; a name is a path or URL, as of `open_npy`."""
     if names.state is not None:
         raise InvalidInputError("raw files have no state: leave state out, or give npy files")
     names = ArrayNames(names.ids, url if names.weights is None else names.weights)
@@ -184,11 +169,7 @@ def _raw_place(url: str, row: tuple[int, ...], dtype: "np.dtype[Any]", is_bfloat
 
 
 def open_npy(url: str, names: ArrayNames) -> tuple[PlacedArrays, ArrayNames]:
-    """Open an npy file; an array's name is the path or URL of its own file. Return the arrays, and the names with that of the weights.
-
-    Raises:
-        ForeignRowsError: it is no npy, of objects, in Fortran order, cut off, or longer than its array.
-    """
+    """Open an npy file; an array's name is the path or URL of its own file. Return the arrays, and the names with that of the weights."""
     names = ArrayNames(names.ids, url if names.weights is None else names.weights, names.state)
     state = [names.state] if isinstance(names.state, str) else list((names.state or {}).values())
     urls = [names.weights, names.ids, *state]
@@ -219,11 +200,7 @@ def _placed_by_head(file: ForeignFile, url: str) -> _ArrayInFile:
 
 
 def open_safetensors(url: str) -> PlacedArrays:
-    """Open a safetensors file.
-
-    Raises:
-        ForeignRowsError: it is none, cut off, or its head does not fit its bytes.
-    """
+    """Open a safetensors file."""
     with ForeignFile(url) as file:
         return _opened(file, url)
 

@@ -19,15 +19,7 @@ from kvemb.process.extras import require_extra
 
 
 class ForeignFile:
-    """An open file; close it.
-
-    Args:
-        url: a path of this machine, or a URL.
-
-    Raises:
-        ForeignRowsError: it is not there, no regular file, or cannot be read.
-        ConfigError: fsspec, or what it needs for this protocol, is not installed.
-    """
+    """An open file; close it."""
 
     def __init__(self, url: str) -> None:
         url = foreign_url(url)
@@ -37,11 +29,7 @@ class ForeignFile:
             self.size_bytes = int(self._file.seek(0, os.SEEK_END))
 
     def read(self, start: int, n_bytes: int) -> NDArray[np.uint8]:
-        """Return bytes as uint8 [n_bytes], a new array.
-
-        Raises:
-            ForeignRowsError: the file ends before, or cannot be read.
-        """
+        """Return bytes as uint8 [n_bytes], a new array."""
         if start + n_bytes > self.size_bytes:
             raise ForeignRowsError(f"{self.where}: ends at byte {self.size_bytes}, expected {start + n_bytes} at least: it is cut off")
         data = np.empty(n_bytes, np.uint8)
@@ -72,11 +60,7 @@ class ForeignFile:
 
 
 def foreign_url(url: str) -> str:
-    """Return the absolute path, or the URL, that a path or URL means.
-
-    Raises:
-        ForeignRowsError: it means none.
-    """
+    """Return the absolute path, or the URL, that a path or URL means."""
     try:
         return absolute_url(url)
     except CheckpointError as error:

@@ -1,7 +1,7 @@
 """Foreign rows: what a reader of any format yields, and how other programs' arrays become ids, weights and state of a table. Pure.
 
 A reader knows its format and nothing else. Which names are meant, what fits the table and what is no number is decided here, once for all
-formats. What must not live here: files (`kvemb.foreign.foreign_file`), tables and shards (`kvemb.api.row_import`).
+formats.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -97,11 +97,7 @@ class ArrayNames:
     state: State = None
 
     def choose(self, shapes: Mapping[str, Sequence[int]], where: str) -> "ArrayNames":
-        """Return the names that are meant in a file of these arrays, by name their shape (-1: not known).
-
-        Raises:
-            ForeignRowsError: there is no such array, or it is not clear which; those that there are are listed.
-        """
+        """Return the names that are meant in a file of these arrays, by name their shape (-1: not known)."""
         weights = self.weights
         if weights is None:
             tables = [name for name, shape in shapes.items() if len(shape) == 2]
@@ -120,11 +116,7 @@ class ArrayNames:
         return ArrayNames(ids, weights, self.state)
 
     def state_parts(self, definition: TableDef) -> list[tuple[str, int]]:
-        """Return the names of the arrays of state in the order of the record, each with its values per row.
-
-        Raises:
-            InvalidInputError: the names are not those of the fields of the table's optimizer.
-        """
+        """Return the names of the arrays of state in the order of the record, each with its values per row."""
         if self.state is None:
             return []
         fields = definition.optimizer.state_fields()
@@ -165,11 +157,6 @@ def ids_of(array: NDArray[Any], definition: TableDef, where: str) -> NDArray[np.
 
     Args:
         array: [n] of integers or text.
-        definition: the table.
-        where: names file and array.
-
-    Raises:
-        ForeignRowsError: neither integers nor text, not one id per row, or ids that the table does not take.
     """
     if array.ndim != 1:
         raise ForeignRowsError(f"{where}: ids have shape {array.shape}, expected one axis")
@@ -211,13 +198,6 @@ def values_of(array: NDArray[Any], width: int, where: str, largest: float = LARG
 
     Args:
         array: [n, width] of any numbers, or [n] where width is 1.
-        width: values of a row.
-        where: names file and array.
-        largest: the largest value that the table's dtype holds.
-        first: number of the first row in its file, for messages.
-
-    Raises:
-        ForeignRowsError: another shape, no numbers, or NaN, infinity or a number beyond `largest`; the first such row is named.
     """
     if array.ndim == 1 and width == 1:
         array = array[:, None]

@@ -58,19 +58,7 @@ _BEGINNINGS: Mapping[bytes, tuple[tuple[str, ...], str]] = {
 
 
 def open_rows(definition: TableDef, url: str, names: ArrayNames, file_format: str = "") -> RowSource:
-    """Open a file of rows of a table, and check that it fits; its rows are not read yet.
-
-    Args:
-        definition: of the table.
-        url: a path or any fsspec URL; of Parquet also a folder of such files.
-        names: which of its arrays.
-        file_format: of `FORMATS`; unless given, by the file's ending.
-
-    Raises:
-        ForeignRowsError: it is missing, damaged, or does not fit the table.
-        InvalidInputError: the format is not known, or names are wrong.
-        ConfigError: a library is not installed.
-    """
+    """Open a file of rows of a table, and check that it fits; its rows are not read yet."""
     url = foreign_url(url)
     kind = format_of(url, "parquet" if not file_format and is_local(url) and os.path.isdir(url) else file_format)
     if kind == "raw":
@@ -90,15 +78,7 @@ def open_rows(definition: TableDef, url: str, names: ArrayNames, file_format: st
 
 
 def format_of(url: str, file_format: str = "") -> str:
-    """Return the name of a file's format: as given, else by its ending.
-
-    Raises:
-        InvalidInputError: neither tells.
-
-    Example:
-        >>> format_of("s3://bucket/user.parquet"), format_of("user.data", "npy")
-        ('parquet', 'npy')
-    """
+    """Return the name of a file's format: as given, else by its ending."""
     if file_format and file_format not in FORMATS:
         raise InvalidInputError(f"format is {file_format!r}; known: {', '.join(FORMATS)}")
     name = url.partition("?")[0] if "://" in url else url

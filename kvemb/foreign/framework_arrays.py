@@ -21,11 +21,7 @@ _NUMPY_HAS = ("torch.float64", "torch.float32", "torch.float16")
 
 
 def require_framework(name: str) -> Any:
-    """Import torch or tensorflow.
-
-    Raises:
-        ConfigError: it is not installed; the extra that installs it is named.
-    """
+    """Import torch or tensorflow."""
     return require_extra(name, what=f"files of {name}", extra=name)
 
 
@@ -33,10 +29,6 @@ class TorchArrays:
     """The tensors of a file that torch.save wrote, in dicts and lists of any depth: a tensor's name is its keys, joined by dots.
 
     Of a file on this machine only the ranges that are read take memory.
-
-    Raises:
-        ForeignRowsError: it is missing or damaged, or holds more than tensors and plain values.
-        ConfigError: torch is not installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -90,15 +82,7 @@ def _tensors(held: Any, name: str, torch: Any) -> Iterator[tuple[str, Any]]:
 
 
 class CheckpointVariables:
-    """The variables of a TensorFlow checkpoint, by the names that `tf.train.list_variables` shows; TensorFlow reads each as a whole.
-
-    Args:
-        url: the checkpoint's prefix, or its file that ends in .index.
-
-    Raises:
-        ForeignRowsError: it is missing or damaged.
-        ConfigError: TensorFlow is not installed.
-    """
+    """The variables of a TensorFlow checkpoint, by the names that `tf.train.list_variables` shows; TensorFlow reads each as a whole."""
 
     def __init__(self, url: str) -> None:
         self.where, prefix = shown(url), url.removesuffix(".index")

@@ -22,20 +22,7 @@ _TINY = np.finfo(np.float32).tiny
 
 
 def check_narrow(dtype: str, kind: str) -> None:
-    """Refuse a dtype that is not known, or that a format does not hold.
-
-    Args:
-        dtype: to be written; "": the table's.
-        kind: the format.
-
-    Raises:
-        InvalidInputError: with the way on.
-
-    Example:
-        >>> check_narrow("int8", "npy")
-        Traceback (most recent call last):
-        kvemb.errors.InvalidInputError: npy has no room for the scales of int8 rows: write safetensors, torch, tensorflow
-    """
+    """Refuse a dtype that is not known, or that a format does not hold."""
     if dtype and dtype not in NARROW:
         raise InvalidInputError(f"dtype is {dtype!r}; rows are written as {', '.join(NARROW)}, or without a dtype in the table's own")
     if dtype and kind == "raw":
@@ -49,11 +36,7 @@ def narrowed(blocks: Iterable[NDArray[np.float32]], dtype: str, scales: list[NDA
 
     Args:
         blocks: float32 [m, dim] each.
-        dtype: of `NARROW`.
         scales: gets the scales of each block, float32 [m], where the dtype is int8.
-
-    Raises:
-        ForeignRowsError: a value is too large for float16.
     """
     for block in blocks:
         if dtype == "int8":
@@ -67,22 +50,7 @@ def narrowed(blocks: Iterable[NDArray[np.float32]], dtype: str, scales: list[NDA
 
 
 def scale_of(dtype: str, beside: Mapping[str, str], definition: TableDef, where: str) -> str | None:
-    """Return the name of the array that int8 weights are to be multiplied by, None where numbers are the weights themselves.
-
-    Args:
-        dtype: of the weights in their file.
-        beside: by name the dtypes of what the file holds more, but for ids and state.
-        definition: of the table.
-        where: names file and array.
-
-    Raises:
-        ForeignRowsError: beside integers is what may say that they mean other numbers.
-
-    Example:
-        >>> user = TableDef.from_dict({"name": "user", "dim": 4, "optimizer": {"kind": "sgd"}, "initializer": {"kind": "zeros"}})
-        >>> scale_of("int8", {"scale": "float32"}, user, "rows.safetensors"), scale_of("float32", {"scale": "float32"}, user, "")
-        ('scale', None)
-    """
+    """Return the name of the array that int8 weights are to be multiplied by, None where numbers are the weights themselves."""
     numbers = [name for name, of in beside.items() if not of.startswith(("str", "large_str", "<U", "object"))]
     if not numbers or definition.row_dtype != np.float32 or not dtype.startswith(("int", "uint")):
         return None
@@ -102,11 +70,6 @@ def to_int8(rows: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.flo
 
     Args:
         rows: float32 [n, dim], finite.
-
-    Example:
-        >>> values, scale = to_int8(np.array([[1.0, -0.25, 0.0]], np.float32))
-        >>> values.tolist(), round(float(scale[0]) * 127, 6)
-        ([[127, -32, 0]], 1.0)
     """
     scale = np.abs(rows).max(axis=1, initial=0.0) / np.float32(127)
     scale[scale < _TINY] = 0.0  # below it float32 has too few digits left to divide by

@@ -41,11 +41,7 @@ class ParquetFiles:
 
 
 def parquet_files(url: str) -> ParquetFiles:
-    """Find the file itself, or those of a folder; names that begin with "_" or "." are notes of the program that wrote them.
-
-    Raises:
-        ForeignRowsError: there are none, or a log beside them says which of their rows count.
-    """
+    """Find the file itself, or those of a folder; names that begin with "_" or "." are notes of the program that wrote them."""
     if is_local(url) and not os.path.isdir(url):
         _refuse_logs_above(url)
         return ParquetFiles([url])

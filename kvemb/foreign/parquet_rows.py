@@ -45,18 +45,7 @@ class _RangeIndex:
 
 
 class ParquetRows:
-    """The rows of Parquet files: a RowSource.
-
-    Args:
-        definition: of the table.
-        files: the files; all have the same columns.
-        names: of the columns.
-
-    Raises:
-        ForeignRowsError: a file is none, or lacks a column; or its rows' ids stand where they are not read.
-        InvalidInputError: the names of state are not the table's.
-        ConfigError: pyarrow is not installed.
-    """
+    """The rows of Parquet files: a RowSource."""
 
     def __init__(self, definition: TableDef, files: ParquetFiles, names: ArrayNames) -> None:
         self._definition, self._urls = definition, files.urls

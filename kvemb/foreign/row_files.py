@@ -40,17 +40,11 @@ def write_rows(
 
     Args:
         definition: of the table; weights keep its dtype, where the format has it (npy and Parquet: bfloat16 becomes float32, exactly).
-        url: a path or any fsspec URL; of TensorFlow a checkpoint's prefix.
         ids: uint64 [n] as "id"; None: row i is id i.
-        n_rows: n.
         blocks: [m, dim] each of the table's `row_dtype`, in the order of the ids, n rows together.
-        file_format: of `FORMATS`; unless given, by the file's ending.
-        dtype: "float16", or "int8" with the rows' scales as "scale"; unless given, the table's.
 
     Raises:
         InvalidInputError: the format is not known, or takes no such rows; nothing was written.
-        ForeignRowsError: the file cannot be written, or a weight is beyond float16; an older file is untouched.
-        ConfigError: a library is not installed.
     """
     kind = format_of(url, file_format)
     check_writable(definition, kind, ids, dtype)
@@ -84,11 +78,7 @@ def write_ids(definition: TableDef, url: str, ids: NDArray[np.uint64], kind: str
 
 
 def check_writable(definition: TableDef, kind: str, ids: NDArray[np.uint64] | None, dtype: str = "") -> None:
-    """Refuse a format that takes no rows with ids, or without, or none of a dtype.
-
-    Raises:
-        InvalidInputError: with the way on.
-    """
+    """Refuse a format that takes no rows with ids, or without, or none of a dtype."""
     if kind == "word2vec":
         raise InvalidInputError(
             "word vectors are words and numbers, and rows are known by ids, which words are hashed to: write "
@@ -105,9 +95,7 @@ class _Weights:
     """The weights as they are written, block by block: iterate once.
 
     Args:
-        definition: of the table.
         blocks: float32 [m, dim] each.
-        dtype: to be written; "": the table's.
         wide: whether the format has no bfloat16: then it is float32.
 
     Attributes:

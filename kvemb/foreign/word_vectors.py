@@ -41,13 +41,7 @@ class _Layout:
 
 
 class WordVectors:
-    """The words of a file and their vectors: a RowSource.
-
-    Raises:
-        ForeignRowsError: it is missing, or its vectors are not of the table's dim.
-        InvalidInputError: names are given, which words have not.
-        ConfigError: pyarrow is not installed.
-    """
+    """The words of a file and their vectors: a RowSource."""
 
     def __init__(self, definition: TableDef, url: str, names: ArrayNames) -> None:
         self.where, self._url, self._definition = shown(url), url, definition

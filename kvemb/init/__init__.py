@@ -1,7 +1,7 @@
 """Initializers: how the rows of a table begin, as functions that users call.
 
 `kvemb.init.first_draws` draws their numbers, which are the same on every machine. A random number is one of 65,536 values: the middles of
-as many equal parts of the distribution. What must not live here: anything but these functions.
+as many equal parts of the distribution.
 """
 
 from kvemb.init.first_draws import ALGORITHM_VERSION

@@ -1,7 +1,7 @@
 """Initializers, the first values of a table's rows: kinds, their parameters, their plain form, and the rows.
 
 The first value of a row is a pure function of (table name, seed, id, column), so a pull of an unseen id writes nothing. Its draws are made
-in kvemb.init.first_draws; the functions that users call are in kvemb.init. What must not live here: generators, records, I/O.
+in kvemb.init.first_draws; the functions that users call are in kvemb.init.
 """
 
 import math

@@ -31,20 +31,6 @@ log = logging.getLogger("kvemb")
 class LocalCluster:
     """Real servers and shards on loopback, in a folder of their own; a context manager. The folder of a program that was killed is
     removed by the next start of one.
-
-    Args:
-        store: "valkey" (shipped with the `embedded` extra), "redis", "redis-cluster" or "memcached".
-        nodes: storage servers (a redis-cluster has at least 3).
-        shards: parameter-server processes.
-        mode: "async" or "sync".
-        trainers: number of trainers of a sync job; 0 in async mode.
-        memory_mb: memory of each storage server.
-        barrier_timeout_s: see kvemb.yaml; sync mode only.
-        cache_mb, index_mb, durability, journal_max_mb, metrics_port: of each shard, see kvemb.yaml, whose defaults hold unless given.
-
-    Raises:
-        ConfigError: an argument is out of range, or a server program is missing.
-        LocalProcessError: a process did not start. All others have been ended then.
     """
 
     def __init__(
@@ -197,20 +183,13 @@ class LocalCluster:
 class Local:
     """A local cluster that is run by a `with` block, which gets its URL, or from `start` to `stop`, as in a notebook. While it runs,
     one may play with it: kill a shard, start it again, start a server more.
-
-    Args:
-        cluster: not started.
     """
 
     def __init__(self, cluster: LocalCluster) -> None:
         self._cluster, self._pid, self._started = cluster, 0, False
 
     def start(self) -> str:
-        """Start it and return the URL that `kvemb.connect` takes. It runs until `stop`, at the longest until the program ends.
-
-        Raises:
-            LocalProcessError: see `LocalCluster`; no process goes on running.
-        """
+        """Start it and return the URL that `kvemb.connect` takes. It runs until `stop`, at the longest until the program ends."""
         if self._started:
             raise ConfigError("this local cluster was started already; stop() ends it, and kvemb.local(...) makes another one")
         self._cluster.__enter__()

@@ -49,14 +49,7 @@ class LocalProcessError(KvembError):
 
 
 class LocalProcess:
-    """One child process and its log file.
-
-    Args:
-        name: for messages, such as "shard 0".
-        command: program and arguments.
-        log: file that takes its output.
-        extra_env: added to this process's environment.
-    """
+    """One child process and its log file."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path, extra_env: Mapping[str, str] | None = None) -> None:
         self.name = name
@@ -74,16 +67,7 @@ class LocalProcess:
         return self._child.poll()
 
     def wait_until(self, ready: Callable[[], bool], deadline: Deadline, *, while_it_talks: bool = False) -> None:
-        """Wait until `ready()` holds.
-
-        Args:
-            ready: asked again and again.
-            deadline: of the wait.
-            while_it_talks: whether the deadline begins again whenever the process has written to its log.
-
-        Raises:
-            LocalProcessError: the process ended before, or the deadline passed; with the end of its log.
-        """
+        """Wait until `ready()` holds."""
         said_bytes = self.log.stat().st_size
         while not ready():
             if while_it_talks and said_bytes != (said_bytes := self.log.stat().st_size):

@@ -21,11 +21,7 @@ _REDIS_FLAGS = ("--save", "", "--appendonly", "no", "--maxmemory-policy", "noevi
 
 
 def find_server(kind: str) -> str:
-    """Return the path of a storage kind's server program.
-
-    Raises:
-        ConfigError: it is not installed; the message says how to install it.
-    """
+    """Return the path of a storage kind's server program."""
     if kind not in KINDS:
         raise ConfigError(f"store: got {kind!r}, expected one of {', '.join(KINDS)}")
     if kind == "valkey":
@@ -41,14 +37,7 @@ def find_server(kind: str) -> str:
 
 
 class StorageServer:
-    """One storage server of a local cluster, a process on a loopback port.
-
-    Args:
-        kind: one of `kvemb.stores.storage_kinds.KINDS`.
-        port: loopback port.
-        folder: for its log and files.
-        memory_mb: how much it may hold.
-    """
+    """One storage server of a local cluster, a process on a loopback port."""
 
     def __init__(self, kind: str, port: int, folder: Path, memory_mb: int) -> None:
         self.kind, self.port, self.address = kind, port, f"127.0.0.1:{port}"
@@ -62,12 +51,7 @@ class StorageServer:
         return self._folder / f"dump-{self.port}.rdb"
 
     def restart(self, *, snapshot: Path | None = None, member: bool = False) -> None:
-        """Kill the server and start it again on the same port: it comes back empty.
-
-        Args:
-            snapshot: of a Redis or Valkey server, to come back with instead.
-            member: whether a Redis Cluster's node keeps its place in the cluster, as a node with its data in memory only does.
-        """
+        """Kill the server and start it again on the same port: it comes back empty."""
         self.process.kill()
         self.snapshot_path.unlink(missing_ok=True)
         if snapshot is not None:
@@ -93,11 +77,7 @@ class StorageServer:
 
 
 def start_servers(kind: str, n: int, folder: Path, memory_mb: int) -> list[StorageServer]:
-    """Start n servers and wait until they listen; a Redis Cluster is put together and waited for too.
-
-    Raises:
-        LocalProcessError: a server did not start; all of them have been ended then.
-    """
+    """Start n servers and wait until they listen; a Redis Cluster is put together and waited for too."""
     servers: list[StorageServer] = []
     try:
         servers.extend(StorageServer(kind, port, folder, memory_mb) for port in free_ports(n))

@@ -28,14 +28,8 @@ class Issued:
 
 
 class Authority:
-    """Issues certificates into a folder. An authority that is there already, by its name, is used further: no process must trust a new one.
-
-    Args:
-        folder: for its files.
-        name: of the authority; each name is an authority of its own.
-
-    Raises:
-        ConfigError: its certificate is there and its key is not, or they cannot be read.
+    """Issues certificates into a folder. An authority that is there already, by its name, is used further: no process must trust a new
+    one.
     """
 
     def __init__(self, folder: Path, name: str = "ca") -> None:
@@ -61,15 +55,7 @@ class Authority:
         hosts: Sequence[str] = ("127.0.0.1", "localhost"),
         days: float = 30.0,
     ) -> Issued:
-        """Write NAME.crt and NAME.key; over those that are there, each in one step, as a rotation does.
-
-        Args:
-            name: of the files, and the common name.
-            uris: subject alternative names: which names and roles the holder may have.
-            purposes: the uses it is good for.
-            hosts: names and addresses at which the holder may serve.
-            days: how long it is good for; one below 0 is over.
-        """
+        """Write NAME.crt and NAME.key; over those that are there, each in one step, as a rotation does."""
         key = ec.generate_private_key(ec.SECP256R1())
         names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(uri) for uri in uris]
         names += [_host(host) for host in hosts]

@@ -15,15 +15,7 @@ T = TypeVar("T")
 
 
 def checked_timeout(timeout_s: object) -> float:
-    """Return a caller's timeout in seconds.
-
-    Raises:
-        InvalidInputError: no finite number above 0: with NaN or infinity a wait would have no end.
-
-    Example:
-        >>> checked_timeout(5)
-        5.0
-    """
+    """Return a caller's timeout in seconds."""
     good = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool) and math.isfinite(timeout_s) and timeout_s > 0
     if not good:
         raise InvalidInputError(f"timeout_s is {timeout_s!r}; give a number of seconds above 0")
@@ -32,18 +24,7 @@ def checked_timeout(timeout_s: object) -> float:
 
 @batch_value
 class Deadline:
-    """A moment on the monotonic clock.
-
-    Args:
-        at_s: the moment.
-        timeout_s: how far away it was when it was set.
-        silent_s: how long one node may send nothing at all: an exchange with it fails then, and there is time for another.
-
-    Example:
-        >>> deadline = Deadline.after(5)
-        >>> 4 < deadline.remaining_s() <= 5, deadline.expired
-        (True, False)
-    """
+    """A moment on the monotonic clock."""
 
     at_s: float
     timeout_s: float
@@ -83,13 +64,7 @@ class Deadline:
 
 
 def pauses(first_s: float, longest_s: float) -> Iterator[float]:
-    """Yield pauses in seconds, without an end. After a success, call it again for a new iterator.
-
-    Example:
-        >>> from itertools import islice
-        >>> list(islice(pauses(0.05, 2.0), 7))
-        [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0]
-    """
+    """Yield pauses in seconds, without an end. After a success, call it again for a new iterator."""
     pause_s = first_s
     while True:
         yield pause_s
@@ -97,15 +72,7 @@ def pauses(first_s: float, longest_s: float) -> Iterator[float]:
 
 
 class WhyWaiting:
-    """Why tries fail, and since when: so that it is said once, and not at each try. One thread writes, any reads.
-
-    Example:
-        >>> waiting = WhyWaiting()
-        >>> waiting.is_news("a node is away"), waiting.is_news("a node is away"), waiting.lasting(60.0)
-        (True, False, '')
-        >>> waiting.over(), waiting.why, waiting.over()
-        (True, '', False)
-    """
+    """Why tries fail, and since when: so that it is said once, and not at each try. One thread writes, any reads."""
 
     def __init__(self) -> None:
         self.why, self._since_s = "", 0.0
@@ -135,11 +102,6 @@ class Absence:
     """The absence of someone who is waited for: said once, when it has lasted, and once more when it is over.
 
     Threads may share it: at worst something is said twice.
-
-    Example:
-        >>> absence = Absence()
-        >>> absence.lasts(), round(absence.lasts(for_s=7.0)), absence.lasts(for_s=8.0), round(absence.over()), absence.over()
-        (None, 7, None, 8, None)
     """
 
     def __init__(self) -> None:

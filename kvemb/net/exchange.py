@@ -144,14 +144,8 @@ class Conversation:
 def run(conversations: Sequence[Conversation], deadline: Deadline, meanwhile: Sequence[Callable[[], None]] = ()) -> None:
     """Complete all conversations.
 
-    Args:
-        conversations: one per link.
-        deadline: of all of them.
-        meanwhile: work to be done once the nodes have something to do.
-
     Raises:
         DeadlineExceededError: naming the nodes that had not answered, or were silent for as long as one may be.
-        NodeUnavailableError, ProtocolError: the first failure of any node. In every case, drop all links that took part.
     """
     poll = select.poll()
     active = {conversation.link.sock.fileno(): conversation for conversation in conversations if not conversation.done}
@@ -186,12 +180,7 @@ def _addresses(conversations: Iterable[Conversation]) -> str:
 
 
 def round_trip(link: Link, request: bytes, replies: Sequence[ReplyReader], deadline: Deadline) -> None:
-    """Send a few commands to one node, as when connecting or looking after it, and read their replies.
-
-    Raises:
-        NodeUnavailableError: the node is down, or did not answer all of them in time.
-        ProtocolError: it answered something else.
-    """
+    """Send a few commands to one node, as when connecting or looking after it, and read their replies."""
     try:
         run([Conversation(link, [Step(memoryview(request), RepliesInOrder(replies))])], deadline)
     except DeadlineExceededError as error:

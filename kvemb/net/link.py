@@ -24,12 +24,6 @@ NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantW
 class Link:
     """A connected socket. Not thread-safe: one batch uses a link at a time.
 
-    Args:
-        sock: connected; made non-blocking here.
-        address: "host:port", for messages.
-        connection_id: the server's number for this connection, "" where it has none.
-        run_id: of the server process at the other end, "" where it has none; it cannot change under a connection.
-
     Attributes:
         wants_write: the connection has to write before it can be read from; a poll waits for that, too. Never so with plain TCP.
         waits_to_read: it has to be read from before more can be sent.
@@ -68,11 +62,7 @@ class Link:
             self._start = self._end = 0
 
     def receive(self) -> int:
-        """Read the bytes that have arrived; return how many, 0 for none yet.
-
-        Raises:
-            NodeUnavailableError: the node closed or reset the connection.
-        """
+        """Read the bytes that have arrived; return how many, 0 for none yet."""
         if self._end == len(self._buffer):
             self._make_room()
         try:
@@ -144,11 +134,7 @@ It takes no longer than `kvemb.net.name_lookup` says, and raises NodeUnavailable
 
 
 def connect_link(address: str, deadline: Deadline) -> Link:
-    """Open a TCP connection.
-
-    Raises:
-        NodeUnavailableError: refused, unreachable, unknown host, or not in time; see `kvemb.net.name_lookup`.
-    """
+    """Open a TCP connection."""
     return Link(connect_socket(address, deadline), address)
 
 

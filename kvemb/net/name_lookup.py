@@ -4,8 +4,8 @@ A node that is gone may say nothing at all: no name server knows its name, its a
 long as a batch may take would not see that a Redis Cluster has long put another primary in its place. So connecting fails after two
 seconds, enough for a greeting that was lost once. The caller tries again, if there is time.
 
-The system's resolver takes no time limit of a caller's, and its own are 5 to 30 s: a thread looks up, and its callers wait.
-Thread- and fork-safe. What must not live here: connecting itself (`kvemb.net.link`).
+The system's resolver takes no time limit of a caller's, and its own are 5 to 30 s: a thread looks up, and its callers wait. Thread- and
+fork-safe.
 """
 
 import ipaddress
@@ -23,29 +23,12 @@ os.register_at_fork(after_in_child=_pending.clear)  # a child has none of the th
 
 
 def connect_timeout_s(deadline: Deadline) -> float:
-    """Return how long to wait for a TCP connection, in seconds; above 0, which sockets take for "not at all".
-
-    Example:
-        >>> connect_timeout_s(Deadline.after(30)), 0 < connect_timeout_s(Deadline.after(0.1)) <= 0.1
-        (2.0, True)
-    """
+    """Return how long to wait for a TCP connection, in seconds; above 0, which sockets take for "not at all"."""
     return max(0.001, min(_CONNECT_TIMEOUT_S, deadline.remaining_s()))
 
 
 def host_and_port(address: str, deadline: Deadline) -> tuple[str, int]:
-    """Split an address whose name resolves: connecting to it then does not wait for a name server.
-
-    Args:
-        address: "host:port"; an IPv6 address in brackets.
-        deadline: of looking up.
-
-    Raises:
-        NodeUnavailableError: the host is not known, or no name server told it in time.
-
-    Example:
-        >>> host_and_port("[::1]:6379", Deadline.after(1))
-        ('::1', 6379)
-    """
+    """Split an address whose name resolves: connecting to it then does not wait for a name server."""
     name, _, port = address.rpartition(":")
     host = name.strip("[]")
     if not _is_numeric(host):
@@ -92,12 +75,7 @@ def _resolve(host: str, lookup: "Future[None]") -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether "host:port" cannot be reached from other machines.
-
-    Example:
-        >>> is_loopback("127.0.0.1:7070"), is_loopback("[::1]:7070"), is_loopback("0.0.0.0:7070"), is_loopback("ps-0:7070")
-        (True, True, False, False)
-    """
+    """Whether "host:port" cannot be reached from other machines."""
     host = address.rpartition(":")[0].strip("[]")
     if host == "localhost":
         return True

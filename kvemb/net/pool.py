@@ -45,13 +45,7 @@ _forks = _Forks()
 
 
 class LinkPool:
-    """Lends checked connections to nodes, each to one batch at a time. Thread-safe.
-
-    Args:
-        connect: opens and checks a link to an address.
-        on_drop: told of every link that is given up while requests may be in flight on it.
-        doubts: shared with the other pools of the same addresses.
-    """
+    """Lends checked connections to nodes, each to one batch at a time. Thread-safe."""
 
     def __init__(self, connect: Connect, on_drop: Callable[[Link], None] = lambda link: None, doubts: Doubts | None = None) -> None:
         self._connect = connect

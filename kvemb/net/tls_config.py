@@ -57,17 +57,7 @@ class TlsConfig:
 
 
 def parse_tls(section: object, at: str, environ: Mapping[str, str], *, tokens: bool) -> TlsConfig | None:
-    """Check a section `tls`.
-
-    Args:
-        section: its tree; None where there is none.
-        at: its path in the file, for messages.
-        environ: where variables are looked up.
-        tokens: whether a token may stand here.
-
-    Raises:
-        ConfigError: naming the key.
-    """
+    """Check a section `tls`."""
     if section is None:
         return None
     known = {"ca", "cert", "key", "cert_env", "key_env"} | ({"token_env", "token_file"} if tokens else set())

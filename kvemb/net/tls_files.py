@@ -1,7 +1,4 @@
-"""Keys and certificates as they are in their files now: read again when a file changes, which is how they are renewed without a stop.
-
-What must not live here: their use (`tls_link` for storage, `kvemb.client` and `paramserver.rpc` for gRPC).
-"""
+"""Keys and certificates as they are in their files now: read again when a file changes, which is how they are renewed without a stop."""
 
 import os
 import time
@@ -15,12 +12,7 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 
 class TlsFiles:
-    """The files of a section `tls`. Thread-safe: at worst two threads look at once.
-
-    Args:
-        config: the section.
-        at: its path in kvemb.yaml, for messages.
-    """
+    """The files of a section `tls`. Thread-safe: at worst two threads look at once."""
 
     def __init__(self, config: TlsConfig, at: str) -> None:
         self.config, self.at = config, at
@@ -39,11 +31,7 @@ class TlsFiles:
         return self._stamp
 
     def require_own(self, who: str) -> None:
-        """Raise unless this process has a certificate.
-
-        Raises:
-            ConfigError: it has none, or a file cannot be read.
-        """
+        """Raise unless this process has a certificate."""
         if not self.config.own:
             raise ConfigError(
                 f"{self.at}.cert: {who} needs a certificate and its key; give cert and key, or cert_env and key_env, and set those."
@@ -53,11 +41,7 @@ class TlsFiles:
             self.read(name)
 
     def read(self, name: str) -> bytes | None:
-        """Return a file's content ("ca", "cert", "key"); None where none is named.
-
-        Raises:
-            ConfigError: it cannot be read.
-        """
+        """Return a file's content ("ca", "cert", "key"); None where none is named."""
         path = getattr(self.config, name)
         if path is None:
             return None
@@ -67,11 +51,7 @@ class TlsFiles:
             raise ConfigError(f"{self.at}.{name}: {path}: {error.strerror}") from error
 
     def tokens(self) -> tuple[str, ...]:
-        """Return the tokens that are good now, the one to show first.
-
-        Raises:
-            ConfigError: the file cannot be read, or holds none.
-        """
+        """Return the tokens that are good now, the one to show first."""
         if self.config.token is not None:
             return (self.config.token,)
         assert self.config.token_file is not None

@@ -20,12 +20,7 @@ _TRUST = "is storage.tls.ca of the authority that signed it, and its name or add
 
 
 class TlsLink(Link):
-    """A connection over TLS, after its handshake.
-
-    Args:
-        sock, address: see `Link`.
-        lacks: see `TlsConfig.lacks`.
-    """
+    """A connection over TLS, after its handshake."""
 
     HIDDEN_BYTES = (16 << 10) + 512
     """A record of which the end has not come."""
@@ -96,23 +91,14 @@ class TlsLink(Link):
 
 
 class TlsConnector:
-    """Opens encrypted connections; a `Connect`. Thread- and fork-safe.
-
-    Args:
-        config: the section `storage.tls`. Its files are read again when they change: connections that are opened from then on use them.
-    """
+    """Opens encrypted connections; a `Connect`. Thread- and fork-safe."""
 
     def __init__(self, config: TlsConfig) -> None:
         self._files = TlsFiles(config, "storage.tls")
         self._made: tuple[Stamp, ssl.SSLContext] | None = None
 
     def __call__(self, address: str, deadline: Deadline) -> Link:
-        """Open a connection.
-
-        Raises:
-            NodeUnavailableError: as `connect_link`; also where the node's certificate cannot be trusted.
-            ConfigError: our own files cannot be used.
-        """
+        """Open a connection."""
         context = self._context()
         sock = connect_socket(address, deadline)
         host = address.rpartition(":")[0].strip("[]")

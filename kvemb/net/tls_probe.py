@@ -23,14 +23,6 @@ def own_uris(config: TlsConfig, at: str, *, server: bool = False) -> tuple[str, 
     """Return the URIs among the alternative names of this process's certificate; none where it has none.
 
     It shows the certificate to itself, in memory. So a fault that a peer would refuse is told here, where it can be mended.
-
-    Args:
-        config: a section `tls`.
-        at: its path in kvemb.yaml, for messages.
-        server: whether it is to serve with it, instead of calling.
-
-    Raises:
-        ConfigError: it is expired, of another authority, for another purpose, or its key is another's.
     """
     if not config.own:
         return ()

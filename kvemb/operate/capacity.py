@@ -68,12 +68,7 @@ CONNECTIONS = 10_000
 
 
 def bytes_per_row(layout: Layout, record_bytes: int) -> float:
-    """Return the memory of a row: its overhead is interpolated; beyond the largest measured record, that one's share of it holds.
-
-    Example:
-        >>> round(bytes_per_row(("redis", "compact"), 204), 2), round(bytes_per_row(("redis", "compact"), 140), 1)
-        (243.83, 172.3)
-    """
+    """Return the memory of a row: its overhead is interpolated; beyond the largest measured record, that one's share of it holds."""
     measured = BYTES_PER_ROW[layout]
     largest = max(measured)
     if record_bytes > largest:
@@ -82,23 +77,13 @@ def bytes_per_row(layout: Layout, record_bytes: int) -> float:
 
 
 def pull_rows_s(kind: str, layout: str, record_bytes: int) -> float | None:
-    """Return how many rows a second one node gave one trainer; None where that was not measured.
-
-    Example:
-        >>> pull_rows_s("redis-cluster", "fast", 76), pull_rows_s("redis", "compact", 76)
-        (1410000.0, None)
-    """
+    """Return how many rows a second one node gave one trainer; None where that was not measured."""
     measured = PULL_ROWS_S.get(("redis" if kind == "redis-cluster" else kind, layout))
     return None if measured is None else interpolated(measured, record_bytes)
 
 
 def interpolated(measured: Mapping[int, float], record_bytes: int) -> float:
-    """Return a figure for another size of record: between two measured ones on a line, outside them the nearest one's.
-
-    Example:
-        >>> interpolated({100: 1.0, 200: 2.0}, 150), interpolated({100: 1.0, 200: 2.0}, 999)
-        (1.5, 2.0)
-    """
+    """Return a figure for another size of record: between two measured ones on a line, outside them the nearest one's."""
     sizes = sorted(measured)
     return float(np.interp(record_bytes, sizes, [measured[size] for size in sizes]))
 
@@ -248,11 +233,7 @@ class CapacityPlan:
 
 
 def plans_for(work: Workload) -> list[CapacityPlan]:
-    """Return a plan for each kind and layout, without layouts that refuse such records or so many rows.
-
-    Raises:
-        InvalidInputError: a shard's host has no room for an index.
-    """
+    """Return a plan for each kind and layout, without layouts that refuse such records or so many rows."""
     plans = (_plan(work, where) for where in BYTES_PER_ROW)
     return [plan for plan in plans if plan is not None]
 
@@ -314,12 +295,7 @@ def _on(work: Workload, where: Layout, nodes: Counted, shards: Counted, n_keys: 
 
 
 def logged_share(n_rows: float) -> float:
-    """Return the share of trained rows whose versions a shard of n rows has not in memory; each row is taken to be as likely as others.
-
-    Example:
-        >>> logged_share(10**6), round(logged_share(10**9), 2)
-        (0.0, 0.96)
-    """
+    """Return the share of trained rows whose versions a shard of n rows has not in memory; each row is taken to be as likely as others."""
     return max(0.0, 1 - INDEX_BYTES / (VERSION_BYTES * n_rows))
 
 
@@ -368,9 +344,6 @@ def _times(needed: float, each: float) -> int:
 
 
 def parts_of(table: TableDef) -> Mapping[str, int]:
-    """Return the bytes of a record by their use.
-
-    Example: see tests/unit/test_capacity.py.
-    """
+    """Return the bytes of a record by their use."""
     record = table.record
     return {"header": HEADER_SIZE, "weights": record.prefix_bytes - HEADER_SIZE, "state": record.size_bytes - record.prefix_bytes}

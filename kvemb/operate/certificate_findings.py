@@ -1,7 +1,6 @@
 """Faults of keys and certificates: of this process's own files, and of those that shards and nodes show.
 
-The latter are examined by handshakes of our own, since gRPC and storage clients tell only that a connection was closed. What must not live
-here: how a handshake is made (`kvemb.net.tls_probe`).
+The latter are examined by handshakes of our own, since gRPC and storage clients tell only that a connection was closed.
 """
 
 import os
@@ -24,13 +23,7 @@ _RENEW = "Issue another one and replace the file in one step (mv); no process ne
 
 
 def judge_certificates(config: Config, timeout_s: float, now_s: float | None = None) -> Iterator[Finding]:
-    """Yield the faults of every key and certificate that can be seen from here.
-
-    Args:
-        config: the kvemb.yaml.
-        timeout_s: of each look at a shard or node.
-        now_s: the time of day, unless now.
-    """
+    """Yield the faults of every key and certificate that can be seen from here."""
     at_s = time.time() if now_s is None else now_s
     sections = (
         ("parameter_servers", config.servers.tls, config.servers.insecure, "shard", config.servers.shards),

@@ -57,11 +57,7 @@ class ClusterStatus:
 
 
 def survey(config: Config) -> ClusterStatus:
-    """Ask every shard and node of a kvemb.yaml without connecting to the cluster: so those that are down are reported, too.
-
-    Args:
-        config: of the cluster.
-    """
+    """Ask every shard and node of a kvemb.yaml without connecting to the cluster: so those that are down are reported, too."""
     from kvemb.client.all_shards import AllShards
 
     config = hasty(config)
@@ -93,10 +89,6 @@ def hasty(config: Config) -> Config:
 def ask_all(servers: "AllShards", timeout_s: float) -> tuple[dict[int, StatusReply | Exception], str]:
     """Ask every shard for its status: those of kvemb.yaml, and if shard 0 serves, those that it knows, where it knows them to be.
 
-    Args:
-        servers: of a kvemb.yaml, without storage.
-        timeout_s: of every round.
-
     Returns:
         Each shard's answer, or its error; and a fault of kvemb.yaml's shards, "" for none.
     """
@@ -116,13 +108,7 @@ def ask_all(servers: "AllShards", timeout_s: float) -> tuple[dict[int, StatusRep
 
 
 def _strangers(config: Config, store: Store, servers: "AllShards | None") -> str:
-    """Return the mismatch that connecting would find: markers, cluster map, shards' numbers or names that differ from this kvemb.yaml.
-
-    Args:
-        config: of the cluster.
-        store: whose nodes answer.
-        servers: None if not all of them serve: then only the nodes' cluster is checked.
-    """
+    """Return the mismatch that connecting would find: markers, cluster map, shards' numbers or names that differ from this kvemb.yaml."""
     deadline = Deadline.after(config.storage.timeout_s)
     try:
         served = [] if servers is None else [servers.describe(config, deadline).cluster_id]
@@ -159,13 +145,7 @@ def _held(store: Store, timeout_s: float) -> tuple[tuple[str, tuple[HeldRows | N
 
 
 def read_status(store: Store, client: "ShardClient | None", timeout_s: float) -> ClusterStatus:
-    """Ask every shard and node; one that does not answer is reported as such, not raised.
-
-    Args:
-        store: the storage nodes.
-        client: of the shards, None on a read-only connection.
-        timeout_s: of the shards, and of the nodes.
-    """
+    """Ask every shard and node; one that does not answer is reported as such, not raised."""
     shards = () if client is None else _shards(client, timeout_s)
     try:
         nodes = tuple(store.nodes.stats(Deadline.of_caller(timeout_s)))

@@ -64,12 +64,7 @@ _UNREACHED = "Start it, or put its address right in storage.nodes. Shards wait f
 
 
 def judge_node(node: NodeStats, settings: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the faults of one node.
-
-    Args:
-        node: its answer, or the error.
-        settings: see `StoreNodes.settings`.
-    """
+    """Yield the faults of one node."""
     where = f"node {node.address}"
     if node.error:
         yield _unreached(where, node.error)
@@ -88,13 +83,7 @@ def judge_node(node: NodeStats, settings: Mapping[str, str]) -> Iterator[Finding
 
 
 def judge_limits(address: str, tables: Sequence[TableDef], limits: BucketLimits) -> Iterator[Finding]:
-    """Yield a finding for tables whose rows a Redis or Valkey node keeps in a form that does not suit them.
-
-    Args:
-        address: of the node.
-        tables: of the cluster.
-        limits: up to where the node keeps hashes as compact strings.
-    """
+    """Yield a finding for tables whose rows a Redis or Valkey node keeps in a form that does not suit them."""
     mend = "Type that on the node and put it into its configuration. Rows that lie there already change when they are written next."
     for misfit in misfits(tables, limits):
         yield warning("node-hash-limits", f"node {address}", misfit, mend)

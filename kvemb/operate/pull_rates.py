@@ -52,18 +52,7 @@ class PullRate:
 
 
 def measure(store: Store, table: TableDef, draw: Callable[[], Ids], seconds: float, timeout_s: float) -> PullRate:
-    """Pull for about so long, at least once; a first pull, which opens connections, does not count.
-
-    Args:
-        store: open.
-        table: whose rows.
-        draw: unique ids of the next pull; its time does not count.
-        seconds: of all pulls.
-        timeout_s: of each.
-
-    Raises:
-        StorageError: see `kvemb.errors`.
-    """
+    """Pull for about so long, at least once; a first pull, which opens connections, does not count."""
     _pull(store, table, draw(), timeout_s)
     took_s: list[float] = []
     n_rows = n_missing = 0
@@ -108,11 +97,7 @@ class NodeTraffic:
 
 
 def look_twice(config: StorageConfig) -> tuple[Sequence[NodeStats], dict[str, NodeTraffic]]:
-    """Return the nodes' statistics, and the traffic of those that answered both times. Takes a second.
-
-    Args:
-        config: of the nodes, which need not be whole.
-    """
+    """Return the nodes' statistics, and the traffic of those that answered both times. Takes a second."""
     store = open_store(replace(config, on_lost_node="fail"), role="trainer")
     stats: list[NodeStats] = []
 
@@ -132,11 +117,7 @@ def look_twice(config: StorageConfig) -> tuple[Sequence[NodeStats], dict[str, No
 
 
 def traffic_between(look: Callable[[], Mapping[str, int]]) -> dict[str, NodeTraffic]:
-    """Look twice, a second apart, and return each node's traffic in between.
-
-    Args:
-        look: returns each node's bytes since its server started. A server that has restarted in between has no traffic here.
-    """
+    """Look twice, a second apart, and return each node's traffic in between."""
     before, begun_s = look(), time.monotonic()
     time.sleep(BETWEEN_S)
     after, took_s = look(), time.monotonic() - begun_s
@@ -144,13 +125,7 @@ def traffic_between(look: Callable[[], Mapping[str, int]]) -> dict[str, NodeTraf
 
 
 def shares_of(before: Mapping[str, int], after: Mapping[str, int], seconds: float) -> dict[str, NodeTraffic]:
-    """Return rates and shares from two looks at counters.
-
-    Example:
-        >>> found = shares_of({"a": 0, "b": 5, "c": 9}, {"a": 3_000_000, "b": 1_000_005, "c": 1}, 2)
-        >>> {node: str(traffic) for node, traffic in found.items()}
-        {'a': '75%, 1.5 MB/s', 'b': '25%, 0.5 MB/s'}
-    """
+    """Return rates and shares from two looks at counters."""
     gained = {node: n - before[node] for node, n in after.items() if n >= before.get(node, n + 1)}
     total = sum(gained.values())
     return {node: NodeTraffic(n / seconds, n / total if total else 0.0) for node, n in gained.items()}

@@ -74,11 +74,6 @@ def factors(job: str, at: Scale) -> dict[str, float]:
     Of training: how often the part of the table that a step touches was halved ("cold"); commands of storage, of keys that are strings
     ("packed"), with a longer field of no row ("filler"); batches of shards and their requests; pulls, their requests, and parts of pushes.
     Of other jobs: shards ("process"); rows of the index that are looked through; rows and keys that are listed in a repair.
-
-    Example:
-        >>> scale = Scale(nodes=8, shards=4, trainers=1, n_rows=10**6, record_bytes=40, layout="fast", n_keys=256, step_rows=32_000)
-        >>> factors(TRAIN, scale)["batch request"] * 32_000
-        64.0
     """
     per_row = {"row": 1.0, "byte": float(at.record_bytes)}
     if job == TRAIN:

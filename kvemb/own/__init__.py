@@ -3,8 +3,6 @@
 Both names are common: programs have a `trainer.py`, and another distribution installs a package `trainer`. So an installed kvemb holds
 both inside of this package. A checkout has them at its top, where this package looks, too. There they are imported as `trainer` and
 `paramserver`, unless something else has the name: a class must not exist twice in one process, once under each name.
-
-What must not live here: any code of the two packages, and any import of it before it is asked for.
 """
 
 import sys
@@ -21,12 +19,7 @@ if _CHECKOUT is not None:
 
 
 def import_own(name: str) -> ModuleType:
-    """Import a module of `trainer` or `paramserver` by its name in the repository, also if another package has that name.
-
-    Example:
-        >>> import_own("paramserver.optim").__file__.endswith("/paramserver/optim/__init__.py")
-        True
-    """
+    """Import a module of `trainer` or `paramserver` by its name in the repository, also if another package has that name."""
     top = name.partition(".")[0]
     return import_module(name if _plain_name_is_ours(top) else f"{__name__}.{name}")
 

@@ -27,25 +27,7 @@ def replace_atomically(
     check: Callable[[], None] = lambda: None,
     opener: Callable[[str, int], int] | None = None,
 ) -> None:
-    """Put a new file in the place of an old one, if there is one. The folder is still to be synced.
-
-    Args:
-        path: of the file.
-        chunks: its bytes.
-        temporary: the file's name, in the same folder, until it is whole. A file of that name is deleted: one process at a time.
-        check: called right before the new file takes the old one's place; may raise.
-        opener: of the new file; see `open`.
-
-    Raises:
-        OSError: the old file is untouched.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> replace_atomically(folder / "epoch", [b"1", b"2"], temporary="epoch.tmp")
-        >>> [(path.name, path.read_bytes()) for path in folder.iterdir()]
-        [('epoch', b'12')]
-    """
+    """Put a new file in the place of an old one, if there is one. The folder is still to be synced."""
     beside = path.with_name(temporary)
     try:
         beside.unlink(missing_ok=True)  # and never opened: it may be a link, put there by another user, to a file of ours
@@ -75,14 +57,7 @@ _locks: "WeakSet[ForkLock]" = WeakSet()
 
 
 class ForkLock:
-    """As threading.RLock in a `with`, for state that pulls and a forked child's other calls use. Thread- and fork-safe.
-
-    Example:
-        >>> lock = ForkLock()
-        >>> with lock, lock:
-        ...     "held twice by one thread"
-        'held twice by one thread'
-    """
+    """As threading.RLock in a `with`, for state that pulls and a forked child's other calls use. Thread- and fork-safe."""
 
     def __init__(self) -> None:
         self._held = threading.RLock()
@@ -147,13 +122,7 @@ _EVERY_S = 0.5
 
 
 class ProgressLine:
-    """One line that says how far a piece of work has come. For one thread.
-
-    Args:
-        stream: where to write.
-        plain_every_s: seconds between plain lines where the stream is no terminal; without it there are none.
-        clock_s: a monotonic clock.
-    """
+    """One line that says how far a piece of work has come. For one thread."""
 
     def __init__(self, stream: TextIO, *, plain_every_s: float = math.inf, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._clock_s = stream, clock_s

@@ -1,8 +1,8 @@
 """Two things that classes of this house are made of: a cached property without a lock, and a dataclass that costs little to construct.
 
 `functools.cached_property` of Python 3.11 has one lock for all instances, which is held while the value is computed. A child that is forked
-meanwhile waits for it for ever, and threads wait for each other. What must not live here: values that may be computed once only. Two
-threads that ask at once may both compute; their values are equal, and one of them stays.
+meanwhile waits for it for ever, and threads wait for each other. Two threads that ask at once may both compute; their values are equal, and
+one of them stays.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,6 @@ def batch_value(of: type[_Class]) -> type[_Class]:
 
     For values that are made anew for every batch: a frozen dataclass of five fields takes seven times as long to construct, and a pull of
     one row makes fifteen of them.
-
-    Example:
-        >>> @batch_value
-        ... class Rows:
-        ...     n: int
-        >>> Rows(3)
-        Rows(n=3)
     """
     return dataclass(eq=False)(of)
 
@@ -34,17 +27,6 @@ class cached_property(Generic[_Value]):  # noqa: N801  the name that Python give
     """Keep what a method without arguments returns, in the object's `__dict__`, frozen or not. Thread- and fork-safe.
 
     Source: functools.cached_property, as it is since Python 3.12.
-
-    Example:
-        >>> class Ids:
-        ...     @cached_property
-        ...     def largest(self) -> int:
-        ...         print("computed")
-        ...         return 7
-        >>> ids = Ids()
-        >>> ids.largest, ids.largest
-        computed
-        (7, 7)
     """
 
     def __init__(self, compute: Callable[[Any], _Value]) -> None:

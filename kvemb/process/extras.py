@@ -13,23 +13,7 @@ _OF_EXTRA = re.compile(r"""^([^;]+?)\s*;.*extra\s*==\s*['"]([\w-]+)['"]""")
 
 
 def require_extra(module: str, *, what: str = "checkpoints", extra: str = "checkpoint") -> Any:
-    """Import a module of a library that an extra of kvemb installs.
-
-    Args:
-        module: its name.
-        what: needs it, for the message.
-        extra: installs it.
-
-    Raises:
-        ConfigError: it is not installed.
-
-    Example:
-        >>> require_extra("fsspec.core").__name__
-        'fsspec.core'
-        >>> require_extra("pyarrow_of_tomorrow")
-        Traceback (most recent call last):
-        kvemb.errors.ConfigError: checkpoints need pyarrow_of_tomorrow, not installed in ...: pip install ...
-    """
+    """Import a module of a library that an extra of kvemb installs."""
     try:
         return import_module(module)
     except ImportError:
@@ -48,12 +32,7 @@ def missing_for_checkpoints() -> str:
 
 
 def install_line(extra: str) -> str:
-    """Return the command that installs what an extra names: its packages, and not kvemb itself, which may come from a clone.
-
-    Example:
-        >>> install_line("completion")
-        "pip install 'shtab>=1.7'"
-    """
+    """Return the command that installs what an extra names: its packages, and not kvemb itself, which may come from a clone."""
     try:
         found = [_OF_EXTRA.match(line) for line in requires("kvemb") or ()]
     except PackageNotFoundError:  # run from a checkout that was not installed

@@ -201,15 +201,7 @@ def _exit(code: int) -> NoReturn:
 
 
 def begin_off_main_thread(begin: Callable[[], Any], timeout_s: float) -> Any:
-    """Begin a call, and return a future of its result: gRPC's own, or in the main thread one that stands for it.
-
-    Args:
-        begin: begins it, and returns gRPC's future.
-        timeout_s: of the whole call, a little more than gRPC's own.
-
-    Raises:
-        Exception: of `begin`, where it is called in this thread; otherwise the future raises it.
-    """
+    """Begin a call, and return a future of its result: gRPC's own, or in the main thread one that stands for it."""
     if threading.current_thread() is not threading.main_thread():
         return begin()
     made: Future[Any] = Future()
@@ -230,11 +222,7 @@ def _make(made: "Future[Any]", begin: Callable[[], Any], timeout_s: float) -> No
 
 
 def finish_off_main_thread(act: Callable[[], None]) -> None:
-    """Do something that Ctrl-C must not cut short: in a thread that the program's end waits for. Only the wait for it can be left.
-
-    Args:
-        act: is carried out once, before this returns unless a signal's handler raises.
-    """
+    """Do something that Ctrl-C must not cut short: in a thread that the program's end waits for. Only the wait for it can be left."""
     if threading.current_thread() is not threading.main_thread():
         act()
         return

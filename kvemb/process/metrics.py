@@ -25,18 +25,7 @@ BATCHES = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 1024.0)
 
 
 class BucketCounts:
-    """How many values were at most each of some bounds. One thread counts; any thread reads, and may see one value late in the sum.
-
-    Args:
-        bounds: ascending; values above the last are counted, too.
-
-    Example:
-        >>> counts = BucketCounts((1.0, 10.0))
-        >>> for value in (0.5, 1.0, 3.0, 99.0):
-        ...     counts.add(value)
-        >>> counts.cumulative(), counts.sum
-        ([2, 3, 4], 103.5)
-    """
+    """How many values were at most each of some bounds. One thread counts; any thread reads, and may see one value late in the sum."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
@@ -62,11 +51,7 @@ Samples = float | Iterable[tuple[Mapping[str, str], float]]
 
 
 class MetricFamilies:
-    """The families of one scrape.
-
-    Args:
-        labels: of every sample.
-    """
+    """The families of one scrape."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._labels, self._all = dict(labels), list["Metric"]()
@@ -136,17 +121,7 @@ class MetricsCollector(Protocol):
 
 
 class MetricsEndpoint:
-    """Serves /metrics until it is closed. Every scrape has a thread of its own; eight may run at once.
-
-    Args:
-        collector: of the figures; those of the process itself (memory, CPU time, open files) are added.
-        host: to listen on.
-        port: to listen on.
-        hint: what to do where the port cannot be had.
-
-    Raises:
-        ConfigError: the port cannot be had.
-    """
+    """Serves /metrics until it is closed. Every scrape has a thread of its own; eight may run at once."""
 
     def __init__(self, collector: MetricsCollector, host: str, port: int, hint: str) -> None:
         from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server

@@ -10,18 +10,7 @@ R = TypeVar("R")
 
 
 def work_ahead(work: Callable[[T], R], items: Iterable[T], *, n_threads: int, name: str) -> Generator[R, None, None]:
-    """Yield `work(item)` of each item in order; at most one result a thread is there before it is asked for.
-
-    Args:
-        work: called on threads of their own; what it raises comes out here, and nothing after it.
-        items: taken on the caller's thread.
-        n_threads: at least 1.
-        name: of the threads.
-
-    Example:
-        >>> list(work_ahead(lambda n: n * n, range(5), n_threads=2, name="example"))
-        [0, 1, 4, 9, 16]
-    """
+    """Yield `work(item)` of each item in order; at most one result a thread is there before it is asked for."""
     running: deque[Future[R]] = deque()
     with ThreadPoolExecutor(n_threads, thread_name_prefix=name) as pool:
         try:

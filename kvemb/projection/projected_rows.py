@@ -37,11 +37,6 @@ class SlotShare:
     Args:
         number: of this one, from 0.
         of: how many there are.
-
-    Example:
-        >>> share = SlotShare.parse("2/4")
-        >>> str(share), share.owns(np.array([0, 4096, 8191, 8192])).tolist()
-        ('2/4', [False, True, True, False])
     """
 
     number: int = 0
@@ -49,11 +44,7 @@ class SlotShare:
 
     @staticmethod
     def parse(text: str) -> "SlotShare":
-        """Read "1/4", counted from 1.
-
-        Raises:
-            ConfigError: it is no such share.
-        """
+        """Read "1/4", counted from 1."""
         found = re.fullmatch(r"([0-9]{1,4})/([0-9]{1,4})", text)
         if found is None or not 1 <= int(found[1]) <= int(found[2]):
             raise ConfigError(f"--part {text!r} is no share; give the number of this publisher and how many there are, as 1/4")
@@ -135,15 +126,7 @@ class ProjectedTable:
 
     @staticmethod
     def of(definition: TableDef, dtype: str, layout: str, number: int, prefix: str = "") -> "ProjectedTable":
-        """Return how a table lies in a target.
-
-        Args:
-            definition: the table's.
-            dtype: of `DTYPES`.
-            layout: of `LAYOUTS`.
-            number: of the table among those published, which names its hash in the layout "nve".
-            prefix: see above; of the layout "kvemb" alone.
-        """
+        """Return how a table lies in a target."""
         dtype = "bytes" if definition.row_dtype == np.uint8 else dtype
         name, dim, life = definition.name, definition.dim, definition.life
         if layout == "nve":
@@ -188,9 +171,6 @@ class ProjectedTable:
         Args:
             ids: uint64 [n], for messages.
             rows: [n, dim] as pulls give them: float32, or uint8 of opaque bytes.
-
-        Raises:
-            ForeignRowsError: a weight is no number, or too large for the dtype.
         """
         if self.dtype in NARROW:
             self._check(ids, rows)

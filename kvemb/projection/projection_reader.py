@@ -33,27 +33,13 @@ _MADE_HERE = ("row_bytes", "keys", "definition")  # of a description, what is no
 
 
 class ProjectionReader:
-    """Opens views of one target.
-
-    Args:
-        address: of the target.
-        access: credentials, and how to connect.
-    """
+    """Opens views of one target."""
 
     def __init__(self, address: str, access: RedisAccess) -> None:
         self.address, self.pool = address, LinkPool(lambda address, deadline: log_in(address, access, deadline))
 
     def open(self, name: str, deadline: Deadline) -> "ProjectedRows":
-        """Return the rows of a view.
-
-        Args:
-            name: of the view; "live" for the projection that is maintained; "" for the one in use.
-            deadline: of the call.
-
-        Raises:
-            UnknownViewError: there is no such view.
-            StorageError: the target is away, or has lost the view.
-        """
+        """Return the rows of a view."""
         (raw,) = self.values([VIEWS_KEY], deadline)
         return self.open_view(ViewList.decode(raw).named(name), deadline)
 
@@ -84,11 +70,6 @@ class ProjectionReader:
 
 class ProjectedRows:
     """The rows of one view, or of the maintained projection as long as its tables stay the same.
-
-    Args:
-        reader: whose connections are used.
-        view: None for the maintained projection.
-        about: its description.
 
     Attributes:
         definitions: of its tables, by name.
@@ -131,14 +112,9 @@ class ProjectedRows:
 
         Args:
             wanted: of each table the ids, uint64 [n], each once.
-            timeout_s: of the call.
 
         Returns:
             Of each table (rows [n, dim], the initializer's where there is none; uint64 [n], 1 where there is a row, else 0).
-
-        Raises:
-            UnknownViewError: the view was dropped meanwhile, or the maintained projection has other tables now.
-            StorageError: the target is away, or has lost the rows, or lacks one of a table that is being filled.
         """
         deadline, address = Deadline.after(timeout_s), self._reader.address
         parts: list[NodeSteps] = []
@@ -161,11 +137,7 @@ class ProjectedRows:
         return [_in_order(definition, ids, one) for (definition, ids), one in zip(wanted, read, strict=True)]
 
     def same_tables(self, record: Value) -> bool:
-        """Whether a record of the maintained projection is of these tables.
-
-        Raises:
-            NodeLostError: there is none.
-        """
+        """Whether a record of the maintained projection is of these tables."""
         return bool(self._read_record(record)["tables"] == self._described)
 
     def _read_record(self, record: Value) -> dict[str, Any]:

@@ -57,11 +57,6 @@ class TargetUrl:
         username: None for the default user.
         encrypted: whether it is rediss://.
         options: of a reader's URL, behind "?": `view`, `password_env`, and of rediss:// `ca`, `cert`, `key`.
-
-    Example:
-        >>> url = TargetUrl.parse("redis://serving@10.1.0.1/?view=v12")
-        >>> url.address, url.username, dict(url.options)
-        ('10.1.0.1:6379', 'serving', {'view': 'v12'})
     """
 
     address: str
@@ -71,11 +66,7 @@ class TargetUrl:
 
     @staticmethod
     def parse(text: str, allowed: Sequence[str] = _READER_OPTIONS) -> "TargetUrl":
-        """Read it.
-
-        Raises:
-            ConfigError: it is no such URL, holds a password, or an option that is not allowed.
-        """
+        """Read it."""
         try:
             parts = urlsplit(text)
             port, host = parts.port or 6379, parts.hostname or ""
@@ -94,15 +85,7 @@ class TargetUrl:
         return TargetUrl(f"{host}:{port}", parts.username, parts.scheme == "rediss", options)
 
     def server(self, environ: Mapping[str, str], password_env: str) -> StorageConfig:
-        """Return its address and credentials.
-
-        Args:
-            environ: the environment.
-            password_env: the variable that holds the password; "" for none.
-
-        Raises:
-            ConfigError: the variable is not set, or a user has none.
-        """
+        """Return its address and credentials."""
         if password_env and password_env not in environ:
             raise ConfigError(f"target {self.address}: the environment variable {password_env} is not set")
         if self.username and not password_env:
@@ -112,15 +95,7 @@ class TargetUrl:
         return StorageConfig("redis", (self.address,), username=self.username, password=environ.get(password_env))
 
     def access(self, environ: Mapping[str, str], password_env: str, tls: TlsConfig | None) -> RedisAccess:
-        """Return how it is reached.
-
-        Args:
-            environ, password_env: as of `server`.
-            tls: files for rediss://; None for those of the URL, without which the authorities are trusted that the system trusts.
-
-        Raises:
-            ConfigError: as of `server`.
-        """
+        """Return how it is reached."""
         storage = self.server(environ, password_env)
         if not self.encrypted and not is_loopback(self.address):
             log.warning("rows of %s travel in the clear; rediss:// encrypts them", self.address)
@@ -133,12 +108,6 @@ class ProjectionTarget:
     """A target, as the publisher of a share writes it. One thread.
 
     One class of many methods: they are the commands of one connection, which is one attribute.
-
-    Args:
-        address: "host:port".
-        access: credentials, and how to connect.
-        share: of the slots.
-        prefix: of the small values, and of the hashes of a view; `PREFIX` of the projection that is maintained.
     """
 
     def __init__(self, address: str, access: RedisAccess, share: SlotShare, prefix: str = PREFIX) -> None:
@@ -154,14 +123,7 @@ class ProjectionTarget:
     # --- who writes ------------------------------------------------------------------------------------------------------------------
 
     def take_over(self) -> None:
-        """Become the publisher of the share, or see that this one still is. A target that comes back older names an earlier one.
-
-        Raises:
-            FencedError: another one has taken over since.
-            UnsafeNodeError: the server may evict rows.
-            ConfigError: it is a storage node, or part of a Redis Cluster.
-            StorageError: it does not answer.
-        """
+        """Become the publisher of the share, or see that this one still is. A target that comes back older names an earlier one."""
         deadline = Deadline.after(_TIMEOUT_S)
         fields = info(self.address, self._access, deadline)
         if (policy := fields.get("maxmemory_policy", "noeviction")) != "noeviction":
@@ -251,12 +213,7 @@ class ProjectionTarget:
     # --- rows ------------------------------------------------------------------------------------------------------------------------
 
     def write(self, keys: BucketKeys, values: NDArray[np.uint8]) -> None:
-        """Set rows: n keys, uint8 [n, size]. After an error some may be set, or set later.
-
-        Raises:
-            NodeFullError: the server is out of memory.
-            StorageError: it does not answer, or answered something else.
-        """
+        """Set rows: n keys, uint8 [n, size]. After an error some may be set, or set later."""
         grouped, out = group_by_node(keys, None), np.zeros(len(keys), np.uint8)
         self._exchange(grouped.keys, self._codec.write_steps(grouped.keys, RecordsToWrite(values, grouped.order), None, out))
 

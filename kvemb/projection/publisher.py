@@ -88,15 +88,7 @@ class Projection:
 
 
 class Publisher:
-    """Publishes until it is ended from outside, or the target has all that was applied before a given time. One thread.
-
-    Args:
-        projection: what.
-        target: where to.
-        connect: opens a connection to the cluster.
-        patience_s: how long nothing may come into the target, because of the cluster or the target, before the publisher gives up.
-        report: called now and then with a line about what was done.
-    """
+    """Publishes until it is ended from outside, or the target has all that was applied before a given time. One thread."""
 
     def __init__(
         self,
@@ -118,19 +110,7 @@ class Publisher:
         self._noted_s = 0.0
 
     def run(self, until_s: float = math.inf) -> None:
-        """Publish.
-
-        Args:
-            until_s: unix time; return once all that was applied before is in the target, and noted there.
-
-        Raises:
-            ConfigError: the target holds something else.
-            UnknownTableError: there is no such table.
-            FencedError: another publisher has taken over.
-            ForeignRowsError: a weight does not fit the dtype.
-            StorageError, ShardUnavailableError: the cluster or the target was away for too long. Or, at the beginning, one of them cannot
-                be used as it is.
-        """
+        """Publish."""
         waiting, tries, failed_s = WhyWaiting(), pauses(0.05, 2.0), 0.0
         while True:
             try:
@@ -281,10 +261,7 @@ class Publisher:
         """Make the target have of these ids what storage has.
 
         Args:
-            cluster: to read from.
-            name: of the table.
             ids: uint64 [n]; the others' share is left out.
-            erased: of those, which may be without a row: they go where they are. Others without one will be told as erased.
         """
         projected = self._tables.get(name)
         if projected is None:
@@ -309,9 +286,6 @@ class Publisher:
 
 class _Tally:
     """What was done since it was last said.
-
-    Args:
-        say: called with a line.
 
     Attributes:
         until_s: unix time; all that was applied before is in the target. 0 while that is not known.

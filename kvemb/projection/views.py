@@ -92,14 +92,6 @@ class ViewList:
         views: by name.
         in_use: the name of the one that readers follow; "live" for none.
         last_number: of a view, so far.
-
-    Example:
-        >>> one = ViewList().begun("v1", ("user",), "int8", None)
-        >>> one.views["v1"].number, one.complete()
-        (1, [])
-        >>> done = one.completed(one.views["v1"], 5.0).used("v1")
-        >>> ViewList.decode(done.encode()) == done, done.in_use
-        (True, 'v1')
     """
 
     views: Mapping[str, View] = field(default_factory=dict)
@@ -113,11 +105,7 @@ class ViewList:
 
     @staticmethod
     def decode(raw: bytes | None) -> "ViewList":
-        """Read them; None is a target without views.
-
-        Raises:
-            ConfigError: another program wrote there.
-        """
+        """Read them; None is a target without views."""
         if raw is None:
             return ViewList()
         try:
@@ -184,12 +172,7 @@ class ViewList:
 
 
 class TargetViews:
-    """The views of one target, for those who make and choose them. Stateless: each call asks the target.
-
-    Args:
-        address: of the target.
-        access: credentials, and how to connect.
-    """
+    """The views of one target, for those who make and choose them. Stateless: each call asks the target."""
 
     def __init__(self, address: str, access: RedisAccess) -> None:
         self.address, self._access = address, access
@@ -205,11 +188,7 @@ class TargetViews:
         return ProjectionTarget(self.address, self._access, ALL_SLOTS, view.prefix)
 
     def begin(self, name: str, tables: tuple[str, ...], dtype: str, dense: DenseFile | None) -> View:
-        """Begin a view, or find the one that was begun; what another one of this name has left is deleted first.
-
-        Raises:
-            ConfigError: the name is none, or a whole view of this name has other content.
-        """
+        """Begin a view, or find the one that was begun; what another one of this name has left is deleted first."""
         if not _NAME.fullmatch(name) or name == LIVE:
             raise ConfigError(f"{name!r} is no name of a view: give up to 100 letters, digits, '.', '_' and '-', and not {LIVE!r}")
         there = self.read().views.get(name)
@@ -222,18 +201,7 @@ class TargetViews:
         self.read().completed(view, 0.0)
 
     def complete(self, view: View, target: ProjectionTarget, dense: bytes, not_before_s: float) -> None:
-        """Write the dense file, and let readers see the view.
-
-        Args:
-            view: whose rows are there.
-            target: that its publisher has written to.
-            dense: the file's content; b"" for none.
-            not_before_s: unix time: the rows are of then, or later.
-
-        Raises:
-            FencedError: another process has dropped it, or begun it again.
-            NodeFullError, StorageError: the target is full, away, or older than it was.
-        """
+        """Write the dense file, and let readers see the view."""
         for number, key in enumerate(view.piece_keys()):
             target.put(key, dense[number * _PIECE_BYTES : (number + 1) * _PIECE_BYTES])
         record = target.record()
@@ -252,7 +220,6 @@ class TargetViews:
 
         Raises:
             UnknownViewError: there is none of that name.
-            ConfigError: it is in use.
         """
         view = self._change(lambda views: views.dropping(name)).views[name]
         target = self.target(view)
@@ -278,11 +245,7 @@ class TargetViews:
 
 
 def dense_bytes(link: Link, view: View, deadline: Deadline) -> bytes:
-    """Return the content of a view's dense file, checked.
-
-    Raises:
-        StorageError: the target has lost it.
-    """
+    """Return the content of a view's dense file, checked."""
     found = [_value(link, key, deadline) or b"" for key in view.piece_keys()]
     data = b"".join(found)
     if view.dense is None or hashlib.sha256(data).hexdigest() != view.dense.sha256:

@@ -30,9 +30,7 @@ class FeedRequest(Message):
     """Subscribe to a shard's changes.
 
     Args:
-        start: "now"; "start" (every row that there is, then what changes); "position"; "move" (from the move of this serial on).
         tables: names of those that are wanted; [] for all.
-        epoch, k, serial, segment, offset: as `FeedPosition`.
     """
 
     start: str
@@ -45,17 +43,7 @@ class FeedRequest(Message):
 
 
 class FeedReply(Message):
-    """One change, or a piece of it.
-
-    Args:
-        kind: "begin" (where the stream begins), "apply", "assign", "erase" (of a batch), "row" (a row that is told from the row log),
-            "caught-up" (all of the row log is told), "moved", "load", "drop", or "refused" (details: `kvemb.errors.to_wire`).
-        whole: whether the position holds once this reply is taken; else more of the same change follow.
-        epoch, k, serial, segment, offset: as `FeedPosition`.
-        tables: ids of each table. Versions are theirs where they differ; else that of all is (epoch, k).
-        details: of moves "gone" and "came", lists of [shard, slots as raw '<u2'], and "left"; of drops "table"; of erases "reason",
-            where there is one.
-    """
+    """One change, or a piece of it."""
 
     kind: str
     whole: bool

@@ -2,7 +2,7 @@
 
 Every message travels as [magic, version, type name, field, field, ...]; arrays are raw little-endian bytes, so that a part of any size
 costs one copy. Decoding trusts nothing: small limits on every container, every field's type and every array's length checked, and anything
-off raises MessageError before a value is used. What must not live here: which messages there are (`kvemb.protocol.messages`).
+off raises MessageError before a value is used.
 
 Two releases may speak with each other. A field that a later release adds comes last and has a default: an older release leaves it unread
 and does not send it. A change that the other side must not overlook raises the protocol version, and is refused by name.
@@ -128,11 +128,7 @@ class ChangedRowsBlock:
 
 
 class ItemBudget:
-    """Counts items while they are unpacked: with limits on single containers alone, 4 MiB could still become 300 MB of maps.
-
-    Args:
-        limit: of items in all.
-    """
+    """Counts items while they are unpacked: with limits on single containers alone, 4 MiB could still become 300 MB of maps."""
 
     def __init__(self, limit: int) -> None:
         self._limit = self._left = limit

@@ -1,7 +1,4 @@
-"""The messages between trainers and parameter servers. Pure.
-
-What must not live here: how they travel and are checked (`kvemb.protocol.message_format`).
-"""
+"""The messages between trainers and parameter servers. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import field
@@ -52,23 +49,7 @@ class HelloReply(Message):
 
 
 class PushPart(Message):
-    """The part of one push for one shard, or a piece of it where it is large.
-
-    Args:
-        trainer, incarnation, sequence: identity of the part at this shard; sequences are 1, 2, 3, … without gaps.
-        step: number of the push at the trainer; in sync mode parts of one step are applied together.
-        more: further parts of the same push follow to this shard (a large push is split); applied when the last is in.
-        tables: rows of each table (a table without rows here still counts as a step of its optimizer).
-        digest: xxh3-64 over the arrays of tables and prefetched; tells other data under a used sequence.
-        prefetched: sync mode only: ids of rows that the trainer has pulled for later steps (dim 0), with their versions. The reply says
-            which of them changed with this step.
-        map_serial: with which the shards' half of the cluster map came into force by which all of it was routed; a shard takes parts of the
-            one in force only.
-        tables_serial: the highest serial of the registry of tables that the trainer has heard of; 0: it has heard of none. All parts of a
-            push have the same one: by it the shards of a sync job change policies at the same step (`kvemb.schema.policies`).
-        load_serial: of the newest load that the trainer had heard of when it made the push; -1 of a release that does not say it. All parts
-            of a push have the same one: a shard that has carried out a later load refuses them (`ClusterLoadedError`).
-    """
+    """The part of one push for one shard, or a piece of it where it is large."""
 
     trainer: str
     incarnation: int
@@ -90,17 +71,8 @@ class PushReply(Message):
     "released" then has all fields of the outcome, and the changed rows; the outcome comes without them.
 
     Args:
-        k: the shard's batch that applied it (states "released" and "applied").
-        changed: fraction of its rows whose version at apply was not the one the pull saw; -1.0 when the push carried no versions.
-        elapsed: of this shard's batches, from the newest that the pulled rows had seen to the newest that they have seen at apply. 0 where
-            none of them changed.
-        error: {} or {"type", "message"} (`kvemb.errors.to_wire`).
-        epoch: of the shard's versions: the part's rows have the version (epoch, k) now (state "applied").
         changed_rows: for each table of the part's prefetched rows those that changed; [] when it has none, and when it is not known. Then
             the part was answered before (perhaps by a process that was killed since), or storage did not give the rows. Pull them then.
-        tables_serial: of the registry of tables, as far as the shard knows (states "released" and "applied").
-        held_back: of its ids, how many the tables' admission held back: nothing of them was applied (states "released" and "applied"). 0
-            where the part was answered before, by a process that was killed since.
     """
 
     sequence: int
@@ -203,12 +175,7 @@ class CompareRequest(Message):
 
 
 class EraseTableRequest(Message):
-    """Erase rows of a table that is being dropped, as many as one batch takes.
-
-    Args:
-        key: of its definition.
-        timeout_s: how long the shard may wait for pushes taken before.
-    """
+    """Erase rows of a table that is being dropped, as many as one batch takes."""
 
     key: str
     timeout_s: float
@@ -222,13 +189,7 @@ class EraseTableReply(Message):
 
 
 class AlterTableRequest(Message):
-    """Take a step of an alteration of a table: shard 0.
-
-    Args:
-        table: its name.
-        step: "begin", with `table`'s `key` as the caller knows it, and the `definition` that it is to have; "switch", with the `key` of the
-            table that was filled; "abort", with that, or "" for any, which also asks what is left to be erased.
-    """
+    """Take a step of an alteration of a table: shard 0."""
 
     table: str
     step: str
@@ -244,15 +205,7 @@ class AlterTableReply(Message):
 
 
 class FollowAlterRequest(Message):
-    """Hold the pushes of a table that is being altered, and apply what was taken before: every shard.
-
-    Args:
-        key: of the table.
-        staged: key of the one that is to take its place.
-        begin: whether this is before the first row: then the feed is told, and the filled table gets the steps of the other one if `steps`.
-        last_step: of a sync job: the step to go on to before it is held.
-        timeout_s: how long the shard may wait for pushes taken before.
-    """
+    """Hold the pushes of a table that is being altered, and apply what was taken before: every shard."""
 
     key: str
     staged: str
@@ -416,9 +369,6 @@ class ShowRowReply(Message):
     """One row as its shard knows it, between two batches.
 
     Args:
-        version: of the index; 0 where the row does not exist.
-        cached: the record that the shard's cache holds, b"" where it holds none.
-        k: the last batch that the shard has applied.
         trainers: of the pushes that were merged into the batch which wrote the row last; [] where the journal does not have it any more.
     """
 
@@ -429,19 +379,7 @@ class ShowRowReply(Message):
 
 
 class ExamineReply(Message):
-    """A shard's process and host, as `kvemb doctor` wants to know them.
-
-    Args:
-        version: of kvemb.
-        now_s: time of day there, in seconds since 1970.
-        shards, nodes: the addresses of the kvemb.yaml that it was started with.
-        durability: likewise.
-        sync_s: how long a small write to the journal's disk took until it was durable; the median of several.
-        disk_free, disk_bytes: of that disk, as far as the shard may use it.
-        open_files, most_files: of the process, now and at most.
-        journal_max_bytes: size at which the journal is cut.
-        lacks: libraries that its environment has not, for whose want a verb would fail, and how to install them; "" for none.
-    """
+    """A shard's process and host, as `kvemb doctor` wants to know them."""
 
     version: str
     now_s: float
@@ -465,25 +403,14 @@ class SampleIdsRequest(Message):
 
 
 class EvictionsRequest(Message):
-    """Ask for what a shard has erased by the policies of its tables, or for what these would erase now.
-
-    Args:
-        dry_run: the second; the shard walks through the tables for it, and erases nothing.
-        timeout_s: how long it may take.
-    """
+    """Ask for what a shard has erased by the policies of its tables, or for what these would erase now."""
 
     dry_run: bool
     timeout_s: float
 
 
 class EvictionsReply(Message):
-    """Evictions of the tables that have a policy, or of which rows have gone by one since the shard was started.
-
-    Args:
-        tables: of each `table`, `policy`, `rows` that there are, and of those that went, or would go: `evicted`, the number by policy
-            (`by_policy`), `bytes` of their records, `oldest_batch` and `oldest_s`, the batch of the shard in which one of them was pushed
-            longest ago and the seconds since, -1 and 0.0 where that is not known; and `walks` through the table.
-    """
+    """Evictions of the tables that have a policy, or of which rows have gone by one since the shard was started."""
 
     tables: list[dict[str, Any]]
 

@@ -7,18 +7,7 @@ from kvemb.protocol.message_format import Message
 
 
 class MoveRequest(Message):
-    """Begin to move slots between nodes, or between shards (shard 0); answered once the plan is on the nodes.
-
-    Args:
-        version: of the cluster map that it was worked out from.
-        slot_nodes: runs of slots, see `kvemb.schema.slots.runs_of`; new nodes have the numbers behind those there are. b"" for shards.
-        join: addresses of new nodes.
-        leave: addresses of nodes that are to hold no rows in the end.
-        max_bytes_per_s: of copies, all shards together; 0 for no bound.
-        slot_shards: runs of slots likewise, of a move between shards; b"" for nodes.
-        join_shards: addresses of new shards.
-        leave_shards: numbers of shards that are to write no slots in the end.
-    """
+    """Begin to move slots between nodes, or between shards (shard 0); answered once the plan is on the nodes."""
 
     version: int
     slot_nodes: bytes
@@ -45,14 +34,7 @@ class AbortMoveRequest(Message):
 
 
 class MoveStatusReply(Message):
-    """How far a plan is, as shard 0 knows it.
-
-    Args:
-        cluster_map: its bytes.
-        reports: of each shard, b"" where it has said nothing of this map. While nothing moves shard 0's says why the last move was taken
-            back.
-        places: the address of every node number, "" of those that are gone.
-    """
+    """How far a plan is, as shard 0 knows it."""
 
     cluster_map: bytes
     reports: list[bytes]
@@ -67,13 +49,7 @@ class SlotSizesReply(Message):
 
 
 class SlotEntriesRequest(Message):
-    """A shard that takes slots over asks the one that has them for its knowledge of their rows, a page at a time.
-
-    Args:
-        version: of the cluster map whose plan says so.
-        shard: the one that asks.
-        start: how many rows it has had of this version already.
-    """
+    """A shard that takes slots over asks the one that has them for its knowledge of their rows, a page at a time."""
 
     version: int
     shard: int
@@ -84,11 +60,7 @@ class SlotEntriesReply(Message):
     """A page of that knowledge.
 
     Args:
-        ready: whether the shard follows that version and, where they are to be final, has written all that it had taken; else ask again.
-        epoch: of the shard that answers.
-        tables: of each its "definition", how often it was applied there ("step"), and how many "rows" are handed over, in their order.
         ids, versions: uint64, least significant byte first; ascending within a table.
-        trainers, incarnations: of the members of a sync job of which every trainer has been here; none of another job.
     """
 
     ready: bool

@@ -7,8 +7,6 @@ A certificate says it in URIs among its subject alternative names, `kvemb://CLUS
     kvemb://ads/admin/alice        also erases, drops, loads, repairs; takes no trainer's place
     kvemb://ads/reader/dashboard   only asks
     kvemb://ads/shard/0            serves, and asks other shards for slots that they hand over; no client's
-
-What must not live here: how a certificate is read and checked, which TLS does.
 """
 
 from collections.abc import Iterable
@@ -51,11 +49,7 @@ class Caller:
     grants: tuple[tuple[str, str], ...]
 
     def require(self, verb: str) -> None:
-        """Raise unless the caller may call a verb.
-
-        Raises:
-            AccessDeniedError: naming the roles that may.
-        """
+        """Raise unless the caller may call a verb."""
         roles = MAY_CALL[verb]
         if not any(role in roles for role, _ in self.grants):
             raise AccessDeniedError(
@@ -81,16 +75,7 @@ ANYBODY = Caller("anybody", ((TRAINER, "*"), (ADMIN, "*"), (SHARD, "*")))
 
 
 def caller_of(uris: Iterable[str], cluster: str) -> Caller:
-    """Return the holder of a certificate.
-
-    Args:
-        uris: of its subject alternative names; those of other schemes and clusters grant nothing.
-        cluster: the name of the cluster that is asked.
-
-    Example:
-        >>> caller_of(["kvemb://ads/trainer/a", "https://example.org", "kvemb://other/admin/a"], "ads").grants
-        (('trainer', 'a'),)
-    """
+    """Return the holder of a certificate."""
     own = [uri for uri in uris if uri.startswith(SCHEME)]
     grants = []
     for uri in own:

@@ -42,20 +42,7 @@ class MapSource(Protocol):
 
 
 def route(rows: R, cluster_map: ClusterMap) -> list[R]:
-    """Return each shard's share of the rows of one table; shards without any get an empty one.
-
-    Args:
-        rows: n rows.
-        cluster_map: says which shard writes which slot.
-
-    Example:
-        >>> from kvemb.protocol.message_format import TableRows
-        >>> from kvemb.schema.slots import Placement
-        >>> ids = np.arange(4, dtype=np.uint64)
-        >>> rows = TableRows("user", 0, ids, np.zeros((4, 1), np.float32), placement=Placement(256))
-        >>> [part.ids.tolist() for part in route(rows, ClusterMap.first(1, 3))]
-        [[0, 3], [1], [2]]
-    """
+    """Return each shard's share of the rows of one table; shards without any get an empty one."""
     return [rows] if cluster_map.n_shards == 1 else [rows.take(at) for at in places(rows.slots(), cluster_map)]
 
 

@@ -1,7 +1,7 @@
 """Another definition for a table that has rows: which changes there are, and what becomes of each row. Pure.
 
 Columns and fields of the optimizer's state that both definitions have keep their bits; weights are rounded to the nearest where the new
-dtype has fewer. What must not live here: how rows are copied, and when the table is the new one (`kvemb.api.table_alteration`).
+dtype has fewer.
 """
 
 from dataclasses import dataclass, replace
@@ -38,15 +38,7 @@ class TableChanges:
 
 @dataclass(frozen=True)
 class AlteredTable:
-    """One table before and after a change of its definition.
-
-    Example:
-        >>> from kvemb import init, optim
-        >>> old = TableDef("user", 2, optim.adam(), init.zeros())
-        >>> change = AlteredTable.of(old, TableChanges(dim=3, optimizer=optim.adamw()))
-        >>> change.rows(np.array([7], np.uint64), np.array([[1, 2]], np.float32), np.array([[3, 4, 5, 6]], np.float32))
-        array([[1., 2., 0., 3., 4., 0., 5., 6., 0.]], dtype=float32)
-    """
+    """One table before and after a change of its definition."""
 
     old: TableDef
     new: TableDef
@@ -99,9 +91,6 @@ class AlteredTable:
             ids: uint64 [n].
             weights: [n, dim] of the old definition; uint8 of opaque bytes, which are returned as they are.
             state: float32 [n, state values].
-
-        Raises:
-            InvalidInputError: the new dtype cannot hold a weight.
         """
         if opaque_bytes(self.old.dtype):
             return weights

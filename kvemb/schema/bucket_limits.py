@@ -29,12 +29,7 @@ class BucketLimits:
 
 
 def limits_for(tables: Sequence[TableDef], limits: BucketLimits) -> BucketLimits:
-    """Return the limits that a server should have for these tables: unchanged if none is compact.
-
-    Example:
-        >>> limits_for([], BucketLimits(512, 64))
-        BucketLimits(entries=512, value_bytes=64)
-    """
+    """Return the limits that a server should have for these tables: unchanged if none is compact."""
     sizes = [table.record.size_bytes for table in tables if table.layout == "compact"]
     if not sizes:
         return limits

@@ -42,23 +42,7 @@ _SUB_CHARACTERS = 3  # of the key of a bucket that shares its slot with others: 
 
 
 def buckets_for(expected_rows: int | None, record_bytes: int, layout: str = "fast") -> int:
-    """Return how many buckets a table has: a power of two.
-
-    Args:
-        expected_rows: how many rows the table will have, roughly; None: not known.
-        record_bytes: of one row.
-        layout: "fast" or "compact".
-
-    Raises:
-        InvalidInputError: fewer than one row is expected, or so many that no number of buckets keeps them small. Or the compact layout
-            without expected_rows, or for records that are too large to gain by it.
-
-    Example:
-        >>> [buckets_for(rows, 76) for rows in (None, 100, 1_000_000, 10**9)]
-        [256, 1, 256, 32768]
-        >>> [buckets_for(rows, 76, "compact") for rows in (100, 1_000_000, 10**9)]
-        [4, 32768, 33554432]
-    """
+    """Return how many buckets a table has: a power of two."""
     if layout not in LAYOUTS:
         raise InvalidInputError(f"layout is {layout!r}; give one of {', '.join(LAYOUTS)}")
     if expected_rows is None:
@@ -88,8 +72,6 @@ class BucketKeys(RowKeys):
 
     Args:
         tag, ids: as in `RowKeys`; the ids are the rows', uint64 [n].
-        n_buckets: of the table, a power of two up to 2**32.
-        compact: whether the server may keep each bucket as one string.
     """
 
     n_buckets: int
@@ -123,13 +105,7 @@ class BucketKeys(RowKeys):
         return PINNED_HEAD_SIZE + (_SUB_CHARACTERS if self.n_buckets > N_SLOTS else 0)
 
     def encode(self) -> NDArray[np.uint8]:
-        """Return the keys of the rows' buckets as text: uint8 [n, key_bytes].
-
-        Example:
-            >>> keys = BucketKeys(b"tab", np.array([1, 2], dtype=np.uint64), 2)
-            >>> [bytes(key) for key in keys.encode()], keys.buckets.tolist(), keys.slots().tolist()
-            ([b'tab{DLH}', b'tab{DnL}'], [0, 1], [0, 8192])
-        """
+        """Return the keys of the rows' buckets as text: uint8 [n, key_bytes]."""
         out = np.empty((len(self.ids), self.key_bytes), dtype=np.uint8)
         pinned_head(self, out)
         for column in range(PINNED_HEAD_SIZE, self.key_bytes):  # the bucket's lower bits, which tell it from others of its slot

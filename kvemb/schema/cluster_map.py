@@ -56,11 +56,6 @@ class ClusterMap:
         shards: where each shard is; () while no address is noted: then kvemb.yaml's addresses hold.
         plan: a move under way.
         n_node_moves: how many of the last serials changed nothing but nodes.
-
-    Example:
-        >>> cluster_map = ClusterMap.first(2, 4)
-        >>> cluster_map.slot_nodes[[0, 8191, 8192]].tolist(), cluster_map.slot_shards[[0, 4096, 16383]].tolist()
-        ([0, 0, 1], [0, 1, 3])
     """
 
     serial: int
@@ -76,15 +71,7 @@ class ClusterMap:
 
     @staticmethod
     def first(n_nodes: int, n_shards: int, nodes: tuple[str, ...] = ()) -> "ClusterMap":
-        """Return the first map of a cluster: nodes and shards have equal runs of slots, in order.
-
-        Args:
-            n_nodes, n_shards: how many.
-            nodes: addresses by kvemb.yaml.
-
-        Raises:
-            ValueError: there are more of them than slots.
-        """
+        """Return the first map of a cluster: nodes and shards have equal runs of slots, in order."""
         if not 0 <= n_nodes <= _MOST_OWNERS or not 1 <= n_shards <= _MOST_OWNERS:
             raise ValueError(f"{n_nodes} nodes and {n_shards} shards share {N_SLOTS} slots; each needs one")
         places = tuple(NodePlace(address, IN_FILE) for address in nodes)
@@ -103,16 +90,6 @@ class ClusterMap:
 
         An address from a command comes first. Then the noted address, if kvemb.yaml still names it; then the one at the shard's position
         there, unless that one is known to be another shard's (an edit of the file need not leave holes); then the noted one.
-
-        Args:
-            in_file: the addresses in kvemb.yaml; those beyond the map's shards are of processes that wait.
-
-        Raises:
-            ConfigError: no address is known for a shard.
-
-        Example:
-            >>> ClusterMap.first(1, 2).shard_places(["a:1", "b:1", "c:1"])
-            ('a:1', 'b:1')
         """
         noted = {place.address for place in self.shards}
         places = []
@@ -142,12 +119,7 @@ class ClusterMap:
         return self.serial - self.n_node_moves
 
     def free_shards(self, n: int) -> tuple[int, ...]:
-        """The numbers of the next shards that join: numbers of shards that are gone come first.
-
-        Example:
-            >>> ClusterMap.first(1, 2).free_shards(2)
-            (2, 3)
-        """
+        """The numbers of the next shards that join: numbers of shards that are gone come first."""
         gone = [number for number in range(self.n_shards) if number not in self.shard_numbers]
         return tuple([*gone, *range(self.n_shards, self.n_shards + n)][:n])
 
@@ -217,12 +189,7 @@ class ClusterMap:
 
     @staticmethod
     def decode(data: bytes) -> "ClusterMap":
-        """Read a map's bytes.
-
-        Raises:
-            OtherFormatError: another release has written them.
-            ValueError: they are no map.
-        """
+        """Read a map's bytes."""
         try:
             items = msgpack.unpackb(
                 data, max_array_len=_MOST_OWNERS, max_map_len=0, max_str_len=4096, max_bin_len=4 * N_SLOTS, max_ext_len=0

@@ -26,12 +26,7 @@ _DIGIT_SHIFTS = (48, 36, 24, 12, 0)
 
 
 def table_tag(table: str, attempt: int = 0) -> bytes:
-    """Return the 3-character tag of a table's keys; the registry raises `attempt` while another table has that tag.
-
-    Example:
-        >>> len(table_tag("user")), table_tag("user") == table_tag("user", 1)
-        (3, False)
-    """
+    """Return the 3-character tag of a table's keys; the registry raises `attempt` while another table has that tag."""
     digest = digest64("table tag", table, attempt)
     return bytes(ALPHABET[[(digest >> shift) & 63 for shift in (58, 52, 46)]])
 
@@ -41,10 +36,7 @@ class RowTags:
     """The tables that rows of a joined batch belong to.
 
     Args:
-        tags: of each table.
         which: uint16 [n], the number of each row's table.
-        names: of each table, for messages; () where none are known.
-        placements: of each table.
     """
 
     tags: tuple[bytes, ...]
@@ -62,11 +54,7 @@ class RowKeys:
     """The keys of n rows of one table, or of several (`coalesce_keys`).
 
     Args:
-        tag: the table's 3 characters; b"" of several tables.
         ids: uint64 [n].
-        tables: of several tables: which table each row belongs to; None of one.
-        name: the table's, for messages; "" of several, or where it is not known.
-        placement: the table's; of several tables each has its own, in `tables`.
     """
 
     tag: bytes
@@ -102,12 +90,7 @@ class RowKeys:
         return KEY_SIZE
 
     def described(self, row: int) -> str:
-        """Say which row this is, for messages.
-
-        Example:
-            >>> RowKeys(b"tab", np.array([1], dtype=np.uint64), name="user").described(0)
-            "table 'user', id 1 (key tabAAAAAAAAAAB)"
-        """
+        """Say which row this is, for messages."""
         one = self[row : row + 1]
         names = (one.name,) if one.tables is None else one.tables.names
         name = names[0 if one.tables is None else int(one.tables.which[0])] if any(names) else ""
@@ -118,12 +101,7 @@ class RowKeys:
         return f"key {self.encode().tobytes().decode()}"
 
     def encode(self) -> NDArray[np.uint8]:
-        """Return the keys as text: uint8 [n, 14].
-
-        Example:
-            >>> bytes(RowKeys(b"tab", np.array([1], dtype=np.uint64)).encode()[0])
-            b'tabAAAAAAAAAAB'
-        """
+        """Return the keys as text: uint8 [n, 14]."""
         which = 0 if self.tables is None else self.tables.which  # the number of each row's table: [n], or 0 for all
         firsts, seconds = _heads_of((self.tag,) if self.tables is None else self.tables.tags)  # characters 1 and 2, 3 and 4
         out = np.empty((len(self.ids), KEY_SIZE // 2), dtype=np.uint16)  # [n, 7]: two characters in each item
@@ -155,13 +133,7 @@ class RowKeys:
 
 @batch_value
 class Containers:
-    """Values of a server that hold several rows each.
-
-    Args:
-        keys: of these values.
-        kind: their type, in Redis's words.
-        most_bytes: the length of a string; 0 of other types.
-    """
+    """Values of a server that hold several rows each."""
 
     keys: RowKeys
     kind: Literal["string", "hash"]
@@ -169,16 +141,7 @@ class Containers:
 
 
 def coalesce_keys(keys: Sequence[RowKeys]) -> RowKeys:
-    """Return the keys of several tables' rows as those of one batch, one table's after the other's.
-
-    Args:
-        keys: of one table each, at least one and at most 65536; all of one `coalesce_key`.
-
-    Example:
-        >>> one, other = RowKeys(b"one", np.array([1], dtype=np.uint64)), RowKeys(b"two", np.array([2, 3], dtype=np.uint64))
-        >>> [bytes(key) for key in coalesce_keys([one, other])[1:].encode()]
-        [b'twoAAAAAAAAAAC', b'twoAAAAAAAAAAD']
-    """
+    """Return the keys of several tables' rows as those of one batch, one table's after the other's."""
     if len(keys) == 1:
         return keys[0]
     which = np.repeat(np.arange(len(keys), dtype=np.uint16), [len(one) for one in keys])  # [n]: the number of each row's table

@@ -67,11 +67,7 @@ class MovePlan:
 
     @staticmethod
     def from_list(items: object, n_owners: dict[str, int]) -> "MovePlan":
-        """Read what `to_list` returned; `n_owners` has the number of owners of each kind.
-
-        Raises:
-            ValueError: it is no plan.
-        """
+        """Read what `to_list` returned; `n_owners` has the number of owners of each kind."""
         types = [str, str, bytes, list, list, int, str]
         if not isinstance(items, list) or [type(item) for item in items] not in (types, [*types, int]):
             raise ValueError("no plan")

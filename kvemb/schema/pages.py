@@ -54,13 +54,7 @@ class PageLayout:
 
 @cache
 def page_layout(record_bytes: int) -> PageLayout:
-    """Return the layout of a table whose records have this size: the smallest page that wastes little, or the one that wastes least.
-
-    Example:
-        >>> layout = page_layout(76)
-        >>> layout.rows_per_page, layout.page_bytes
-        (53, 4029)
-    """
+    """Return the layout of a table whose records have this size: the smallest page that wastes little, or the one that wastes least."""
     best, best_ratio = PageLayout(record_bytes, 1), float("inf")
     for class_bytes in _size_classes(max(_SMALLEST_BYTES, record_bytes), max(_LARGEST_BYTES, 4 * record_bytes)):
         header_bytes = 6 if class_bytes <= 1 << 16 else 10  # Redis's string header (5 or 9) and the byte that ends every string
@@ -87,7 +81,6 @@ class PagedKeys(RowKeys):
 
     Args:
         tag, ids: as in `RowKeys`; the ids are the rows', uint64 [n].
-        layout: of the table.
         opens: bool [n], the rows before whose write the page may have to be made; None = before every row's.
     """
 
@@ -118,13 +111,7 @@ class PagedKeys(RowKeys):
         return PAGE_KEY_SIZE
 
     def encode(self) -> NDArray[np.uint8]:
-        """Return the keys of the rows' pages as text: uint8 [n, 19].
-
-        Example:
-            >>> keys = PagedKeys(b"tab", np.array([52, 53], dtype=np.uint64), page_layout(76))
-            >>> keys.encode().tobytes(), keys.places.tolist()
-            (b'tab{DLH}AAAAAAAAAAAtab{EnY}AAAAAAAAAAB', [52, 0])
-        """
+        """Return the keys of the rows' pages as text: uint8 [n, 19]."""
         return self._page_keys().encode()
 
     def slots(self) -> NDArray[np.int64]:
@@ -190,11 +177,8 @@ def paged_keys(
     """Return the keys of rows that lie in pages.
 
     Args:
-        tag: the table's 3 characters.
         ids: uint64 [n], unique.
-        layout: of the table.
         new: bool [n], for writes: rows that do not exist, or may not, so that their page may not either; None = any row.
-        name: of the table, for messages.
     """
     if new is None:
         return PagedKeys(tag, ids, layout, name=name)

@@ -31,20 +31,11 @@ class Policies:
     eviction: Eviction = field(default_factory=Eviction)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values.
-
-        Example:
-            >>> Policies().to_dict()
-            {'admission': {'kind': 'any'}, 'eviction': {'kind': 'never'}}
-        """
+        """Plain values."""
         return {"admission": self.admission.to_dict(), "eviction": self.eviction.to_dict()}
 
     def updated(self, fields: object) -> "Policies":
-        """Return the same with those of a mapping, which may lack either, in their place.
-
-        Raises:
-            InvalidInputError: another key, or no policy.
-        """
+        """Return the same with those of a mapping, which may lack either, in their place."""
         if not isinstance(fields, Mapping) or not set(fields) <= _FIELDS:
             raise InvalidInputError(f"policies are a mapping of {' and '.join(sorted(_FIELDS))}, got {fields!r}")
         new = self
@@ -59,9 +50,6 @@ class PolicyChange:
 
     Args:
         admission, eviction: as in `Policies`.
-
-    Raises:
-        InvalidInputError: one is no policy of its kind.
     """
 
     admission: Admission | None = None
@@ -73,12 +61,7 @@ class PolicyChange:
                 raise InvalidInputError(f"got {given!r} where one of {at}'s functions is expected to be called")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values of those that are given.
-
-        Example:
-            >>> PolicyChange(Admission()).to_dict(), PolicyChange().to_dict()
-            ({'admission': {'kind': 'any'}}, {})
-        """
+        """Plain values of those that are given."""
         given = {"admission": self.admission, "eviction": self.eviction}
         return {name: policy.to_dict() for name, policy in given.items() if policy is not None}
 
@@ -89,14 +72,7 @@ Changes = tuple[tuple[int, Policies], ...]
 
 
 def as_of(changes: Changes, serial: int) -> Policies:
-    """Return the policies that hold for a push made by this serial of the registry; 0: the newest.
-
-    Example:
-        >>> from kvemb import admit
-        >>> first, then = Policies(), Policies(admit.after(2))
-        >>> as_of(((3, first), (8, then)), 7) == first, as_of(((3, first), (8, then)), 0) == then
-        (True, True)
-    """
+    """Return the policies that hold for a push made by this serial of the registry; 0: the newest."""
     if not changes:
         return NO_POLICIES
     known = [policies for at, policies in changes if at <= serial]

@@ -25,12 +25,7 @@ MAX_K = (1 << 48) - 1
 
 
 def make_version(epoch: int, k: int) -> int:
-    """Pack (epoch, k) so that versions of a row compare as integers; 0 is kept for rows that do not exist.
-
-    Example:
-        >>> make_version(1, 2) > make_version(1, 1) > make_version(0, MAX_K)
-        True
-    """
+    """Pack (epoch, k) so that versions of a row compare as integers; 0 is kept for rows that do not exist."""
     if not (0 <= epoch <= MAX_EPOCH and 0 <= k <= MAX_K):
         raise OverflowError(f"version (epoch {epoch}, k {k}) does not fit 16 + 48 bits")
     return epoch << 48 | k
@@ -124,13 +119,8 @@ class RecordFormat:
         """Refuse a batch in which any found record is not its id's record of this table.
 
         Args:
-            records: uint8 [n, >= 12]; rows that were not found are not looked at.
             ids: uint64 [n], in the records' order.
             found: bool [n].
-            where: returns, for a row's number, which row it is and where it lies (`Store.whereabouts`); None names table and id.
-
-        Raises:
-            RecordError: naming table and first wrong id.
         """
         words = records[:, :4].view("<u4")[:, 0]  # uint32 [n], a view: no copy, byte by byte, of every header
         wrong = (words != self.header_words(ids)) & found  # bool [n]

@@ -82,17 +82,7 @@ class SlotPlan(Generic[Basis]):
 def shares_of(
     kind: str, there: Mapping[int, str], joining: Mapping[int, str], leave: Sequence[str], weights: Mapping[str, float] | None
 ) -> dict[int, float]:
-    """Return the share of each owner that is to have slots, by its number: 1 where no weight names it.
-
-    Args:
-        kind: "nodes" or "shards".
-        there, joining: addresses by number, of the owners that there are, and of those to come.
-        leave: addresses.
-        weights: shares by address.
-
-    Raises:
-        InvalidInputError: an address is not an owner's, or a joining one is an owner's already; or no owner would have slots.
-    """
+    """Return the share of each owner that is to have slots, by its number: 1 where no weight names it."""
     noun, owners, named = kind.removesuffix("s"), {**there, **joining}, ", ".join(there.values())
     for address in [*leave, *(weights or {})]:
         if address not in owners.values():
@@ -108,17 +98,7 @@ def shares_of(
 def kept_shares(
     owners: NDArray[np.uint16], sizes: NDArray[np.uint64], numbers: Sequence[int], joining: int | None = None, leaving: int | None = None
 ) -> dict[int, float]:
-    """Return shares by which owners keep their proportions when one joins, with the mean of the others, or leaves.
-
-    Args:
-        owners, sizes: as of `deal`.
-        numbers: of all owners, the joining one and the leaving one among them.
-
-    Example:
-        >>> owners, even = np.repeat(np.array([0, 1], np.uint16), [4096, 12288]), np.ones(N_SLOTS, np.uint64)
-        >>> kept_shares(owners, even, [0, 1, 2], joining=2), kept_shares(owners, even, [0, 1], leaving=0)
-        ({0: 0.25, 1: 0.75, 2: 0.5}, {1: 0.75})
-    """
+    """Return shares by which owners keep their proportions when one joins, with the mean of the others, or leaves."""
     held = np.bincount(owners, weights=_cost(sizes), minlength=max(numbers) + 1)
     shares = {number: float(held[number]) for number in numbers if number not in (joining, leaving)}
     if joining is not None:
@@ -132,15 +112,6 @@ def deal(owners: NDArray[np.uint16], sizes: NDArray[np.uint64], weights: Mapping
     Args:
         owners: uint16 [16384], the present ones.
         sizes: uint64 [16384], bytes in each slot.
-        weights: of every owner that is to have slots, its share; others end with none.
-
-    Raises:
-        InvalidInputError: no weight is above 0, or there are more owners than slots.
-
-    Example:
-        >>> before = np.repeat(np.array([0, 1], np.uint16), N_SLOTS // 2)
-        >>> np.bincount(deal(before, np.ones(N_SLOTS, np.uint64), {0: 1.0, 1: 1.0, 2: 2.0})).tolist()
-        [4096, 4096, 8192]
     """
     wanted = {owner: weight for owner, weight in weights.items() if weight > 0}
     if not wanted or len(wanted) > N_SLOTS:

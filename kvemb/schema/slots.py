@@ -29,11 +29,6 @@ class Placement:
         n_groups: a power of two up to 2**32. The upper bits of the mix choose the group. Up to 16,384 groups have a slot each, evenly
             spread; if there are more, several share a slot.
         ids_per_group: so many neighbouring ids are mixed as one: those of a page.
-
-    Example:
-        >>> ids = np.arange(4, dtype=np.uint64)
-        >>> Placement(N_SLOTS).slots(ids).tolist(), Placement(2).slots(ids).tolist(), Placement(N_SLOTS, 2).slots(ids).tolist()
-        ([0, 5540, 14068, 1940], [0, 0, 8192, 0], [0, 0, 5540, 5540])
     """
 
     n_groups: int
@@ -77,11 +72,7 @@ def runs_of(owners: NDArray[np.uint16]) -> bytes:
 
 
 def from_runs(data: object, n_owners: int) -> NDArray[np.uint16]:
-    """Return the owner of each slot: uint16 [16384].
-
-    Raises:
-        ValueError: the data are no runs, or the owner of a run is not below n_owners.
-    """
+    """Return the owner of each slot: uint16 [16384]."""
     if not isinstance(data, bytes) or not data or len(data) % 4:
         raise ValueError("no runs of slots")
     begins, owners = np.frombuffer(data, dtype="<u2").astype(np.int64).reshape(-1, 2).T  # int64 [r] each: by run
@@ -91,12 +82,7 @@ def from_runs(data: object, n_owners: int) -> NDArray[np.uint16]:
 
 
 def text_slot(key: bytes) -> int:
-    """Return the hash slot of any key, hash tags `{…}` honoured, as the Redis Cluster specification defines it.
-
-    Example:
-        >>> text_slot(b"123456789"), text_slot(b"x{123456789}y")
-        (12739, 12739)
-    """
+    """Return the hash slot of any key, hash tags `{…}` honoured, as the Redis Cluster specification defines it."""
     start = key.find(b"{")
     end = key.find(b"}", start + 1) if start >= 0 else -1
     return _crc16(key[start + 1 : end] if end > start + 1 else key) % N_SLOTS

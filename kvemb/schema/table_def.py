@@ -219,7 +219,6 @@ class TableDef:
 
         Args:
             ids: uint64 [n], unique.
-            pages: whether the storage takes rows in pages and buckets (`Capabilities.pages`).
             new: bool [n], for writes: rows that may not exist yet; None = any.
         """
         if not pages:
@@ -299,11 +298,7 @@ class TableDef:
         return self.initializer.rows(ids, self.dim, table=self.name, seed=self.seed, dtype=self.dtype, algorithm=self.init_algorithm)
 
     def require_trained(self) -> None:
-        """Refuse gradients for a table that takes none.
-
-        Raises:
-            FrozenTableError: with the way on.
-        """
+        """Refuse gradients for a table that takes none."""
         if self.optimizer.kind == FROZEN.kind:
             raise FrozenTableError(
                 f"table {self.name!r} ({self.dtype}) is frozen: it takes no gradients. Set its rows by assign or import_rows; a table that "
@@ -311,15 +306,7 @@ class TableDef:
             )
 
     def require_same(self, other: "TableDef", advice: str = "Open it with its own definition, or choose another name.") -> None:
-        """Refuse a definition with another identity than this existing one.
-
-        Args:
-            other: the definition that is asked for.
-            advice: the next step, in the error.
-
-        Raises:
-            TableMismatchError: showing the values that differ, existing against asked for.
-        """
+        """Refuse a definition with another identity than this existing one."""
         mine, theirs = self.identity(), other.identity()
         different = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
         if different:
@@ -333,11 +320,7 @@ class TableDef:
         return replace(self, init_algorithm=existing.init_algorithm)
 
     def laid_out(self, expected_rows: object, layout: str | None = None) -> "TableDef":
-        """Return the same definition with as many buckets as about so many rows need in this layout; None: not known.
-
-        Raises:
-            InvalidInputError: it is no number of rows, or no layout; the table has num_ids; or see `buckets_for`.
-        """
+        """Return the same definition with as many buckets as about so many rows need in this layout; None: not known."""
         if expected_rows is None and layout is None:
             return self
         if self.num_ids is not None:
@@ -381,11 +364,7 @@ class TableDef:
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> "TableDef":
-        """Rebuild a definition; unknown or missing keys are refused by name. Without init_algorithm the first algorithm is meant.
-
-        Raises:
-            InvalidInputError: on a key or value that no definition has.
-        """
+        """Rebuild a definition; unknown or missing keys are refused by name. Without init_algorithm the first algorithm is meant."""
         unknown = sorted(set(fields) - KEYS)
         missing = sorted({"name", "dim", "optimizer", "initializer"} - set(fields))
         if unknown or missing:
@@ -400,19 +379,7 @@ class TableDef:
 
 
 def frozen_or_trained(name: object, dim: Any, dtype: object, optimizer: Any, initializer: Any, *, frozen: object) -> tuple[Any, bool]:
-    """Return the dim of a table that a person defines, and whether it is frozen.
-
-    Args:
-        name, dim, dtype, optimizer, initializer: as given, None where they were not.
-        frozen: as given.
-
-    Raises:
-        InvalidInputError: one is missing, or does not fit the others.
-
-    Example:
-        >>> frozen_or_trained("ngram", None, "bytes:264", None, None, frozen=False)
-        (264, True)
-    """
+    """Return the dim of a table that a person defines, and whether it is frozen."""
     at, n_bytes = f"table {name!r}", opaque_bytes(dtype)
     if str(dtype).startswith("bytes") and n_bytes is None:
         raise InvalidInputError(f"{at}: dtype is {dtype!r}; give bytes:N for rows of N bytes, N from 1 to {MAX_DIM}")
@@ -445,14 +412,6 @@ def check_table_name(name: object) -> str:
     """Return the name, or refuse it.
 
     Any printable text: module paths, blanks and "/" included. It is never part of a key, and escaped where it becomes part of a path.
-
-    Raises:
-        InvalidInputError: it is no text, empty or too long. Also not printable (control characters, line ends, marks that turn the
-            direction of writing), or with a blank at its beginning or end.
-
-    Example:
-        >>> check_table_name("towers.0/user_id + item")
-        'towers.0/user_id + item'
     """
     if not isinstance(name, str) or not name or not name.isprintable() or name != name.strip():
         raise InvalidInputError(

@@ -28,22 +28,7 @@ _NEVER, _LEAST_S = 0.0, 1e-9  # no moment of the monotonic clock, and before eve
 
 
 class CachedRows:
-    """Rows of one table.
-
-    Args:
-        dim, dtype: of a row.
-        size_bytes: of all, about; claimed from the system as rows come.
-
-    Example:
-        >>> rows, keys = CachedRows(1, np.dtype(np.float32), 1 << 20), np.array([7 << 32], np.uint64)
-        >>> rows.put(keys, np.ones((1, 1), np.float32), np.array([5], np.uint64), began_s=1.0, answered_s=2.0, seen=rows.n_changes)
-        >>> records, good = rows.find(keys, not_before_s=0.0)
-        >>> rows.rows(records), good
-        (array([[1.]], dtype=float32), array([ True]))
-        >>> rows.tell(keys, np.array([6], np.uint64))
-        >>> rows.find(keys, not_before_s=0.0)[1]
-        array([False])
-    """
+    """Rows of one table."""
 
     def __init__(self, dim: int, dtype: "np.dtype[Any]", size_bytes: int) -> None:
         n_bytes = dim * dtype.itemsize
@@ -89,8 +74,6 @@ class CachedRows:
             keys: uint64 [n], each once.
             rows: [n, dim]; changed.
             versions: uint64 [n]; changed.
-            began_s, answered_s: when the pull began and ended.
-            seen: `n_changes` when it began; -1 where changes were not told then: the rows are old at once.
         """
         for start in range(0, len(keys), self._at_once):
             some = slice(start, start + self._at_once)

@@ -2,8 +2,8 @@
 
 Neither is needed for a look-up: without a shard both try again, and rows of the cache are good for as long as their age allows. A stream
 that breaks goes on where it was; until all is told that changed meanwhile, the feed does not count as followed. While it is not, storage is
-asked every second which tables there are: a table that was altered is not told of, and one that was dropped may not be.
-What must not live here: what a change means for rows and ids (kvemb.serve.served_tables). Not fork-safe: a child makes one of its own.
+asked every second which tables there are: a table that was altered is not told of, and one that was dropped may not be. Not fork-safe: a
+child makes one of its own.
 """
 
 import logging
@@ -36,13 +36,7 @@ log = logging.getLogger("kvemb")
 
 
 class FeedFollower:
-    """Follows the feed of a cluster.
-
-    Args:
-        cluster: read-only; its storage tells which shards there are.
-        tables: are told.
-        forked: whether the parent of this process followed the feed: gRPC cannot be used then.
-    """
+    """Follows the feed of a cluster."""
 
     def __init__(self, cluster: Cluster, tables: ServedTables, *, forked: bool = False) -> None:
         self._cluster, self._tables, self._forked = cluster, tables, forked

@@ -1,7 +1,7 @@
 """Where a serving client's rows come from: a cluster, or a target of projections and the view there that is in use.
 
 A source has one set of rows at a time, with what is kept of them, and a look-up takes all its rows from the set that it began with. So a
-switch from one view to another is one attribute that is set. What must not live here: what a look-up does (kvemb.serve.serving_client).
+switch from one view to another is one attribute that is set.
 """
 
 import logging
@@ -66,12 +66,7 @@ class RowSet:
 
 
 class ClusterSource:
-    """The rows of a cluster, as they are now; with the first look-up of a process the feed is followed.
-
-    Args:
-        cluster: opened read-only; closed with this.
-        tables: what is kept of it.
-    """
+    """The rows of a cluster, as they are now; with the first look-up of a process the feed is followed."""
 
     def __init__(self, cluster: Cluster, tables: ServedTables) -> None:
         self.name, self._cluster = cluster.config.cluster, cluster
@@ -109,15 +104,6 @@ class ViewSource:
 
     Where it follows the one in use, the thread makes the newest view ready ahead, and keeps the one before ready: so a switch forth or back
     loads nothing.
-
-    Args:
-        reader: of the target; closed with this.
-        wanted: name of the view; "" to follow the one in use.
-        new_tables: makes what is kept of one view.
-        timeout_s: of looking which view it is, and of opening it.
-
-    Raises:
-        UnknownViewError, StorageError: as `ProjectionReader.open`.
     """
 
     def __init__(self, reader: ProjectionReader, wanted: str, new_tables: Callable[[], ServedTables], timeout_s: float) -> None:

@@ -2,7 +2,7 @@
 
 A dense part is a program with rows among its inputs: of ONNX, run by onnxruntime, or of torch.export. Which table an input's rows are of
 stands in the file (`kvemb.torch.export_dense`), or is told. Where the part is that of a view, it is loaded before the view is used; rows
-and part are then switched together. What must not live here: how rows are looked up (kvemb.serve.serving_client).
+and part are then switched together.
 """
 
 import json
@@ -37,15 +37,7 @@ class _Program(Protocol):
 
 
 class _Part:
-    """A program, and which of its inputs take rows of which table.
-
-    Args:
-        program: loaded.
-        inputs: by name of an input of rows its table, where the program does not tell.
-
-    Raises:
-        ConfigError: `inputs` is missing, or not needed, or names an input that there is not.
-    """
+    """A program, and which of its inputs take rows of which table."""
 
     def __init__(self, program: _Program, inputs: Mapping[str, str] | None) -> None:
         about, all_inputs = program.about, program.inputs
@@ -97,19 +89,8 @@ class Model:
     ) -> Any:
         """Answer a request.
 
-        Args:
-            ids: by name of the input: ids. For a file of `kvemb.torch.export_dense` the arguments of the model's forward; for others an
-                input that takes rows, the ids of these.
-            return_view: also return the name of the view that rows and dense part are of.
-            timeout_ms: of the look-up.
-            others: further inputs of the part, by name.
-
         Returns:
             What the part returns, as arrays: one, a tuple, or a dict; with `return_view` (that, name).
-
-        Raises:
-            InvalidInputError: an input is missing, or there is no such, or the part does not run on inputs of these shapes.
-            StorageError: as of `ServingClient.lookup`.
         """
         inputs = {name: np.asarray(value) for name, value in {**ids, **others}.items()}
         deadline = Deadline.of_caller(self._client.timeout_s if timeout_ms is None else timeout_ms / 1e3)

@@ -1,9 +1,9 @@
 """What a serving client knows of its tables: cached rows, which ids exist, and since when the feed vouches for both.
 
 A row from the cache is as good as one from storage while the feed is followed: every change is told, and makes it old. Where the feed is
-not followed, or was not when the row was read, it is good for `max_age_s`. A filter stops ids that have no row: those that were there
-when it was built, and whatever the feed has told since; without the feed it is not believed for longer than `max_age_s`. What must not
-live here: connections, threads. Thread-safe: one lock for all tables, held for a bounded number of ids at a time.
+not followed, or was not when the row was read, it is good for `max_age_s`. A filter stops ids that have no row: those that were there when
+it was built, and whatever the feed has told since; without the feed it is not believed for longer than `max_age_s`. Thread-safe: one lock
+for all tables, held for a bounded number of ids at a time.
 """
 
 import math
@@ -97,13 +97,7 @@ class RowsFound:
 
 
 class ServedTables:
-    """The tables of one serving client, by name.
-
-    Args:
-        cache_mb: of the rows of each table.
-        filter_mb: of the filters of all tables.
-        max_age_s: how old a row may be where the feed is not followed.
-    """
+    """The tables of one serving client, by name."""
 
     def __init__(self, cache_mb: float, filter_mb: float, max_age_s: float) -> None:
         self.max_age_s, self._cache_bytes, self._filter_bytes = max_age_s, int(cache_mb * (1 << 20)), int(filter_mb * (1 << 20))

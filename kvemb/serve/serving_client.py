@@ -1,8 +1,7 @@
 """The client that serves: look-ups from cache, filter and storage, each within a deadline, with an answer also where storage gives none.
 
-What must not live here: what is known of rows and ids (kvemb.serve.served_tables), who hears the feed (kvemb.serve.feed_follower).
-Thread-safe. In a forked child look-ups go on with an empty cache and connections of its own; the child follows the feed if its parent
-did not yet, since gRPC does not survive a fork.
+Thread-safe. In a forked child look-ups go on with an empty cache and connections of its own; the child follows the feed if its parent did
+not yet, since gRPC does not survive a fork.
 """
 
 from __future__ import annotations  # help() shows types as they are written here

@@ -42,18 +42,7 @@ def retry_read(
     waits_for: tuple[type[StorageError], ...] = ABSENT,
     connecting: bool = False,
 ) -> R:
-    """Call until it succeeds.
-
-    Args:
-        call: the read; may be called again after any of the errors that are waited for.
-        deadline: of all calls. One in which a node was silent for as long as the deadline allows a node is followed by another, too.
-        away: says that storage is waited for, once that has lasted.
-        waits_for: those errors.
-        connecting: whether this is the first that is heard of the nodes: errors of `NEVER_RIGHT` are not waited for then.
-
-    Raises:
-        StorageError: the last of those errors, once the deadline leaves no time for another try; others at once.
-    """
+    """Call until it succeeds."""
     last: StorageError | None = None
     passing: tuple[type[StorageError], ...] = (*waits_for, DeadlineExceededError)
     for pause_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
@@ -94,17 +83,7 @@ def _waited_for(error: StorageError, deadline: Deadline) -> StorageError:
 
 
 class ReadRetry:
-    """How a store repeats its reads; a part of it. Shards never wait, because they repair nodes and make maps themselves.
-
-    Args:
-        role: of the store, "trainer" or "shard:<n>".
-        on_lost_node: of the storage section. A newer map is waited for with either: a node that moves is none that was lost. With "wait" a
-            store that connects also waits for a good copy of the map, where all are damaged: shards put theirs back.
-
-    Example:
-        >>> [len(ReadRetry(*of).waits_for) for of in (("trainer", "wait"), ("trainer", "fail"), ("shard:0", "wait"))]
-        [5, 1, 0]
-    """
+    """How a store repeats its reads; a part of it. Shards never wait, because they repair nodes and make maps themselves."""
 
     def __init__(self, role: str, on_lost_node: str) -> None:
         trainers: tuple[type[StorageError], ...] = (*ABSENT, DamagedCopyError) if on_lost_node == WAIT else (MapChangedError,)

@@ -47,14 +47,7 @@ MENDED = "The next push that touches the row, or `kvemb repair --all`, writes it
 
 
 def server_error(address: str, line: bytes, keys: RowKeys | None = None, row: int = 0) -> KvembError:
-    """Translate a server's error line.
-
-    Args:
-        address: "host:port" of the node.
-        line: as it came.
-        keys: of the batch that it answers; None where it is about no row.
-        row: which of them.
-    """
+    """Translate a server's error line."""
     text = line.decode("ascii", "replace")
     node = f"node {address}" if keys is None else f"node {address}, {keys.described(row)}"
     if text.startswith(_FULL):

@@ -44,15 +44,7 @@ DEFAULT_KIND = "valkey"
 
 
 def open_store(config: "StorageConfig", *, role: str) -> "Store":
-    """Make the store of a storage section; it connects at `Store.open`.
-
-    Args:
-        config: the storage section.
-        role: of this process: "trainer", or "shard:<n>" for the one process that writes shard n's rows.
-
-    Raises:
-        ConfigError: no backend of that kind is registered; the message lists those that are.
-    """
+    """Make the store of a storage section; it connects at `Store.open`."""
     return _store_class(config.kind)(config, role)
 
 

@@ -175,11 +175,7 @@ class StoreRepair:
         return lane
 
     def _require_repair(self, address: str, nonce: str, deadline: Deadline) -> RepairLane:
-        """The repair that goes on, by the process and one marker.
-
-        Raises:
-            NodeLostError, NodeSuspectError: it does not, or this store has not joined it by `begin`.
-        """
+        """The repair that goes on, by the process and one marker."""
         lane = self._lane(address, nonce)
         state = self._nodes.state(address, deadline, lane)
         if state.judged[0] != ("repairing", nonce):

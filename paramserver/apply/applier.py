@@ -59,10 +59,6 @@ def staleness(pairs: Iterable[tuple[NDArray[np.uint64], NDArray[np.uint64]]]) ->
         none did: when the pull was made is not known, but it was behind the newest batch that it saw. (A row's own two versions would also
         count the batches before the pull that did not touch the row.) Where the rows are from several pulls, the newest counts. Where no
         row existed, it is 1.
-
-    Example:
-        >>> staleness([(np.array([1, 0, 5], np.uint64), np.array([7, 0, 5], np.uint64))])
-        (0.3333333333333333, 2)
     """
     n_rows = n_changed = newest_seen = newest_now = 0
     for seen, current in pairs:
@@ -84,17 +80,6 @@ class Applier:
     """Owns the thread that applies committed batches, one after the other, and answers.
 
     Told to end, it gives up the batch that waits for storage, if any.
-
-    Args:
-        ingest: told of the outcomes.
-        engine: applies batches.
-        tables: for staleness.
-        handover: where batches come from.
-        finder: finds the changed ones among rows that trainers have pulled ahead.
-        background: the work between batches.
-        mark: how far the journal is applied.
-        failed: called with the error that ends the shard for good: everything that waits is to fail.
-        tables_serial: returns that of the registry of tables, which trainers hear with every outcome.
     """
 
     def __init__(
@@ -186,11 +171,7 @@ class Applier:
             raise AbandonedError
 
     def pause(self, error: StorageError, pause_s: float) -> None:
-        """Wait before the next try of a write that storage did not take, and record why; apply thread only.
-
-        Raises:
-            AbandonedError: the shard is to stop.
-        """
+        """Wait before the next try of a write that storage did not take, and record why; apply thread only."""
         text = f"{type(error).__name__}: {error}"
         if self._ingest.state.trouble.storage_waits(text):
             log.warning("retrying because %s", text)

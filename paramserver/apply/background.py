@@ -51,12 +51,7 @@ class BackgroundTicket:
     done: threading.Event = field(default_factory=threading.Event)
 
     def wait(self, deadline: Deadline) -> None:
-        """Wait until the repair has ended.
-
-        Raises:
-            DeadlineExceededError: the repair goes on.
-            KvembError: it failed.
-        """
+        """Wait until the repair has ended."""
         if not self.done.wait(deadline.remaining_s()):
             raise DeadlineExceededError(f"the repair did not end within {deadline.timeout_s:g} s; it goes on")
         if self.error is not None:
@@ -90,17 +85,7 @@ class CompareTicket(BackgroundTicket):
 
 
 class BackgroundWork:
-    """The background work of one shard. `step` is for the apply thread, the rest for any thread.
-
-    Args:
-        repairer: restores rows.
-        flushes: to the row log.
-        scrub: compares rows that no push touches.
-        mover: does the shard's part in plans; None where there are none.
-        evictor: has rows erased by their tables' policies; None where there are none.
-        wake: makes the apply thread call `step`.
-        timeout_s: of one read for a comparison of rows.
-    """
+    """The background work of one shard. `step` is for the apply thread, the rest for any thread."""
 
     def __init__(
         self,
@@ -148,9 +133,6 @@ class BackgroundWork:
     def flush_behind(self, n_bytes: int = _REPLAYED_BYTES) -> threading.Event:
         """Have the shard flush to its row log where its journal has got more than so many bytes since it last did; returns at once.
 
-        Args:
-            n_bytes: unless given, what is read in no time.
-
         Returns:
             An event that is set when it is done, or nothing is to be done.
         """
@@ -169,16 +151,7 @@ class BackgroundWork:
         return waits_s if moving_s is None else min(waits_s, moving_s)
 
     def step(self, applied: Position, pause: Pause) -> bool:
-        """Do a slice of the work; return whether more can be done at once.
-
-        Args:
-            applied: behind the journal entry of the last batch applied.
-            pause: between tries; raises to give up.
-
-        Raises:
-            LostRowError: a row cannot be restored: the shard must stop.
-            JournalBehindError: rows show that the journal lacks batches: the shard must stop.
-        """
+        """Do a slice of the work; return whether more can be done at once."""
         loaded, self.applied = applied != self.applied, applied
         moving, mover = False, self._mover
         if mover is not None and (now := mover.maps.cluster_map) is not self._at_rest:

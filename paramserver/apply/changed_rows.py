@@ -2,8 +2,8 @@
 
 Versions are compared with those of the step's batch, which need not be stored yet. For all other rows the index is the truth. The rows come
 from the batch and from the shard's cache; storage is read only for rows that neither has. When storage does not give them, the answer is
-empty, and the trainer pulls: a release does not wait for a node to come back. What must not live here: how rows become a batch, and the
-messages (`kvemb.protocol.messages`). Apply thread only: no other batch changes rows meanwhile, so all rows of an answer are of one moment.
+empty, and the trainer pulls: a release does not wait for a node to come back. Apply thread only: no other batch changes rows meanwhile, so
+all rows of an answer are of one moment.
 """
 
 import logging
@@ -31,23 +31,13 @@ log = logging.getLogger("paramserver")
 
 
 class ChangedRowsFinder:
-    """Finds, for one shard, the prefetched rows that a step changed.
-
-    Args:
-        store: open.
-        tables: whose indexes and caches hold the rows.
-        timeout_s: deadline of the one read that an answer may need.
-    """
+    """Finds, for one shard, the prefetched rows that a step changed."""
 
     def __init__(self, store: Store, tables: Tables, timeout_s: float) -> None:
         self._store, self._tables, self._timeout_s = store, tables, timeout_s
 
     def answer(self, prefetched: Sequence[CheckedRows], batch: Sequence[PreparedRows]) -> list[ChangedRowsBlock]:
         """Return the rows that changed.
-
-        Args:
-            prefetched: ids and versions of each table.
-            batch: rows of the step's batch, each table once, with their new records, stored or about to be.
 
         Returns:
             One entry per table; [] when storage did not give a row.

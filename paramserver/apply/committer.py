@@ -53,11 +53,7 @@ class Committed:
 
 
 class Handover:
-    """Committed batches on their way to the apply thread, in order; bounded. Thread-safe.
-
-    Args:
-        depth: how many may wait.
-    """
+    """Committed batches on their way to the apply thread, in order; bounded. Thread-safe."""
 
     def __init__(self, depth: int = DEPTH) -> None:
         self._depth = depth
@@ -113,20 +109,7 @@ class Handover:
 
 
 class Committer:
-    """Owns the thread that merges pushes, numbers and journals the batch, and only then promises it.
-
-    Args:
-        ingest: where work comes from.
-        tables: whose steps are known as of the last batch applied.
-        fenced_log: the journal.
-        handover: where committed batches go.
-        admissions: decide which gradients are merged at all.
-        sync: whether lists of pushes are steps of a sync job.
-        epoch, k: of the versions: the first batch is k + 1.
-        maps: says which map is in force.
-        look: called before a batch is written where that is another one.
-        failed: called with the error that ends the shard for good: all waiting work is to fail.
-    """
+    """Owns the thread that merges pushes, numbers and journals the batch, and only then promises it."""
 
     def __init__(
         self,

@@ -70,13 +70,7 @@ class LoadedError(Exception):
 
 
 def check(url: str, save_id: str, registry: Registry, tables: Sequence[str] = ()) -> Chain:
-    """Open a checkpoint as this shard would load it, or some of its tables; nothing changes.
-
-    Raises:
-        CheckpointError: it cannot be read from here, is another one by now, or lacks a table.
-        TableMismatchError: a table exists with another identity.
-        ConfigError: pyarrow or fsspec is missing on this machine.
-    """
+    """Open a checkpoint as this shard would load it, or some of its tables; nothing changes."""
     require_extra("pyarrow.parquet")
     chain = open_chain(url, tables)
     if chain.newest.save_id != save_id:
@@ -106,15 +100,7 @@ class Replaceable:
 
 
 class Loader:
-    """Carries out the newest decision of a cluster on one shard that does not serve yet.
-
-    Args:
-        shard: its parts.
-        store: open.
-        data: the shard's folder.
-        timeout_s: of one storage call.
-        pause: between tries of storage calls; raises to give up.
-    """
+    """Carries out the newest decision of a cluster on one shard that does not serve yet."""
 
     def __init__(self, shard: Replaceable, store: Store, data: DataDir, timeout_s: float, pause: Pause) -> None:
         self._shard, self._store, self._data, self._timeout_s, self._pause = shard, store, data, timeout_s, pause
@@ -126,11 +112,7 @@ class Loader:
         return self._done, self._rows
 
     def read(self) -> None:
-        """Make the checkpoint's rows the shard's row log, if a load is decided. Nothing is in the journal behind the saved state.
-
-        Raises:
-            KvembError: the decision cannot be carried out; the shard must not serve. The next start tries again.
-        """
+        """Make the checkpoint's rows the shard's row log, if a load is decided. Nothing is in the journal behind the saved state."""
         decision = self._undone()
         if decision is None:
             return
@@ -140,12 +122,7 @@ class Loader:
                 self._read(decision, touched)
 
     def finish(self, parts: ShardParts) -> None:
-        """Write what was read to storage, for a shard that has recovered.
-
-        Raises:
-            LoadedError: it is still to be read, and can be at the next start.
-            KvembError: see `read`.
-        """
+        """Write what was read to storage, for a shard that has recovered."""
         if (decision := self._undone()) is not None:
             with self._failing(decision.load_id):
                 if decision.tables:
@@ -332,11 +309,7 @@ class _Known:
 
 
 def newest_undone(store: Store, data: DataDir, timeout_s: float) -> Decision | None:
-    """Return the newest decision, unless the shard of this folder has carried it out.
-
-    Raises:
-        DamagedCopyError: no copy of it can be read.
-    """
+    """Return the newest decision, unless the shard of this folder has carried it out."""
     try:
         copies = store.values.get(META_NAME, Deadline.after(timeout_s))
         found = newest_decision(copies, store.values.copies_on(META_NAME))
@@ -354,11 +327,7 @@ def newest_undone(store: Store, data: DataDir, timeout_s: float) -> Decision | N
 
 
 def newest_load(store: Store, timeout_s: float) -> tuple[int, tuple[str, ...]]:
-    """Return the serial of the newest decision that nodes hold, and its tables, () for all; (0, ()) where there is none.
-
-    Raises:
-        StorageError: it cannot be read.
-    """
+    """Return the serial of the newest decision that nodes hold, and its tables, () for all; (0, ()) where there is none."""
     try:
         copies = store.values.get(META_NAME, Deadline.after(timeout_s))
     except (NodeLostError, NodeSuspectError):  # as above

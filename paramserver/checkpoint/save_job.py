@@ -86,9 +86,6 @@ class SaveFigures:
     A save is done when its manifest is written, which the shard is told. It has failed when the shard's share has, when the shard stopped
     before it was told, and when another save begins before that. Times are seconds since 1970, 0.0 for none. A figure that cannot be
     written does not fail the save.
-
-    Args:
-        folder: the shard's data folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -157,13 +154,7 @@ class SaveJob:
     """Owns the thread of one save; told to end, it gives the save up.
 
     Args:
-        order: of the client.
-        cut: where the shard was cut.
-        tables: as of the cut.
-        view: the row log as of the cut.
-        reconstruct: makes records by that view and the journal (`Reconstructor.records`).
         slots: bool [16384], those that this shard owned at the cut.
-        figures: told when it fails.
     """
 
     def __init__(

@@ -34,15 +34,7 @@ _POLL_S = 0.002
 
 
 class Saver:
-    """Begins one shard's saves, and says how far they are. Thread-safe.
-
-    Args:
-        parts: of the shard.
-        nodes: of the store; they say which map is in force.
-        committed_k: the k of the last batch that may have been acknowledged.
-        flush: has the shard flush, if that is worth it before a save; the event is set when it is done.
-        folder: the shard's data folder.
-    """
+    """Begins one shard's saves, and says how far they are. Thread-safe."""
 
     def __init__(
         self, parts: ShardParts, nodes: StoreNodes, committed_k: Callable[[], int], flush: Callable[[], threading.Event], folder: Path
@@ -69,7 +61,6 @@ class Saver:
         A save under way to the same URL is given up for it.
 
         Raises:
-            CheckpointError: a save to another URL is under way, or this one cannot be used.
             DeadlineExceededError: acknowledged pushes are not applied in time; nothing was begun.
         """
         with self._beginning:

@@ -26,15 +26,7 @@ Portion = tuple[int, Ids, Bytes]
 
 
 class UnconditionalWriter:
-    """A way into storage that asks for no versions.
-
-    Args:
-        store: open.
-        timeout_s: of one storage call.
-        pause: between tries; raises to give up.
-        repair: brings back nodes that have lost rows, or whose pages another program has replaced.
-        exist: which rows of a table do, once all is written.
-    """
+    """A way into storage that asks for no versions."""
 
     def __init__(
         self, store: Store, timeout_s: float, pause: Pause, repair: RepairPort, exist: Callable[[TableDef, Ids], NDArray[np.bool_]]

@@ -22,13 +22,7 @@ _KEPT_BYTES = 128 << 20
 
 
 class RecordArena:
-    """Hands out arrays that are good until the next `reset`. One thread.
-
-    Example:
-        >>> scratch = RecordArena()
-        >>> scratch.take(2, 3).shape
-        (2, 3)
-    """
+    """Hands out arrays that are good until the next `reset`. One thread."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)

@@ -46,11 +46,7 @@ class BatchBoundary:
 
     @contextmanager
     def between(self, deadline: Deadline) -> Iterator[None]:
-        """Hold the gate while no batch is under way.
-
-        Raises:
-            DeadlineExceededError: the batch under way did not end in time (storage does not answer, most likely).
-        """
+        """Hold the gate while no batch is under way."""
         with self._changed:
             self._n_waiting += 1
             try:
@@ -89,17 +85,7 @@ class Applied:
 
 
 class Engine:
-    """The one writer of this shard's rows.
-
-    Args:
-        store: open.
-        tables: the shard's tables.
-        timeline: this process's epoch, and the last batch of those before.
-        k: of the last batch applied.
-        timeout_s: deadline of one storage call.
-        repair: restores rows that storage has lost.
-        rows_applied: so far, all processes of the shard together.
-    """
+    """The one writer of this shard's rows."""
 
     def __init__(
         self,
@@ -129,15 +115,6 @@ class Engine:
         between: Callable[[], None] = lambda: None,
     ) -> Applied:
         """Apply one batch: returns when every row of it is stored.
-
-        Args:
-            batch: the rows.
-            version: (epoch, k), packed, that its rows get; above that of every batch before.
-            pause: called between tries.
-            replay: when the batch was journaled by an earlier process, which may have stored it and others behind it.
-            computed: called once before anything is written. Not where that is too late, because an earlier try wrote some of it; nor where
-                the batch has no rows, or more than one piece.
-            between: called between two pieces, when `rows_applied` counts those stored so far; raises to give up.
 
         Raises:
             StorageError: not retryable, or `pause` or `between` raised. Rows of the batch may have been written, and the index knows those

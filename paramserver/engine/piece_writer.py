@@ -1,7 +1,7 @@
 """One piece of a batch on its way to storage: its rows are looked up, compared with the index, computed and written, or erased.
 
-A row that meets a conflict goes the same way again. What must not live here: the rules of a row's change (`paramserver.model.transition`).
-Nor which rows make a piece, how an error of storage is met, and when the index learns of it (`paramserver.engine.engine`).
+A row that meets a conflict goes the same way again. Nor which rows make a piece, how an error of storage is met, and when the index learns
+of it (`paramserver.engine.engine`).
 """
 
 from collections.abc import Callable, Sequence
@@ -55,14 +55,7 @@ class Change:
 
 
 class PieceWriter:
-    """Writes one piece of a batch after the other to storage, for one shard. One thread.
-
-    Args:
-        store: open.
-        tables: whose indexes and caches are read; stored rows are put into the caches.
-        timeline: this process's epoch, and the last batch of those before.
-        timeout_s: deadline of one storage call.
-    """
+    """Writes one piece of a batch after the other to storage, for one shard. One thread."""
 
     def __init__(self, store: Store, tables: Tables, timeline: Timeline, timeout_s: float) -> None:
         self._store, self._tables, self._timeline = store, tables, timeline
@@ -76,11 +69,6 @@ class PieceWriter:
 
     def store(self, change: Change, piece: Sequence[CheckedRows], *, whole: bool) -> None:
         """Bring the rows of a piece to storage; a row that already has this version is not touched.
-
-        Args:
-            change: of the batch.
-            piece: rows of it, each table once.
-            whole: whether that is all of the batch.
 
         Raises:
             StorageError: rows may have been written.

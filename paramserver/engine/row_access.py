@@ -3,8 +3,6 @@
 A row may change between look and write: by a late write of our own whose answer was lost, a process that was shut out, another program. On
 storage with compare-and-swap that is a conflict, after which the row is looked at again. On other storage no write of ours can arrive late
 (the old connection is confirmed dead first), so a write needs no look.
-
-What must not live here: rules of a row's change (`paramserver.model.transition`), caches, the index, and waiting for nodes that are away.
 """
 
 from collections.abc import Callable, Sequence, Sized
@@ -80,13 +78,6 @@ class RowAccess:
     """Reads rows of one shard to be judged by version, and writes or erases them under tokens. One thread.
 
     One class of many methods: reads, writes and erasing share its calls, its pace and its other nodes.
-
-    Args:
-        store: open.
-        timeout_s: deadline of one call.
-        calls: other reads and writes than those of every batch.
-        error: raised where rows change between every look and write.
-        pace: how much one call is to carry; unless given, one of its own. The caller cuts rows into pieces of that size.
     """
 
     def __init__(
@@ -115,12 +106,7 @@ class RowAccess:
         return Deadline.after(self._timeout_s)
 
     def read(self, tables: Sequence[tuple[TableDef, Ids]]) -> list[FetchedRecords]:
-        """Read whole records of several tables at once, with tokens.
-
-        Raises:
-            RecordError: a value is no record of its row.
-            StorageError: as every read.
-        """
+        """Read whole records of several tables at once, with tokens."""
         if not tables:
             return []
         sizes = [definition.record.size_bytes for definition, _ in tables]
@@ -234,10 +220,8 @@ class RowAccess:
         """Write records over any value that is there.
 
         Args:
-            definition: the table.
             ids: uint64 [n], unique.
             records: uint8 [n, record bytes].
-            judge: told (ids, versions there, versions to be written) before each write on storage with compare-and-swap; raises to refuse.
 
         Raises:
             StorageError: some may have been written.
@@ -263,10 +247,7 @@ class RowAccess:
         On storage with compare-and-swap a late erase cannot delete a newer row: a row that changed since the look is looked at again.
 
         Args:
-            definition: the table.
             ids: uint64 [n], unique.
-            may: which rows are to be erased; without it every value there, also another program's.
-            exist: which rows of the table do; pages in which none remains are deleted then.
 
         Raises:
             RecordError: `may` is to judge a value that another program wrote; nothing was erased.
@@ -344,16 +325,7 @@ def taken(part: WritePart, rows: Mask) -> WritePart:
 
 
 def until_none_is_left(left: T, one_round: Callable[[T], T], error: Callable[[T], StorageError]) -> None:
-    """Call again with the rows that met a conflict until none did.
-
-    Args:
-        left: the rows to begin with.
-        one_round: takes the remaining rows, returns those that met a conflict.
-        error: made of those that remain after too many rounds.
-
-    Example:
-        >>> until_none_is_left([3, 1, 2], lambda left: [n - 1 for n in left if n > 1], lambda left: StorageError("too many"))
-    """
+    """Call again with the rows that met a conflict until none did."""
     for _ in range(MAX_CONFLICT_ROUNDS):
         if not len(left):
             return

@@ -3,8 +3,7 @@ of one piece, so that a batch of any size is applied in steps that each end.
 
 An exchange with storage has a deadline, and all of it is tried again when that passes. A piece that is too large for the deadline would be
 tried for ever, and no later batch would be applied. So a piece is bounded, stored pieces of a batch are not tried again, and a piece that
-took too long is tried as smaller ones. What must not live here: one try itself, the change of a row, and how damaged rows are mended
-(`paramserver.repair.repairer` answers `RepairPort`).
+took too long is tried as smaller ones.
 """
 
 import logging
@@ -83,15 +82,7 @@ def until_stored(
 ) -> T:
     """Call until storage has taken the write: wait for nodes that are away, have those repaired that lost rows.
 
-    Args:
-        call: one try.
-        pause: called between tries; raises to give up.
-        repair: brings back nodes that lost rows, and compares one where another program has replaced a page.
-        mend: told of rows that are lost, or not ours, on nodes that are in order. It is called as a part of the next try.
-        ahead: versions that storage may hold although the index does not know of them yet.
-
     Raises:
-        LostRowError, RecordError: `mend` found no way, or the rows that it mends are lost again and again.
         StorageError: one that does not pass, or the one that `pause` raised. Rows may have been written.
     """
     waits, n_mended = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S), 0
@@ -129,18 +120,7 @@ _TOO_SLOW, _FASTER = 4, 2
 
 
 class Pace:
-    """How many bytes of records one exchange with storage is to carry. One thread.
-
-    Args:
-        timeout_s: deadline of one exchange.
-        clock_s: monotonic.
-
-    Example:
-        >>> pace = Pace(5.0)
-        >>> with pace.exchange(1000): pass
-        >>> pace.n_bytes == MOST_BYTES
-        True
-    """
+    """How many bytes of records one exchange with storage is to carry. One thread."""
 
     def __init__(self, timeout_s: float, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._timeout_s, self._clock_s = timeout_s, clock_s

@@ -153,13 +153,6 @@ class EvictionPorts:
 class Evictor:
     """Walks one shard's tables and has rows erased.
 
-    Args:
-        tables: of the shard.
-        ages: of its rows; marked here.
-        ports: the rest of the shard.
-        clock: monotonic seconds.
-        wall_s: the time of day when this is made, seconds since 1970; then that clock counts.
-
     One class: all its methods read or change one walk, and what is known of the walks before.
 
     Attributes:
@@ -191,14 +184,7 @@ class Evictor:
     # --- on the apply thread -----------------------------------------------------------------------------------------------------
 
     def step(self, *, policies_changed: bool = False) -> None:
-        """Do a slice of a walk, or have a portion of rows erased, if it is due.
-
-        Args:
-            policies_changed: they may have, so they are looked at now.
-
-        Raises:
-            StorageError: weights could not be read; the slice is walked again later.
-        """
+        """Do a slice of a walk, or have a portion of rows erased, if it is due."""
         try:
             self._step(self._clock(), policies_changed=policies_changed)
         finally:
@@ -391,12 +377,7 @@ class Evictor:
         }
 
     def dry_run(self, table: TableState, deadline: Deadline) -> TableEvictions:
-        """Return what a table's policy would send away now; nothing is erased, and rows that batches change meanwhile may be counted.
-
-        Raises:
-            DeadlineExceededError: the walk did not end in time.
-            StorageError: weights could not be read.
-        """
+        """Return what a table's policy would send away now; nothing is erased, and rows that batches change meanwhile may be counted."""
         policy, known, would = self._ports.policy(table.definition), _LastWalk(), TableEvictions()
         if policy.kind == "never":
             return would

@@ -20,28 +20,12 @@ _N_BINS = 1 << 16
 
 
 def terms(policy: Eviction) -> tuple[Eviction, ...]:
-    """Return the policies of which each may send a row away; a row that several send counts for the first.
-
-    Example:
-        >>> from kvemb import evict
-        >>> terms(evict.keep(10) | evict.older_than(days=1) & evict.l2_below(0.1))
-        (keep(10), older_than(days=1) & l2_below(0.1))
-    """
+    """Return the policies of which each may send a row away; a row that several send counts for the first."""
     return policy.of if policy.kind == "any_of" else (policy,)
 
 
 class PushCounts:
-    """How many rows of a table were pushed last by which batch, as one walk has seen them.
-
-    Args:
-        first, last: batches; a row outside counts as one at the end.
-
-    Example:
-        >>> counts = PushCounts(0, 9)
-        >>> counts.add(np.array([1, 1, 5, 7]))
-        >>> counts.oldest(3), counts.lowest
-        (5, 1)
-    """
+    """How many rows of a table were pushed last by which batch, as one walk has seen them."""
 
     def __init__(self, first: int, last: int) -> None:
         self._first, self._width = first, max(1, -(-(last + 1 - first) // _N_BINS))
@@ -92,10 +76,7 @@ def judge(policy: Eviction, pushed: Batches, norms: Norms, limits: EvictionLimit
     """Return which of n rows go, bool [n], and by which of `terms`, intp [n] (without meaning for those that stay).
 
     Args:
-        policy: of the table.
         pushed: int64 [n], the batch of each row's last push.
-        norms: of the weights.
-        limits: of the policy, now.
     """
     goes, why = np.zeros(len(pushed), bool), np.zeros(len(pushed), np.intp)
     for number, term in enumerate(terms(policy)):

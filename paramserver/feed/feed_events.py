@@ -25,20 +25,7 @@ _MOST_SHARDS = 1 << 14
 
 
 class FeedEvents:
-    """Writes a shard's events. Thread-safe.
-
-    Args:
-        shard: number.
-        fenced_log: its journal.
-        mark: whose readers are woken.
-        maps: says which map is in force.
-        data: the shard's folder.
-        still_ours: raises FencedError once another process owns the shard.
-
-    Raises:
-        JournalDamagedError: the file in the folder was changed.
-        OSError: it cannot be written.
-    """
+    """Writes a shard's events. Thread-safe."""
 
     def __init__(
         self, shard: int, fenced_log: FencedLog, mark: AppliedMark, maps: MapSource, data: DataDir, still_ours: Callable[[], None]

@@ -45,14 +45,7 @@ class _BehindError(Exception):
 
 
 class ShardChanges:
-    """One subscriber's stream. `replies` is for one thread, `end` for any.
-
-    Args:
-        parts: of the shard.
-        mark: how far the journal is applied.
-        events: of the shard.
-        request: where to begin, and which tables.
-    """
+    """One subscriber's stream. `replies` is for one thread, `end` for any."""
 
     def __init__(self, parts: ShardParts, mark: AppliedMark, events: FeedEvents, request: FeedRequest) -> None:
         self._parts, self._mark, self._events, self._request = parts, mark, events, request
@@ -70,11 +63,7 @@ class ShardChanges:
         self._mark.wake()
 
     def replies(self) -> Iterator[FeedReply]:
-        """Yield what is to be told, without an end.
-
-        Raises:
-            ShardUnavailableError, StorageError: the subscriber is to ask again.
-        """
+        """Yield what is to be told, without an end."""
         try:
             above = self._begin()
             yield self._reply(BEGIN)
@@ -133,12 +122,7 @@ class ShardChanges:
             self._k = (first_batch(self._journal) or self._mark.now[0] + 1) - 1
 
     def _find(self) -> Position:
-        """The place in the journal behind the subscriber's last batch.
-
-        Raises:
-            _BehindError: the journal does not have the next one any more.
-            FeedBehindError: the shard's batch of this number is another one.
-        """
+        """The place in the journal behind the subscriber's last batch."""
         found = self._read(lambda: behind_version(self._journal, self._version))
         if found is not None:
             if found[1] != self._k:
@@ -163,11 +147,7 @@ class ShardChanges:
     # --- the journal -----------------------------------------------------------------------------------------------------------------
 
     def _follow(self) -> Iterator[FeedReply]:
-        """Tell the journal from the present place on.
-
-        Raises:
-            _BehindError: it does not have the next batch any more.
-        """
+        """Tell the journal from the present place on."""
         while not self._ended:
             n_changes = self._mark.n_changes
             self._events.look()

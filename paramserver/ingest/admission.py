@@ -5,8 +5,7 @@ is asked as of the batches before: those that are numbered and not applied yet a
 only: after a restart of the shard counts begin anew. An id whose row is erased keeps its count while the filter remembers it: then it is
 let in again with its next gradient.
 
-An id counts once for each push that names it: a trainer sums the gradients of equal ids before it sends them. What must not live here: the
-policies as values (`kvemb.admit`), how occurrences are counted (`paramserver.ingest.occurrences`).
+An id counts once for each push that names it: a trainer sums the gradients of equal ids before it sends them.
 """
 
 from collections import Counter
@@ -34,14 +33,7 @@ _PolicyOf = Callable[[str, int], Policies]
 
 
 class Admissions:
-    """Decides which gradients of pushes are applied. For the committer's thread; `held_back` and `filter_bytes` for any.
-
-    Args:
-        policies: returns those of a table.
-        tables: of the shard; they know which rows exist.
-        sync: whether pushes are steps of a sync job: then their policies are those that one of their trainers can have known. Otherwise the
-            newest.
-    """
+    """Decides which gradients of pushes are applied. For the committer's thread; `held_back` and `filter_bytes` for any."""
 
     def __init__(self, policies: _PolicyOf, tables: Tables, *, sync: bool) -> None:
         self._policies, self._tables, self._sync = policies, tables, sync
@@ -54,13 +46,7 @@ class Admissions:
         return found.size_bytes if (found := self._filters.get(key)) is not None else 0
 
     def judge(self, pushes: Sequence[Push], k: int, unapplied: Callable[[], Sequence[Batch]]) -> HeldBack:
-        """Return a function that says which ids of a batch are held back, to be called once for each of its tables.
-
-        Args:
-            pushes: of one batch.
-            k: its number, by which draws are made.
-            unapplied: returns the batches before it that may not be applied yet, in their order.
-        """
+        """Return a function that says which ids of a batch are held back, to be called once for each of its tables."""
         serial = max(part.tables_serial for push in pushes for part in push.parts) if self._sync else 0
         for key in [key for key in self._filters if self._policies(key, serial).admission.kind != "after"]:
             del self._filters[key]  # its policy is another, or the table was dropped

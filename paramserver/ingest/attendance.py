@@ -27,24 +27,14 @@ Record = Callable[[str, int], None]
 
 
 class Attendance:
-    """The trainers of one shard. Thread-safe, apart from `fence_late`, which needs the lock.
-
-    Args:
-        state, sessions: ingest's.
-        outcomes: told of pushes that are given up.
-        record: writes hellos and goodbyes to the journal.
-    """
+    """The trainers of one shard. Thread-safe, apart from `fence_late`, which needs the lock."""
 
     def __init__(self, state: IngestState, sessions: Sessions, outcomes: Outcomes, record: Record) -> None:
         self._state, self._sessions, self._outcomes, self._record = state, sessions, outcomes, record
         self._dropping: set[str] = set()  # decided, and not in the journal yet
 
     def hello(self, trainer: str, incarnation: int) -> tuple[int, int]:
-        """Grant a hello and make it durable; return (incarnation, last sequence taken).
-
-        Raises:
-            KvembError: any of `Sessions.check_hello`, `SyncSteps.check_join` and `Record`; the trainer may say hello again.
-        """
+        """Grant a hello and make it durable; return (incarnation, last sequence taken)."""
         state = self._state
         with state.changed:
             state.refuse_if_closed()
@@ -116,11 +106,7 @@ class Attendance:
         return {trainer: self._sessions.fence(trainer, why) for trainer in late}
 
     def drop(self, late: Mapping[str, int]) -> None:
-        """Go on without members: make that durable, so that a restart does not wait for them, then release the step.
-
-        Raises:
-            AbandonedError: the shard is to stop, and the journal's disk is full.
-        """
+        """Go on without members: make that durable, so that a restart does not wait for them, then release the step."""
         recorded = False
         try:
             for trainer, fence in late.items():
@@ -171,10 +157,6 @@ class StepsByMap:
 
     Only these decide, so a restart changes nothing. They are read under the lock under which steps are handed out and parts are taken.
     Nothing is done in async mode, which has no steps.
-
-    Args:
-        state, sessions, queue, outcomes, gate: ingest's.
-        registry: of tables; None: none is ever altered or dropped.
     """
 
     def __init__(

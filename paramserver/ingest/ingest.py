@@ -27,18 +27,7 @@ _HELD_POLL_S = 0.02  # a newer map is seen by reading it: no notification comes
 
 
 class Ingest:
-    """Takes work in, and gives it to the committer.
-
-    Args:
-        sessions: of this shard.
-        steps: of a sync job; None for async mode, in which pushes do not wait for each other.
-        limits: on the work that waits.
-        record: writes hellos and goodbyes to the journal.
-        clock: monotonic.
-        gate: the cluster map by which rows are taken.
-        registry: says which tables are being altered, or were altered or dropped; None: none is.
-        loads: the last load that was carried out here; None: none is known of.
-    """
+    """Takes work in, and gives it to the committer."""
 
     def __init__(
         self,
@@ -76,7 +65,6 @@ class Ingest:
 
         Raises:
             PushRejectedError, TableDroppedError, SlotsMovedError, FencedError: nothing was taken; the sequence may be used again.
-            ShardUnavailableError, ShardFailedError: the shard takes no pushes.
         """
         size = sum(rows.size_bytes for rows in (*tables, *prefetched))
         with self.state.changed:
@@ -105,9 +93,6 @@ class Ingest:
 
         Returns:
             Whether the part is new: then check it, by the map in force, and submit it.
-
-        Raises:
-            KvembError: as `submit`.
         """
         with self.state.changed:
             session = self._wait_for_room(part, cancelled)
@@ -126,11 +111,6 @@ class Ingest:
 
     def submit_rows(self, work: RowsWork, deadline: Deadline, map_serial: int) -> int:
         """Queue an assign or erase and wait until it is applied; return how many of its rows existed before.
-
-        Args:
-            work: its rows belong to this shard by a cluster map.
-            deadline: of the wait.
-            map_serial: serial of that map's shards.
 
         Raises:
             SlotsMovedError: a map of other shards is in force; nothing was taken.
@@ -193,13 +173,7 @@ class Ingest:
     # --- the committer takes it ------------------------------------------------------------------------------------------------
 
     def take(self, limit: int = 1) -> list[Work]:
-        """Return at most `limit` pieces of work, waiting for the first; none when the shard stops.
-
-        Raises:
-            BarrierError: a sync step cannot be completed; the caller calls `Outcomes.fail`.
-            KvembError: the one that `fail_from_outside` was given; likewise.
-            AbandonedError: the shard is to stop.
-        """
+        """Return at most `limit` pieces of work, waiting for the first; none when the shard stops."""
         while True:
             with self.state.changed:
                 group = self._take(limit)

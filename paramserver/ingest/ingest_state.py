@@ -1,7 +1,4 @@
-"""The state that all parts of ingest share, with its one lock: whether a shard takes and applies work, and the reason of a wait.
-
-What must not live here: work itself.
-"""
+"""The state that all parts of ingest share, with its one lock: whether a shard takes and applies work, and the reason of a wait."""
 
 import logging
 import threading
@@ -25,16 +22,7 @@ class AbandonedError(Exception):
 
 
 class Trouble:
-    """Why a shard waits for its disk or storage now: written by the threads that wait, read by any thread.
-
-    Example:
-        >>> trouble = Trouble()
-        >>> trouble.storage_waits("a node is away"), trouble.storage_waits("a node is away")
-        (True, False)
-        >>> trouble.storage_works()
-        >>> str(trouble)
-        ''
-    """
+    """Why a shard waits for its disk or storage now: written by the threads that wait, read by any thread."""
 
     def __init__(self) -> None:
         self.storage = ""  # why a batch is tried again
@@ -54,10 +42,6 @@ class Trouble:
 
     def until_there_is_room(self, write: Callable[[], T], wait: Callable[[float], bool]) -> T:
         """Write to the journal, again and again while its disk is full; return the result of `write`.
-
-        Args:
-            write: one try.
-            wait: waits so many seconds, and says whether the shard is to stop.
 
         Raises:
             AbandonedError: the shard is to stop; the write may not be in the journal.
@@ -82,12 +66,7 @@ class Trouble:
 
 
 class IngestState:
-    """The state that the parts of one shard's ingest share; to be used under the lock `changed`, unless a docstring says otherwise.
-
-    Args:
-        steps: of a sync job, at the start; None in async mode.
-        clock: monotonic.
-    """
+    """The state that the parts of one shard's ingest share; to be used under the lock `changed`, unless a docstring says otherwise."""
 
     def __init__(self, steps: SyncSteps | None, clock: Callable[[], float]) -> None:
         self.steps, self.clock = steps, clock

@@ -28,14 +28,7 @@ _LOW, _HALF = np.uint64(0xFFFF_FFFF), np.uint64(32)
 
 
 class OccurrenceFilter:
-    """Counts occurrences of ids. Not thread-safe.
-
-    Example:
-        >>> seen = OccurrenceFilter()
-        >>> ids, once = np.array([7, 9], np.uint64), np.ones(2, np.int64)
-        >>> [seen.reach(ids, once, 3, most_cells=LEAST_CELLS).tolist() for _ in range(3)]
-        [[False, False], [False, False], [True, True]]
-    """
+    """Counts occurrences of ids. Not thread-safe."""
 
     def __init__(self) -> None:
         self._cells = np.zeros(_FIRST_CELLS, np.uint16)  # the younger generation's count in the low byte, the older one's in the high byte
@@ -52,8 +45,6 @@ class OccurrenceFilter:
         Args:
             ids: uint64 [m], unique.
             counts: int64 [m], how often each has come.
-            n: 1 to 255.
-            most_cells: that the filter may grow to.
         """
         words = mix64(ids)
         steps = (words >> _HALF) | np.uint64(1)
@@ -84,11 +75,6 @@ class OccurrenceFilter:
 
 
 def cells_for(n_rows: int) -> int:
-    """Return how many cells a filter may grow to, beside a table of so many rows: its window then has about as many ids, or more.
-
-    Example:
-        >>> cells_for(0) == LEAST_CELLS, cells_for(2_000_000), cells_for(10**9) == MOST_CELLS
-        (True, 33554432, True)
-    """
+    """Return how many cells a filter may grow to, beside a table of so many rows: its window then has about as many ids, or more."""
     wanted = 1 << (max(1, int(n_rows / _IDS_PER_CELL)) - 1).bit_length()
     return min(MOST_CELLS, max(LEAST_CELLS, wanted))

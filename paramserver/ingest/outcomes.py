@@ -13,11 +13,7 @@ from .work_queue import UnappliedParts, WorkQueue
 
 
 class Outcomes:
-    """Tells the outcomes of one shard's work. Thread-safe, apart from `give_up`, which needs the lock.
-
-    Args:
-        state, sessions, pending, queue: ingest's.
-    """
+    """Tells the outcomes of one shard's work. Thread-safe, apart from `give_up`, which needs the lock."""
 
     def __init__(self, state: IngestState, sessions: Sessions, pending: UnappliedParts, queue: WorkQueue) -> None:
         self._state, self._sessions, self._pending, self._queue = state, sessions, pending, queue
@@ -40,12 +36,7 @@ class Outcomes:
                     ticket.release(reply)
 
     def settle(self, work: Work, replies: dict[int, PushReply]) -> None:
-        """Record that work was applied.
-
-        Args:
-            work: as taken.
-            replies: outcome of each part, by id() of its ticket.
-        """
+        """Record that work was applied."""
         with self._state.changed:
             if self._state.failure is not None:
                 return  # everything had its answer then
@@ -89,11 +80,7 @@ class Outcomes:
 
 
 class Backlog:
-    """The work that one shard has accepted and storage does not have yet. Thread-safe.
-
-    Args:
-        state, pending, queue: ingest's.
-    """
+    """The work that one shard has accepted and storage does not have yet. Thread-safe."""
 
     def __init__(self, state: IngestState, pending: UnappliedParts, queue: WorkQueue) -> None:
         self._state, self._pending, self._queue = state, pending, queue
@@ -104,17 +91,8 @@ class Backlog:
         A push whose sync step lacks another trainer's push does not count as accepted: the missing one may be the flushing trainer's own
         next push. Nor does a push whose last part is still to come.
 
-        Args:
-            deadline: of the wait.
-            table: key of a table that is closed to new pushes: pushes with rows of it are waited for in any case.
-            steps_held: whether sync steps are held: those that are not handed out are not waited for.
-
         Returns:
             The step that was not waited for, and the trainers that it lacks; "" for none.
-
-        Raises:
-            DeadlineExceededError: with the last storage error, or the trainers that a sync step waits for.
-            ShardFailedError: a push will never be applied.
         """
         with self._state.changed:
             lacking, said = (self._queue.in_unfinished_steps(), "") if steps_held else self._queue.lacking()

@@ -53,17 +53,7 @@ def check_push(
 
 
 def check_part(part: PushPart, find: FindTable, shard: int, cluster_map: ClusterMap) -> Checked:
-    """Check a whole part of a push.
-
-    Args:
-        part: as decoded: lengths fit each other, nothing else is known.
-        find: the registry's look-up.
-        shard: this one.
-        cluster_map: says which shard writes which slot.
-
-    Raises:
-        PushRejectedError: naming the table and, where a row is at fault, its id. Nothing was accepted.
-    """
+    """Check a whole part of a push."""
     if part.sequence < 1 or part.step < 0:
         raise PushRejectedError(f"trainer {part.trainer!r}: sequence {part.sequence}, step {part.step}: sequences count from 1")
     digest = digest_tables(part.tables, part.prefetched)
@@ -76,11 +66,7 @@ def check_part(part: PushPart, find: FindTable, shard: int, cluster_map: Cluster
 
 
 def check_prefetched(part: PushPart, find: FindTable, shard: int, cluster_map: ClusterMap, *, sync: bool) -> Checked:
-    """Check the rows that a part says its trainer has prefetched; the other arguments as in `check_part`.
-
-    Raises:
-        PushRejectedError: as `check_part`; or this is no sync job. Nothing was accepted.
-    """
+    """Check the rows that a part says its trainer has prefetched; the other arguments as in `check_part`."""
     if part.prefetched and not sync:
         raise PushRejectedError(f"part {part.sequence}: it asks about prefetched rows, which only shards of a sync job answer")
     names = [rows.table for rows in part.prefetched]
@@ -93,12 +79,7 @@ def check_prefetched(part: PushPart, find: FindTable, shard: int, cluster_map: C
 
 
 def find_same(name: str, schema: int, find: FindTable) -> TableDef:
-    """Return the table of a name and schema.
-
-    Raises:
-        UnknownTableError: there is none.
-        TableDroppedError: it was dropped, and another table has its name.
-    """
+    """Return the table of a name and schema."""
     definition = find(name, schema)
     if definition.schema != schema and definition.life:
         raise TableDroppedError(f"table {name!r}: was dropped, and created again since, as another table. {AFTER_A_DROP}.")
@@ -172,15 +153,6 @@ class MapGate:
     """The cluster map by which one shard takes rows.
 
     Which rows wait follows from the map alone, so that a restart of the shard in the middle of a hand-over changes nothing.
-
-    Args:
-        shard: number.
-        cluster_map: returns the map in force, as far as this shard has seen.
-
-    Example:
-        >>> gate = MapGate(0)
-        >>> gate.holds(1), gate.holds(2)
-        (False, True)
     """
 
     def __init__(self, shard: int = 0, cluster_map: Callable[[], ClusterMap] = lambda: _FIRST) -> None:
@@ -209,12 +181,7 @@ class MapGate:
         self._member = False
 
     def require(self, serial: int) -> None:
-        """Refuse rows that were routed by an older map, of other shards.
-
-        Raises:
-            SlotsMovedError: naming both.
-            ShardUnavailableError: this process has no part in the shard that the map names.
-        """
+        """Refuse rows that were routed by an older map, of other shards."""
         now = self._map().shards_serial
         if not self._member and self._shard in self._map().writing_shards:
             raise ShardUnavailableError(f"shard {self._shard}: another process has its slots; nothing was taken")
@@ -226,11 +193,7 @@ class MapGate:
 
 
 class LoadGate:
-    """The last load that one shard has carried out, and by which it takes parts. Any thread.
-
-    Args:
-        newest: reads the serial of the newest load that is decided, and its tables, () for all; (0, ()) for none.
-    """
+    """The last load that one shard has carried out, and by which it takes parts. Any thread."""
 
     def __init__(self, newest: Callable[[], tuple[int, tuple[str, ...]]] = lambda: (0, ())) -> None:
         self._newest = newest

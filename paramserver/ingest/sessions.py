@@ -54,11 +54,7 @@ class Session:
     dropped: str = ""
 
     def known(self, sequence: int, digest: int) -> PartTicket | None:
-        """Return the ticket of a part that was taken before, or None for the next new one.
-
-        Raises:
-            PushRejectedError: a gap, or other data under a used sequence.
-        """
+        """Return the ticket of a part that was taken before, or None for the next new one."""
         if sequence == self.last_sequence + 1:
             return None
         if sequence > self.last_sequence:
@@ -128,13 +124,7 @@ class Session:
 
 
 class Sessions:
-    """The sessions of all trainers that this shard knows. Not thread-safe: ingest locks.
-
-    Args:
-        issues: whether this shard issues incarnations (shard 0).
-        next_incarnation: the first it may issue.
-        restored: (trainer, incarnation, last sequence) from the saved state.
-    """
+    """The sessions of all trainers that this shard knows. Not thread-safe: ingest locks."""
 
     def __init__(self, issues: bool, next_incarnation: int = 1, restored: list[tuple[str, int, int]] | None = None) -> None:
         self._issues = issues
@@ -231,13 +221,7 @@ class Sessions:
         return min(spare, key=lambda session: (session.last_sequence > 0, session.live), default=None)
 
     def find(self, trainer: str, incarnation: int) -> Session:
-        """Return the session in force of a trainer.
-
-        Raises:
-            FencedError: a newer incarnation took over.
-            PushRejectedError: it never said hello, or said goodbye.
-            ShardUnavailableError: it said hello before the shard's restart; it is to say hello and send its parts again.
-        """
+        """Return the session in force of a trainer."""
         session = self.find_any(trainer, incarnation)
         if session.restored:
             raise ShardUnavailableError(f"trainer {trainer!r}: this shard was restarted; say hello again")

@@ -26,11 +26,7 @@ def lost(steps: SyncSteps, now_s: float) -> list[str]:
 
 
 def check_overdue(steps: SyncSteps, now_s: float) -> None:
-    """Raise when a step has waited too long for a member that can be neither waited for nor dropped.
-
-    Raises:
-        BarrierError: naming the missing trainers.
-    """
+    """Raise when a step has waited too long for a member that can be neither waited for nor dropped."""
     if steps.on_lost != WAIT and not lost(steps, now_s) and (text := waits_for(steps, now_s)):
         raise BarrierError(f"{text}. Nothing of it was applied.")
 

@@ -38,10 +38,6 @@ class Membership:
         n_trainers: of the job.
         members: in the order in which they came.
         complete: whether all trainers have been here at once.
-
-    Example:
-        >>> Membership(2).hello("a", 1).hello("b", 2).bye("a")
-        Membership(n_trainers=2, members=(('b', 2),), complete=True)
     """
 
     n_trainers: int
@@ -224,11 +220,7 @@ class SyncSteps:
         return (trainer, incarnation) in self.awaited and trainer not in self.places
 
     def check_join(self, trainer: str) -> None:
-        """Refuse a trainer for which there is no place.
-
-        Raises:
-            BarrierError: naming the trainers that have the places.
-        """
+        """Refuse a trainer for which there is no place."""
         if trainer not in self.places and len(self.places) >= self.n_trainers:
             raise BarrierError(
                 f"trainer {trainer!r}: all {self.n_trainers} places of this sync job are taken by {', '.join(sorted(self.places))}; "
@@ -307,11 +299,7 @@ class SyncSteps:
         return self._with(push.trainer, replace(place.hear(now_s), n_unsettled=place.n_unsettled - 1))
 
     def next_step(self) -> tuple["SyncSteps", Pushes]:
-        """Also return the next step if every live member's push for it is in; otherwise nothing.
-
-        Raises:
-            BarrierError: members are at different steps.
-        """
+        """Also return the next step if every live member's push for it is in; otherwise nothing."""
         places, due = self.places, self.due
         if not self.complete or not all(place.waiting for place in places.values()) or self.hold.forbids(due):
             return self, ()

@@ -44,12 +44,7 @@ class Limits:
 
 
 class UnappliedParts:
-    """Complete pushes and row changes that are not applied yet, in the order in which they came, numbered from 1.
-
-    Args:
-        limits: on their number and size.
-        sync: whether a barrier waits for every trainer.
-    """
+    """Complete pushes and row changes that are not applied yet, in the order in which they came, numbered from 1."""
 
     def __init__(self, limits: Limits, *, sync: bool = False) -> None:
         self._limits, self._sync = limits, sync
@@ -117,11 +112,7 @@ class UnappliedParts:
 
 
 class WorkQueue:
-    """Pushes and row changes on their way to the committer, in the order in which they came.
-
-    Args:
-        state: ingest's; where it has no steps of a sync job, pushes do not wait for each other.
-    """
+    """Pushes and row changes on their way to the committer, in the order in which they came."""
 
     def __init__(self, state: IngestState) -> None:
         self._state = state
@@ -137,11 +128,7 @@ class WorkQueue:
             self._state.become(self._state.steps.add(item))
 
     def take(self, limit: int, now_s: float) -> list[Work]:
-        """Return at most `limit` pieces of work.
-
-        Raises:
-            BarrierError: a sync step cannot be completed.
-        """
+        """Return at most `limit` pieces of work."""
         if self._state.steps is not None:
             self._release_steps(self._state.steps)
             if not self._queue:
@@ -195,11 +182,7 @@ class WorkQueue:
 
 
 def hyper_by_table(parts: Iterable[ReceivedPart]) -> dict[str, Mapping[str, float]]:
-    """Return the run-time values in force for each table that the parts name.
-
-    Raises:
-        PushRejectedError: two parts have different values for one table.
-    """
+    """Return the run-time values in force for each table that the parts name."""
     found: dict[str, Mapping[str, float]] = {}
     for part in parts:
         for rows in part.tables:
@@ -234,11 +217,6 @@ def n_mergeable(pushes: Sequence[Push]) -> int:
 
 def merge_pushes(pushes: Sequence[Push], *, sync: bool, held_back: HeldBack = lambda definition, groups: None) -> Batch:
     """Make one batch of pushes: gradients of equal ids are summed in (incarnation, sequence) order.
-
-    Args:
-        pushes: at least one; in sync mode the step of every live member.
-        sync: divide tables that reduce by "mean" by the number of pushes, which is the number of members of the step.
-        held_back: says which ids are left out; the tickets of their parts are told how many gradients that are.
 
     Returns:
         Rows of each table, in ascending order of ids. A table that was named without rows is in it with 0 rows.

@@ -12,9 +12,6 @@ def trainers_of(journal: Journal, version: int, deadline: Deadline) -> list[str]
     """Return the trainers whose pushes were merged into a batch; [] where the journal does not have it, or time is up.
 
     Segments are tried from the last one back: one is read as far as the batch, of those behind it only the first batch.
-
-    Raises:
-        JournalDamagedError: a segment cannot be read, perhaps because it was discarded meanwhile.
     """
     for number in range(journal.end.segment, journal.start.segment - 1, -1):
         earlier = True  # as long as no batch was seen here
@@ -34,9 +31,6 @@ def behind_version(journal: Journal, version: int) -> tuple[Position, int] | Non
     """Return where the entry of the last batch up to a version ends, and the batch's k; None where the journal begins with a later one.
 
     Segments are tried from the last one back, as of the one that has it all entries up to the version are read.
-
-    Raises:
-        JournalDamagedError: a segment cannot be read, perhaps because it was discarded meanwhile.
     """
     for number in range(journal.end.segment, journal.start.segment - 1, -1):
         found = None

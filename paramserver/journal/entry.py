@@ -103,15 +103,7 @@ Entry = BatchEntry | SessionEntry | EventEntry
 
 
 def encode_entry(entry: Entry) -> list[bytes | memoryview]:
-    """Return the entry's bytes in pieces. Arrays are not copied: they must not change while the pieces are in use.
-
-    Raises:
-        ParameterServerError: more names and numbers than a reader takes.
-
-    Example:
-        >>> b"".join(encode_entry(SessionEntry("abc", 7)))
-        b'\\x0f\\x00\\x00\\x00\\x94\\x01\\xa7session\\xa3abc\\x07'
-    """
+    """Return the entry's bytes in pieces. Arrays are not copied: they must not change while the pieces are in use."""
     header: bytes = msgpack.packb(_header(entry))
     if len(header) > MAX_HEADER_BYTES:
         raise ParameterServerError(f"journal entry: a header of {len(header)} bytes; at most {MAX_HEADER_BYTES} are read back")
@@ -127,16 +119,8 @@ def encode_entry(entry: Entry) -> list[bytes | memoryview]:
 def decode_entry(payload: bytes | memoryview, find_table: Find) -> Entry:
     """Read an entry.
 
-    Args:
-        payload: all of it; the arrays of a batch may be views of it.
-        find_table: the definition of (name, schema).
-
     Raises:
         JournalDamagedError: any field is wrong, or the tables it names are not those of the registry; nothing of it was used.
-
-    Example:
-        >>> decode_entry(b"".join(encode_entry(SessionEntry("t", 7))), lambda name, schema: None)
-        SessionEntry(trainer='t', incarnation=7)
     """
     view = memoryview(payload).toreadonly()
     _expect(len(view) >= _SIZE.size, "it is cut off")

@@ -27,16 +27,7 @@ class Segment:
 
 
 def recover(folder: Path, *, sync: bool) -> list[Segment]:
-    """Find the segments of earlier processes and where each ends.
-
-    Args:
-        folder: of the journal.
-        sync: make the last one durable, since later segments build upon it.
-
-    Raises:
-        JournalDamagedError: a segment is missing, or is none; or the last one was damaged behind entries that had been durable.
-        OSError: a file cannot be read.
-    """
+    """Find the segments of earlier processes and where each ends."""
     numbers = segment_files.numbers(folder)
     for before, number in pairwise(numbers):
         if number != before + 1:
@@ -53,11 +44,7 @@ def recover(folder: Path, *, sync: bool) -> list[Segment]:
 
 
 def read_entries(segments: Sequence[Segment], start: Position) -> Iterator[tuple[Position, memoryview]]:
-    """Yield (position after it, payload) of every entry from `start` on.
-
-    Raises:
-        JournalDamagedError: a file does not hold the bytes that were written to it, or cannot be read.
-    """
+    """Yield (position after it, payload) of every entry from `start` on."""
     for segment in segments:
         number = segment.header.number
         first = max(start.offset, HEADER_SIZE) if number == start.segment else HEADER_SIZE
@@ -101,16 +88,7 @@ def _end_of(path: Path, header: SegmentHeader, *, sync: bool) -> int:
 
 
 def last_batch(folder: Path, start: Position = START) -> int:
-    """Return the k of the last batch from a position on; 0 when there is none.
-
-    Args:
-        folder: of the journal.
-        start: of the saved state that the journal is replayed on.
-
-    Raises:
-        JournalBehindError: the journal ends before `start`.
-        JournalDamagedError: a file is missing, or does not hold the bytes that were written to it.
-    """
+    """Return the k of the last batch from a position on; 0 when there is none."""
     try:
         segments = recover(folder, sync=False)
     except OSError as error:

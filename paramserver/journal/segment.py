@@ -64,16 +64,7 @@ class SegmentHeader:
 
 
 def unpack_header(data: bytes, where: str) -> SegmentHeader:
-    """Read a segment's header.
-
-    Raises:
-        JournalDamagedError: it is not one.
-        ParameterServerError: it is of another format.
-
-    Example:
-        >>> unpack_header(SegmentHeader(3, 99, 48).pack(), "f").previous_end
-        48
-    """
+    """Read a segment's header."""
     if len(data) < HEADER_SIZE or data[:8] != MAGIC:
         raise damaged(where, 0, "it does not begin as a journal segment")
     _, version, size, number, nonce, previous_end, check = _HEAD.unpack_from(data)
@@ -85,14 +76,7 @@ def unpack_header(data: bytes, where: str) -> SegmentHeader:
 
 
 def frame(header: SegmentHeader, offset: int, durable: int, pieces: list[bytes | memoryview]) -> bytes:
-    """Return the header of the entry that is going to stand at `offset`.
-
-    Args:
-        header: of the segment.
-        offset: where the entry begins.
-        durable: up to where the segment is known durable.
-        pieces: the payload.
-    """
+    """Return the header of the entry that is going to stand at `offset`."""
     checksum, size = xxhash.xxh3_64(), 0
     for piece in pieces:
         checksum.update(piece)
@@ -102,17 +86,7 @@ def frame(header: SegmentHeader, offset: int, durable: int, pieces: list[bytes |
 
 
 def entries(header: SegmentHeader, read_at: ReadAt, start: int, end: int, where: str) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset after it, payload) of every entry from `start` to `end`; one payload is in memory at a time.
-
-    Args:
-        header: of the segment.
-        read_at: its bytes.
-        start, end: offsets between entries: the segment is known to hold whole entries from one to the other.
-        where: its path, for messages.
-
-    Raises:
-        JournalDamagedError: it does not; entries before the damage have been yielded.
-    """
+    """Yield (offset after it, payload) of every entry from `start` to `end`; one payload is in memory at a time."""
     while start < end:
         found = _entry_header(header, read_at(start, ENTRY_HEADER_SIZE), start)
         if found is None or start + ENTRY_HEADER_SIZE + found.size > end:
@@ -125,17 +99,7 @@ def entries(header: SegmentHeader, read_at: ReadAt, start: int, end: int, where:
 
 
 def find_end(header: SegmentHeader, read_at: ReadAt, size: int, where: str) -> int:
-    """Return where the last segment of a writer that is gone ends: behind its last whole entry.
-
-    Args:
-        header: of the segment.
-        read_at: its bytes.
-        size: of the file.
-        where: its path, for messages.
-
-    Raises:
-        JournalDamagedError: bytes in the middle, which had been durable, are no entry.
-    """
+    """Return where the last segment of a writer that is gone ends: behind its last whole entry."""
     end = HEADER_SIZE
     while end < size:
         found = _entry_header(header, read_at(end, ENTRY_HEADER_SIZE), end)

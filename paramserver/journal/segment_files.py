@@ -33,11 +33,7 @@ def open_to_read(path: Path) -> int:
 
 
 def require_in_place(path: Path, descriptor: int) -> None:
-    """Refuse an open file to which its path does not lead any more: a sync succeeds on that, too, and no start would read it.
-
-    Raises:
-        FileNotFoundError: it was deleted, unmounted, or replaced by a copy.
-    """
+    """Refuse an open file to which its path does not lead any more: a sync succeeds on that, too, and no start would read it."""
     try:
         if os.path.samestat(os.stat(path), os.fstat(descriptor)):
             return

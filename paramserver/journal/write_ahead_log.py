@@ -50,14 +50,8 @@ class _Current(Segment):
 class Journal:
     """One folder of segments. Thread-safe; not fork-safe. Opening it recovers what is there and begins a new segment.
 
-    Args:
-        folder: made if it is not there. One living owner at a time; an older one that lives on is noticed when it begins a segment.
-        durability: "fsync" (a committed entry survives a power failure) or "os" (it survives the death of this process).
-        segment_bytes: a segment that has reached this size is followed by a new one; only whole segments are ever discarded.
-
     Raises:
         JournalDamagedError: files are missing, or do not hold the bytes that were written to them; nothing was changed.
-        JournalFullError: the new segment could not be written.
     """
 
     def __init__(self, folder: Path, durability: str, *, segment_bytes: int = 256 << 20) -> None:
@@ -91,15 +85,11 @@ class Journal:
     def append(self, pieces: Pieces) -> Position:
         """Write an entry; it is neither durable nor visible before `commit`.
 
-        Args:
-            pieces: the payload. They are kept until they are committed, and must not change before that.
-
         Returns:
             The position after it.
 
         Raises:
             JournalFullError: nothing of it was kept; entries before it are as they were. Try again later.
-            FencedError: another process has begun the next segment.
         """
         with self._lock:
             self._check_open()
@@ -119,7 +109,6 @@ class Journal:
         Raises:
             JournalFullError: they are not known durable, or the segment is not in its folder any more. They are kept: call `commit` again,
                 do not append them again.
-            FencedError: as `append`.
         """
         with self._lock:
             self._check_open()
@@ -137,14 +126,7 @@ class Journal:
             self._pending.clear()
 
     def read(self, start: Position = START) -> Iterator[tuple[Position, memoryview]]:
-        """Yield (position after it, payload) of the committed entries from `start` on, as of this call; one at a time in memory.
-
-        Args:
-            start: a position that this journal returned; entries discarded since are skipped.
-
-        Raises:
-            JournalDamagedError: a file does not hold the bytes that were written to it, or the journal ends before `start`.
-        """
+        """Yield (position after it, payload) of the committed entries from `start` on, as of this call; one at a time in memory."""
         with self._lock:
             if start > self.end:
                 raise damaged(str(self._current.path), self._current.written, f"the journal ends here, expected entries up to {start}")
@@ -156,9 +138,6 @@ class Journal:
 
         It stays even when the position is its end. A later `read` from this position must find its segment, which shows that nothing is
         missing. A position that a failed sync has moved to a later segment is safe, too: it still names the earlier one.
-
-        Raises:
-            ParameterServerError: a file cannot be deleted; it and later ones are still part of the journal.
         """
         with self._lock:
             while self._past and self._past[0].header.number < position.segment:
@@ -285,12 +264,7 @@ NO_INCARNATION = 0
 
 
 class FencedLog:
-    """The journal of one shard, which promises nothing for a shard that has another owner.
-
-    Args:
-        journal: open.
-        still_ours: raises FencedError once another process owns the shard.
-    """
+    """The journal of one shard, which promises nothing for a shard that has another owner."""
 
     def __init__(self, journal: Journal, still_ours: Callable[[], None]) -> None:
         self.journal, self._still_ours = journal, still_ours
@@ -307,7 +281,6 @@ class FencedLog:
         """Return when everything appended is durable and the shard is still ours: only then may it be acknowledged.
 
         Raises:
-            JournalFullError: not durable; try again.
             FencedError: another process owns the shard; nothing may be acknowledged any more.
         """
         self.journal.commit()
@@ -326,7 +299,6 @@ class FencedLog:
 
         Raises:
             FencedError: another process owns the shard, whose state may need them; nothing was deleted.
-            ParameterServerError: a file cannot be deleted.
         """
         self._still_ours()
         self.journal.discard_before(position)
@@ -334,10 +306,6 @@ class FencedLog:
 
 class AppliedMark:
     """The last batch applied. Thread-safe; costs an apply one notification.
-
-    Args:
-        k: of the last batch applied before this process began.
-        position: behind its entry, or behind later ones that are no batches.
 
     Attributes:
         now: the number of the last batch applied, and the position behind its entry.

@@ -23,19 +23,7 @@ log = logging.getLogger("paramserver")
 
 
 class Front:
-    """The ports of one shard, open as soon as it is made.
-
-    Args:
-        config: of the cluster.
-        shard: number.
-        listen: "host:port" to serve on.
-        report: of the start.
-        on_open: called once they are.
-        take_over: the process that is to be shut out may have the ports still; then they are opened when the shard is to serve.
-
-    Raises:
-        ParameterServerError, ConfigError: a port cannot be had.
-    """
+    """The ports of one shard, open as soon as it is made."""
 
     def __init__(
         self, config: Config, shard: int, listen: str, report: StartReport, on_open: Callable[[], None], *, take_over: bool = False
@@ -52,16 +40,7 @@ class Front:
             log.warning("%s It is tried again when the shard is to serve.", error)
 
     def open(self, wait: Callable[[float], None], timeout_s: float, older: str) -> None:
-        """Open the ports, unless they are: the process that was shut out has them until it ends.
-
-        Args:
-            wait: between tries; raises StoppedError when the process is told to stop.
-            timeout_s: how long to try.
-            older: which process that is, or "".
-
-        Raises:
-            ParameterServerError, ConfigError: they cannot be had.
-        """
+        """Open the ports, unless they are: the process that was shut out has them until it ends."""
         deadline, said = Deadline.after(timeout_s), False
         whose = f"The process that had the shard ({older})" if older else "The process that had the shard"
         while self._server is None:

@@ -49,13 +49,7 @@ class StoppedError(Exception):
 
 
 class StorageWait:
-    """Tries a step of the start again while storage is away.
-
-    Args:
-        deadline: of the whole start.
-        wait: between tries.
-        report: of the start.
-    """
+    """Tries a step of the start again while storage is away."""
 
     def __init__(self, deadline: Deadline, wait: Wait, report: StartReport) -> None:
         self.deadline, self._wait, self._report = deadline, wait, report
@@ -67,16 +61,7 @@ class StorageWait:
         errors: tuple[type[KvembError], ...] = ABSENT,
         may_pass: Callable[[KvembError], bool] = lambda error: True,
     ) -> T:
-        """Take a step that may be taken again after any of these errors.
-
-        Args:
-            step: raises them.
-            errors: that are waited for.
-            may_pass: whether this one is.
-
-        Raises:
-            KvembError: the last one, once the deadline has passed; at once that a node refuses us: its user may never have been right.
-        """
+        """Take a step that may be taken again after any of these errors."""
         waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
             try:
@@ -98,21 +83,8 @@ def join_cluster(store: Store, data: DataDir, shard: int, n_shards: int, *, name
 
     Nodes that have lost their rows are no obstacle to a shard that has seen the cluster whole: they are repaired.
 
-    Args:
-        store: not open yet.
-        data: this shard's folder.
-        shard, n_shards: which of how many.
-        name: of the cluster, by kvemb.yaml.
-        timeout_s: of one storage call; more is given from try to try, since a Redis Cluster has thousands of markers to read.
-        again: tries again until the time for the start is up.
-
     Returns:
         The cluster. The folder has not noted it yet: `keep_identity` does, once this shard may claim its number there.
-
-    Raises:
-        NodeLostError: a node has lost its marker, and this folder has never seen the cluster whole.
-        WrongNodeError: the nodes belong to another cluster than this data folder, or than kvemb.yaml names.
-        StorageError: any other error of a node; where the node may still come up, only once the deadline has passed.
     """
 
     def step() -> Identity:
@@ -167,12 +139,6 @@ def keep_identity(data: DataDir, identity: Identity) -> None:
 
 def keep_map(data: DataDir, nodes: StoreNodes, cluster_map: ClusterMap, check: Callable[[], None]) -> None:
     """Keep a newer map in the folder of a shard that has joined, and what else it has learnt of the nodes.
-
-    Args:
-        data: the folder.
-        nodes: of the cluster.
-        cluster_map: of the cluster.
-        check: raises once another process owns the shard.
 
     Raises:
         OSError, FencedError: the older one is kept.

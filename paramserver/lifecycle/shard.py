@@ -61,14 +61,7 @@ log = logging.getLogger("paramserver")
 
 
 class Shard:
-    """A shard that serves; made by `start`.
-
-    Args:
-        parts: of a shard that has recovered.
-        store, data, front: open; it closes them.
-        on_fenced: called once when another process has taken the shard over; the caller then calls `stop`.
-        on_load: called when the shard is told to load a checkpoint; the caller then calls `stop`, and `start` again. None: it refuses.
-    """
+    """A shard that serves; made by `start`."""
 
     def __init__(
         self,

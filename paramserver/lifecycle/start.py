@@ -69,23 +69,7 @@ def start(
     on_load: Callable[[], None] | None = None,
     on_claimed: OnClaimed = lambda epoch, now: None,
 ) -> Shard:
-    """Take every step up to a shard that can serve; on an error everything is closed again.
-
-    Args:
-        config: of the cluster.
-        shard: number.
-        listen: "host:port" to serve on.
-        start_timeout_s: how long to wait for storage nodes.
-        wait: between tries; raises StoppedError when the process is told to stop.
-        take_over: although another process may run the shard: that one is fenced.
-        roll_back: although the journal lacks batches that were acknowledged: rows go back to where it ends.
-        on_fenced, on_load: see `Shard`.
-        on_claimed: once the shard is this process's, given two functions that return its epoch and its cluster map.
-
-    Raises:
-        ConfigError: no such shard, or a table of the file does not fit.
-        KvembError: see `paramserver.lifecycle.join_cluster`, `paramserver.recovery.claim_shard`, `paramserver.recovery.replay`.
-    """
+    """Take every step up to a shard that can serve; on an error everything is closed again."""
     root = Path(config.servers.data_dir)
     _require_own_folder(config.cluster, root, shard)
     data = DataDir(root, shard, take_over=take_over)
@@ -125,13 +109,7 @@ def _require_own_folder(cluster: str, root: Path, shard: int) -> None:
 
 
 class _Start:
-    """The steps of a start, in order.
-
-    Args:
-        config, shard, wait, start_timeout_s, roll_back, on_claimed: see `start`.
-        data: the shard's folder.
-        report: told of each step, and how far it is.
-    """
+    """The steps of a start, in order."""
 
     def __init__(
         self,
@@ -151,12 +129,7 @@ class _Start:
         self._store = open_store(config.storage, role=f"shard:{shard}")
 
     def shard(self, front: Front, on_fenced: Callable[[], None], on_load: Callable[[], None] | None) -> Shard:
-        """Return a shard that can serve.
-
-        Raises:
-            LoadedError: another state was loaded, to be started with.
-            KvembError: see `start`.
-        """
+        """Return a shard that can serve."""
         started = None
         try:
             with named(f"shard {self._shard}: its data folder cannot be used", self._data.path):

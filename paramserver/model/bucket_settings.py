@@ -19,12 +19,7 @@ _REFUSED = (ConfigError, ProtocolError)  # no permission, or a server without th
 
 
 def require_records_fit(store: Store, addresses: Sequence[str], tables: Sequence[TableDef], timeout_s: float) -> None:
-    """Refuse tables, or a node that is to join, where a node does not take the tables' records.
-
-    Raises:
-        InvalidInputError: it names both.
-        StorageError: a node does not answer.
-    """
+    """Refuse tables, or a node that is to join, where a node does not take the tables' records."""
     for address in addresses:
         limit = store.nodes.max_record_bytes(address, Deadline.after(timeout_s))
         for table in tables:
@@ -41,7 +36,6 @@ def require_limits(store: Store, table: TableDef, timeout_s: float) -> None:
 
     Raises:
         InvalidInputError: the table is compact, and a node's limits do not fit and may not be changed. It names both; no table was made.
-        StorageError: a node does not answer.
     """
     if table.layout != "compact":
         settle_limits(store, store.nodes.addresses, [table], timeout_s)

@@ -24,14 +24,7 @@ log = logging.getLogger("paramserver")
 
 
 class RegistryCopies:
-    """The copies of the registry of tables, on the nodes and in the data folder, as one shard reads and writes them.
-
-    Args:
-        store: open.
-        shard: number; shard 0 alone writes to the nodes, except over damaged copies.
-        timeout_s: deadline of one storage call.
-        data: the shard's folder.
-    """
+    """The copies of the registry of tables, on the nodes and in the data folder, as one shard reads and writes them."""
 
     def __init__(self, store: Store, shard: int, timeout_s: float, data: DataDir) -> None:
         self._store, self._shard, self._timeout_s, self._data = store, shard, timeout_s, data
@@ -49,7 +42,6 @@ class RegistryCopies:
 
         Raises:
             ShardUnavailableError: a newer one cannot be kept in the folder.
-            StorageError: nodes cannot be read, or written.
         """
         self._behind = True
         kept = self._data.read(KEPT)
@@ -79,7 +71,6 @@ class RegistryCopies:
 
         Raises:
             ParameterServerError: it cannot be kept in the folder; nothing was changed.
-            StorageError: some nodes may hold it; the next `catch_up` tells.
         """
         self._behind = True
         try:
@@ -123,11 +114,7 @@ def put_back(known: Registered) -> Change:
 
 
 def _in_turn(new: Registered) -> Change:
-    """Return the change that puts the next registry in the place of the one before.
-
-    Raises:
-        ShardUnavailableError: another process of shard 0 has written one meanwhile.
-    """
+    """Return the change that puts the next registry in the place of the one before."""
     value = encoded(new)
 
     def is_newer(found: bytes) -> bool:

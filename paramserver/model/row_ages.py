@@ -25,20 +25,7 @@ Points = tuple[tuple[int, int], ...]
 
 
 class RowAges:
-    """The ages of one shard's rows. Changed by the apply thread, read by any.
-
-    Args:
-        points: (seconds since 1970, batch k): all batches up to k were applied by then; ascending.
-        since: (first slot, version): from this slot on, up to the next one named, rows count as written by this version at least.
-        k: of the last batch applied; points behind it are of batches that were rolled back.
-
-    Example:
-        >>> ages = RowAges()
-        >>> ages.mark(1_000_000, 10)
-        >>> ages.mark(1_003_600, 20)
-        >>> ages.k_at(1_003_599), ages.k_at(999), ages.time_of(11)
-        (10, -1, 1003600)
-    """
+    """The ages of one shard's rows. Changed by the apply thread, read by any."""
 
     def __init__(self, points: Iterable[tuple[int, int]] = (), since: Iterable[tuple[int, int]] = (), *, k: int = MAX_K) -> None:
         self.points: Points = tuple((time_s, of) for time_s, of in points if of <= k)
@@ -81,7 +68,6 @@ class RowAges:
         """Return the number of this shard's batch in which each row counts as pushed last: int64 [n].
 
         Args:
-            definition: the table.
             ids, versions: uint64 [n], of rows that exist.
         """
         since = self._since

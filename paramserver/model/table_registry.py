@@ -54,12 +54,6 @@ class Registry:
     """One shard's view of the tables. Thread-safe; creation is shard 0's.
 
     One class: its methods read or change one registry, which is written whole, under one lock.
-
-    Args:
-        store: open.
-        shard: number.
-        timeout_s: deadline of one storage call.
-        data: the shard's folder, where a copy is kept.
     """
 
     def __init__(self, store: Store, shard: int, timeout_s: float, data: DataDir) -> None:
@@ -110,12 +104,7 @@ class Registry:
         return one is None or not one.altered
 
     def require_open(self, key: str, *, waits: bool) -> None:
-        """Refuse rows of a table that was dropped or altered; `waits` says whether those of one that is being altered are, too.
-
-        Raises:
-            ShardUnavailableError: they are to be sent again, which trainers do by themselves.
-            TableDroppedError: they come too late; TableAlteredError where the table has another definition now.
-        """
+        """Refuse rows of a table that was dropped or altered; `waits` says whether those of one that is being altered are, too."""
         one = self._copies.now.dropped.get(key)
         if one is not None and one.altered != STAGED:
             raise self._was_altered(one.definition.name) if one.altered else self._unknown(one.definition.name)
@@ -137,11 +126,7 @@ class Registry:
         return NO_POLICIES if changes is None else as_of(changes, serial)
 
     def reach(self, serial: int) -> None:
-        """Know the tables and policies as of a serial, which a trainer names: read the copies where they are newer.
-
-        Raises:
-            ShardUnavailableError, StorageError: they cannot be read yet.
-        """
+        """Know the tables and policies as of a serial, which a trainer names: read the copies where they are newer."""
         if serial > self._copies.now.serial:
             self.load()
             if serial > self._copies.now.serial:
@@ -171,12 +156,7 @@ class Registry:
         return self.tables
 
     def find(self, name: str, schema: int | None = None) -> TableDef:
-        """Return a table; when the name, or the schema under that name, is unknown the registry is read again, once.
-
-        Raises:
-            UnknownTableError: listing the known ones; TableDroppedError where it was dropped, TableAlteredError where the table of this
-                schema has another one now.
-        """
+        """Return a table; when the name, or the schema under that name, is unknown the registry is read again, once."""
         table = self._copies.now.tables.get(name)
         return table if table is not None and schema in (None, table.schema) else self._find_newer(name, schema)
 
@@ -204,11 +184,7 @@ class Registry:
         return TableAlteredError(f"table {name!r} was altered: it has another definition now. {AFTER_A_DROP}.")
 
     def find_key(self, key: str, schema: int | None = None) -> TableDef:
-        """Return the table of a key, also one that was dropped: journals and saved states still name it.
-
-        Raises:
-            UnknownTableError: there never was one.
-        """
+        """Return the table of a key, also one that was dropped: journals and saved states still name it."""
         found = self._by_key(key)
         if found is None and self._shard != 0:
             self.load()
@@ -218,11 +194,7 @@ class Registry:
         return found
 
     def find_last(self, name: str) -> TableDef:
-        """Return the table of this name, or else the last that had it: a load decided before the drop asks for it.
-
-        Raises:
-            UnknownTableError: there never was one.
-        """
+        """Return the table of this name, or else the last that had it: a load decided before the drop asks for it."""
         named = [one.definition for one in self._copies.now.dropped.values() if one.definition.name == name]
         return max(named, key=lambda table: table.life) if named and name not in self._copies.now.tables else self.find(name)
 
@@ -248,12 +220,6 @@ class Registry:
         """Register a table and write the registry to every node; return the definition as registered.
 
         Policies are those of a new table; one that exists keeps its own.
-
-        Raises:
-            TableMismatchError: it exists with another identity.
-            InvalidInputError: it exists and exist_ok is false, its records are too large for this storage, or a policy is not for it.
-            TableDroppedError: the one that had its name is still being dropped.
-            StorageError: some nodes may hold the new registry; creating the same table again completes it.
         """
         if self._shard != 0:
             raise ParameterServerError(f"tables are created by shard 0, this is shard {self._shard}")
@@ -281,13 +247,7 @@ class Registry:
         return table
 
     def set_policies(self, name: str, given: object) -> TableDef:
-        """Change policies of a table, of those given as plain values, and write the registry to every node; return the definition.
-
-        Raises:
-            UnknownTableError: there is no such table.
-            InvalidInputError: they are no policies, the table does not take them, or there is no room for them.
-            StorageError: some nodes may hold the new ones; the same call again completes it.
-        """
+        """Change policies of a table, of those given as plain values, and write the registry to every node; return the definition."""
         if self._shard != 0:
             raise ParameterServerError(f"policies are set by shard 0, this is shard {self._shard}")
         with self._lock:
@@ -312,8 +272,6 @@ class Registry:
         """Begin to drop a table: from now on it has no name. Called again, it goes on with the drop.
 
         Raises:
-            UnknownTableError: there is no such table, or TableDroppedError, not any more.
-            InvalidInputError: too many were dropped.
             StorageError: the drop may have begun; call it again.
         """
         with self._lock:
@@ -342,14 +300,7 @@ class Registry:
 
         Called again, it begins anew with another such table: nothing that is still on its way to the earlier one can reach this one.
 
-        Args:
-            old: key of the table to be altered.
-            wanted: the new definition; its life and tag are chosen here.
-
         Raises:
-            UnknownTableError: there is no such table.
-            TableMismatchError: the table has another definition by now.
-            InvalidInputError: the definition does not go with this storage, or the table's policies; or there is no room for it.
             StorageError: it may have begun; call it again, or `abort_alter`.
         """
         with self._lock:
@@ -373,8 +324,6 @@ class Registry:
         """Give a table that was filled the name, and the policies, of the one whose place it takes. Called again, it changes nothing.
 
         Raises:
-            TableAlteredError: that alteration was given up.
-            InvalidInputError: policies were set meanwhile that the new definition does not take.
             StorageError: it may have switched; call it again.
         """
         with self._lock:
@@ -396,7 +345,6 @@ class Registry:
         """Give up the alteration of a table, if there is one, or only that which fills the table of this key: pushes go on.
 
         Raises:
-            UnknownTableError: there is no such table.
             StorageError: it may be given up; call it again.
         """
         with self._lock:

@@ -77,14 +77,6 @@ class TableState:
 
     One class: its methods read or change one index, under one lock, of which some rows are apart or on disk.
 
-    Args:
-        definition: the table.
-        step: applies of this table on this shard so far.
-        rows: (ids, versions) of the rows that exist; None for a table without rows.
-        budget: of the shard's cache of records; None for no cache.
-        log: knows the rows that the index lacks; None: the index has all.
-        known: the rows, where the log has some; in the place of `rows`.
-
     Attributes:
         n_rows: rows that exist.
     """
@@ -129,7 +121,6 @@ class TableState:
 
         Args:
             ids: uint64 [n].
-            keep: these are n unique rows of a batch to be applied; their array does not change until it is.
         """
         if keep:
             self._kept = self._find(ids)
@@ -217,11 +208,6 @@ class TableState:
 
         This is the one way in which rows are listed: in the order of their keys (`TableDef.order`), a bounded portion at a time. Rows may
         come and go between two portions: see `RowIndex.portion`.
-
-        Args:
-            low, high: the range, without `high`.
-            n_rows: about so many.
-            above: only rows whose version is above this one.
         """
         with self._lock:
             ids, versions, next_ = self._index.portion(low, high, n_rows, above=above)
@@ -314,14 +300,7 @@ class TableState:
 
 
 class Tables:
-    """The tables of which this shard has had work, by name. Thread-safe.
-
-    Args:
-        states: known from a clean stop.
-        budget: for the caches of tables met later; None for no cache.
-        log: of the rows that the indexes lack.
-        index_bytes: memory of all indexes, about: what has not been published comes on top; None: as much as all rows take.
-    """
+    """The tables of which this shard has had work, by name. Thread-safe."""
 
     def __init__(
         self, states: list[TableState], budget: CacheBudget | None = None, *, log: RowLog | None = None, index_bytes: int | None = None

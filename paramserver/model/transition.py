@@ -64,13 +64,9 @@ class Timeline:
         """Refuse rows that only a batch which is missing in the journal can have written.
 
         Args:
-            definition: the table.
             ids: uint64 [n].
             stored: uint64 [n], versions in storage (0 = not found), without those of the batch at work.
             known: uint64 [n], versions of the index (0 = does not exist).
-
-        Raises:
-            JournalBehindError: there are such rows.
         """
         if self.roll_back:
             return
@@ -93,11 +89,7 @@ _BEHIND = "A node lost writes, or another program wrote rows: bring the node's d
 
 
 class Replay:
-    """The changes of rows by the batches that a replay has still before it.
-
-    Args:
-        newest: version of the last one.
-    """
+    """The changes of rows by the batches that a replay has still before it."""
 
     def __init__(self, newest: int) -> None:
         self.newest = newest
@@ -160,18 +152,9 @@ def records_to_write(
     """Compare the versions in storage with the index; return which rows this batch must still write: bool [n].
 
     Args:
-        definition: the table.
         ids: uint64 [n].
         known: uint64 [n], versions of the index (0 = does not exist).
         stored: uint64 [n], versions in storage (0 = not found).
-        version: the batch's own.
-        newest: in a replay that of the last batch in the journal; otherwise the batch's own.
-        timeline: of this process.
-
-    Raises:
-        FencedError: a row was written in a later epoch: this shard has another owner now.
-        JournalBehindError: a row was written by a batch that the journal does not have.
-        LostRowError: a row is missing or has another version.
     """
     todo: NDArray[np.bool_] = stored < np.uint64(version)
     todo |= stored > np.uint64(newest)
@@ -194,14 +177,9 @@ def refuse_later_epoch(definition: TableDef, ids: Ids, stored: Ids, epoch: int, 
     """Refuse rows that a later owner of the shard has written: the fence of every write that looks before.
 
     Args:
-        definition: the table.
         ids: uint64 [n].
         stored: uint64 [n], versions in storage (0 = not found).
-        epoch: of this process.
         known: uint64 [n], versions that rows are to have; these may be of a later epoch (a load's) than this process's.
-
-    Raises:
-        FencedError: there are such rows.
     """
     ours = np.uint64(epoch) if known is None else np.maximum(known >> np.uint64(48), np.uint64(epoch))
     later = stored >> np.uint64(48) > ours
@@ -217,16 +195,9 @@ def rows_to_erase(
     """Return which rows an erase of this version may take away: bool [n]. Those created again behind it have a version above its own.
 
     Args:
-        definition: the table.
         ids: uint64 [n].
         stored: uint64 [n], versions in storage; without meaning where `found` is False.
         found: bool [n].
-        version: the erase's own.
-        newest: in a replay that of the last batch in the journal; otherwise the erase's own.
-        epoch: of this process.
-
-    Raises:
-        FencedError: a row was written in a later epoch: this shard has another owner now.
     """
     behind = found & (stored > np.uint64(newest))
     refuse_later_epoch(definition, ids[behind], stored[behind], epoch)
@@ -247,12 +218,8 @@ def new_records(
     """Compute the records of n rows after this batch.
 
     Args:
-        state: the table; its step is the one before this batch.
-        kind: "apply" (rows are gradients) or "assign" (rows are weights; state is what lies behind them, else as in a created row).
-        rows: n rows.
         records: uint8 [n, record bytes], as read.
         exists: bool [n]; where false, the record has no meaning and the row is created.
-        version: the version that the rows get.
         out: uint8 [n, record bytes], contiguous, to be filled.
     """
     definition, optimizer = state.definition, state.optimizer
@@ -274,7 +241,6 @@ def first_values(
     """Return weights [n, dim] and state [n, s] that an update begins with, of rows that it may create; arrays of their own.
 
     Args:
-        state: the table.
         ids: uint64 [n].
         records: uint8 [n, record bytes].
         exists: bool [n]; where false, the record has no meaning and the row is created.

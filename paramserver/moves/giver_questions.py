@@ -36,12 +36,7 @@ class GivenEntries:
 
 
 class GiverQuestions:
-    """A taker's questions to givers, for one version of the map at a time; on a thread of its own, since its batches go on.
-
-    Args:
-        shard: the taker.
-        shards: of the cluster.
-    """
+    """A taker's questions to givers, for one version of the map at a time; on a thread of its own, since its batches go on."""
 
     def __init__(self, shard: int, shards: AllShards) -> None:
         self._shard, self._shards = shard, shards

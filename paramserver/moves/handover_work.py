@@ -58,16 +58,7 @@ class HandoverPorts:
 
 
 class HandoverWork(PhaseWork):
-    """One shard's part in plans that move slots between shards.
-
-    Args:
-        store: open; says which map is in force.
-        shard: number.
-        giver, taker: change index and disk.
-        offers: answers takers.
-        questions: asks givers.
-        ports: the rest of the shard.
-    """
+    """One shard's part in plans that move slots between shards."""
 
     def __init__(
         self,

@@ -21,12 +21,7 @@ log = logging.getLogger("paramserver")
 
 
 def pack_sessions(sessions: Sequence[tuple[str, int, int]]) -> bytes:
-    """Return (trainer, incarnation, last sequence in the journal) of each session as bytes.
-
-    Example:
-        >>> sessions_in(pack_sessions([("a", 3, 17)]))
-        [('a', 3, 17)]
-    """
+    """Return (trainer, incarnation, last sequence in the journal) of each session as bytes."""
     packed: bytes = msgpack.packb([list(session) for session in sessions])
     return packed
 
@@ -37,12 +32,7 @@ def sessions_in(packed: bytes) -> list[tuple[str, int, int]]:
 
 
 def _together(older: bytes, newer: bytes) -> bytes:
-    """Add to a shard's sessions those of its number's owner before, for trainers that slept meanwhile.
-
-    Example:
-        >>> sessions_in(_together(pack_sessions([("a", 1, 9), ("b", 1, 4)]), pack_sessions([("a", 2, 1)])))
-        [('b', 1, 4), ('a', 2, 1)]
-    """
+    """Add to a shard's sessions those of its number's owner before, for trainers that slept meanwhile."""
     found = {
         trainer: (trainer, incarnation, sequence) for packed in (older, newer) for trainer, incarnation, sequence in sessions_in(packed)
     }
@@ -50,13 +40,7 @@ def _together(older: bytes, newer: bytes) -> bytes:
 
 
 class LeftSessions:
-    """The sessions of every shard that has left. `keep` is for one thread, `find` for any.
-
-    Args:
-        data: shard 0's folder.
-        shards: of the cluster.
-        still_ours: raises once another process owns shard 0.
-    """
+    """The sessions of every shard that has left. `keep` is for one thread, `find` for any."""
 
     def __init__(self, data: DataDir, shards: AllShards, still_ours: Callable[[], None]) -> None:
         self._data, self._shards, self._still_ours = data, shards, still_ours

@@ -29,20 +29,7 @@ log = logging.getLogger("paramserver")
 
 
 class MapFollower:
-    """Owns that thread.
-
-    Args:
-        store: open.
-        shard: number.
-        epoch: returns that of the shard's process.
-        runner: does the shard's part.
-        keep: keeps a map in the data folder, and the nodes' addresses and repairs.
-        wake: makes the apply thread look at the map.
-        look: set where something has changed: the thread looks at once.
-        shards: of the cluster, which are told news.
-        carry: carries a plan on; on shard 0 only.
-        timeout_s: of one storage call.
-    """
+    """Owns that thread."""
 
     def __init__(
         self,

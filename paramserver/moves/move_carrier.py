@@ -33,15 +33,6 @@ log = logging.getLogger("paramserver")
 class MoveCarrier:
     """Begins, carries on and ends plans; on shard 0 only. Any thread, one at a time.
 
-    Args:
-        store: open.
-        keep: keeps a map in the data folder; raises once another process owns the shard.
-        planner: of the same store.
-        left: keeps the sessions of shards that leave.
-        sync: whether the job is in sync mode.
-        changed: told when this process has changed the map.
-        timeout_s: of one storage call.
-
     Attributes:
         taken_back: why the last move was taken back, as far as this process knows; "" where it was not.
     """
@@ -68,9 +59,6 @@ class MoveCarrier:
         """Begin a plan; return the map with it.
 
         Raises:
-            MoveRefusedError: another plan is under way.
-            MapChangedError: the map is another than the one that the request was worked out from.
-            InvalidInputError: the request names nodes that there are not.
             StorageError: a new node cannot be used; nothing was changed.
         """
         with self._lock:
@@ -82,22 +70,14 @@ class MoveCarrier:
 
     @contextmanager
     def no_shard_move(self) -> Iterator[None]:
-        """Keep slots with their shards while a block runs.
-
-        Raises:
-            MoveRefusedError: they are on their way.
-        """
+        """Keep slots with their shards while a block runs."""
         with self._lock:
             if why := refuses(self._store.nodes.cluster_map.plan):
                 raise MoveRefusedError(why)
             yield
 
     def abort(self, why: str) -> ClusterMap:
-        """Take a plan back that is not flipped yet; return the map. Calling it again changes nothing.
-
-        Raises:
-            MoveRefusedError: there is none, or it is past the point from which it can only go on.
-        """
+        """Take a plan back that is not flipped yet; return the map. Calling it again changes nothing."""
         with self._lock:
             transition = on_abort(self._store.nodes.cluster_map, why)
             if transition is not None:
@@ -108,7 +88,6 @@ class MoveCarrier:
         """Let a node that is gone for good be at another, empty address; the shards bring its rows back there, as after any loss.
 
         Raises:
-            MoveRefusedError, MapChangedError, InvalidInputError: as `begin`.
             StorageError: the new one cannot be used; nothing was changed.
         """
         with self._lock:

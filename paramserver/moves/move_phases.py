@@ -39,13 +39,7 @@ class Transition:
 
 
 def on_reports(now: ClusterMap, reports: Sequence[MoveReport | None], *, sync: bool) -> Transition | None:
-    """Return the transition that the shards' reports allow; None while they allow none.
-
-    Args:
-        now: the map in force.
-        reports: of every shard's present process, None where it has sent none on this map.
-        sync: whether the job is in sync mode.
-    """
+    """Return the transition that the shards' reports allow; None while they allow none."""
     plan = now.plan
     if plan is None:
         return None
@@ -64,11 +58,7 @@ def on_reports(now: ClusterMap, reports: Sequence[MoveReport | None], *, sync: b
 
 
 def on_abort(now: ClusterMap, why: str) -> Transition | None:
-    """Return the transition that takes a plan back; None where it is being taken back already.
-
-    Raises:
-        MoveRefusedError: there is none, or it is past the point from which it can only go on.
-    """
+    """Return the transition that takes a plan back; None where it is being taken back already."""
     plan = now.plan
     if plan is None:
         raise MoveRefusedError("no move is under way")

@@ -38,15 +38,7 @@ class WantedMove:
 
 
 class MovePlanner:
-    """Makes the map with which a plan begins.
-
-    Args:
-        store: open.
-        metas: small values of which every node has a copy, by name.
-        in_file: the shards' addresses by kvemb.yaml.
-        registry: of the tables.
-        timeout_s: of one storage call.
-    """
+    """Makes the map with which a plan begins."""
 
     def __init__(
         self, store: Store, metas: Callable[[], Mapping[str, bytes]], in_file: Sequence[str], registry: Registry, timeout_s: float
@@ -54,18 +46,12 @@ class MovePlanner:
         self._store, self._metas, self._in_file, self._registry, self._timeout_s = store, metas, in_file, registry, timeout_s
 
     def plan(self, now: ClusterMap, wanted: WantedMove, deadline: Deadline) -> ClusterMap:
-        """Return the map in force with the plan in it. New nodes are prepared; nothing else is changed.
-
-        Raises: as `MoveCarrier.begin`.
-        """
+        """Return the map in force with the plan in it. New nodes are prepared; nothing else is changed."""
         _require_newest(now, wanted.version)
         return self._of_shards(now, wanted) if wanted.kind == SHARDS else self._of_nodes(now, wanted, deadline)
 
     def exchanged(self, now: ClusterMap, number: int, address: str, version: int, deadline: Deadline) -> ClusterMap:
-        """Return the map in force with a node at another, empty address.
-
-        Raises: as `MoveCarrier.replace_address`.
-        """
+        """Return the map in force with a node at another, empty address."""
         _require_newest(now, version)
         places = _places(now.places, self._store.nodes.places)
         if not 0 <= number < now.n_nodes or places[number].said_by == GONE:

@@ -77,13 +77,7 @@ class PhaseWork(ABC):
 
 
 class PhaseRunner:
-    """Works at the phase of the map in force. `step` is for the apply thread, the rest for any thread.
-
-    Args:
-        maps: says which map is in force.
-        nodes, shards: the work of plans of either kind.
-        done: told when the shard has done its part of a phase.
-    """
+    """Works at the phase of the map in force. `step` is for the apply thread, the rest for any thread."""
 
     def __init__(self, maps: MapSource, nodes: PhaseWork, shards: PhaseWork, done: Callable[[], None]) -> None:
         self.maps, self._nodes, self._shards, self._done = maps, nodes, shards, done
@@ -109,14 +103,7 @@ class PhaseRunner:
         return max(0.0, self._not_before_s - time.monotonic())
 
     def step(self, *, loaded: bool = False) -> bool:
-        """Do a slice of the work for the map in force; return whether more can be done at once.
-
-        Args:
-            loaded: whether batches came since the last slice: most of the time is theirs then.
-
-        Raises:
-            LostRowError: a row that is to be copied cannot be restored: the shard must stop.
-        """
+        """Do a slice of the work for the map in force; return whether more can be done at once."""
         cluster_map = self.maps.cluster_map
         if cluster_map is not self._map:
             self._begin(cluster_map)

@@ -74,10 +74,6 @@ def versions_among(ids: Ids, known: Ids, versions: Ids) -> Ids:
     Args:
         ids: uint64 [n].
         known, versions: uint64 [m], `known` ascending.
-
-    Example:
-        >>> versions_among(np.array([7, 8], np.uint64), np.array([3, 8], np.uint64), np.array([1, 2], np.uint64))
-        array([0, 2], dtype=uint64)
     """
     if not len(known):
         return np.zeros(len(ids), np.uint64)
@@ -98,12 +94,7 @@ class _Found:
 
 
 class GivenRows:
-    """The rows of the slots that one shard gives; it takes none at once, since those may have any version. Thread-safe.
-
-    Args:
-        tables: of the shard.
-        applied: returns the version of the last batch applied.
-    """
+    """The rows of the slots that one shard gives; it takes none at once, since those may have any version. Thread-safe."""
 
     def __init__(self, tables: Tables, applied: Callable[[], int]) -> None:
         self._tables, self._applied = tables, applied
@@ -117,7 +108,6 @@ class GivenRows:
 
         Args:
             slots: bool [16384].
-            final: nothing changes any more until `clear`, so that later calls get the same.
         """
         with self._lock:
             if self._slots is None or not np.array_equal(self._slots, slots):

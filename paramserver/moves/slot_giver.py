@@ -1,7 +1,7 @@
 """The giver's side of a hand-over of slots: gives takers their entries, page by page, and forgets them.
 
 While slots are read ahead, the entries are the index's as of the first page; once the shard has drained they are final. docs/adr/0062 says
-when they are given, and when forgotten. What must not live here: the phases of a plan.
+when they are given, and when forgotten.
 """
 
 import threading
@@ -24,14 +24,7 @@ from .slot_entries import GivenRows, SlotEntries
 
 
 class SlotGiver:
-    """Hands slots of one shard over; a taker that gives them back after an abort is one, too. Apply thread only.
-
-    Args:
-        tables: of the shard.
-        runs: its row log.
-        rows: finds the rows of the slots.
-        state: returns the shard's, as of the last batch applied.
-    """
+    """Hands slots of one shard over; a taker that gives them back after an abort is one, too. Apply thread only."""
 
     def __init__(self, tables: Tables, runs: Runs, rows: GivenRows, state: Callable[[], ShardState]) -> None:
         self._tables, self._runs, self._rows, self._state = tables, runs, rows, state
@@ -74,15 +67,7 @@ PAGE_ROWS = 1 << 19
 
 
 class SlotOffers:
-    """The entries that one shard hands over. Thread-safe.
-
-    Args:
-        maps: says which map is in force.
-        rows: finds those that move.
-        shard: number.
-        epoch: returns that of the shard's process.
-        members: returns those of a sync job.
-    """
+    """The entries that one shard hands over. Thread-safe."""
 
     def __init__(
         self, maps: MapSource, rows: GivenRows, shard: int, epoch: Callable[[], int], members: Callable[[], tuple[tuple[str, int], ...]]

@@ -40,15 +40,7 @@ class MoveFigures:
 
 
 class SlotMover(PhaseWork):
-    """One shard's part in plans that move slots between nodes.
-
-    Args:
-        store: open; says which map is in force.
-        tables: of the shard.
-        repairer: restores rows that differ from the index.
-        figures: counted there.
-        timeout_s: of one storage call.
-    """
+    """One shard's part in plans that move slots between nodes."""
 
     def __init__(self, store: Store, tables: Tables, repairer: Repairer, figures: MoveFigures, *, timeout_s: float) -> None:
         self._store, self._tables, self._repairer, self._timeout_s = store, tables, repairer, timeout_s

@@ -2,7 +2,7 @@
 
 Once `take` has returned, index and records are in the shard's own folder: it can bring the rows back like any that it wrote. A crash before
 that leaves no trace. The taker's epoch must be above the giver's by then (`claim_shard`): then a row's later version is always the higher
-one. Apply thread only. What must not live here: when slots are handed over.
+one. Apply thread only.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,17 +29,7 @@ _NOT_TAKEN = "Nothing was taken; it is tried again when the node has its rows ba
 
 
 class SlotTaker:
-    """Takes slots over for one shard, one hand-over at a time.
-
-    Args:
-        tables: of the shard.
-        runs: its row log.
-        read: the records of rows in storage.
-        state: returns the shard's, as of the last batch applied.
-        epoch: returns that of this shard.
-        ages: of the shard's rows.
-        raise_step: lets a table count at least so many applies.
-    """
+    """Takes slots over for one shard, one hand-over at a time."""
 
     def __init__(
         self,
@@ -65,9 +55,6 @@ class SlotTaker:
         """Bring records to disk while the giver goes on with them, a slice for every value asked for; yields how many rows it was.
 
         Rows that have changed since the giver's answer are `behind` its next one; `take` reads them at the latest.
-
-        Raises:
-            StorageError, JournalFullError: `give_up`, and begin again.
         """
         for one in entries:
             yield from self._bring(one)

@@ -50,19 +50,8 @@ def claim_shard(
 
     Older processes of the shard are fenced when this returns. The start may still be given up: the next one finds the same state.
 
-    Args:
-        store: open.
-        data: the shard's folder.
-        shard: its number.
-        cluster_id: of the nodes.
-        timeout_s: of one storage call.
-        check: called with that state, before anything is changed; may raise.
-        left: returns the sessions of the shard that had this number and has left, for a folder that knows nothing of it.
-        again: takes each step that asks storage, perhaps several times, and returns its result.
-
     Raises:
         LostRowError: the last owner left no state in the folder.
-        ParameterServerError: the state is damaged or not the last owner's, or the folder has never been this shard's.
     """
     kept, n_shards = read_epoch(data), store.nodes.cluster_map.n_shards
     stored = again(lambda: _owner(store, shard, timeout_s, kept))
@@ -98,15 +87,7 @@ def _take(store: Store, shard: int, owner: Owner, still_ours: Callable[[], None]
 
 
 class Claim:
-    """This process's hold on the shard, and the epoch that it has it in. Thread-safe.
-
-    Args:
-        data: the shard's folder.
-        store: open, and fenced.
-        shard: number.
-        epoch: as claimed.
-        timeout_s: of one storage call.
-    """
+    """This process's hold on the shard, and the epoch that it has it in. Thread-safe."""
 
     def __init__(self, data: DataDir, store: Store, shard: int, epoch: int, timeout_s: float) -> None:
         self._data, self._store, self._shard, self._timeout_s = data, store, shard, timeout_s
@@ -119,16 +100,7 @@ class Claim:
             require_owner(self._data, self.epoch)
 
     def rise_above(self, other: int, risen: Callable[[int], None]) -> None:
-        """Go on in an epoch above another shard's, which is to hand slots over; folder and nodes have it when this returns.
-
-        Args:
-            other: that shard's epoch.
-            risen: told the new epoch when the folder has it: all later writes are in it.
-
-        Raises:
-            FencedError: another process owns the shard.
-            StorageError, OSError: call again.
-        """
+        """Go on in an epoch above another shard's, which is to hand slots over; folder and nodes have it when this returns."""
         deadline, name = Deadline.after(self._timeout_s), owner_name(self._shard)
         # Another process of this number may have a folder of its own, while it has no slots: the nodes know.
         require_not_fenced(self._store.values.get(name, deadline), self._shard, self._said)
@@ -162,12 +134,7 @@ def read_epoch(data: DataDir) -> int:
 
 
 def require_owner(data: DataDir, epoch: int) -> None:
-    """Refuse to go on once a newer process has claimed the shard.
-
-    Raises:
-        FencedError: the folder holds a higher epoch.
-        OSError: it cannot be told: the folder is gone, or cannot be read.
-    """
+    """Refuse to go on once a newer process has claimed the shard."""
     found = read_epoch(data)
     if not found:  # a process that takes a shard over writes its own
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(data.path / EPOCH))
@@ -179,9 +146,6 @@ def _owner(store: Store, shard: int, timeout_s: float, kept: int) -> int:
     """The highest owner epoch of a shard on any node; 0 when it never had an owner.
 
     Where every node's copy is damaged it is `kept`, the epoch in the shard's data folder.
-
-    Raises:
-        DamagedCopyError: every copy is, and this data folder has never seen the shard.
     """
     name = owner_name(shard)
     try:

@@ -26,18 +26,7 @@ _AGAIN_S = 10.0  # a shard without work says that it lives
 
 
 def require_reached(state: ShardState, store: Store, journal: Path, timeout_s: float) -> None:
-    """Compare the saved state and its journal with the note on the nodes; nothing is changed.
-
-    Args:
-        state: of the last owner.
-        store: open.
-        journal: its folder.
-        timeout_s: of the storage call.
-
-    Raises:
-        JournalBehindError: the journal's end is missing.
-        JournalDamagedError: a file of it does not hold the bytes that were written to it.
-    """
+    """Compare the saved state and its journal with the note on the nodes; nothing is changed."""
     told = newest_note(store.values.get(note_name(state.shard), Deadline.after(timeout_s)))
     k = max(state.k, last_batch(journal, state.journal))
     if told is not None and told.k > k:
@@ -49,26 +38,14 @@ def require_reached(state: ShardState, store: Store, journal: Path, timeout_s: f
 
 
 class HighWaterMarkReporter:
-    """Tells the nodes how far a shard has come, when that has changed, and now and then that it is there. One thread.
-
-    Args:
-        store: open.
-        shard: number.
-        about: the other fields of the note.
-        k: returns the last batch applied.
-        timeout_s: of one call.
-    """
+    """Tells the nodes how far a shard has come, when that has changed, and now and then that it is there. One thread."""
 
     def __init__(self, store: Store, shard: int, about: ShardNote, *, k: Callable[[], int], timeout_s: float) -> None:
         self._store, self._shard, self._about, self._k, self._timeout_s = store, shard, about, k, timeout_s
         self._told: ShardNote | None = None
 
     def tell(self) -> None:
-        """Write the note if there is something new, or it is of some time ago.
-
-        Raises:
-            StorageError: not every node has it; call again.
-        """
+        """Write the note if there is something new, or it is of some time ago."""
         now, told = replace(self._about, k=self._k(), at_s=int(time.time())), self._told
         if told is None or told.k != now.k or abs(now.at_s - told.at_s) >= _AGAIN_S:
             self._store.values.put(note_name(self._shard), now.encode(), Deadline.after(self._timeout_s))

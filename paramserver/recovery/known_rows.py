@@ -74,21 +74,7 @@ def known_tables(
     index_bytes: int | None,
     image: Mapping[str, tuple[Ids, Ids]] | None = None,
 ) -> list[TableState]:
-    """Return the tables of a saved state.
-
-    Args:
-        state: as saved.
-        runs: its row log.
-        journal: open.
-        find: the registry's look-up.
-        budget: of the shard's cache of records.
-        index_bytes: memory for all indexes; None: no bound.
-        image: the rows as release 0.1 has saved them, to be compared; its state does not say how many there are.
-
-    Raises:
-        ParameterServerError: the rows are not those of the image, or a table is not the registry's.
-        LostRowError, JournalDamagedError: log and journal do not reach from one to the other.
-    """
+    """Return the tables of a saved state."""
     late: dict[str, _Late] = {}
     n_late = 0
     say = teller(lambda: f"reads its row log, and {n_of(n_late, 'row')} of the journal behind it")

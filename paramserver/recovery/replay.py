@@ -45,14 +45,7 @@ class Recovered:
 
 
 class Recovery:
-    """Applies the end of one shard's journal over its saved state.
-
-    Args:
-        journal: open.
-        start: the saved state's position.
-        k: of the saved state's last batch.
-        find: the registry's look-up.
-    """
+    """Applies the end of one shard's journal over its saved state."""
 
     def __init__(self, journal: Journal, start: Position, k: int, find: Find) -> None:
         if max(start.segment, 1) < journal.start.segment:
@@ -81,11 +74,7 @@ class Recovery:
         return self._n_applied(), self._n_rows
 
     def scan(self) -> "Recovery":
-        """Make the first pass.
-
-        Raises:
-            JournalDamagedError: a batch is missing, or an entry cannot be read.
-        """
+        """Make the first pass."""
         say = teller(lambda: f"looks through {n_of(self._n_entries, 'entry', 'entries')} of the journal, with {n_of(self._n_rows, 'row')}")
         for entry in self._entries():
             say()
@@ -108,19 +97,7 @@ class Recovery:
         return self
 
     def run(self, engine: Engine, tables: Tables, sessions: Sessions, members: Membership, pause: Pause) -> Recovered:
-        """Make the second pass.
-
-        Args:
-            engine: at the saved state's k; afterwards at the journal's last.
-            tables, sessions: as saved; brought up to date.
-            members: of a sync job, as saved.
-            pause: between tries while storage does not answer; raises to give up.
-
-        Raises:
-            LostRowError: rows are missing in storage that should be there.
-            JournalBehindError: storage has rows of batches behind the journal's last.
-            StorageError: `pause` raised.
-        """
+        """Make the second pass."""
         rows_before, n_batches = engine.rows_applied, 0
         self._n_applied = lambda: engine.rows_applied - rows_before
         say = teller(lambda: f"{self._n_applied()} of the journal's {self._n_rows} rows are applied")

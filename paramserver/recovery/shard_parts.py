@@ -43,13 +43,7 @@ class ShardParts:
 
 
 def state_of(parts: ShardParts, position: Position) -> ShardState:
-    """Return the state as of the last batch applied, with the row log as it is.
-
-    Args:
-        parts: of the shard. Nothing may be applied meanwhile: call this on the apply thread, or when that has ended.
-        position: behind the journal entry of that batch. Sessions may be ahead of it: a hello or a push that is told twice changes
-            nothing.
-    """
+    """Return the state as of the last batch applied, with the row log as it is."""
     saved = parts.saved.now
     tables = [replace(saved.of(state.definition), step=state.step, n_rows=state.n_rows) for state in parts.tables.all()]
     sessions, members, complete = parts.ingest.attendance.to_save()

@@ -17,21 +17,7 @@ HowFar = Callable[[], tuple[int, int]]
 
 
 class StartReport:
-    """How far one start is. Thread-safe.
-
-    Args:
-        clock: monotonic seconds.
-
-    Example:
-        >>> report = StartReport(lambda: 5.0)
-        >>> report.enter(REPLAYING, lambda: (1_500_000, 4_000_000))
-        >>> report.waits("node n:1: down")
-        >>> str(report)
-        'it applies its journal: 1,500,000 of 4,000,000 rows (37 %), 0 s since it began; it waits for storage: node n:1: down'
-        >>> report.done()
-        >>> str(report)
-        ''
-    """
+    """How far one start is. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._begun_s = clock, clock()

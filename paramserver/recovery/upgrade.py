@@ -47,11 +47,7 @@ _ANY = (1 << 64) - 1
 
 
 def read_state(data: DataDir) -> ShardState | None:
-    """Return the saved state in a shard's folder, also one of release 0.1; None where there is none.
-
-    Raises:
-        ParameterServerError: it is damaged, of another format, or a file that belongs to it is missing.
-    """
+    """Return the saved state in a shard's folder, also one of release 0.1; None where there is none."""
     raw = data.read(STATE)
     if raw is None:
         return None

@@ -53,23 +53,7 @@ Lost = Callable[[str, NodeLostError], None]
 
 
 class NodeWatch:
-    """Owns the thread that looks for nodes that lost rows, evicted some, or have another owner.
-
-    Args:
-        store: open.
-        timeout_s: of one look at all nodes.
-        evicted: told when a node has thrown rows away.
-        unsafe: told that a node has been set to throw rows away, when that was not allowed.
-        moves_only: look only for rows that went with slab pages. Rows evicted because memory is full would be evicted again.
-        lost: called while nodes are lost.
-        away: called while nodes do not answer, or are lost: trainers wait for them, too.
-        copies: called now and then to look at small values of which every node holds a copy.
-        whole: called when every node has answered, and none is lost; may raise StorageError.
-        looking: kept up to date with why nodes cannot be looked at.
-        still_ours: raises FencedError once another process owns the shard; asked before each look.
-        fenced: told that another process has taken the shard over; the watch ends then.
-        clock: seconds that this thread has worked.
-    """
+    """Owns the thread that looks for nodes that lost rows, evicted some, or have another owner."""
 
     def __init__(
         self,
@@ -177,11 +161,7 @@ class NodeWatch:
                 log.info("small values are whole on every node again")
 
     def look_for_another_owner(self) -> None:
-        """Ask whether the shard is still ours; where that cannot be told, the next batch will say so.
-
-        Raises:
-            FencedError: it is not.
-        """
+        """Ask whether the shard is still ours; where that cannot be told, the next batch will say so."""
         try:
             self._still_ours()
         except FencedError:

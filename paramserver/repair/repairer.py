@@ -54,12 +54,8 @@ class RepairFigures:
 
 
 class _RowCallsInRepair:
-    """Reads and writes at one node in repair; removes values that another program has put under keys of pages, where they are in the way.
-
-    Args:
-        store: open.
-        address, nonce: the node and its repair.
-        deadline: makes the deadline of one call.
+    """Reads and writes at one node in repair; removes values that another program has put under keys of pages, where they are in the
+    way.
     """
 
     def __init__(self, store: Store, address: str, nonce: str, deadline: Callable[[], Deadline]) -> None:
@@ -91,18 +87,7 @@ class _RowCallsInRepair:
 
 
 class Repairer:
-    """Restores rows of one shard that storage has lost, from cache, row log and journal.
-
-    Args:
-        store: open.
-        tables: of this shard.
-        shard: its number.
-        timeline: this process's epoch, and the last batch of those before.
-        reconstruct: makes records that the cache does not have.
-        timeout_s: deadline of one storage call.
-        metas: (name, change) of small values that every node holds a copy of; a change lets a copy be as this shard knows it, or newer.
-        still_ours: raises FencedError once another process owns the shard (`for_writes`).
-    """
+    """Restores rows of one shard that storage has lost, from cache, row log and journal."""
 
     def __init__(
         self,
@@ -131,14 +116,8 @@ class Repairer:
     def nodes(self, ahead: AheadOfIndex, pause: Pause, *, suspects: Iterable[str] = ()) -> int:
         """Repair every node that is lost, and wait until the other shards have done their part; return how many.
 
-        Args:
-            ahead: rows of these versions are not touched; `NO_BATCH` between batches.
-            pause: called while a node cannot be reached, and while other shards are at work.
-            suspects: addresses whose rows are to be compared although their markers are in order (evictions).
-
         Raises:
             LostRowError: a row cannot be reconstructed; its node stays out of use.
-            StorageError: the one that `pause` raises.
         """
         started_s, before, self._own_s = time.monotonic(), self.figures.rows, 0.0
         asked, restored = set(suspects), dict[str, str]()
@@ -165,12 +144,7 @@ class Repairer:
         return len(restored)
 
     def rows(self, batch: Batch, ahead: AheadOfIndex) -> int:
-        """Compare the rows of a batch with the index and restore those that differ, on nodes that are in order; return how many.
-
-        Raises:
-            LostRowError: a row cannot be reconstructed.
-            StorageError: as every read and write.
-        """
+        """Compare the rows of a batch with the index and restore those that differ, on nodes that are in order; return how many."""
         found: list[tuple[TableState, Ids, Ids, NDArray[np.bool_]]] = []  # all are looked at before any is written
         for rows in batch.tables:
             state = self._tables.state(rows.definition)
@@ -194,14 +168,7 @@ class Repairer:
         """Compare rows with the index, between batches and on nodes that are in order; restore those that differ, and return how many.
 
         Args:
-            state: the table.
             ids: uint64 [n], unique; those that the index does not have are passed over.
-            timeout_s: of the look at storage.
-
-        Raises:
-            LostRowError: a row cannot be reconstructed.
-            JournalBehindError: a row was written by a batch that the journal does not have.
-            StorageError: as every read and write.
         """
         wanted = state.versions(ids)
         ids, wanted = ids[wanted != 0], wanted[wanted != 0]
@@ -283,12 +250,7 @@ class Repairer:
     def _differs(
         self, state: TableState, ids: Ids, known: Ids, ahead: AheadOfIndex, access: RowAccess, deadline: Deadline | None = None
     ) -> NDArray[np.bool_]:
-        """Return which rows storage does not hold at the version that it should: bool [n].
-
-        Raises:
-            FencedError: a row was written by a process that owns the shard after this one.
-            JournalBehindError: a row was written by a batch that the journal does not have; it must not be set back.
-        """
+        """Return which rows storage does not hold at the version that it should: bool [n]."""
         with access.pace.exchange(len(ids) * state.definition.record.size_bytes):
             seen = access.look(state.definition, ids, tokens=False, deadline=deadline)
         stored, foreign = seen.versions, seen.foreign

@@ -24,13 +24,6 @@ _RETRY_S = 5.0
 class Scrub:
     """Compares one shard's rows with storage, a slice at a time.
 
-    Args:
-        repairer: of the shard.
-        tables: of the shard.
-        n_shards: of the cluster, which share the time.
-        timeout_s: of one look at storage.
-        clock: monotonic seconds.
-
     Attributes:
         due_s: when the next slice may be compared, by that clock.
     """
@@ -53,13 +46,7 @@ class Scrub:
         self._took_s = self._ended_s = 0.0
 
     def step(self) -> None:
-        """Compare a slice, if one is due.
-
-        Raises:
-            LostRowError: a row cannot be restored.
-            JournalBehindError: a row shows that the journal lacks batches.
-            StorageError: the slice was not compared; it is later.
-        """
+        """Compare a slice, if one is due."""
         started_s = self._clock()
         if started_s < self.due_s:
             return

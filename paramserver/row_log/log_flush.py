@@ -42,12 +42,6 @@ log = logging.getLogger("paramserver")
 class LogFlush:
     """Flushes the tables of one shard to its row log, one flush at a time.
 
-    Args:
-        runs: the row log.
-        tables: of the shard.
-        read: the records of rows, from the cache or storage (`from_storage`).
-        applied: the version of the last batch applied.
-
     Attributes:
         n_rows, size_bytes: of records that the flush under way, or the last one, has written.
     """
@@ -61,14 +55,6 @@ class LogFlush:
 
         Its cut is the version applied when the first value is asked for. Once it has ended, the journal's entries up to the cut may be
         discarded. Given up at any point (by an error, a crash, or `close`), it leaves the log as it was.
-
-        Args:
-            state: returns the shard's as it is.
-
-        Raises:
-            LostRowError: a row is missing in storage, or older than the index says.
-            StorageError: from reading.
-            JournalFullError: the run cannot be written.
         """
         cut, last, tables = self._applied(), self._runs.cut, self._tables.all()
         newer = [all_of(table.portions(above=last))[0] for table in tables]
@@ -105,12 +91,7 @@ class LogFlush:
 
 
 def from_storage(store: Store, timeout_s: float) -> ReadRecords:
-    """Return a function that takes records from the tables' caches, and those that they lack from storage.
-
-    Args:
-        store: open.
-        timeout_s: deadline of one read.
-    """
+    """Return a function that takes records from the tables' caches, and those that they lack from storage."""
 
     stored = without_cache(store, timeout_s)
 
@@ -142,14 +123,6 @@ def without_cache(store: Store, timeout_s: float) -> ReadRecords:
 
 class FlushSchedule:
     """Says when one shard flushes, and cuts its journal afterwards. Apply thread only, but for `ask`.
-
-    Args:
-        fenced_log: the journal.
-        flush: carries it out.
-        tables: of the shard.
-        state: returns the shard's, as of a position.
-        max_bytes: of the journal, above which a flush is due.
-        held: whether somebody reads the journal: then it is cut later.
 
     Attributes:
         due_bytes: `step` has nothing to do while the journal is not larger; -1 while a flush or a merge is under way, or a flush asked for.
@@ -192,9 +165,6 @@ class FlushSchedule:
 
     def step(self, applied: Position) -> bool:
         """Begin a flush if one is due, or go on with it; else go on with a merge. Return whether there is more to do.
-
-        Args:
-            applied: where the journal entry of the last batch applied ends.
 
         Raises:
             LostRowError, StorageError, JournalFullError, OSError: the flush was given up; the log is as it was before.

@@ -48,14 +48,7 @@ class WantedVersions:
 
 
 class Reconstructor:
-    """Reconstructs records of one shard's rows from its row log and its journal. Any thread.
-
-    Args:
-        view: the row log as it is when rows are asked for.
-        journal: with every entry behind its cut, as long as this is used.
-        find_table: the registry's look-up.
-        pass_bytes: memory for the records of one pass over the journal.
-    """
+    """Reconstructs records of one shard's rows from its row log and its journal. Any thread."""
 
     def __init__(self, view: Callable[[], RunView], journal: Journal, find_table: Find, *, pass_bytes: int = 512 << 20) -> None:
         self._view, self._journal, self._find, self._pass_bytes = view, journal, find_table, pass_bytes
@@ -63,15 +56,8 @@ class Reconstructor:
     def records(self, wanted: Sequence[WantedVersions]) -> list[Bytes]:
         """Return the records of rows as they were at these versions.
 
-        Args:
-            wanted: of tables that are unique.
-
         Returns:
             Of each table uint8 [n, record bytes].
-
-        Raises:
-            LostRowError: a row cannot be made at its version; the message names the table and the first such id.
-            JournalDamagedError: a file that was needed does not hold the bytes that were written to it.
         """
         # Of each table uint8 [n, record bytes], filled portion by portion.
         made = [np.empty((len(one.ids), one.table.definition.record.size_bytes), np.uint8) for one in wanted]
@@ -124,11 +110,7 @@ class Reconstructor:
 def require_versions(
     definition: TableDef, ids: Ids, got: Ids, expected: Ids, where: str, *, by: str = "the shard's index", then: str = ""
 ) -> None:
-    """Refuse n rows of which not all are found at the version expected; 0: no row.
-
-    Raises:
-        LostRowError: names the first such row; `then` says what to do.
-    """
+    """Refuse n rows of which not all are found at the version expected; 0: no row."""
     wrong = got != expected
     if wrong.any():
         at = int(np.argmax(wrong))
@@ -143,10 +125,6 @@ def batches_behind(cut: int, journal: Journal, find: Find) -> Iterator[tuple[Pos
     """Yield the batches behind a row log's cut in order, each with the position behind its entry, making sure that none is missing.
 
     What the journal has from before the cut is in the log, too; where the log has nothing, no row existed.
-
-    Raises:
-        LostRowError: a batch is missing.
-        JournalDamagedError: an entry cannot be read.
     """
     last = cut & MAX_K
     any_k = cut > 0 and last == 0  # a load began an epoch: the batches behind it are numbered on
@@ -177,13 +155,7 @@ class _RowsToReconstruct(Rounds):
         return bool((self.base.versions >= self.wanted).all())
 
     def replay(self, entry: BatchEntry, changed: CheckedRows, step: int) -> None:
-        """Replay a batch on these rows, where its version is above theirs and not above the one wanted.
-
-        Args:
-            entry: the batch.
-            changed: its rows of this table.
-            step: of the table before it.
-        """
+        """Replay a batch on these rows, where its version is above theirs and not above the one wanted."""
         at = np.searchsorted(self.ids, changed.ids)  # intp [m], of each changed row: its place here, or one of another id
         at[at == len(self.ids)] = 0
         version = np.uint64(entry.version)  # above those of updates that wait, so they need not be looked at

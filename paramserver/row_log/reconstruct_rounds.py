@@ -38,9 +38,7 @@ class Rounds:
     """Gathers the updates that wait for rows of one table, and applies the n-th of every row in one call.
 
     Args:
-        table: only its definition and optimizer are used.
         ids: uint64 [n], of all rows.
-        base: the rows' state so far; `run` changes its arrays.
     """
 
     def __init__(self, table: TableState, ids: Ids, base: FoundRows) -> None:
@@ -54,8 +52,6 @@ class Rounds:
         Args:
             at: intp [n], unique places of rows.
             grads: float32 [n, dim]; kept.
-            version: that they get, above that of every batch before.
-            factors: `Optimizer.factors` of the batch.
         """
         self._waiting.append(_BatchEffect(at, grads, version, factors))
         self.size_bytes += at.nbytes + grads.nbytes

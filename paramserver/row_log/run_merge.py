@@ -21,16 +21,7 @@ class Blocks(Protocol):
 def merged(
     runs: Sequence[Blocks], *, forget_up_to: int, low: int = 0, high: int = 1 << 64, records: bool = True, above: int = 0
 ) -> Iterator[Part]:
-    """Yield the newest state of each key of a range, as `RunWriter.add` takes it.
-
-    Args:
-        runs: of one table, oldest first: the newest run that has a key decides. (Versions cannot decide across runs: a row that another
-            shard handed over may be older than the note that this shard had it no more.)
-        forget_up_to: notes of erased rows up to this version are omitted; 0 where an older run, which is not among these, may have them.
-        low, high: the first key, and the one behind the last (`TableDef.key_ranges`).
-        records: whether the records are wanted.
-        above: records without meaning may stand beside versions up to this one.
-    """
+    """Yield the newest state of each key of a range, as `RunWriter.add` takes it."""
     cursors = [
         _Cursor(run.blocks(kind, low, records=records, above=above), kind, age, (low, high))
         for age, run in enumerate(runs)
@@ -53,10 +44,6 @@ def merge_from(sizes: Sequence[int], limit: int) -> int | None:
 
     Nothing is merged while there are at most `limit` runs. Then the newest are merged, and with them every one before them that is at most
     twice as large as those together: a large old run is rewritten only when as much has come since.
-
-    Example:
-        >>> merge_from([100, 5, 5], 4), merge_from([1000, 9, 5, 2, 2], 4), merge_from([10, 9, 5, 2, 2], 4)
-        (None, 1, 0)
     """
     if len(sizes) <= limit:
         return None

@@ -78,12 +78,7 @@ class RunView:
         return rows.versions, rows.exists
 
     def between(self, definition: TableDef, low: int = 0, high: int = 1 << 64) -> Iterator[tuple[Ids, Ids]]:
-        """Yield ids and versions of the rows that exist, in the order of their keys, some thousands at a time.
-
-        Args:
-            definition: the table.
-            low, high: the first key, and the one behind the last (`TableDef.key_ranges`).
-        """
+        """Yield ids and versions of the rows that exist, in the order of their keys, some thousands at a time."""
         for _, keys, versions, _ in merged(self.of(definition), forget_up_to=_NEVER, low=low, high=high, records=False):
             yield definition.order.ids(keys), versions
 
@@ -91,12 +86,7 @@ class RunView:
         """Return the state of ids: the newest among all runs.
 
         Args:
-            definition: the table.
             ids: uint64 [n], unique, in any order.
-            records: whether they are wanted, too.
-
-        Raises:
-            JournalDamagedError: a block that was needed does not hold the bytes that were written.
         """
         n, record = len(ids), definition.record
         base = FoundRows(np.zeros((n, record.size_bytes if records else 0), np.uint8), np.zeros(n, bool), np.zeros(n, np.uint64))
@@ -123,18 +113,7 @@ class RunView:
 
 
 class Runs:
-    """The runs of one shard's row log: written here, and named in its saved state. Apply thread only, but for `view`.
-
-    Args:
-        folder: made if it is not there.
-        saved: names the runs that count.
-        limit: runs of a table above which some are merged.
-        epoch: of this process.
-
-    Raises:
-        JournalDamagedError: a run that the state names is missing, or does not hold the bytes that were written to it.
-        OSError: the folder cannot be made.
-    """
+    """The runs of one shard's row log: written here, and named in its saved state. Apply thread only, but for `view`."""
 
     def __init__(self, folder: Path, saved: SavedState, *, limit: int = 6, epoch: int = 0) -> None:
         self._folder, self._saved, self._limit, self._epoch = folder, saved, limit, epoch
@@ -168,10 +147,6 @@ class Runs:
     def in_order(self, definition: TableDef, parts: Iterable[Part]) -> list[RunWriter]:
         """Write rows, or erased ids, that come in any order: into as many runs as it takes to sort them in bounded memory.
 
-        Args:
-            definition: the table.
-            parts: as of `RunWriter.add`, but with ids in the place of keys, unique among all parts of a kind.
-
         Raises:
             JournalFullError: nothing is left of them.
         """
@@ -188,11 +163,7 @@ class Runs:
         return writers
 
     def written(self, writers: Sequence[RunWriter]) -> RunView:
-        """Return a view of runs of one table that are whole and do not count yet.
-
-        Raises:
-            JournalFullError: one cannot be written.
-        """
+        """Return a view of runs of one table that are whole and do not count yet."""
         runs = []
         for writer in writers:
             if (entry := writer.finish()) is not None:
@@ -200,16 +171,7 @@ class Runs:
         return RunView(0, {writer.definition.key: tuple(runs) for writer in writers})
 
     def publish(self, writers: Sequence[RunWriter], state: ShardState, *, alone: Collection[str] = ()) -> None:
-        """Make new runs part of the log, durably, together with a state of the shard. Either all of it happens or nothing.
-
-        Args:
-            writers: begun here; those without rows are dropped. None: the state alone is replaced.
-            state: of the shard; its tables are all there are. It need not name runs.
-            alone: keys of tables of which the new runs are all there are.
-
-        Raises:
-            JournalFullError, FencedError: the log is the old one.
-        """
+        """Make new runs part of the log, durably, together with a state of the shard. Either all of it happens or nothing."""
         tables = {
             one.definition.key: replace(one, runs=() if one.definition.key in alone else self._runs_of(one.definition))
             for one in state.tables
@@ -223,11 +185,7 @@ class Runs:
         self._replace(replace(state, tables=tuple(tables.values())))
 
     def merge(self, definition: TableDef) -> Iterator[None]:
-        """Merge a table's runs if there are too many; a step at a time, each of one block.
-
-        Raises:
-            JournalFullError, JournalDamagedError, FencedError: the log is the old one.
-        """
+        """Merge a table's runs if there are too many; a step at a time, each of one block."""
         entries = self._runs_of(definition)
         first = merge_from([run.size_bytes for run in entries], self._limit)
         if first is None:
@@ -249,11 +207,7 @@ class Runs:
         self._replace(self._saved.now.with_table(replace(table, runs=runs, erased_since=max(table.erased_since, int(forgotten)))))
 
     def upgrade(self) -> None:
-        """Bring runs of format 1 into the present one, once. The state that is saved next names them.
-
-        Raises:
-            JournalFullError, JournalDamagedError: the log is the old one.
-        """
+        """Bring runs of format 1 into the present one, once. The state that is saved next names them."""
         for table in self._saved.now.tables:
             new: list[RunEntry] = []
             for entry, run in zip(table.runs, self.view.of(table.definition), strict=True):

@@ -26,14 +26,7 @@ NO_RECORDS = np.empty((0, 0), np.uint8)  # of erased ids
 
 
 class RunWriter:
-    """Writes one sorted run, rows in the order of their keys; made by `Runs.begin`.
-
-    Args:
-        path: of the file, which is not there yet.
-        number: of the run.
-        definition: the table.
-        later: has a function called on another thread: syncs what was written while more is written, so that `finish` waits for little.
-    """
+    """Writes one sorted run, rows in the order of their keys; made by `Runs.begin`."""
 
     def __init__(self, path: Path, number: int, definition: TableDef, later: Later | None = None) -> None:
         self.definition, record_bytes = definition, definition.record.size_bytes
@@ -62,11 +55,7 @@ class RunWriter:
         self.add(ERASED, keys[order], np.broadcast_to(np.asarray(versions, np.uint64), len(keys))[order], NO_RECORDS)
 
     def add(self, kind: int, keys: Ids, versions: Ids, records: Bytes) -> None:
-        """Add rows, or erased ids, behind those of the same kind that were added before.
-
-        Raises:
-            JournalFullError: they cannot be written; drop the run.
-        """
+        """Add rows, or erased ids, behind those of the same kind that were added before."""
         if not len(keys):
             return
         assert int(keys[0]) > self._last[kind]
@@ -85,11 +74,7 @@ class RunWriter:
         self._waiting[kind] = pairs[n_whole:].copy(), rest[n_whole:].copy()
 
     def finish(self) -> RunEntry | None:
-        """Make the file durable; None when nothing was added. Called again it does nothing.
-
-        Raises:
-            JournalFullError: drop the run.
-        """
+        """Make the file durable; None when nothing was added. Called again it does nothing."""
         if self._finished is not None or self._last == [-1, -1]:
             return self._finished
         for kind, (pairs, rest) in enumerate(self._waiting):
@@ -107,11 +92,7 @@ class RunWriter:
         return self._finished
 
     def sync(self) -> None:
-        """Make the blocks written so far durable.
-
-        Raises:
-            JournalFullError: drop the run.
-        """
+        """Make the blocks written so far durable."""
         try:
             self._syncing.result()
             if self._descriptor is not None:

@@ -64,30 +64,13 @@ _NOTHING = np.empty(0, np.intp), np.empty(0, np.int64), np.empty(0, np.uint64)
 
 
 def rows_of_a_block(record_bytes: int) -> int:
-    """Return how many rows a full block has.
-
-    Example:
-        >>> rows_of_a_block(0), rows_of_a_block(76), rows_of_a_block(3000), rows_of_a_block(1 << 20)
-        (4096, 4096, 128, 64)
-    """
+    """Return how many rows a full block has."""
     most = BLOCK_BYTES // max(1, record_bytes)
     return max(FENCE_ROWS, min(BLOCK_ROWS, 1 << max(0, most.bit_length() - 1)))
 
 
 class SortedRun:
-    """A run that was written. The footer is in memory, blocks are read and checked when they are needed.
-
-    Args:
-        read_at: the file's bytes.
-        words: '<u8', the file mapped; whole words.
-        size_bytes: of the file.
-        where: its path, for messages.
-        each: checks several blocks at once.
-        newest: no version in it is above this one.
-
-    Raises:
-        JournalDamagedError: header or footer do not hold the bytes that were written. The methods raise it for a block.
-    """
+    """A run that was written. The footer is in memory, blocks are read and checked when they are needed."""
 
     def __init__(
         self, read_at: ReadAt, words: NDArray[Any], size_bytes: int, where: str, each: Each = map, newest: int = (1 << 64) - 1
@@ -106,14 +89,7 @@ class SortedRun:
         self._absent = [1.0, 1.0]
 
     def blocks(self, kind: int, low: int = 0, *, records: bool = True, above: int = 0) -> Iterator[Part]:
-        """Yield the rows, or the erased ids, block by block.
-
-        Args:
-            kind: ROWS or ERASED.
-            low: blocks that end before this key are left out.
-            records: whether the records are to be read, too.
-            above: those of a block that has no version above this one are not read, and without meaning.
-        """
+        """Yield the rows, or the erased ids, block by block."""
         blocks = self._blocks[kind]
         for block in blocks[int(np.searchsorted(blocks[:, _LAST], np.uint64(low))) :]:
             if self.format == 1:
@@ -129,7 +105,6 @@ class SortedRun:
         """Return, for those keys that are here, their positions in `keys`, the numbers of their rows, and their versions.
 
         Args:
-            kind: ROWS or ERASED.
             keys: uint64 [n], ascending.
 
         Returns:

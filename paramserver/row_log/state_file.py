@@ -105,11 +105,7 @@ class ShardState:
     since: tuple[tuple[int, int], ...] = ()
 
     def of(self, definition: TableDef) -> LoggedTable:
-        """Return a table; an empty one where the shard has not had work of it.
-
-        Raises:
-            ParameterServerError: it is there, and of another definition.
-        """
+        """Return a table; an empty one where the shard has not had work of it."""
         found = next((one for one in self.tables if one.definition.key == definition.key), LoggedTable(definition))
         if found.definition != definition:
             raise ParameterServerError(
@@ -124,13 +120,7 @@ class ShardState:
 
 
 class SavedState:
-    """A shard's state as its folder holds it, and the process that may replace it. Apply thread only, once there is one.
-
-    Args:
-        data: the shard's folder.
-        now: what the folder holds, in this process's epoch.
-        still_ours: raises FencedError once another process owns the folder; asked right before the file is replaced.
-    """
+    """A shard's state as its folder holds it, and the process that may replace it. Apply thread only, once there is one."""
 
     def __init__(self, data: DataDir, now: ShardState, still_ours: Callable[[], None] = lambda: None) -> None:
         self._data, self.now, self._still_ours = data, now, still_ours
@@ -144,20 +134,13 @@ class SavedState:
 
         Raises:
             FencedError: another process owns the shard; nothing changed.
-            OSError: the old state is in force, or after a failed sync either.
         """
         self._data.write(STATE, [encode_state(state)], self._still_ours)
         self.now = state
 
 
 def encode_state(state: ShardState) -> bytes:
-    """Return the file's bytes.
-
-    Example:
-        >>> state = ShardState(b"c" * 16, 0, 1, k=7, cut=5)
-        >>> decode_state(encode_state(state), "f") == state
-        True
-    """
+    """Return the file's bytes."""
     fields = {key: getattr(state, key) for key in (*_KEYS, "cut")}
     fields["tables"] = [
         [one.definition.to_dict(), one.step, one.n_rows, [[run.number, run.size_bytes, run.newest] for run in one.runs], one.erased_since]
@@ -173,10 +156,6 @@ def encode_state(state: ShardState) -> bytes:
 
 def decode_state(data: bytes, where: str) -> ShardState:
     """Read a state file.
-
-    Args:
-        data: all of the file.
-        where: its path, for messages.
 
     Raises:
         ParameterServerError: truncated, changed, or of another format; nothing of it was used.

@@ -1,6 +1,6 @@
 """Access to a shard's verbs: TLS for the server's port, and the caller's certificate or token at every call.
 
-`kvemb.protocol.roles` says how a caller's role is known, and which verbs it may call. What must not live here: the verbs.
+`kvemb.protocol.roles` says how a caller's role is known, and which verbs it may call.
 """
 
 import hmac
@@ -24,15 +24,7 @@ log = logging.getLogger("paramserver")
 
 
 class AccessControl:
-    """How a shard's port is protected. Thread-safe.
-
-    Args:
-        tls: its section of kvemb.yaml; None: not at all.
-        cluster: name of the cluster.
-
-    Raises:
-        ConfigError: a file cannot be read, or its own certificate is not good for a shard.
-    """
+    """How a shard's port is protected. Thread-safe."""
 
     def __init__(self, tls: TlsFiles | None, cluster: str) -> None:
         self._tls, self._cluster = tls, cluster
@@ -79,11 +71,7 @@ class AccessControl:
         return int(server.add_secure_port(address, grpc.dynamic_ssl_server_credentials(configuration, self._renewed, needed)))
 
     def caller(self, context: Any) -> Caller:
-        """Return the caller.
-
-        Raises:
-            AccessDeniedError: its token is not good.
-        """
+        """Return the caller."""
         if self._tls is None:
             return ANYBODY
         if self._tls.config.has_token:

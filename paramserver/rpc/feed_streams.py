@@ -28,13 +28,7 @@ log = logging.getLogger("paramserver")
 
 
 class FeedStreams:
-    """Serves one shard's feed. Thread-safe.
-
-    Args:
-        parts: of the shard.
-        mark: how far the journal is applied.
-        events: of the shard.
-    """
+    """Serves one shard's feed. Thread-safe."""
 
     def __init__(self, parts: ShardParts, mark: AppliedMark, events: FeedEvents) -> None:
         self._parts, self._mark, self._events = parts, mark, events

@@ -126,11 +126,7 @@ class Handlers:
         return self._table(self._parts.registry.create(table, exist_ok=request.exist_ok, policies=policies))
 
     def get_table(self, request: TableRequest, deadline: Deadline) -> TableReply:
-        """Say what a table is now; of rows of an earlier schema, what their table has become.
-
-        Raises:
-            UnknownTableError: there is none; TableDroppedError where the table of that schema was dropped.
-        """
+        """Say what a table is now; of rows of an earlier schema, what their table has become."""
         find = self._parts.registry.find
         if request.schema < 0:
             return self._table(find(request.table))
@@ -153,12 +149,7 @@ class Handlers:
         return TableReply(table.to_dict(), registry.policies(table.key).to_dict(), registry.serial)
 
     def open_stream(self, requests: Iterator[bytes], require_seat: Callable[[str], None]) -> PushReceiver:
-        """Make the server's end of a push stream.
-
-        Args:
-            requests: the messages that come in.
-            require_seat: raises unless the caller may push as a trainer of that name.
-        """
+        """Make the server's end of a push stream."""
         parts, sync = self._parts, self._parts.config.servers.mode == "sync"
         check = partial(check_push, registry=parts.registry, shard=parts.shard, maps=parts.maps, sync=sync, loads=parts.ingest.loads)
         return PushReceiver(parts.ingest, check, requests, self._in_hand, require_seat)
@@ -198,13 +189,7 @@ class Handlers:
         return IdsReply(state.page(after if request.first else after + 1, request.limit).astype("<u8").tobytes())
 
     def repair(self, request: RepairRequest, deadline: Deadline) -> RepairReply:
-        """Have lost nodes repaired, and the named ones compared; answered when that is done.
-
-        Raises:
-            LostRowError: a row cannot be restored.
-            InvalidInputError: no such node.
-            DeadlineExceededError: it goes on.
-        """
+        """Have lost nodes repaired, and the named ones compared; answered when that is done."""
         if self._parts.ingest.state.why_failed:
             raise ShardFailedError(self._parts.ingest.state.why_failed)
         known, started_s = self._parts.repairer.addresses, time.monotonic()
@@ -216,14 +201,7 @@ class Handlers:
         return RepairReply(ticket.nodes, ticket.rows, time.monotonic() - started_s)
 
     def compare(self, request: CompareRequest, deadline: Deadline) -> CountReply:
-        """Compare rows with storage, those that the index knows; answered with how many had to be restored.
-
-        Raises:
-            InvalidInputError: too many ids; those of other shards are not known here.
-            UnknownTableError: TableDroppedError, where the table that is meant was dropped.
-            LostRowError: a row cannot be restored.
-            StorageError, DeadlineExceededError: not compared yet.
-        """
+        """Compare rows with storage, those that the index knows; answered with how many had to be restored."""
         n_ids, left = divmod(len(request.ids), 8)
         if left or n_ids > MAX_COMPARED:
             raise InvalidInputError(f"{len(request.ids)} bytes of ids to be compared: give at most {MAX_COMPARED} ids of 8 bytes")
@@ -291,14 +269,7 @@ class LoadPorts:
 
 
 class CheckpointHandlers:
-    """Answers one shard's saves and loads. Thread-safe.
-
-    Args:
-        saver: of the shard.
-        registry: of the shard.
-        nodes: of the store; they say which map is in force.
-        loads: what a load asks for.
-    """
+    """Answers one shard's saves and loads. Thread-safe."""
 
     def __init__(self, saver: Saver, registry: Registry, nodes: StoreNodes, loads: LoadPorts) -> None:
         self._saver, self._registry, self._nodes, self._loads = saver, registry, nodes, loads

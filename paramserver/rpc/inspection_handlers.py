@@ -43,12 +43,7 @@ class InspectionHandlers:
         self._parts, self._evictor = parts, evictor
 
     def evictions(self, request: EvictionsRequest, deadline: Deadline) -> EvictionsReply:
-        """Say which rows the tables' policies have erased since the shard was started; a dry run: which they would erase now.
-
-        Raises:
-            DeadlineExceededError: the dry run did not end in time.
-            StorageError: it could not read weights.
-        """
+        """Say which rows the tables' policies have erased since the shard was started; a dry run: which they would erase now."""
         parts, evictor, found = self._parts, self._evictor, []
         deadline, done = deadline.within(request.timeout_s), evictor.report()
         for definition in parts.registry.tables:
@@ -60,12 +55,8 @@ class InspectionHandlers:
         return EvictionsReply(found)
 
     def show_row(self, request: ShowRowRequest, deadline: Deadline) -> ShowRowReply:
-        """Return a row's state in index and cache, between two batches; and the trainers whose batch wrote it last, if the journal has it.
-
-        Raises:
-            InvalidInputError: no such id.
-            UnknownTableError: no such table.
-            DeadlineExceededError: the batch under way did not end.
+        """Return a row's state in index and cache, between two batches; and the trainers whose batch wrote it last, if the journal has
+        it.
         """
         if not 0 <= request.id < 1 << 64:
             raise InvalidInputError(f"the id is {request.id}; give it as uint64")
@@ -84,12 +75,7 @@ class InspectionHandlers:
             return []
 
     def sample_ids(self, request: SampleIdsRequest, deadline: Deadline) -> IdsReply:
-        """Give some ids of a table that exist on this shard.
-
-        Raises:
-            InvalidInputError: too many at once.
-            UnknownTableError: no such table.
-        """
+        """Give some ids of a table that exist on this shard."""
         if not 1 <= request.limit <= MAX_SAMPLED_IDS:
             raise InvalidInputError(f"limit is {request.limit}; give 1 to {MAX_SAMPLED_IDS}")
         state = self._parts.tables.state(self._parts.registry.find(request.table))

@@ -35,15 +35,7 @@ from ..recovery.shard_parts import ShardParts
 
 
 class MoveHandlers:
-    """The verbs by which operators move slots, and shards hand them over. Thread-safe.
-
-    Args:
-        parts: of the shard.
-        store: open.
-        carrier: of plans; None on every shard but the first.
-        offers: the entries that this shard hands over to others.
-        look: has the shard look at map and reports at once.
-    """
+    """The verbs by which operators move slots, and shards hand them over. Thread-safe."""
 
     def __init__(self, parts: ShardParts, store: Store, carrier: MoveCarrier | None, offers: SlotOffers, look: Callable[[], None]) -> None:
         self._parts, self._store, self._carrier, self._offers, self._look = parts, store, carrier, offers, look

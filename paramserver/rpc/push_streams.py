@@ -171,15 +171,7 @@ class Streams:
                 self._open.pop(stream.answers, None)
 
     def _enter(self, stream: AnswerQueue, peer: str) -> None:
-        """Let a stream in; where there is no place left, the one that has been idle for longest goes.
-
-        Args:
-            stream: that wants in, by its answers.
-            peer: the connection that it comes over.
-
-        Raises:
-            ShardUnavailableError: none is idle; to be tried again later.
-        """
+        """Let a stream in; where there is no place left, the one that has been idle for longest goes."""
         with self._lock:
             of_peer = [other for other, its_peer in self._open.items() if its_peer == peer]
             if len(of_peer) >= MAX_STREAMS_OF_PEER:
@@ -242,15 +234,7 @@ Check = Callable[[PushPart], tuple[tuple[CheckedRows, ...], tuple[CheckedRows, .
 
 
 class PushReceiver:
-    """Reads the parts of one push stream, passes them on to ingest, and yields the replies.
-
-    Args:
-        ingest: of the shard.
-        check: validates a decoded part.
-        requests: encoded parts; iterating ends or raises when the stream does.
-        in_hand: bytes that all streams together have received and not yet passed on.
-        require_seat: raises unless the stream's caller may push as a trainer of that name.
-    """
+    """Reads the parts of one push stream, passes them on to ingest, and yields the replies."""
 
     def __init__(
         self, ingest: Ingest, check: Check, requests: Iterator[bytes], in_hand: BytesInHand, require_seat: Callable[[str], None]

@@ -52,17 +52,7 @@ class _Verb(NamedTuple):
 
 
 class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no types
-    """A gRPC server around a shard's handlers. It listens as soon as it is made, and until it is opened says how far the start is.
-
-    Args:
-        listen: "host:port"; port 0 takes a free one.
-        access: which callers may call.
-        shard: number.
-        report: of the shard's start.
-
-    Raises:
-        ParameterServerError: the address cannot be had.
-    """
+    """A gRPC server around a shard's handlers. It listens as soon as it is made, and until it is opened says how far the start is."""
 
     def __init__(self, listen: str, access: AccessControl, shard: int, report: StartReport) -> None:
         self._access, self._shard, self._report = access, shard, report

@@ -45,13 +45,7 @@ _PORTION = 1 << 19  # rows erased by one batch
 
 
 class TableChanging:
-    """Answers one shard's part of dropping and altering tables. Thread-safe.
-
-    Args:
-        parts: of the shard.
-        no_shard_move: keeps slots with their shards while a block runs, on shard 0; raises where they are on their way.
-        tell: tells the feed.
-    """
+    """Answers one shard's part of dropping and altering tables. Thread-safe."""
 
     def __init__(
         self, parts: ShardParts, *, no_shard_move: Callable[[], AbstractContextManager[None]], tell: Callable[[EventEntry], None]
@@ -67,7 +61,6 @@ class TableChanging:
         """Take a table's name away (shard 0); return its definition.
 
         Raises:
-            InvalidInputError: kvemb.yaml declares it.
             UnknownTableError: there is none of that name.
             MoveRefusedError: slots are moving between shards; nothing was changed.
             StorageError: it may have begun.
@@ -81,12 +74,7 @@ class TableChanging:
             return TableReply(self._parts.registry.begin_drop(request.table).to_dict())
 
     def erase(self, request: EraseTableRequest, deadline: Deadline) -> EraseTableReply:
-        """Erase some of this shard's rows of a table that is being dropped.
-
-        Raises:
-            ParameterServerError: it is not being dropped, as far as storage says.
-            DeadlineExceededError: work accepted before is not applied yet, or the rows are not erased yet.
-        """
+        """Erase some of this shard's rows of a table that is being dropped."""
         deadline, parts = deadline.within(request.timeout_s), self._parts
         parts.registry.load()
         if request.key in {table.key for table in parts.registry.gone}:
@@ -124,9 +112,7 @@ class TableChanging:
         """Take a step of an alteration (shard 0); each may be taken again.
 
         Raises:
-            InvalidInputError: kvemb.yaml declares the table, or see `Registry.begin_alter` and `switch`.
             MoveRefusedError: slots are moving between shards; nothing was changed.
-            KvembError: any of `Registry`'s.
         """
         self._require_first("altered")
         registry, staged = self._parts.registry, None
@@ -148,12 +134,7 @@ class TableChanging:
         return AlterTableReply({} if staged is None else staged.to_dict(), left)
 
     def follow_alter(self, request: FollowAlterRequest, deadline: Deadline) -> FollowAlterReply:
-        """Hold a table's pushes, and say what there is of both tables once what was taken before is applied.
-
-        Raises:
-            TableAlteredError: the alteration was given up, or begun again.
-            DeadlineExceededError: work accepted before is not applied yet.
-        """
+        """Hold a table's pushes, and say what there is of both tables once what was taken before is applied."""
         parts = self._parts
         parts.registry.load()
         staged = parts.registry.altering.get(request.key)

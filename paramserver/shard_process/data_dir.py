@@ -34,26 +34,13 @@ _MENDS = {
 
 
 def mend(error: OSError) -> str:
-    """Return the advice for an error of the file system.
-
-    Example:
-        >>> mend(OSError(errno.ENOSPC, "No space left on device"))
-        'free some space on that disk, or some files where df -i says that it has no inodes left'
-    """
+    """Return the advice for an error of the file system."""
     return _MENDS.get(error.errno or 0, "see whether that disk and folder can be read and written")
 
 
 @contextmanager
 def named(what: str, folder: Path) -> Iterator[None]:
-    """Translate errors of the file system while a shard's folder is used.
-
-    Args:
-        what: the task under way, for the message.
-        folder: of the shard.
-
-    Raises:
-        ParameterServerError: a file or the folder cannot be read or written.
-    """
+    """Translate errors of the file system while a shard's folder is used."""
     try:
         yield
     except OSError as error:
@@ -66,11 +53,7 @@ def named(what: str, folder: Path) -> Iterator[None]:
 
 
 def for_writes(still_ours: Callable[[], None]) -> Callable[[], None]:
-    """Return a check of a shard's owner for what writes rows: while the folder cannot be read, that waits, as for a node that is away.
-
-    Args:
-        still_ours: raises OSError where it cannot read the folder.
-    """
+    """Return a check of a shard's owner for what writes rows: while the folder cannot be read, that waits, as for a node that is away."""
 
     def require() -> None:
         try:
@@ -88,11 +71,7 @@ FILE_MODE, _FOLDER_MODE = 0o600, 0o700
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, if it is not there; one that an earlier release made is closed to others, too.
-
-    Args:
-        path: of the folder. Its parent is made like it, where it is not there; those above as the umask says.
-    """
+    """Make a folder, if it is not there; one that an earlier release made is closed to others, too."""
     if not path.parent.exists():
         path.parent.parent.mkdir(parents=True, exist_ok=True)
         path.parent.mkdir(_FOLDER_MODE, exist_ok=True)
@@ -112,11 +91,7 @@ def replace_privately(path: Path, chunks: Iterable[bytes | memoryview], check: C
 
 
 def sweep(folder: Path) -> None:
-    """Delete files that other processes have begun to write in a folder; the next call tries again what cannot be deleted.
-
-    Args:
-        folder: this process owns it, and writes nothing in it at this moment.
-    """
+    """Delete files that other processes have begun to write in a folder; the next call tries again what cannot be deleted."""
     for path in folder.glob(f"*{_SUFFIX}"):
         with suppress(OSError):
             path.unlink()
@@ -128,16 +103,7 @@ def folder_of(root: Path, shard: int) -> Path:
 
 
 class DataDir:
-    """The folder of one shard, locked as long as this process owns it.
-
-    Args:
-        root: the cluster's data_dir.
-        shard: number.
-        take_over: take the folder away from a process that holds it, with a lock file of its own; the caller fences that process.
-
-    Raises:
-        ParameterServerError: it cannot be made or written, or another process of this host holds it.
-    """
+    """The folder of one shard, locked as long as this process owns it."""
 
     def __init__(self, root: Path, shard: int, *, take_over: bool = False) -> None:
         self.path = folder_of(root, shard)
@@ -183,16 +149,7 @@ class DataDir:
             return None
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview], check: Callable[[], None] = lambda: None) -> None:
-        """Write a file durably: after a crash it is either the old one or the new one, whole.
-
-        Args:
-            name: in this folder.
-            chunks: the file's bytes.
-            check: called right before the new file takes the old one's place; may raise.
-
-        Raises:
-            OSError: the old file is untouched.
-        """
+        """Write a file durably: after a crash it is either the old one or the new one, whole."""
         replace_privately(self.path / name, chunks, check)
         sync_folder(self.path)
 

@@ -5,19 +5,7 @@ from collections.abc import Callable, Sequence
 
 
 class OwnedThread:
-    """A named thread. `start` and `stop` are for the owner, `wait` for the code that runs on it.
-
-    Args:
-        run: its work; it returns soon after it was told to end.
-        name: of the thread.
-        wakes: called when it is told to end: they end any other wait of `run`.
-
-    Example:
-        >>> thread = OwnedThread(lambda: thread.wait(60.0), name="example")
-        >>> thread.start()
-        >>> thread.stop(60.0)
-        True
-    """
+    """A named thread. `start` and `stop` are for the owner, `wait` for the code that runs on it."""
 
     def __init__(self, run: Callable[[], object], *, name: str, wakes: Sequence[Callable[[], None]] = ()) -> None:
         self._wakes, self._told = wakes, threading.Event()

@@ -1,7 +1,5 @@
 """A loader whose batches come with their rows already pulled, for every framework.
 
-What must not live here: which ids a batch will ask for (the bridge's `asked`), threads (`trainer.lookahead`), steps (`pushed_steps`).
-
 Strategy: threads work out the lookups of a batch, and pull the rows of all tables at once. When the batch is handed out, the rows
 go to the `SharedLookups`, which serve lookups of exactly these ids. A lookup that was not foreseen is pulled when it is made: a wrong
 forecast costs time and never gives wrong rows.
@@ -34,18 +32,7 @@ AskedOf = Callable[[Any], Sequence[Asked]]
 
 
 class AheadOptions(TypedDict, total=False):
-    """How rows are pulled ahead: the options of every bridge's `prepare`.
-
-    Args:
-        consistency: the changes that rows may lack when their batch is used. "stale", the default: the pushes of the `capacity` batches
-            before it, and all other changes since. "bounded": k batches of any shard. "exact": no change by steps or this connection; for
-            clusters in sync mode. Given the same draws, training is then the same as without `prepare`, bit for bit.
-        k: batches, with "bounded"; every pull and every batch then cost one more small call to each shard.
-        threads_num: pulls at a time, 1 to 8; "auto", the default, measures and chooses.
-        capacity: batches that may lie ready or be pulled beyond the one in use; "auto", the default, chooses, within 256 MB.
-        executor: runs the pulls instead of threads of our own.
-        report: measures the steps while the result is iterated, and names the setting to change at the end of each run.
-    """
+    """How rows are pulled ahead: the options of every bridge's `prepare`."""
 
     consistency: str
     k: int | None
@@ -66,14 +53,7 @@ class Ahead:
     steps: StepReport | None
 
     def rule(self, cluster: Any, state: Callable[[], int], pulls: Any = None, ahead: PullPort | None = None) -> Consistency:
-        """Make the object that keeps the consistency.
-
-        Args:
-            cluster: of the tables.
-            state: of the steps, see `SharedLookups.state`.
-            pulls: pulls for it; the cluster itself unless given.
-            ahead: pulls rows before they are used; as `pulls` unless given.
-        """
+        """Make the object that keeps the consistency."""
         pulls = cluster if pulls is None else pulls
         if self.consistency == "exact":
             return Exact(pulls, state, lambda: cluster.changes, lambda: cluster.all_stored, ahead=ahead)
@@ -98,11 +78,7 @@ def checked_ahead(
     executor: Executor | None = None,
     report: StepReport | None = None,
 ) -> Ahead:
-    """Check the options of a `prepare`, all of them before anything is begun.
-
-    Raises:
-        InvalidInputError: naming the wrong one.
-    """
+    """Check the options of a `prepare`, all of them before anything is begun."""
     asked, consistency = consistency, consistency or "stale"
     check_consistency(consistency, k, cluster)
     if asked is None and not _told_stale:

@@ -1,7 +1,7 @@
 """The tables of a model's weights: made or opened, filled, and read whole.
 
-What must not live here: any framework, optimizers. If a table's rows are assigned, its initializer says so: CARRIED, zeros under a name
-that users do not give. So another trainer knows that it has to wait for the rows, which is not needed for rows that are drawn.
+If a table's rows are assigned, its initializer says so: CARRIED, zeros under a name that users do not give. So another trainer knows that
+it has to wait for the rows, which is not needed for rows that are drawn.
 
 Exactly one trainer of a job assigns the first rows of tables that were a model's weights. The trainer that made the table assigns its rows,
 in ascending order, in chunks. Another trainer that finds the table sees by the last chunk that this is done. That chunk is created last,
@@ -83,11 +83,7 @@ def assign_weights(table: "Table", site: WeightOfTable, ids: NDArray[np.int64]) 
 
 
 def wait_assigned(table: "Table", site: WeightOfTable) -> None:
-    """Return when all rows are there, assigned by any trainer.
-
-    Raises:
-        DeadlineExceededError: no row came for STALL_S seconds.
-    """
+    """Return when all rows are there, assigned by any trainer."""
     n_rows, since = -1, time.monotonic()
     last = np.arange((site.n_rows - 1) // chunk_rows(site) * chunk_rows(site), site.n_rows)
     while not (_exist(table, last[-1:]) and _exist(table, last)):  # the whole chunk only when it has begun to come
@@ -165,12 +161,7 @@ _in_models: "WeakSet[Any]" = WeakSet()  # tables that a model of this process wa
 
 
 def open_table(cluster: "Cluster", site: SiteT) -> SiteTable[SiteT]:
-    """Open a table that exists.
-
-    Raises:
-        UnknownTableError: there is none.
-        TableMismatchError: its rows have another length, or it has ids for another number of rows.
-    """
+    """Open a table that exists."""
     table = cluster.table(site.table)
     n_ids = table.definition.num_ids
     if table.dim != site.dim or n_ids not in (None, site.n_rows):
@@ -190,12 +181,7 @@ def exists(cluster: "Cluster", site: WeightOfTable) -> bool:
 
 
 def make_table(cluster: "Cluster", site: SiteT, rule: OptimizerSpec, options: TableOptions, first: First, carry: Carry) -> SiteTable[SiteT]:
-    """Make a site's table, or open it where it exists with the same identity; with its own initializer, unless the user gave one.
-
-    Raises:
-        InvalidInputError: a value is out of range.
-        TableMismatchError: it exists with another identity.
-    """
+    """Make a site's table, or open it where it exists with the same identity; with its own initializer, unless the user gave one."""
 
     def create(initializer: Initializer, exist_ok: bool) -> "Table":
         try:

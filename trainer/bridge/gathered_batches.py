@@ -1,7 +1,4 @@
-"""Optimizers that step once for several batches: what those batches have left so far.
-
-What must not live here: how a framework counts batches, and whether it takes the sum or the mean of their gradients.
-"""
+"""Optimizers that step once for several batches: what those batches have left so far."""
 
 import warnings
 from typing import Generic, TypeVar
@@ -17,11 +14,7 @@ class GatheredBatches(Generic[T]):
         self._n = 0
 
     def begin(self, n_gathered: int) -> None:
-        """Begin a batch; warn where the optimizer's state is not that of the batches here. These are dropped then.
-
-        Args:
-            n_gathered: batches of the coming step whose gradients the optimizer has.
-        """
+        """Begin a batch; warn where the optimizer's state is not that of the batches here. These are dropped then."""
         if n_gathered != self._n:
             warnings.warn(
                 f"the optimizer has gathered gradients of {n_gathered} batches, and those of rows here are of {self._n}: its state was "

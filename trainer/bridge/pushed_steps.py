@@ -1,7 +1,5 @@
 """A step of training, for every framework: the rows pulled ahead, the push of all tables' gradients, the waits, the report.
 
-What must not live here: gradients of a framework (its bridge sums them into parts), update rules (the parameter servers').
-
 The number of an async trainer's unapplied pushes is limited: if shards fell behind, rows would otherwise grow old without bound. The wait
 comes before the next push is handed over. So a failed push is reported while the gradients at hand can still be kept.
 """
@@ -27,23 +25,14 @@ MAX_UNAPPLIED = 16
 
 
 class Unapplied:
-    """The acks of pushes that may not be applied yet.
-
-    Args:
-        limit: how many may remain when a step is over.
-    """
+    """The acks of pushes that may not be applied yet."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._acks: deque[AckPort] = deque()
 
     def wait_room(self, timeout_s: float | None) -> None:
-        """Wait until one more push keeps within the limit (with a limit of 0, until none is unapplied).
-
-        Raises:
-            ShardUnavailableError: not within the time; that push still counts.
-            KvembError: a push failed, and its error has not been raised yet.
-        """
+        """Wait until one more push keeps within the limit (with a limit of 0, until none is unapplied)."""
         self._wait(max(0, self.limit - 1), timeout_s)
 
     def add(self, ack: AckPort, timeout_s: float | None) -> None:
@@ -66,28 +55,13 @@ class Unapplied:
 
 
 def check_max_unapplied(max_unapplied: object) -> None:
-    """Refuse a value that is no number of pushes.
-
-    Raises:
-        InvalidInputError: naming the valid ones.
-    """
+    """Refuse a value that is no number of pushes."""
     if isinstance(max_unapplied, bool) or not isinstance(max_unapplied, int) or max_unapplied < 0:
         raise InvalidInputError(f"max_unapplied is {max_unapplied!r}; give a whole number of pushes, 0 or more")
 
 
 class PushedSteps:
-    """Steps over the tables of one cluster. Use it from one thread; it does not survive fork().
-
-    Args:
-        cluster: of the tables.
-        id_dtypes: by table.
-        timeout_s: of the wait for the other trainers' parts of the step in a sync job, for pushes to be applied in an async one;
-            as long as a shard may be away (`parameter_servers.away_timeout_s`) unless given.
-        max_unapplied: in an async job, how many of its pushes may not be applied yet when a step is over.
-
-    Raises:
-        InvalidInputError: an option out of range.
-    """
+    """Steps over the tables of one cluster. Use it from one thread; it does not survive fork()."""
 
     def __init__(
         self, cluster: ClusterPort, id_dtypes: Mapping[str, str], *, timeout_s: float | None = None, max_unapplied: int = MAX_UNAPPLIED
@@ -115,13 +89,6 @@ class PushedSteps:
         loss: Any = None,
     ) -> None:
         """Take a step.
-
-        Args:
-            sharing: all lookups that share rows of these tables.
-            parts: to be pushed, by table: each whose rule counts the step, even without a row; none at all where gradients overflowed.
-            hyper: the optimizers' run-time values, by table.
-            use_up: called once gradients were handed over.
-            loss: for the report.
 
         Raises:
             KvembError: the push or, in an async job, an earlier one failed, or it was not released or applied in time: it may be applied
@@ -169,13 +136,7 @@ class PushedSteps:
 
 
 def merge_parts(parts: Sequence[GradientPart], dim: int) -> GradientPart:
-    """Sum the gradients of several lookups of one table by id; of the versions seen the oldest counts.
-
-    Example:
-        >>> one = np.array([3, 7], np.uint64), np.ones((2, 1), np.float32), np.array([5, 5], np.uint64)
-        >>> [array.tolist() for array in merge_parts([one, one], 1)]
-        [[3, 7], [[2.0], [2.0]], [5, 5]]
-    """
+    """Sum the gradients of several lookups of one table by id; of the versions seen the oldest counts."""
     if not parts:
         return np.empty(0, np.uint64), np.empty((0, dim), np.float32), np.empty(0, np.uint64)
     if len(parts) == 1:  # the ids of one lookup are unique

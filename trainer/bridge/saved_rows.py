@@ -34,11 +34,7 @@ def saves_rows(cluster: Any) -> None:
 
 
 class StepMark:
-    """The step of one module's table, in states and behind them. One thread.
-
-    Args:
-        table: of the module or layer.
-    """
+    """The step of one module's table, in states and behind them. One thread."""
 
     def __init__(self, table: TablePort) -> None:
         self.table = table
@@ -101,17 +97,7 @@ class StepMark:
 
 
 class SavedRows:
-    """Save the rows of a model's cluster beside its dense weights, under their step, and bring them back.
-
-    Args:
-        marks: by table, those of the model's layers over it; of one cluster, which must not be read-only. All its tables are saved and
-            loaded.
-        url: folder of the checkpoints, as for `Cluster.save`: a path, or a URL that all shards reach.
-        keep: how many of the newest checkpoints are kept after a save; all unless given.
-
-    Raises:
-        InvalidInputError: `keep` is below 1.
-    """
+    """Save the rows of a model's cluster beside its dense weights, under their step, and bring them back."""
 
     def __init__(self, marks: Mapping[str, Sequence[StepMark]], url: str, *, keep: int | None) -> None:
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):

@@ -1,6 +1,6 @@
 """The lookups of a model's modules: one pull for all of them that are known when it is made.
 
-What must not live here: modules (`table_module`), pushing (`sparse_optimizer`), and threads that pull ahead. Strategy, in this order:
+Strategy, in this order:
 
 * Rows that were pulled for this batch before it was used are handed in (`install`) and serve lookups of the same ids, compared one by one.
   They serve until the next batch's rows are handed in or until the next step.
@@ -32,12 +32,7 @@ Asked = tuple[TablePort, NDArray[np.uint64]]
 
 
 class SharedLookups:
-    """The lookups of the modules of one cluster.
-
-    Args:
-        tables: by name.
-        cluster: they all belong to it.
-    """
+    """The lookups of the modules of one cluster."""
 
     def __init__(self, tables: Mapping[str, TablePort], cluster: ClusterPort) -> None:
         self.tables, self.cluster = dict(tables), cluster
@@ -58,12 +53,7 @@ class SharedLookups:
         self._lock = ForkLock()
 
     def look_up(self, asked: Sequence[Asked], *, recording: bool) -> list[LookupResult]:
-        """Look ids up.
-
-        Args:
-            asked: lookups that are made at the same time; those that are not installed are one pull.
-            recording: whether a step will follow; without one nothing would end the use of rows pulled ahead for other tables.
-        """
+        """Look ids up."""
         if recording:
             with self._lock:
                 return self._look_up(asked, recording=True)

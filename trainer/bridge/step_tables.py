@@ -1,7 +1,7 @@
 """The tables behind a step function: the lookups of its features, the rows found, and the push of their gradients.
 
-For frameworks whose steps are functions of arrays: rows go in, their gradients come out. What must not live here: any framework's arrays.
-One thread per step function. It does not survive fork(): in a fork TensorFlow and JAX have no threads, and a step would wait for ever.
+For frameworks whose steps are functions of arrays: rows go in, their gradients come out. One thread per step function. It does not survive
+fork(): in a fork TensorFlow and JAX have no threads, and a step would wait for ever.
 """
 
 import os
@@ -23,16 +23,7 @@ Gradient = tuple[str, LookupResult, NDArray[np.float32]]
 
 
 class StepTables:
-    """Tables of one cluster, with their lookups and pushes.
-
-    Args:
-        tables: of one cluster; one may stand there several times.
-        timeout_s, max_unapplied: see `PushedSteps`.
-        shared: the lookups in them; its own unless given.
-
-    Raises:
-        InvalidInputError: no tables, tables of several clusters, or an option out of range.
-    """
+    """Tables of one cluster, with their lookups and pushes."""
 
     def __init__(
         self, tables: Sequence[TablePort], *, timeout_s: float | None, max_unapplied: int, shared: SharedLookups | None = None
@@ -57,14 +48,8 @@ class StepTables:
     def push(self, gradients: Sequence[Gradient], loss: Any = None, *, use_up: Callable[[], None] = lambda: None) -> None:
         """Take a step: push the gradients of all lookups since the last one; a sync job's trainer without any takes part, too.
 
-        Args:
-            gradients: of lookups.
-            loss: for the report.
-            use_up: called once they were handed over, also if a later wait fails.
-
         Raises:
             InvalidInputError: gradients that are not finite, or run-time values out of range; nothing was sent.
-            KvembError: as `PushedSteps.take`.
         """
         self._steps.take([self.shared], lambda: self._parts(gradients), self._checked_hyper, use_up=use_up, loss=loss)
 
@@ -92,11 +77,7 @@ def check_table(table: Any) -> None:
 
 
 def asked_of(table: TablePort, ids: NDArray[Any]) -> Asked:
-    """Return the table and the checked ids of a lookup.
-
-    Raises:
-        InvalidInputError: ids that the table does not take.
-    """
+    """Return the table and the checked ids of a lookup."""
     of = table.definition
     return table, normalize(ids, of.id_dtype, of.name, of.num_ids, minus_one=table.minus_one_allowed)[0]
 
@@ -108,11 +89,7 @@ def has_long_ids(table: TablePort) -> bool:
 
 
 class OwnProcess:
-    """The process that makes this object.
-
-    Args:
-        framework: its threads belong to the process.
-    """
+    """The process that makes this object."""
 
     def __init__(self, framework: str) -> None:
         self._framework, self._pid = framework, os.getpid()

@@ -1,7 +1,4 @@
-"""Feature columns: from named features to rows of tables, in TensorFlow's words, for every framework's bridge.
-
-What must not live here: a framework, tables and lookups; `trainer.torch.DenseFeatures` turns columns and features into a tensor.
-"""
+"""Feature columns: from named features to rows of tables, in TensorFlow's words, for every framework's bridge."""
 
 from .declare import (
     bucketized_column,

@@ -1,8 +1,4 @@
-"""The ids of a categorical column from features, as a bridge reads them: one reading for all kinds of columns.
-
-What must not live here: a framework's tensors (the bridge's functions hand over bags and numbers), and the meaning of one value
-(`column_kinds`).
-"""
+"""The ids of a categorical column from features, as a bridge reads them: one reading for all kinds of columns."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,15 +16,10 @@ def read_ids(column: CategoricalColumn, read: Callable[[str], tuple[Bags, bool]]
     """Read a column's buckets, bag after bag, with their weights if it has any.
 
     Args:
-        column: of any kind.
-        read: the values of a feature, and whether -1 and "" among them are missing ones.
         numbers: the values of a numeric column: float32 [b, width].
 
     Returns:
         int64 ids; NO_ROW where a value stands for no row.
-
-    Raises:
-        InvalidInputError: values do not fit the column, naming the feature.
     """
     if isinstance(column, CrossedColumn):
         return column.cross([read(key)[0] if isinstance(key, str) else read_ids(key, read, numbers) for key in column.keys])

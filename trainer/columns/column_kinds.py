@@ -1,8 +1,7 @@
 """Feature columns under TensorFlow's names: the meaning of a feature's values, and the rows of a table that they stand for.
 
 A column is a frozen description; `buckets` is a pure function of values. Names, arguments, defaults and the order of results follow
-tf.feature_column, so that models move over; nothing else of it is here. What must not live here: rows, tables, frameworks (a bridge's
-DenseFeatures has them), and how values come in (`feature_values`).
+tf.feature_column, so that models move over; nothing else of it is here.
 """
 
 import operator
@@ -50,11 +49,7 @@ class NumericColumn(_KeyedColumn):
         return int(np.prod(self.shape))
 
     def check_shape(self, given: Sequence[int | None]) -> None:
-        """Refuse the shape of a feature that has not the column's numbers for each example; [b] will do for one number.
-
-        Raises:
-            InvalidInputError: got and expected.
-        """
+        """Refuse the shape of a feature that has not the column's numbers for each example; [b] will do for one number."""
         if not given or (None not in given[1:] and np.prod([int(n or 0) for n in given[1:]]) != self.width):
             expected = ", ".join(map(str, ("b", *self.shape)))
             raise InvalidInputError(f"feature {self.key!r} has the shape {tuple(given)}, its column takes [{expected}]")

@@ -1,7 +1,4 @@
-"""The tables behind embedding columns, and options given by column.
-
-What must not live here: lookups (`column_kinds`).
-"""
+"""The tables behind embedding columns, and options given by column."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -69,11 +66,7 @@ class ColumnTable:
 
 
 def tables_of(columns: Sequence[EmbeddingColumn], options: ColumnOptions) -> list[ColumnTable]:
-    """Group columns by table and settle each table's options.
-
-    Raises:
-        InvalidInputError: columns of one table contradict each other, or an option names no column or an unusable value.
-    """
+    """Group columns by table and settle each table's options."""
     of_table: dict[str, list[EmbeddingColumn]] = {}
     for column in columns:
         of_table.setdefault(column.table_name, []).append(column)

@@ -1,8 +1,7 @@
 """The functions that make feature columns, under TensorFlow's names, with TensorFlow's arguments and defaults.
 
 Every wrong argument is found here. Left out, since nothing here could honour them: of `numeric_column` default_value and dtype (they belong
-to parsing; results are float32). Of embedding columns ckpt_to_load_from, tensor_name_in_ckpt, max_norm and trainable. What must not live
-here: the work of a column (`column_kinds`).
+to parsing; results are float32). Of embedding columns ckpt_to_load_from, tensor_name_in_ckpt, max_norm and trainable.
 
 Source: tf.feature_column of TensorFlow 2.
 """

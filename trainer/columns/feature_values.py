@@ -1,8 +1,7 @@
 """The values of a feature, from any kind of input: bags of values, one after another; and the buckets of values.
 
 Dense arrays and lists have missing values (-1 for integers, "" for text, as in TensorFlow), which are left out here. In jagged input
-nothing is missing. No loop over values; lists of Python objects are walked once, at the edge. What must not live here: the meaning of a
-value (`column_kinds`), and any framework's tensors (its bridge hands over arrays).
+nothing is missing. No loop over values; lists of Python objects are walked once, at the edge.
 
 A value's bucket is XXH64 (seed 0) of its bytes, modulo the buckets: the same on every machine and in every process. The bytes of text are
 its UTF-8 form, those of an integer its 8 bytes in little-endian order, so any XXH64 library computes the same buckets. Integers are hashed
@@ -41,13 +40,7 @@ class Bags:
     weights: NDArray[np.float32] | None = None
 
     def keep(self, mask: NDArray[np.bool_]) -> "Bags":
-        """Return the bags with only those values for which `mask` bool [m] is true; bags may become empty.
-
-        Example:
-            >>> left = Bags(np.array([3, -1, 5]), np.array([2, 0, 1])).keep(np.array([True, False, True]))
-            >>> left.values.tolist(), left.lengths.tolist()
-            ([3, 5], [1, 0, 1])
-        """
+        """Return the bags with only those values for which `mask` bool [m] is true; bags may become empty."""
         if mask.all():
             return self
         kept = np.concatenate([[0], np.cumsum(mask)])
@@ -69,14 +62,6 @@ def dense_bags(array: NDArray[Any]) -> Bags:
 
     Args:
         array: [b], a value each, or [b, l]: numbers, text (NumPy's str, bytes or StringDType), or objects that are text.
-
-    Raises:
-        InvalidInputError: another number of axes, or another kind of values.
-
-    Example:
-        >>> bags = dense_bags(np.array([[3, -1], [4, 5]]))
-        >>> bags.values.tolist(), bags.lengths.tolist()
-        ([3, -1, 4, 5], [2, 2])
     """
     if array.ndim not in (1, 2):
         raise InvalidInputError(f"a dense feature must have the shape [b] or [b, l], got {array.shape}")
@@ -88,11 +73,7 @@ def dense_bags(array: NDArray[Any]) -> Bags:
 
 
 def jagged_bags(values: NDArray[Any], lengths: NDArray[Any], weights: NDArray[Any] | None = None) -> Bags:
-    """Read values [m] and the lengths [b] of the bags that they make up.
-
-    Raises:
-        InvalidInputError: the lengths are no lengths, or do not add up to m.
-    """
+    """Read values [m] and the lengths [b] of the bags that they make up."""
     if lengths.dtype.kind not in "iu" or lengths.ndim != 1 or values.ndim != 1:
         raise InvalidInputError(
             f"jagged: values {values.dtype} {values.shape}, lengths {lengths.dtype} {lengths.shape}; give [m] and integers [b]"
@@ -105,16 +86,7 @@ def jagged_bags(values: NDArray[Any], lengths: NDArray[Any], weights: NDArray[An
 
 
 def list_bags(rows: Sequence[Any]) -> Bags:
-    """Read a list of b values (numbers, str or bytes), or of b lists of them that may differ in length; missing values included.
-
-    Raises:
-        InvalidInputError: text and numbers are mixed, or lists are nested deeper.
-
-    Example:
-        >>> bags = list_bags([["a", "b"], [], ["c"]])
-        >>> bags.values.tolist(), bags.lengths.tolist()
-        (['a', 'b', 'c'], [2, 0, 1])
-    """
+    """Read a list of b values (numbers, str or bytes), or of b lists of them that may differ in length; missing values included."""
     nested = [isinstance(row, list | tuple) for row in rows]
     if any(nested) and not all(nested):
         raise InvalidInputError("a list feature must hold values, or lists of values, not both")
@@ -144,21 +116,11 @@ def hash_buckets(values: NDArray[Any], n_buckets: int) -> NDArray[np.int64]:
 
     Args:
         values: [m], integers, or objects that are str or bytes.
-        n_buckets: 1 to 2**63 - 1.
 
     Returns:
         int64 [m], 0 to n_buckets - 1.
 
-    Raises:
-        InvalidInputError: something else than text among objects, or text that has no UTF-8 form.
-
     Source: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
-
-    Example:
-        >>> hash_buckets(np.array(["apple", "pear", "apple"], object), 1000).tolist()
-        [847, 442, 847]
-        >>> hash_buckets(np.array([7, 8, 7]), 1000).tolist()
-        [877, 22, 877]
     """
     return (hash_values(values) % np.uint64(n_buckets)).view(np.int64)
 
@@ -169,20 +131,8 @@ def cross_bags(parts: Sequence[Bags], n_buckets: int) -> Bags:
     The hash of a combination begins as that of its first value. Each further value makes it the XXH64 (seed 0) of 16 bytes: the hash so
     far and the hash of the value, both little-endian. So the order of the parts counts.
 
-    Args:
-        parts: two or more, of integers or text, with the same number of bags.
-        n_buckets: 1 to 2**63 - 1.
-
     Returns:
         int64 buckets; within a bag the last part's values vary fastest.
-
-    Raises:
-        InvalidInputError: the numbers of bags differ, or a value cannot be hashed.
-
-    Example:
-        >>> bags = cross_bags([list_bags([["red", "blue"], []]), list_bags([[1, 2], [3]])], 1000)
-        >>> bags.values.tolist(), bags.lengths.tolist()
-        ([460, 509, 542, 82], [4, 0])
     """
     if len({len(part.lengths) for part in parts}) > 1:
         raise InvalidInputError(f"what is crossed must have the same number of examples, got {[len(part.lengths) for part in parts]}")

@@ -1,7 +1,6 @@
 """TensorFlow's own feature columns, taken for ours where they mean the same: read by the names of their classes and fields.
 
-What they have and we have not is refused by name. Only the hash is another one, and the generator of first rows. What must not live here:
-an import of TensorFlow.
+What they have and we have not is refused by name. Only the hash is another one, and the generator of first rows.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -40,9 +39,6 @@ def checked_dense_columns(columns: Iterable[Any], *, sequences: bool = False) ->
     """Return the columns of a dense input, ours or TensorFlow's, in their order; with `sequences` those of TensorFlow's sequences, too.
 
     As in TensorFlow one column may stand for a list of it.
-
-    Raises:
-        InvalidInputError: a column gives no numbers, two columns have one name, or there is none.
     """
     columns = _listed(columns)
     listed = from_tensorflow(map(_of_step, columns) if sequences else columns)

@@ -1,8 +1,7 @@
 """The JAX bridge: a step function over rows of kvemb tables, and optax's optimizers under their own names.
 
 Import it as `kvemb.jax`. `distribute` converts a model, `embed` makes a step of a loss over rows, `prepare` pulls rows before their batch
-is used. Rows are pulled outside of `jax.jit`, and enter it as arguments: no callback runs inside. What must not live here: storage, wire
-formats, update rules.
+is used. Rows are pulled outside of `jax.jit`, and enter it as arguments: no callback runs inside.
 """
 
 from ..bridge.batches_ahead import BatchesAhead

@@ -1,8 +1,6 @@
 """distribute: the large embeddings of a flax.nnx or equinox model become tables, in one line; the loss stays as it is.
 
-What must not live here: which embeddings there are (`models_of_libraries`), how ids are found (`traced_lookups`), first rows
-(`trainer.bridge.filled_tables`), the work of a step (`embedded_step`). Strategy: everything is checked before anything changes. Then tables
-are made and filled, and then the embeddings replaced.
+Strategy: everything is checked before anything changes. Then tables are made and filled, and then the embeddings replaced.
 """
 
 from collections.abc import Callable, Collection

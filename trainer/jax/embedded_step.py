@@ -34,12 +34,7 @@ _ALIGNED_BYTES = 64  # what JAX takes over from NumPy without a copy, on a CPU
 
 
 def capacity_of(n_rows: int) -> int:
-    """Return the least capacity for so many rows and one of padding: 2**k, or 1.5 times that.
-
-    Example:
-        >>> [capacity_of(n) for n in (0, 7, 8, 11, 12, 100)]
-        [8, 8, 12, 12, 16, 128]
-    """
+    """Return the least capacity for so many rows and one of padding: 2**k, or 1.5 times that."""
     capacity = _LEAST
     while capacity <= n_rows:
         capacity += capacity // 2 if capacity & (capacity - 1) == 0 else capacity // 3
@@ -61,7 +56,6 @@ def positions(inverse: NDArray[np.intp], kept: NDArray[np.bool_] | None, shape: 
         inverse: intp [k], of the ids that were asked for.
         kept: bool [m], which of the m ids those were; None: all. The others get the last row.
         shape: of the ids.
-        capacity: of the rows.
     """
     if kept is None:
         return inverse.astype(np.int32).reshape(shape)
@@ -153,10 +147,6 @@ class EmbeddedStep:
 
     def __call__(self, params: Any, *rest: Any) -> Any:
         """Take a step: pull, differentiate, push; with an optimizer, update the parameters.
-
-        Args:
-            params: any tree of arrays.
-            *rest: the batch; with an optimizer its state, and the batch.
 
         Returns:
             With an optimizer (params, opt_state, loss), without one (loss, grads); `loss` is (loss, aux) where the loss has that.

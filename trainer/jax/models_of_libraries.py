@@ -1,6 +1,6 @@
 """The embeddings of flax.nnx and equinox models: found, and replaced by ones over tables.
 
-What must not live here: tables, optimizers, steps. Neither library is imported before a model of it comes.
+Neither library is imported before a model of it comes.
 
 flax.nnx: an Embed becomes another class in place, the same object, so that all references to it stay valid. equinox: modules do not change,
 so a new model is made, with other modules in the places of its embeddings.
@@ -81,11 +81,7 @@ class Library:
 
 
 def library_of(model: Any) -> Library:
-    """Return the library of a model.
-
-    Raises:
-        InvalidInputError: it is of another one.
-    """
+    """Return the library of a model."""
     for name, base, made in (("flax.nnx", "Module", _nnx), ("equinox", "Module", _equinox)):
         module = sys.modules.get(name)
         if module is not None and isinstance(model, getattr(module, base)):
@@ -103,9 +99,6 @@ def find_sites(
 
     Returns:
         Those that do; (path, why) of those that stay.
-
-    Raises:
-        InvalidInputError: an embedding cannot be replaced (all reasons), a name is taken twice or is none, or `leave` or `names` name none.
     """
     found = library.embeddings(model)
     known = {path for path, *_ in found}

@@ -6,7 +6,7 @@ server cannot apply is refused by name. Rows that are in no batch stay as they a
 A transformation for the dense parameters is examined nevertheless: the names of the functions in its closures tell whether it would have
 to see the gradients of rows, too.
 
-What must not live here: optax itself, tables, steps. Pure.
+Pure.
 """
 
 from collections.abc import Iterator, Mapping
@@ -90,11 +90,7 @@ def of_all_gradients(optimizer: Any) -> list[str]:
 
 
 def gathering_of(optimizer: Any) -> Any:
-    """Return the optax.MultiSteps that a transformation is, itself or its `gradient_transformation()`; None: it is another.
-
-    Raises:
-        InvalidInputError: it skips batches: rows would not know which.
-    """
+    """Return the optax.MultiSteps that a transformation is, itself or its `gradient_transformation()`; None: it is another."""
     found: Any = optimizer if hasattr(optimizer, "inner_opt") else getattr(getattr(optimizer, "update", None), "__self__", None)
     if type(found).__name__ != "MultiSteps" or not type(found).__module__.startswith("optax"):
         return None

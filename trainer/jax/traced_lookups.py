@@ -1,7 +1,5 @@
 """A loss over a model whose embeddings are tables, taken apart: which ids a batch asks each table for, and the loss of rows.
 
-What must not live here: models of a library (`models_of_libraries`), tables, steps (`embedded_step`).
-
 Strategy: an embedding over a table binds a primitive that stands for its rows. It knows its batching rule, so `vmap` may stand around it,
 and nothing else: it is never compiled. The loss is traced to a jaxpr. What comes of the batch alone up to the primitives makes the ids.
 With the rows of these in the primitives' place the whole is the loss. All lookups of a table are one feature of `embed`.
@@ -38,11 +36,7 @@ batching.primitive_batchers[rows_p] = lambda args, dims, **of: (rows_p.bind(jnp.
 
 
 def rows_at(ids: Any, table: str, dim: int) -> Any:
-    """Stand for the rows of ids [...]: float32 [..., dim].
-
-    Raises:
-        InvalidInputError: ids that are no integers, or a call outside of a step.
-    """
+    """Stand for the rows of ids [...]: float32 [..., dim]."""
     ids = jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise InvalidInputError(f"ids of table {table!r} are {ids.dtype}, not integers")
@@ -50,25 +44,14 @@ def rows_at(ids: Any, table: str, dim: int) -> Any:
 
 
 class TracedLookups:
-    """A loss taken apart, batch structure by batch structure.
-
-    Args:
-        loss_fn: over a model's parameters.
-        params: shapes of these.
-        tables: the names of all.
-    """
+    """A loss taken apart, batch structure by batch structure."""
 
     def __init__(self, loss_fn: ModelLoss, params: Any, tables: Sequence[str]) -> None:
         self._loss_fn, self._params, self._tables = loss_fn, jax.tree.map(_shape, params), list(tables)
         self._ids: dict[Any, tuple[Callable[[Any], dict[str, Any]], list[bool]]] = {}
 
     def ids(self, batch: Any) -> Mapping[str, Any]:
-        """Return the ids [m] that a batch asks each table for, one lookup after the other.
-
-        Raises:
-            InvalidInputError: ids are made of parameters or of other rows, or a lookup stands in a loop or a branch; or of integers that
-                JAX would cut to 32 bits.
-        """
+        """Return the ids [m] that a batch asks each table for, one lookup after the other."""
         shapes, structure = jax.tree.flatten(jax.tree.map(_shape, batch))
         key = (structure, *((one.shape, one.dtype) for one in shapes))
         if key not in self._ids:

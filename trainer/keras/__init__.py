@@ -1,8 +1,7 @@
 """The Keras bridge: layers whose rows live in a kvemb table, on TensorFlow, JAX and torch.
 
 Import it as `kvemb.keras`. `distribute` takes a model to a cluster; it is trained and used as before. Packages: `layers` (rows enter a
-step, and their gradient leaves it), `steps` (pull and push around a model's steps), `distributing` (`distribute` itself). What must not
-live here: storage, wire formats, update rules.
+step, and their gradient leaves it), `steps` (pull and push around a model's steps), `distributing` (`distribute` itself).
 """
 
 from ..bridge.saved_rows import MixedStepsWarning

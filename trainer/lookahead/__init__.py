@@ -1,6 +1,6 @@
 """Looking rows up before the batch that needs them is used: threads, pipeline, rows. NumPy only, for every framework's bridge.
 
-What must not live here: any framework, any model. Users call `prefetch`; the docstring of `pipeline` says which thread does which work.
+Users call `prefetch`; the docstring of `pipeline` says which thread does which work.
 """
 
 from .prefetch import Prefetch, prefetch

@@ -1,7 +1,5 @@
 """How old rows may be that were pulled before their batch is used: "stale", "bounded", "exact". NumPy only.
 
-What must not live here: threads, pipelines, and when a step happens; those call `pull`, `use`, `hold` and `released`.
-
 * "stale", `Consistency` itself: as pulled. The pull of a batch begins at the earliest when the batch `capacity` before it is handed out. It
   may lack the pushes of those `capacity` batches, pushes that are still on their way then, and changes by other processes meanwhile.
 * `Bounded`: a pull notes beforehand how far each shard has come in storage (its rows have all of that). When the batch is used, the shards
@@ -28,12 +26,7 @@ _PUSH = 2  # changes that a push counts as
 
 
 class Consistency:
-    """The rule by which prefetched rows may be used, and the others are corrected. This one, "stale": they are used as they were pulled.
-
-    Args:
-        cluster: pulls.
-        ahead: pulls rows before they are used, where something else than the cluster does.
-    """
+    """The rule by which prefetched rows may be used, and the others are corrected. This one, "stale": they are used as they were pulled."""
 
     def __init__(self, cluster: ClusterPort, *, ahead: PullPort | None = None) -> None:
         self._cluster = cluster
@@ -62,13 +55,7 @@ class Consistency:
 
 
 class Bounded(Consistency):
-    """At most k batches of any shard behind, when the batch is used.
-
-    Args:
-        cluster: pulls, and tells the progress of its shards.
-        k: batches, >= 0.
-        ahead: see `Consistency`.
-    """
+    """At most k batches of any shard behind, when the batch is used."""
 
     def __init__(self, cluster: Any, k: int, *, ahead: PullPort | None = None) -> None:
         super().__init__(cluster, ahead=ahead)
@@ -95,15 +82,7 @@ class Bounded(Consistency):
 
 
 class Exact(Consistency):
-    """As if pulled when the batch is used, in a sync job.
-
-    Args:
-        cluster: pulls.
-        state: of the steps: even between two of them, odd from before a push until its release.
-        changes: the number of this connection's changes of rows: a push counts as two, one when it begins and one when it is released.
-        all_stored: whether storage has everything that was released to this connection.
-        ahead: see `Consistency`.
-    """
+    """As if pulled when the batch is used, in a sync job."""
 
     def __init__(
         self,
@@ -175,30 +154,13 @@ class Exact(Consistency):
 
 
 def behind(then: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> float:
-    """Return the most batches by which a shard has advanced; infinity if one began another epoch.
-
-    Args:
-        then, now: (epoch, k) of each shard.
-
-    Example:
-        >>> behind([(1, 7), (1, 3)], [(1, 9), (1, 3)]), behind([(1, 7)], [(2, 7)])
-        (2, inf)
-    """
+    """Return the most batches by which a shard has advanced; infinity if one began another epoch."""
     steps = [k_now - k if epoch == epoch_now else float("inf") for (epoch, k), (epoch_now, k_now) in zip(then, now, strict=True)]
     return max(steps, default=0)
 
 
 def check_consistency(consistency: object, k: object, cluster: Any) -> None:
-    """Refuse an unknown mode, or one that this cluster cannot keep.
-
-    Args:
-        consistency: one of `MODES`.
-        k: batches, with "bounded" only.
-        cluster: with its mode ("sync" or "async").
-
-    Raises:
-        InvalidInputError: saying why.
-    """
+    """Refuse an unknown mode, or one that this cluster cannot keep."""
     if consistency not in MODES:
         raise InvalidInputError(f"consistency is {consistency!r}; give one of {', '.join(MODES)}")
     if (k is not None) != (consistency == "bounded"):

@@ -1,7 +1,4 @@
-"""Runs over a loader as seen from outside: their iterator, the loader's, and the object in the loader's place.
-
-What must not live here: the work of a run (`pipeline`).
-"""
+"""Runs over a loader as seen from outside: their iterator, the loader's, and the object in the loader's place."""
 
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Sized
@@ -18,11 +15,7 @@ T = TypeVar("T")
 
 
 class Run(Generic[T]):
-    """The iterator of a run, which ends with it. If it was ended because another one began, it says so, instead of looking exhausted.
-
-    Args:
-        batches: the run's generator; no other reference to it may exist.
-    """
+    """The iterator of a run, which ends with it. If it was ended because another one began, it says so, instead of looking exhausted."""
 
     def __init__(self, batches: Generator[T, None, None]) -> None:
         self._batches, self._replaced = batches, False
@@ -31,11 +24,7 @@ class Run(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        """Return the next batch.
-
-        Raises:
-            InvalidInputError: another iteration of the loader has begun, or another thread waits for a batch.
-        """
+        """Return the next batch."""
         self._check_idle()
         if self._replaced:
             raise InvalidInputError(
@@ -45,11 +34,7 @@ class Run(Generic[T]):
         return next(self._batches)
 
     def close(self) -> None:
-        """End the run. Idempotent.
-
-        Raises:
-            InvalidInputError: another thread waits for a batch; the run goes on.
-        """
+        """End the run. Idempotent."""
         self._check_idle()
         self._batches.close()
 
@@ -78,12 +63,7 @@ def iterator_of(loader: Iterable[T]) -> Iterator[T]:
 
 
 class LoaderRuns(Generic[T]):
-    """Stands in a loader's place: each `iter` is a new run over it (an epoch) and ends the run before. Use it from one thread.
-
-    Args:
-        loader: any iterable.
-        sizes: threads and capacity of its runs.
-    """
+    """Stands in a loader's place: each `iter` is a new run over it (an epoch) and ends the run before. Use it from one thread."""
 
     def __init__(self, loader: Iterable[Any], sizes: Sizes) -> None:
         self._loader, self._sizes = loader, sizes

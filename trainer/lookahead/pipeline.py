@@ -1,7 +1,5 @@
 """One run over the batches of a loader: threads fetch the data of a batch while the batches before it are used.
 
-What must not live here: the fetch itself (`work`), and the numbers of threads and batches (`pool_sizes`).
-
 The work of each thread:
 
 * The caller's thread reads the loader, a batch for each batch that it asks for (two while the pipeline fills). A reader thread of ours
@@ -83,17 +81,7 @@ class Waited:
 
 
 class Pipeline(Generic[B, R]):
-    """One run over a loader: batches on their way, and their rows.
-
-    Args:
-        batches: the loader's iterator, made in this thread; owned from here on.
-        work: makes of a batch its result and that one's size in bytes (the batch included); called in other threads.
-        sizes: threads and capacity.
-        waited: adds up the times.
-        executor: instead of threads of our own; stays open.
-        timeout_s: of the wait for one batch's work. The work has deadlines of its own: this ends the wait for an executor that never gets
-            to it.
-    """
+    """One run over a loader: batches on their way, and their rows."""
 
     def __init__(
         self,
@@ -117,14 +105,7 @@ class Pipeline(Generic[B, R]):
         self._handed_out: tuple[float, float, float, int] | None = None  # when; and read_s, pull_s, size_bytes of that batch
 
     def next(self) -> tuple[B, R]:
-        """Return the next batch and its result.
-
-        Raises:
-            StopIteration: the loader has ended; the run is closed.
-            DeadlineExceededError: the batch's work was not done in time.
-            ClosedError: the run was begun by the parent of this forked process.
-            Exception: of the loader or the work; the run is closed.
-        """
+        """Return the next batch and its result."""
         try:
             self._check_process()
             self._note_step()

@@ -1,6 +1,6 @@
 """How many threads pull, and how many batches ahead: as given, or measured and chosen ("auto").
 
-What must not live here: threads and clocks; seconds come in, two numbers come out. Pure but for its averages.
+Pure but for its averages.
 
 Strategy of "auto": a step takes as long as computing and reading take. Rows are never waited for if enough pulls are under way at a time:
 threads = ceil(pull / step). One more batch may lie ready, to even out variations. Every batch ahead makes rows older, so no more than
@@ -46,23 +46,7 @@ class Averages:
 
 
 class Sizes:
-    """How many threads pull and how many batches lie ahead, as given or as measured.
-
-    Args:
-        threads_num: 1 to 8 threads, or "auto".
-        capacity: 1 to 1024 batches ahead of the one in use, or "auto".
-        own_threads: False where an executor's threads pull: how many those are is not known here.
-
-    Raises:
-        InvalidInputError: neither.
-
-    Example:
-        >>> sizes = Sizes("auto", "auto")
-        >>> for _ in range(4):
-        ...     sizes.add(read_s=0.001, pull_s=0.019, step_s=0.009, size_bytes=1 << 20)
-        >>> sizes.threads_num, sizes.capacity
-        (2, 3)
-    """
+    """How many threads pull and how many batches lie ahead, as given or as measured."""
 
     def __init__(self, threads_num: int | str, capacity: int | str, *, own_threads: bool = True) -> None:
         self._own_threads = own_threads
@@ -73,14 +57,7 @@ class Sizes:
         self.averages = Averages()
 
     def add(self, *, read_s: float, pull_s: float, step_s: float, size_bytes: int) -> None:
-        """Add the times of a batch, and choose again now and then.
-
-        Args:
-            read_s: of the loader.
-            pull_s: of its pull, in its thread.
-            step_s: between the batch being handed out and the next one being asked for.
-            size_bytes: of the batch and its rows.
-        """
+        """Add the times of a batch, and choose again now and then."""
         self.averages.add(read_s, pull_s, step_s, size_bytes)
         if self.averages.n == FIRST_CHOICE_AFTER or self.averages.n % CHOICE_EVERY == 0:
             self._choose()

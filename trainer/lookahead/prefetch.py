@@ -1,7 +1,4 @@
-"""`prefetch`: any iterable of batches, each with the data that was fetched for it before it came.
-
-What must not live here: a framework's use of it (`trainer.torch.loaders.prepared_loader` finds by itself which rows a model needs).
-"""
+"""`prefetch`: any iterable of batches, each with the data that was fetched for it before it came."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -111,11 +108,7 @@ def prefetch(
 
 
 def check_executor(executor: object, threads_num: object) -> None:
-    """Refuse an object that is no executor, or a number of threads beside one.
-
-    Raises:
-        InvalidInputError: in either case.
-    """
+    """Refuse an object that is no executor, or a number of threads beside one."""
     if executor is None:
         return
     if not hasattr(executor, "submit"):
@@ -127,11 +120,6 @@ def check_executor(executor: object, threads_num: object) -> None:
 def size_of(value: Any) -> int:
     """Return the bytes of the arrays and tensors in a batch: itself, or in mappings, sequences and objects with attributes. Of a long list
     only some elements are examined.
-
-    Example:
-        >>> import numpy as np
-        >>> size_of({"ids": np.zeros(4, np.int64), "more": [np.zeros(2, np.float32)], "name": "x"})
-        40
     """
     return _size_of(value, 4)
 

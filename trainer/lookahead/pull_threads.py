@@ -1,7 +1,6 @@
 """Threads that pull: a pool of a few named threads that can be resized, and that never outlives its owner.
 
-What must not live here: the tasks themselves. Why not `concurrent.futures.ThreadPoolExecutor`: its number of threads is fixed, and "auto"
-changes it while training runs.
+Why not `concurrent.futures.ThreadPoolExecutor`: its number of threads is fixed, and "auto" changes it while training runs.
 
 The threads know the queue of tasks and nothing else. So a pool without references is collected, and its threads end. At the interpreter's
 exit they are ended before it is taken down. Thread-safe; a fork's child has no threads and must not use it.
@@ -33,11 +32,7 @@ Task = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class PullThreads:
-    """Threads that run tasks in the order in which they were submitted.
-
-    Args:
-        n: how many, at least 1; they start with the first task.
-    """
+    """Threads that run tasks in the order in which they were submitted."""
 
     def __init__(self, n: int) -> None:
         self._n, self._closed = n, False
@@ -48,11 +43,7 @@ class PullThreads:
         self._end = weakref.finalize(self, _end, self._tasks, self._threads)
 
     def submit(self, task: Callable[..., Any], /, *args: Any) -> "Future[Any]":
-        """Run `task(*args)` in one of the threads.
-
-        Raises:
-            ClosedError: after `close`.
-        """
+        """Run `task(*args)` in one of the threads."""
         future: Future[Any] = Future()
         with self._lock:
             if self._closed:
@@ -74,11 +65,7 @@ class PullThreads:
                 self._n_staying -= 1
 
     def close(self, deadline: Deadline) -> None:
-        """End the threads once they have done their present and queued tasks; first cancel tasks that shall not run. Idempotent.
-
-        Args:
-            deadline: of the wait for all of them; a thread that takes longer ends by itself later.
-        """
+        """End the threads once they have done their present and queued tasks; first cancel tasks that shall not run. Idempotent."""
         with self._lock:
             self._closed = True
         self._end.detach()

@@ -1,7 +1,5 @@
 """The rows of one batch, looked up before it is used. NumPy only.
 
-What must not live here: threads, and a framework's tensors of rows.
-
 Strategy: the unique ids of all that a batch asks a table for are pulled once, all tables in one pull. Then each lookup gets the rows of
 its own unique ids. A table that is asked once, which is the usual case, gets the pulled rows themselves. Lookups of the same ids (many
 models feed one tensor to several tables) have the same unique ones, which are found once.
@@ -86,15 +84,7 @@ class RowsAhead:
         """When the rows were pulled: a value of the `Consistency` that pulls."""
 
     def pull(self, cluster: PullPort, *, stored: bool = True) -> None:
-        """Look everything up, in one pull; again if it was pulled before.
-
-        Args:
-            cluster: to look in.
-            stored: wait first until storage has all that was released to this connection.
-
-        Raises:
-            StorageError: as `Cluster.pull`; earlier results stay.
-        """
+        """Look everything up, in one pull; again if it was pulled before."""
         if self._wanted:
             ids = {name: to_caller(wanted.ids, self._id_dtype[name]) for name, wanted in self._wanted.items()}
             pulled = cluster.pull_versions(ids, stored=stored)

@@ -1,8 +1,7 @@
 """Where did the step go? The report of a training run: times per step, the setting to change, scalars for TensorBoard, a progress line.
 
-What must not live here: any framework (a writer is any object with add_scalar, a loss anything that float() takes). Nor the measuring: code
-that makes the training thread wait does it (`trainer.report.step_times`). One thread: the one that trains. The staleness of the pushed
-batches' rows comes from the acks of their pushes: the newest known, and means.
+Nor the measuring: code that makes the training thread wait does it (`trainer.report.step_times`). One thread: the one that trains. The
+staleness of the pushed batches' rows comes from the acks of their pushes: the newest known, and means.
 """
 
 import sys

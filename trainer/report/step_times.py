@@ -1,7 +1,7 @@
 """Where the time of training steps went, in seconds, and which setting to change. Pure but for one context variable.
 
-What must not live here: clocks, terminals, files. Code that makes the training thread wait adds the seconds to the times that `counted`
-returns, if there are any: those of the report in force (`trainer.report.step_report`). A few additions per step, nothing per row.
+Code that makes the training thread wait adds the seconds to the times that `counted` returns, if there are any: those of the report in
+force (`trainer.report.step_report`). A few additions per step, nothing per row.
 """
 
 from contextvars import ContextVar
@@ -89,14 +89,7 @@ class StepTimes:
         return dict(sorted(((name, s / total_s) for name, s in seconds.items()), key=lambda item: -item[1]))
 
     def advice(self) -> str:
-        """Say which setting to change.
-
-        Example:
-            >>> StepTimes(n_steps=10, total_s=1.0, ahead_s=0.31).advice()
-            'trainer waited 31 % for rows: raise capacity or threads_num, or add storage nodes'
-            >>> StepTimes(n_steps=10, total_s=1.0, ahead_s=0.01).advice()
-            'compute-bound: nothing to turn'
-        """
+        """Say which setting to change."""
         if not self.n_steps:
             return "no step yet"
         waits = {name: share for name, share in self.shares().items() if name not in ("compute", "push")}
@@ -117,12 +110,7 @@ class StepTimes:
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a duration for people.
-
-    Example:
-        >>> milliseconds(0.0527), milliseconds(1.25)
-        ('52.7 ms', '1,250 ms')
-    """
+    """Return a duration for people."""
     return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
 
 

@@ -2,7 +2,7 @@
 
 Import it as `kvemb.tensorflow`. `distribute` takes a tf.Module and its optimizer to a cluster; the program stays. Or TensorFlow's lookups
 and input layers under their names, over tables: under a tf.GradientTape they are trained by a `RowsOptimizer`. `function` takes rows as a
-tf.function's arguments, `prepare` pulls them before their batch is used. What must not live here: storage, wire formats, update rules.
+tf.function's arguments, `prepare` pulls them before their batch is used.
 """
 
 from ..bridge.batches_ahead import BatchesAhead

@@ -1,8 +1,7 @@
 """distribute: the large embeddings of a tf.Module, plain tf.Variables, become tables, in place, in one line; its training loop stays.
 
-What must not live here: the variable over a table (`table_variables`), first rows (`trainer.bridge.filled_tables`), the work of a step
-(`joined_optimizer`). Strategy: everything is checked before anything changes. Then tables are made and filled, and then the variables and
-the optimizer become others, the same objects.
+Strategy: everything is checked before anything changes. Then tables are made and filled, and then the variables and the optimizer become
+others, the same objects.
 
 materialize: a plain copy of a model over tables, to save, export or look at.
 """
@@ -182,9 +181,6 @@ def _find_sites(
 
     Returns:
         Those that do; (path, why) of those that stay.
-
-    Raises:
-        InvalidInputError: one cannot (all reasons), a name is taken twice or is none, or `leave` or `names` name none.
     """
     found = _matrices(model)
     for what, given in (("leave", set(leave)), ("names", set(names) if isinstance(names, Mapping) else set())):

@@ -1,7 +1,7 @@
 """TensorFlow's embedding lookups under their names and with their arguments; a kvemb table stands where they take a variable.
 
-What must not live here: where rows come from (`row_lookups`). Strategy: the unique rows of a call are one small matrix. TensorFlow's own
-functions look positions up in it, so results and gradients, also those of weights, are TensorFlow's own.
+Strategy: the unique rows of a call are one small matrix. TensorFlow's own functions look positions up in it, so results and gradients, also
+those of weights, are TensorFlow's own.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,6 @@
 """TensorFlow's input layers under their names: from features by name, through feature columns, to one tensor.
 
-What must not live here: the meaning of columns (`trainer.columns`), lookups (`embedding_lookups`). Strategy: each embedding column's
-feature becomes sparse ids, as in TensorFlow. All columns of a call are one pull.
+Strategy: each embedding column's feature becomes sparse ids, as in TensorFlow. All columns of a call are one pull.
 
 Source: tf.compat.v1.feature_column.input_layer, and tf.contrib's functions of these names (interfaces only).
 """

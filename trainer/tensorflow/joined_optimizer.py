@@ -1,8 +1,7 @@
 """A Keras optimizer whose step pushes, too: it gives tables' gradients to the parameter servers, and trains the other variables itself.
 
-What must not live here: rules in a table's words (`trainer.keras.distributing.keras_rules`), lookups. Strategy: the optimizer stays the
-same object. Its `apply`, which apply_gradients calls, and its `build` are replaced. Rows are pushed before the others are updated: a push
-that fails leaves them as they were. The learning rate and the number of steps are read before both.
+Strategy: the optimizer stays the same object. Its `apply`, which apply_gradients calls, and its `build` are replaced. Rows are pushed
+before the others are updated: a push that fails leaves them as they were. The learning rate and the number of steps are read before both.
 
 Gradients of an id that comes several times are summed first, as the parameter servers' rules want them. One thread; not fork-safe.
 """
@@ -33,11 +32,7 @@ _Given = tuple[TableVariable, Any]
 
 
 def checked_rule(optimizer: Any) -> MappedRule:
-    """Return an optimizer's rule for tables.
-
-    Raises:
-        InvalidInputError: it is no optimizer of Keras on TensorFlow, it has no counterpart, or an option that rows cannot follow.
-    """
+    """Return an optimizer's rule for tables."""
     backend = tf.keras.backend.backend()
     if backend != "tensorflow" or not isinstance(optimizer, tf.keras.optimizers.Optimizer):
         raise InvalidInputError(
@@ -56,14 +51,7 @@ def checked_rule(optimizer: Any) -> MappedRule:
 
 
 class JoinedOptimizer:
-    """Stands in an optimizer's `apply` and `build`, from `install` on.
-
-    Args:
-        optimizer: of Keras; `checked_rule` took it.
-        rule: its own.
-        variables: over tables of one cluster.
-        max_unapplied: see `trainer.bridge.pushed_steps.PushedSteps`.
-    """
+    """Stands in an optimizer's `apply` and `build`, from `install` on."""
 
     def __init__(self, optimizer: Any, rule: MappedRule, variables: Sequence[TableVariable], max_unapplied: int) -> None:
         self._optimizer, self._rule, self._process = optimizer, rule, OwnProcess("TensorFlow")
@@ -89,8 +77,6 @@ class JoinedOptimizer:
         """Push the gradients of tables, in one push, then update the other variables; in a tf.function, when it runs.
 
         Raises:
-            InvalidInputError: a table's gradient is no tf.IndexedSlices or not finite, or there is none at all. Nothing was sent, and no
-                variable was changed.
             KvembError: the push failed and may be applied later; no other variable was changed.
         """
         self._process.check()

@@ -127,9 +127,6 @@ def find(asked: Sequence[AskedTensor]) -> list[tuple[LookedUp, Take]]:
 
     Returns:
         Rows and positions, and the function that hands a gradient of the rows to the table's RowsOptimizer.
-
-    Raises:
-        InvalidInputError: an object that is no table, ids it does not take, a graph of TensorFlow 1, or a tf.distribute replica.
     """
     for table, _ in asked:
         check_table(table)
@@ -171,11 +168,7 @@ def rows_of(table: TablePort, found: LookupResult) -> NDArray[np.float32]:
 
 
 def take(table: TablePort, found: LookupResult, gradient: NDArray[np.float32]) -> None:
-    """Hand a gradient of `rows_of` to the optimizer that pushes the table's.
-
-    Raises:
-        InvalidInputError: there is none.
-    """
+    """Hand a gradient of `rows_of` to the optimizer that pushes the table's."""
     taker = lookups_of(table.cluster).takers.get(table.name)
     if taker is None:
         raise InvalidInputError(

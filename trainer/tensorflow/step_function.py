@@ -1,7 +1,5 @@
 """function: a tf.function whose rows are arguments; prepare: batches whose rows are pulled before they are used.
 
-What must not live here: lookups (`row_lookups`), how batches get their rows (`trainer.bridge.batches_ahead`).
-
 Strategy: the step is traced once with placeholders for rows. The part of the trace that makes the ids is cut out of it: a function from a
 batch to ids that does nothing else, so it may run in any thread. A second trace takes the rows as arguments [None, dim], and returns their
 gradients beside its own results. So a batch's lookups are one pull, ahead or when the step is called, and no call of Python stands in the
@@ -64,7 +62,6 @@ class StepFunction:
 
         Raises:
             InvalidInputError: the step cannot be traced, ids come of rows, or a table does not take them; nothing was pushed.
-            KvembError: as `RowsOptimizer.step`.
         """
         self._process.check()
         tensors, key = _tensors(batch)

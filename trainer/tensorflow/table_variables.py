@@ -1,8 +1,7 @@
 """A table in the place of a tf.Variable: looked up by TensorFlow's own functions, with the gradient that the variable would have.
 
-What must not live here: pushing (`joined_optimizer`), where rows come from (`row_lookups`). Strategy: the variable stays the same object,
-of another class, so all that hold it hold the table. Its own memory becomes one row of NaN. A lookup returns rows whose gradient is that of
-a gather from the variable: tf.IndexedSlices of the ids, whatever the program then does to it.
+Strategy: the variable stays the same object, of another class, so all that hold it hold the table. Its own memory becomes one row of NaN. A
+lookup returns rows whose gradient is that of a gather from the variable: tf.IndexedSlices of the ids, whatever the program then does to it.
 
 All that reads the variable whole, or writes it, is refused. A tf.function that was traced before finds that one row: a lookup fails there,
 a sum is NaN.
@@ -47,14 +46,9 @@ class TableVariable(resource_variable_ops.ResourceVariable):  # type: ignore[mis
 
         Args:
             indices: integers of any shape.
-            name: of the operations.
 
         Returns:
             float32 [*indices.shape, dim].
-
-        Raises:
-            InvalidInputError: ids that the table does not take.
-            ClosedError: in a fork.
         """
         self._process.check()
         with tf.name_scope(name or "Gather"):
@@ -139,8 +133,6 @@ def become(variable: Any, table: TablePort, path: str) -> TableVariable:
 
     Args:
         variable: of class `PLAIN`, float32 [n, dim].
-        table: has its rows.
-        path: of the variable in the model, for messages.
     """
     nothing = vars(variable).pop("_handle")
     tf.raw_ops.AssignVariableOp(resource=nothing, value=tf.fill([1, table.dim], float("nan")), validate_shape=False)

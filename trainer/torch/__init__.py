@@ -2,7 +2,6 @@
 
 Import it as `kvemb.torch`. `distribute` takes an existing model to a cluster, `prepare` pulls rows before their batch is used, and
 `materialize` makes a plain torch copy. Packages: `lookup` (from a forward pass to a gradient to push), `modules`, `optimizer` (the step).
-What must not live here: storage, wire formats, update rules.
 """
 
 from ..bridge.saved_rows import MixedStepsWarning

@@ -2,7 +2,7 @@
 
 A launcher (torchrun, Ray) starts all ranks anew after a failure, perhaps fewer or more. Strategy: the ranks deal all places that there may
 be among themselves, the unused ones too, so that no shard listens to a process of an earlier run any more. They meet, and the unused places
-are given up: a sync job goes on with as many trainers as there are ranks. What must not live here: starting processes, checkpoints.
+are given up: a sync job goes on with as many trainers as there are ranks.
 """
 
 import os

@@ -33,12 +33,6 @@ def table_folder(table: str) -> str:
     """Return the folder of a table: its name, with %XX for bytes that mean something else to file systems, URLs or readers of folders.
 
     No two tables share one. A name that is too long for a file system ends in a digest, behind a "%-" that no other folder has.
-
-    Example:
-        >>> table_folder("user"), table_folder(".."), table_folder("_x"), table_folder("manifest.json")
-        ('user', '%2E.', '%5Fx', '%6Danifest.json')
-        >>> table_folder("user/id + é"), len(table_folder("/" * 255))
-        ('user%2Fid%20%2B%20%C3%A9', 182)
     """
     escaped = "".join(letter if letter in _PLAIN else f"%{byte:02X}" for byte in table.encode() for letter in (chr(byte),))
     if table[0] in "._" or table.endswith(".json"):
@@ -49,12 +43,7 @@ def table_folder(table: str) -> str:
 
 
 def part_path(table: str, shard: int, part: int, role: str = ROWS) -> str:
-    """Return the path of a data file below the checkpoint's URL.
-
-    Example:
-        >>> part_path("user", 1, 0), part_path("user", 0, 2, ERASED)
-        ('user/shard-1-part-0.parquet', 'user/_erased/shard-0-part-2.parquet')
-    """
+    """Return the path of a data file below the checkpoint's URL."""
     return f"{table_folder(table)}/{_SUBFOLDERS[role]}shard-{shard}-part-{part}.parquet"
 
 
@@ -64,15 +53,7 @@ def fragment_path(shard: int) -> str:
 
 
 def check_name(name: object) -> str:
-    """Return the name of a checkpoint among its siblings, or refuse it: one step of a path, without tricks.
-
-    Raises:
-        InvalidInputError: anything else.
-
-    Example:
-        >>> check_name("step-1000")
-        'step-1000'
-    """
+    """Return the name of a checkpoint among its siblings, or refuse it: one step of a path, without tricks."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidInputError(f"checkpoint name {name!r}: use 1 to 255 characters out of A-Z a-z 0-9 . _ = + @ -, no dot in front")
     return name

@@ -63,10 +63,6 @@ def encode_manifest(manifest: CheckpointManifest) -> bytes:
 def decode_manifest(data: bytes, where: str) -> CheckpointManifest:
     """Read manifest.json.
 
-    Args:
-        data: all of the file.
-        where: its URL, for messages.
-
     Raises:
         CheckpointError: damaged, contradicting itself, or of another format; nothing of it was used.
     """
@@ -106,15 +102,7 @@ def decode_manifest(data: bytes, where: str) -> CheckpointManifest:
 
 
 def check_extra(extra: object) -> dict[str, Any]:
-    """Return the user's values, or refuse values that a manifest cannot keep.
-
-    Raises:
-        InvalidInputError: not a JSON object, or too large.
-
-    Example:
-        >>> check_extra({"step": 1000})
-        {'step': 1000}
-    """
+    """Return the user's values, or refuse values that a manifest cannot keep."""
     if not isinstance(extra, dict):
         raise InvalidInputError(f"extra is {type(extra).__name__}, expected a mapping of names to JSON values")
     try:

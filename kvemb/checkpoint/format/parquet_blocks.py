@@ -53,10 +53,8 @@ class RowBlock:
         """Split whole records into columns.
 
         Args:
-            definition: the table.
             ids: uint64 [n].
             records: uint8 [n, record bytes] of these ids; copied.
-            weights_only: leave the state out.
         """
         record = definition.record
         weights = np.ascontiguousarray(records[:, HEADER_SIZE : record.prefix_bytes]).view(storage_dtype(definition.dtype))
@@ -113,12 +111,7 @@ def group_rows(definition: TableDef, weights_only: bool = False) -> int:
 
 
 def checksum(*pieces: bytes | memoryview) -> str:
-    """Return the checksum that manifests carry, of these bytes behind each other: xxh3, 128 bits, in hex.
-
-    Example:
-        >>> checksum(b"row"), checksum(b"r", b"ow") == checksum(b"row")
-        ('b95419994944a4b5da0e947a60ca106d', True)
-    """
+    """Return the checksum that manifests carry, of these bytes behind each other: xxh3, 128 bits, in hex."""
     state = xxhash.xxh3_128()
     for piece in pieces:
         state.update(piece)
@@ -126,13 +119,7 @@ def checksum(*pieces: bytes | memoryview) -> str:
 
 
 def encode_rows(definition: TableDef, blocks: Sequence[RowBlock], weights_only: bool) -> list[bytes | memoryview]:
-    """Return the pieces of a data file; each block is a row group. They share memory with the blocks.
-
-    Args:
-        definition: the table.
-        blocks: in order, within and from one to the next (`CheckpointManifest.order`); none is empty.
-        weights_only: leave the state out.
-    """
+    """Return the pieces of a data file; each block is a row group. They share memory with the blocks."""
     return _encode(_schema(definition, weights_only), [_columns(definition, block, weights_only) for block in blocks])
 
 
@@ -143,19 +130,7 @@ def encode_ids(definition: TableDef, ids: NDArray[np.uint64]) -> list[bytes | me
 
 
 def decode_rows(definition: TableDef, data: bytes, entry: FileEntry, weights_only: bool, where: str, order: SortKeys) -> Iterator[RowBlock]:
-    """Yield a data file's rows, row group by row group.
-
-    Args:
-        definition: the table.
-        data: the whole file.
-        entry: the manifest's entry for it.
-        weights_only: whether the checkpoint has no state.
-        where: its URL, for messages.
-        order: by whose results the rows ascend.
-
-    Raises:
-        CheckpointError: it differs from the manifest's entry, or is not in order.
-    """
+    """Yield a data file's rows, row group by row group."""
     last = -1
     for columns in _decode(_schema(definition, weights_only), data, entry, row_bytes(definition, weights_only), where):
         ids, versions = columns["id"].view(np.uint64), columns["version"]

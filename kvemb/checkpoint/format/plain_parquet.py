@@ -67,12 +67,7 @@ def columns_of(schema: Any) -> list[Column]:
 
 
 class PlainWriter:
-    """Makes a file's pieces, in order: `add` row groups, then `footer`. Pieces of the arrays are views of them.
-
-    Args:
-        schema: pyarrow's, of the whole file.
-        with_range: the column whose smallest and largest values are noted.
-    """
+    """Makes a file's pieces, in order: `add` row groups, then `footer`. Pieces of the arrays are views of them."""
 
     def __init__(self, schema: Any, with_range: str) -> None:
         self._schema, self._columns, self._with_range = schema, columns_of(schema), with_range
@@ -129,13 +124,7 @@ class PlainWriter:
 
 
 def read_group(columns: Sequence[Column], group: Any, data: bytes) -> dict[str, NDArray[Any]] | None:
-    """Return the columns of a row group as arrays over the file's bytes, or None where it was not written by `PlainWriter`.
-
-    Args:
-        columns: of the file.
-        group: pyarrow's metadata of the row group.
-        data: the whole file.
-    """
+    """Return the columns of a row group as arrays over the file's bytes, or None where it was not written by `PlainWriter`."""
     found = {}
     for number, column in enumerate(columns):
         chunk, n_values = group.column(number), group.num_rows * max(1, column.width)

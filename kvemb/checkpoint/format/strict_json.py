@@ -18,21 +18,12 @@ _CHECKSUM = "checksum"
 
 
 def encode(fields: dict[str, Any]) -> bytes:
-    """Return the document, indented for people, with its checksum as the last field.
-
-    Example:
-        >>> decode(encode({"rows": 3}), "manifest.json").integer("rows", 0, 9)
-        3
-    """
+    """Return the document, indented for people, with its checksum as the last field."""
     return json.dumps({**fields, _CHECKSUM: _checksum(fields)}, indent=1, allow_nan=False).encode() + b"\n"
 
 
 def decode(data: bytes, where: str) -> "Fields":
-    """Read a document.
-
-    Raises:
-        CheckpointError: too large, no JSON, ambiguous (a key twice), nested too deeply, or changed since it was written.
-    """
+    """Read a document."""
     if len(data) > MAX_DOCUMENT_BYTES:
         raise CheckpointError(f"{where}: {len(data)} bytes, more than the {MAX_DOCUMENT_BYTES} that a document may have")
     try:
@@ -48,12 +39,7 @@ def decode(data: bytes, where: str) -> "Fields":
 
 
 class Fields:
-    """The fields of one JSON object, each fetched with the type and range that it must have.
-
-    Args:
-        tree: the object.
-        where: document and place, for messages.
-    """
+    """The fields of one JSON object, each fetched with the type and range that it must have."""
 
     def __init__(self, tree: object, where: str) -> None:
         if not isinstance(tree, dict):

@@ -22,10 +22,6 @@ from kvemb.stores.store_nodes import NodeStats, StoreNodes, UnfinishedChange
 class ShardsMap:
     """The map that one store follows, and its copy in the cluster. Thread-safe.
 
-    Args:
-        values: where the copy lies.
-        topology: which node holds it, for messages.
-
     Attributes:
         now: the newest that is known.
     """
@@ -67,15 +63,7 @@ class ShardsMap:
 
 
 class ClusterPrimaries(StoreNodes):
-    """The facet `nodes`; methods without a docstring are those of `StoreNodes`.
-
-    Args:
-        topology: which node holds which slot.
-        values: small values.
-        shards_map: the cluster map, of which the cluster has a copy.
-        access: how servers are reached.
-        pool: of the store's links.
-    """
+    """The facet `nodes`; methods without a docstring are those of `StoreNodes`."""
 
     def __init__(
         self, topology: ClusterTopology, values: ClusterValues, shards_map: ShardsMap, access: RedisAccess, pool: LinkPool

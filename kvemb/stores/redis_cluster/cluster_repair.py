@@ -36,16 +36,8 @@ log = logging.getLogger("kvemb")
 
 
 class SlotsOfPrimaries(MarkedNodes):
-    """The primaries of a cluster that moves its own slots, with a marker per slot; methods without a docstring are those of `MarkedNodes`.
-
-    Args:
-        access: how servers are reached.
-        topology: which node holds which slot.
-        values: small values.
-        whole: the list of whole primaries.
-        markers: of the slots.
-        shards_map: the cluster map, of which the cluster has a copy.
-        fence: the owner that the store writes as.
+    """The primaries of a cluster that moves its own slots, with a marker per slot; methods without a docstring are those of
+    `MarkedNodes`.
     """
 
     def __init__(

@@ -37,14 +37,7 @@ _PAUSE_S = 0.02  # between rounds while the cluster says "not now"
 
 
 class ClusterRounds:
-    """Runs batches of rows on a Redis Cluster, round by round, until no row is redirected any more.
-
-    Args:
-        topology: which node holds which slot.
-        markers: of the slots.
-        rows: lends links to primaries that are whole.
-        repair: lends links to primaries in any state.
-    """
+    """Runs batches of rows on a Redis Cluster, round by round, until no row is redirected any more."""
 
     def __init__(self, topology: ClusterTopology, markers: SlotMarkers, rows: LinkPool, repair: LinkPool) -> None:
         self._topology, self._markers = topology, markers
@@ -163,15 +156,7 @@ def _not_vouched(checks: Sequence[Check], slot_map: SlotMap, *, in_repair: bool)
 
 
 class SlotRows(StoreRows):
-    """The facet `rows`; methods without a docstring are those of `StoreRows`.
-
-    Args:
-        rounds: batches of rows.
-        retry: repeats reads while a primary is down.
-        topology: which node holds which slot.
-        access: how servers are reached.
-        repair: says which keys are a primary's.
-    """
+    """The facet `rows`; methods without a docstring are those of `StoreRows`."""
 
     def __init__(
         self, rounds: ClusterRounds, retry: ReadRetry, *, topology: ClusterTopology, access: RedisAccess, repair: StoreRepair

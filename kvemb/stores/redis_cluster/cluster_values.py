@@ -24,12 +24,8 @@ _PAUSE_S = 0.02  # between tries while the cluster says "not now"
 
 
 class ClusterValues(StoreValues):
-    """The facet `values` of a cluster that moves its own slots: one copy of each; methods without a docstring are those of `StoreValues`.
-
-    Args:
-        topology: which node holds which slot.
-        pool: of links to primaries in any state.
-        retry: repeats reads while a primary is down.
+    """The facet `values` of a cluster that moves its own slots: one copy of each; methods without a docstring are those of
+    `StoreValues`.
     """
 
     def __init__(self, topology: ClusterTopology, pool: LinkPool, retry: ReadRetry) -> None:

@@ -49,11 +49,7 @@ class NodeChange:
         return self.before if self.aborting else self.after
 
     def left(self, owner_names: Sequence[str]) -> int:
-        """How many slots still have to move.
-
-        Args:
-            owner_names: of each slot, its holder's name.
-        """
+        """How many slots still have to move."""
         numbers = {name: number for number, name in enumerate(self.names)}
         owners = np.array([numbers.get(name, -1) for name in owner_names])
         return int((owners != self.goal).sum())
@@ -71,7 +67,6 @@ class NodeChange:
 
         Raises:
             DamagedCopyError: they are none of any release.
-            ProtocolError: they are of another release.
         """
         try:
             magic, version, *body = msgpack.unpackb(data, max_array_len=1 << 12, max_map_len=0, max_bin_len=1 << 17, max_str_len=64)

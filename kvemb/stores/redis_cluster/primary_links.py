@@ -21,13 +21,7 @@ from kvemb.wire.request_arrays import StepLimit
 
 
 class PrimaryConnector(RoleLinks):
-    """Opens connections of one role, as long as no newer owner of its shard stands in the cluster.
-
-    Args:
-        access: how servers are reached.
-        role: of this process, see `Store`.
-        fence: the owner that the store writes as.
-    """
+    """Opens connections of one role, as long as no newer owner of its shard stands in the cluster."""
 
     def __init__(self, access: RedisAccess, role: str, fence: OwnerFence) -> None:
         super().__init__(access, role)
@@ -54,16 +48,7 @@ def exchange(
     run_ids: Mapping[str, str] = MappingProxyType({}),
     limit: StepLimit | None = None,
 ) -> None:
-    """Run the steps of each node.
-
-    Args:
-        pool: lends the links.
-        by_node: steps by address.
-        plans: which rows each step is about, for messages.
-        deadline: of all of it.
-        run_ids: by address the only server process that may answer there; any where none is named.
-        limit: of the steps, learns how they fared.
-    """
+    """Run the steps of each node."""
     with pool.lease(by_node, deadline) as links:
         for link in links.values():
             if link.run_id != run_ids.get(link.address, link.run_id):

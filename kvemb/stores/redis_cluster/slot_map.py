@@ -49,12 +49,7 @@ class SlotMap:
         return mine
 
     def with_moved(self, moved: Mapping[int, str]) -> "SlotMap":
-        """Return the map after slots have moved; primaries without any are in none.
-
-        Example:
-            >>> SlotMap(("a:1", "b:1"), np.where(np.arange(N_SLOTS) > 0, 1, 0), "a:1").with_moved({0: "c:1"}).addresses
-            ('b:1', 'c:1')
-        """
+        """Return the map after slots have moved; primaries without any are in none."""
         addresses = tuple(sorted({*self.addresses, *moved.values()}))
         nodes = np.array([addresses.index(address) for address in self.addresses])[self.nodes]
         nodes[list(moved)] = [addresses.index(address) for address in moved.values()]
@@ -69,12 +64,8 @@ def marker_keys() -> list[bytes]:
 
 
 def fetch_slot_map(candidates: Iterable[str], access: RedisAccess, deadline: Deadline) -> SlotMap:
-    """Ask one node after the other until one answers. Each may take its share of the time, so that one that hangs does not take all of it.
-
-    Raises:
-        NodeUnavailableError: no node answered, or a slot has no primary.
-        NodeRefusesError: no node answered, and one because it does not take our user.
-        ConfigError: the node is not part of a cluster.
+    """Ask one node after the other until one answers. Each may take its share of the time, so that one that hangs does not take all of
+    it.
     """
     failures, addresses = list[KvembError](), list(candidates)
     for address, share in deadline.shared(addresses):
@@ -126,9 +117,6 @@ def _range(entry: Value, asked: str) -> tuple[int, int, str, str]:
 class ClusterTopology:
     """The slot map that batches go by, and more knowledge of slots. Two threads may ask at once.
 
-    Args:
-        access: how servers are reached; its configuration's nodes are starting points.
-
     Attributes:
         known: the newest map that was told; None before the first. It is replaced by a newer one, and forgotten for no error.
         known_before: addresses of nodes that an earlier process knew.
@@ -157,12 +145,7 @@ class ClusterTopology:
         return self.refreshed(deadline) if self.known is None or self._in_doubt else self.known
 
     def refreshed(self, deadline: Deadline, *first: str) -> SlotMap:
-        """Ask for the map and return it.
-
-        Args:
-            deadline: of the answer.
-            first: nodes to ask first: of a slot that has just moved, a third node may know for seconds less than its new holder.
-        """
+        """Ask for the map and return it."""
         before = self.known
         asked = dict.fromkeys([*first, *self._answered, *self.addresses, *self._access.config.nodes, *self.known_before])
         after = fetch_slot_map(asked, self._access, deadline)
@@ -173,13 +156,7 @@ class ClusterTopology:
         return after
 
     def follow(self, moved: Mapping[int, str], deadline: Deadline) -> None:
-        """Take over the moves that answers told: while slots move, every batch hears of a few, and asking for the whole map takes long.
-
-        Args:
-            moved: by slot, its holder. Where they are many, or a primary is new, there may be many more, and the map is asked for: a
-                replica that takes over has all slots of its primary at once.
-            deadline: of its answer.
-        """
+        """Take over the moves that answers told: while slots move, every batch hears of a few, and asking for the whole map takes long."""
         known = self.known
         if known is None or len(moved) > _MANY or not set(moved.values()) <= set(known.addresses):
             self.refreshed(deadline, *dict.fromkeys(moved.values()))

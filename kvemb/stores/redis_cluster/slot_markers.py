@@ -75,11 +75,6 @@ def slot_marker(cluster_id: bytes, slot: int, generation: bytes, repair: str = "
 class SlotMarkers:
     """The marker expected in every slot, and the one that stands there.
 
-    Args:
-        topology: which node holds which slot.
-        values: reads the markers of slots that are on their way.
-        pool: of links to primaries in any state.
-
     Attributes:
         origin: the cluster that is expected, None before the store is opened.
         repairs: by slot, the nonce in the marker of one that was repaired.
@@ -99,14 +94,7 @@ class SlotMarkers:
         return slot_marker(self.origin.cluster_id, slot, self.origin.generation, self.repairs.get(slot, ""))
 
     def pin(self, values: Sequence[bytes | None], origin: Identity, owners: NDArray[np.int64], *, may_be_lost: bool) -> None:
-        """Expect the markers that stand there from now on; see `Store.open`.
-
-        Args:
-            values: of every slot.
-            origin: the cluster that is expected.
-            owners: the numbers of the primaries that were asked, see `ClusterTopology.owners`; taken over.
-            may_be_lost: whether a slot may be without a good marker: no node vouches for it then.
-        """
+        """Expect the markers that stand there from now on; see `Store.open`."""
         self.origin, self.repairs, lost = origin, {}, list[int]()
         for slots in alike(range(N_SLOTS), values):
             value, expected, name = values[slots[0]], self.expected(slots[0]), self._topology.slot_name(slots[0])

@@ -28,12 +28,7 @@ _HISTORY_CHARACTERS = 16
 
 
 class WholePrimaries:
-    """Knows the whole primaries; connections for rows lead to no others.
-
-    Args:
-        access: how servers are reached.
-        values: where the list lies.
-    """
+    """Knows the whole primaries; connections for rows lead to no others."""
 
     def __init__(self, access: RedisAccess, values: ClusterValues) -> None:
         self._access, self._values = access, values
@@ -63,11 +58,7 @@ class WholePrimaries:
         self._values.cell(MEMBERS, deadline).update(lambda data: _with_members(data, processes))
 
     def require(self, address: str, fields: Mapping[str, Any], deadline: Deadline) -> None:
-        """Refuse a primary that is not on the list, by its INFO. A replica holds no rows: it answers MOVED.
-
-        Raises:
-            NodeSuspectError: it is not.
-        """
+        """Refuse a primary that is not on the list, by its INFO. A replica holds no rows: it answers MOVED."""
         if fields.get("role") == "master" and not self.has(process_of(fields), deadline):
             raise NodeSuspectError(
                 f"node {address}: this server process has not held these rows before: it was restarted, or was a replica that may have "
@@ -86,33 +77,18 @@ class WholePrimaries:
 
 
 def process_of(info: Mapping[str, object]) -> str:
-    """Name a server process, from its INFO.
-
-    Example:
-        >>> process_of({"run_id": "abc", "master_replid2": "0" * 40}), process_of({"run_id": "abc", "master_replid2": "12" * 20})
-        ('abc', 'abc:1212121212121212')
-    """
+    """Name a server process, from its INFO."""
     history = str(info.get("master_replid2", "0"))[:_HISTORY_CHARACTERS]
     return str(info["run_id"]) + (f":{history}" if history.strip("0") else "")
 
 
 def run_id_in(process: str) -> str:
-    """The run id in a process's name.
-
-    Example:
-        >>> run_id_in("abc:1212121212121212")
-        'abc'
-    """
+    """The run id in a process's name."""
     return process.partition(":")[0]
 
 
 def encode_members(processes: Iterable[str]) -> bytes:
-    """The bytes of the list.
-
-    Example:
-        >>> sorted(decode_members(encode_members({"b", "a"})))
-        ['a', 'b']
-    """
+    """The bytes of the list."""
     packed: bytes = msgpack.packb(sorted(processes))
     return packed
 

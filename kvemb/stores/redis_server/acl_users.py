@@ -1,6 +1,6 @@
 """Two users of Redis and Valkey servers: one for trainers, which may only read rows, and one for shards, limited to their commands.
 
-The commands are those that this package, `kvemb.stores.redis_cluster` and `kvemb.wire.resp` send. What must not live here: passwords.
+The commands are those that this package, `kvemb.stores.redis_cluster` and `kvemb.wire.resp` send.
 """
 
 from collections.abc import Iterator, Sequence
@@ -55,12 +55,7 @@ class AclUser:
     writes: bool
 
     def rules(self) -> str:
-        """Return the rules as ACL SETUSER and a users file take them, without a password.
-
-        Example:
-            >>> TRAINER.rules()[:51]
-            'on resetchannels resetkeys -@all %R~kvemb:* %R~???{'
-        """
+        """Return the rules as ACL SETUSER and a users file take them, without a password."""
         keys = (f"{'~' if self.writes else '%R~'}{pattern}" for pattern in self.keys)
         return " ".join(["on", "resetchannels", "resetkeys", "-@all", *keys, *(f"+{command}" for command in self.commands)])
 
@@ -90,9 +85,6 @@ def require_commands(link: Link, wanted: AclUser, deadline: Deadline) -> None:
     """Refuse a server that has renamed a command that some path needs, or does not let this user run it; none of them is run.
 
     A server that cannot be asked, because ACL itself is not for this user, is taken.
-
-    Raises:
-        NodeRefusesError: naming the commands.
     """
     needed = [words for command, words in zip(wanted.commands, wanted.needed(), strict=True) if command not in _SPARED]
     (user,) = ask_all(link, [("ACL", "WHOAMI")], deadline)
@@ -134,9 +126,6 @@ def check_user(address: str, access: RedisAccess, wanted: AclUser, deadline: Dea
 
     Returns:
         Commands that it needs and may not run, and those that it may and should not; nothing where all is well.
-
-    Raises:
-        StorageError: the server does not answer, or does not let the user ask.
     """
     wrong = []
     with logged_in(address, access, deadline) as link:

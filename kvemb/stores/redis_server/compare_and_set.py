@@ -50,13 +50,6 @@ return 1
 def swap(address: str, access: RedisAccess, changes: Sequence[Change], run_id: str, deadline: Deadline) -> list[bool]:
     """Replace values where they are the ones expected, each in one step, as long as the server is still the same process.
 
-    Args:
-        address: "host:port".
-        access: credentials, and how to connect.
-        changes: of unique keys.
-        run_id: of the server process.
-        deadline: of the call.
-
     Returns:
         Which were replaced; none if the process is another. After an error some may have been.
 
@@ -78,12 +71,6 @@ def make_way(
     address: str, access: RedisAccess, keys: Sequence[bytes], wanted: Containers, run_id: str, deadline: Deadline, *, clear: bool
 ) -> int:
     """Cut strings off that are longer than a page, and with `clear` take values of other types away; each in one step.
-
-    Args:
-        address, access, run_id, deadline: as of `swap`.
-        keys: of pages or buckets, unique.
-        wanted: which they are.
-        clear: whether to delete values of other types.
 
     Returns:
         How many values were changed.

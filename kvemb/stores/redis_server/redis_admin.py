@@ -17,12 +17,7 @@ LACKS = "commands that it does not know"
 
 
 def info(address: str, access: RedisAccess, deadline: Deadline) -> dict[str, str]:
-    """Return the server's INFO, and its number of keys as "n_keys".
-
-    Raises:
-        ProtocolError: the answer lacks a field that every Redis and Valkey has.
-        KvembError: see `log_in`.
-    """
+    """Return the server's INFO, and its number of keys as "n_keys"."""
     with logged_in(address, access, deadline) as link:
         fields = fields_of(link, deadline, "everything")
         fields["n_keys"] = str(number_of(link, ask(link, deadline, "DBSIZE"), "DBSIZE"))
@@ -60,11 +55,7 @@ class CommandsAsked:
 
 
 def require_safe(address: str, fields: Mapping[str, str], config: StorageConfig) -> None:
-    """Refuse a server that may evict rows, unless the configuration allows it.
-
-    Raises:
-        UnsafeNodeError: with the setting and the mend.
-    """
+    """Refuse a server that may evict rows, unless the configuration allows it."""
     policy = fields.get("maxmemory_policy", "noeviction")
     if policy != "noeviction" and not config.allow_row_loss:
         raise UnsafeNodeError(
@@ -99,11 +90,7 @@ def traffic_bytes(address: str, fields: Mapping[str, str]) -> int:
 
 
 def number_in(address: str, fields: Mapping[str, str], name: str) -> int:
-    """Return a number that a server tells of itself; 0 for one that it does not tell.
-
-    Raises:
-        ProtocolError: it is no number.
-    """
+    """Return a number that a server tells of itself; 0 for one that it does not tell."""
     text = fields.get(name, "0")
     if not text.isascii() or not text.isdigit() or len(text) > 20:
         raise ProtocolError(f"node {address}: says {name} {text[:40]!r}, expected a number")

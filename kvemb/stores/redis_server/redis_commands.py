@@ -20,11 +20,7 @@ REDIRECTS = (b"-MOVED", b"-ASK", *NOT_NOW)
 
 
 def ask(link: Link, deadline: Deadline, *words: Word) -> Value:
-    """Run one command.
-
-    Raises:
-        KvembError: as `log_in`; or the server's error, by its meaning (`server_error`).
-    """
+    """Run one command."""
     (value,) = ask_all(link, [words], deadline)
     if isinstance(value, ErrorLine):
         raise server_error(link.address, value.line)
@@ -39,11 +35,7 @@ def ask_all(link: Link, commands: Sequence[Sequence[Word]], deadline: Deadline) 
 
 
 def text_of(link: Link, value: Value, command_name: str) -> str:
-    """Return a reply that is to be text.
-
-    Raises:
-        ProtocolError: it is something else.
-    """
+    """Return a reply that is to be text."""
     if not isinstance(value, bytes):
         raise ProtocolError(
             f"node {link.address}: {command_name} answered {shown(value)}, expected text; is this a Redis or Valkey server?"

@@ -33,19 +33,7 @@ class RedisAccess:
 
 
 def log_in(address: str, access: RedisAccess, deadline: Deadline, name: str = "") -> Link:
-    """Connect and authenticate.
-
-    Args:
-        address: "host:port".
-        access: credentials, and how to connect.
-        deadline: of all of it.
-        name: of the connection on the server, "" for none.
-
-    Raises:
-        NodeUnavailableError: no connection, or no answer in time.
-        NodeRefusesError: the credentials were refused.
-        ProtocolError: this is no Redis or Valkey server.
-    """
+    """Connect and authenticate."""
     config, link = access.config, access.connect(address, deadline)
     try:
         if config.password is not None:
@@ -69,12 +57,7 @@ def logged_in(address: str, access: RedisAccess, deadline: Deadline) -> Iterator
 
 
 class RoleLinks:
-    """The data links of one role: they carry its name on the servers, so that operators and a successor can tell which process writes.
-
-    Args:
-        access: credentials, and how to connect.
-        role: "trainer" or "shard:<n>", see `Store`.
-    """
+    """The data links of one role: they carry its name on the servers, so that operators and a successor can tell which process writes."""
 
     def __init__(self, access: RedisAccess, role: str) -> None:
         self._access, self._role, self._name = access, role, f"kvemb-{role.replace(':', '-')}"
@@ -109,13 +92,7 @@ class RoleLinks:
         self._own.discard((link.run_id, link.connection_id))
 
     def kill_others(self, addresses: Iterable[str], deadline: Deadline) -> int:
-        """End the role's connections of other processes; see `Store.kill_other_writers`.
-
-        Args:
-            addresses: of primaries. Their replicas are asked, too, which a failover may have made primaries; one that does not answer is
-                logged.
-            deadline: of the call.
-        """
+        """End the role's connections of other processes; see `Store.kill_other_writers`."""
         killed = 0
         for address in addresses:
             killed += self._kill_others_at(address, deadline)

@@ -50,10 +50,7 @@ def rows_on(address: str, access: RedisAccess, slots: NDArray[np.bool_], deadlin
     """Yield the rows on a server in blocks of one table; see `StoreRepair.keys_on`.
 
     Args:
-        address: "host:port".
-        access: credentials, and how to connect.
         slots: bool [16384]: of buckets of others only the names are read.
-        deadline: its length is that of each block: a whole listing takes as long as there are rows.
     """
     tags = {tag for tag, ours in zip(slot_tags(), slots.tolist(), strict=True) if ours}
     with logged_in(address, access, deadline) as link:
@@ -63,13 +60,7 @@ def rows_on(address: str, access: RedisAccess, slots: NDArray[np.bool_], deadlin
 
 
 def _scan(address: str, access: RedisAccess, deadline: Deadline) -> Iterator[list[bytes]]:
-    """Yield all keys of a server in blocks; one may come twice, and one that comes or goes meanwhile may be missed.
-
-    Args:
-        address: "host:port".
-        access: credentials, and how to connect.
-        deadline: its length is that of each block: a whole listing takes as long as there are keys.
-    """
+    """Yield all keys of a server in blocks; one may come twice, and one that comes or goes meanwhile may be missed."""
     with logged_in(address, access, deadline) as link:
         cursor = "0"
         while True:
@@ -124,12 +115,7 @@ def _asked(link: Link, deadline: Deadline, *words: Word) -> Value | None:
 
 
 def row_keys_in(keys: Sequence[bytes]) -> Iterator[RowKeys]:
-    """Yield the row keys among these, table by table.
-
-    Example:
-        >>> [(found.tag, found.ids.tolist()) for found in row_keys_in([b"tabAAAAAAAAAAB", b"kvemb:marker", b"other"])]
-        [(b'tab', [1])]
-    """
+    """Yield the row keys among these, table by table."""
     fitting = [key for key in keys if len(key) == KEY_SIZE]
     if not fitting:
         return
@@ -144,22 +130,12 @@ def row_keys_in(keys: Sequence[bytes]) -> Iterator[RowKeys]:
 
 
 def page_keys_in(keys: Sequence[bytes]) -> Iterator[RowKeys]:
-    """Yield the keys of pages among these, table by table; the ids are the pages' numbers.
-
-    Example:
-        >>> [(found.tag, found.ids.tolist()) for found in page_keys_in([b"tab{EnY}AAAAAAAAAAB", b"tab{EnY}", b"tabAAAAAAAAAAB"])]
-        [(b'tab', [1])]
-    """
+    """Yield the keys of pages among these, table by table; the ids are the pages' numbers."""
     yield from row_keys_in([key[:TAG_SIZE] + key[PINNED_HEAD_SIZE:] for key in keys if _PAGE.fullmatch(key)])
 
 
 def bucket_keys_in(keys: Sequence[bytes]) -> list[bytes]:
-    """Return the keys of buckets among these.
-
-    Example:
-        >>> bucket_keys_in([b"tab{Alr}", b"tab{Alr}AAB", b"kvemb:marker:{Alr}", b"tab{A r}", b"tabAAAAAAAAAAB"])
-        [b'tab{Alr}', b'tab{Alr}AAB']
-    """
+    """Return the keys of buckets among these."""
     return [key for key in keys if _BUCKET.fullmatch(key)]
 
 
@@ -220,12 +196,7 @@ def _numbers(n_buckets: int) -> "np.ndarray[tuple[int], np.dtype[np.uint64]]":
 
 
 def read_limits(address: str, access: RedisAccess, deadline: Deadline) -> BucketLimits:
-    """Return a server's limits.
-
-    Raises:
-        ConfigError: it does not tell: CONFIG is not allowed.
-        StorageError: it does not answer.
-    """
+    """Return a server's limits."""
     with logged_in(address, access, deadline) as link:
         answer = ask(link, deadline, "CONFIG", "GET", "hash-max-*")
     words = [word.decode("ascii", "replace") for word in answer if isinstance(word, bytes)] if isinstance(answer, list) else []

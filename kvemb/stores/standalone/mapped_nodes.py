@@ -37,14 +37,7 @@ log = logging.getLogger("kvemb")
 
 
 class MappedNodes(StoreNodes):
-    """The facet `nodes` of a store under a map of ours; methods without a docstring are those of `StoreNodes`.
-
-    Args:
-        links: to the nodes.
-        server: of their kind.
-        config: the storage section.
-        writes: whether the store writes rows: a node that it has asked stays where it was then, see `places_to_write`.
-    """
+    """The facet `nodes` of a store under a map of ours; methods without a docstring are those of `StoreNodes`."""
 
     def __init__(self, links: NodeLinks, server: NodeServer, config: StorageConfig, *, writes: bool) -> None:
         self._links, self._server, self._config, self._writes = links, server, config, writes
@@ -233,12 +226,7 @@ class MappedNodes(StoreNodes):
 
 
 class SeenNodes:
-    """The answers of nodes, each asked once. For one call.
-
-    Args:
-        server: of their kind.
-        links: to them.
-    """
+    """The answers of nodes, each asked once. For one call."""
 
     def __init__(self, server: NodeServer, links: NodeLinks) -> None:
         self._server, self._links = server, links
@@ -247,17 +235,7 @@ class SeenNodes:
         self._errors: dict[str, KvembError] = {}
 
     def view(self, known: Identity | None, deadline: Deadline, *, inspect: bool = True) -> NodesView:
-        """Return the nodes of a cluster, found from those that kvemb.yaml names or that are known; markers are as they should be.
-
-        Args:
-            known: the cluster, for a caller that knows it without markers; None: the markers say it.
-            deadline: of all of it.
-            inspect: whether their settings are to be looked at, too.
-
-        Raises:
-            NotProvisionedError: no node has a marker.
-            KvembError: a node that there is cannot be used.
-        """
+        """Return the nodes of a cluster, found from those that kvemb.yaml names or that are known; markers are as they should be."""
         self._look([*self._links.in_file, *(() if known is None else known.nodes)], deadline, inspect=inspect)
         if not self._values or (self._errors and not any(marker for marker, _ in self._values.values())):
             raise next(iter(self._errors.values()))
@@ -268,13 +246,7 @@ class SeenNodes:
         return NodesView(cluster_map, places, markers)
 
     def places(self, before: NodesView, known: ClusterMap, deadline: Deadline) -> tuple[ClusterMap, tuple[str, ...]]:
-        """Return the newest map, and where the nodes are by it; nodes that do not answer say nothing.
-
-        Args:
-            before: the view until now.
-            known: the newest map that is known.
-            deadline: of all of it.
-        """
+        """Return the newest map, and where the nodes are by it; nodes that do not answer say nothing."""
         self._look([*before.addresses, *self._links.in_file], deadline, inspect=False)
         copies = [copy for _, copy in self._values.values()]
         cluster_map = newest_map(copies, [f"node {address}" for address in self._values], known) or known
@@ -289,11 +261,7 @@ class SeenNodes:
         return cluster_map, found
 
     def require(self, address: str, deadline: Deadline) -> tuple[str, bytes | None]:
-        """Return a node's run id, and the value in the place of its marker.
-
-        Raises:
-            KvembError: it does not answer, or its settings may lose rows.
-        """
+        """Return a node's run id, and the value in the place of its marker."""
         self._look([address], deadline, inspect=True)
         if address in self._errors:
             raise self._errors[address]

@@ -37,12 +37,7 @@ _PAGE_BYTES = 1 << 20  # of memory, that memcached deals out to one size of item
 
 
 class MemcachedServer(NodeServer):
-    """The operations special to memcached; see `NodeServer`.
-
-    Args:
-        config: the storage section.
-        connect: opens connections.
-    """
+    """The operations special to memcached; see `NodeServer`."""
 
     capabilities = Capabilities(cas=True)
 

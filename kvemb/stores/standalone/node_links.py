@@ -103,12 +103,6 @@ class NodeLinks:
 
     One class, because all calls to a node go by the same view and the same pools.
 
-    Args:
-        server: of the nodes' kind.
-        codec: of their protocol.
-        nodes: their addresses in kvemb.yaml.
-        fence: the owner that the store writes as.
-
     Attributes:
         view: the nodes there are, and their expected markers; replaced as a whole. A batch takes it once.
         in_file: the addresses that kvemb.yaml says.

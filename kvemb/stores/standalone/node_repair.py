@@ -22,13 +22,7 @@ log = logging.getLogger("kvemb")
 
 
 class NodesByNumber(MarkedNodes):
-    """Nodes under a map of ours, with one marker each; methods without a docstring are those of `MarkedNodes`.
-
-    Args:
-        links: to the nodes.
-        server: of their kind.
-        fence: the owner that the store writes as.
-    """
+    """Nodes under a map of ours, with one marker each; methods without a docstring are those of `MarkedNodes`."""
 
     def __init__(self, links: NodeLinks, server: NodeServer, fence: OwnerFence) -> None:
         self._links, self._server, self._fence = links, server, fence

@@ -35,13 +35,7 @@ _CONFLICT = 2  # of an erase; see `Codec.erase_steps`
 
 
 class NodeRows:
-    """Runs batches of rows over nodes under a map of ours, one exchange with all of them per batch.
-
-    Args:
-        links: to the nodes.
-        codec: of their protocol.
-        cas: whether writes are compare-and-swap, see `Capabilities`.
-    """
+    """Runs batches of rows over nodes under a map of ours, one exchange with all of them per batch."""
 
     def __init__(self, links: NodeLinks, codec: Codec, *, cas: bool) -> None:
         self._links, self._codec, self._cas = links, codec, cas
@@ -49,14 +43,7 @@ class NodeRows:
     def read(
         self, parts: Sequence[ReadPart], deadline: Deadline, lane: RepairLane | None = None, owners: SlotOwners | None = None
     ) -> list[ReadResult]:
-        """Read parts.
-
-        Args:
-            parts: of the batch.
-            deadline: of all of it.
-            lane: of a batch in repair.
-            owners: the node of each slot, where it is not the map's.
-        """
+        """Read parts."""
         plan: Plan = []
         meanwhile: list[Callable[[], None]] = []
         results, view = [], self._links.view  # one for all of the batch
@@ -200,12 +187,7 @@ def _ungroup(grouped: Grouped, values: NDArray[T]) -> NDArray[T]:
 
 
 class MovingRows:
-    """Reads and writes rows of moving slots at their other node. Good for as long as the map is that one; see `OtherNodes`.
-
-    Args:
-        rows: of the store.
-        cluster_map: with a plan that moves slots between nodes.
-    """
+    """Reads and writes rows of moving slots at their other node. Good for as long as the map is that one; see `OtherNodes`."""
 
     def __init__(self, rows: NodeRows, cluster_map: ClusterMap) -> None:
         plan = cluster_map.plan

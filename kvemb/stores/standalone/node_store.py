@@ -40,16 +40,7 @@ _SLEPT_S, _LOOK_S = 2.0, 1.0
 
 
 class PlacedRows(StoreRows):
-    """The facet `rows`; methods without a docstring are those of `StoreRows`.
-
-    Args:
-        batches: of rows.
-        links: to the nodes.
-        server: of their kind.
-        retry: repeats reads while a node is down.
-        repair: says which keys are a node's.
-        refresh_map: for a store that only reads, see `StoreNodes.refresh_map`; None for one that writes.
-    """
+    """The facet `rows`; methods without a docstring are those of `StoreRows`."""
 
     def __init__(
         self,
@@ -129,12 +120,7 @@ class PlacedRows(StoreRows):
 
 
 class NodeValues(StoreValues):
-    """The facet `values`: every node has a copy of each; methods without a docstring are those of `StoreValues`.
-
-    Args:
-        links: to the nodes.
-        retry: repeats reads while a node is down.
-    """
+    """The facet `values`: every node has a copy of each; methods without a docstring are those of `StoreValues`."""
 
     def __init__(self, links: NodeLinks, retry: ReadRetry) -> None:
         self._links, self._retry = links, retry
@@ -171,14 +157,7 @@ class NodeValues(StoreValues):
 
 
 class NodeStore(Store):
-    """Rows spread over nodes by the slots of their keys.
-
-    Args:
-        config: the storage section.
-        role: "trainer", or "shard:<n>" for the one process that writes shard n's rows.
-        codec: of the nodes' protocol.
-        server: the operations special to their kind.
-    """
+    """Rows spread over nodes by the slots of their keys."""
 
     rows: PlacedRows
     nodes: MappedNodes

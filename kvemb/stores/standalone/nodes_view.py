@@ -59,10 +59,8 @@ class NodesView:
         return NodesView(cluster_map, places, markers)
 
     def require(self, address: str, expected: Marker, got: bytes | None) -> None:
-        """Refuse a marker that was read behind a batch, unless it is the expected one, or that one renewed for a map that is in force too.
-
-        Raises:
-            StorageError: see `diagnose`.
+        """Refuse a marker that was read behind a batch, unless it is the expected one, or that one renewed for a map that is in force
+        too.
         """
         if got == expected.encode():
             return
@@ -86,11 +84,7 @@ class NodesView:
         return {marker.node: marker.repair for marker in list(self.markers.values()) if marker.repair}
 
     def number_of(self, address: str) -> int:
-        """The number of a node.
-
-        Raises:
-            NodeSuspectError: it was one when the caller began, and is none any more.
-        """
+        """The number of a node."""
         if address not in self.places:
             raise moved_meanwhile(address)
         return self.places.index(address)
@@ -108,18 +102,6 @@ def places_of(cluster_map: ClusterMap, in_file: Sequence[str], numbers: Mapping[
 
     The first of these: the address of kvemb.yaml whose marker has the number; the address that a command gave; the position in kvemb.yaml
     (for a node that has moved and lost its rows at once, while no address there is known to be out of order); its last address.
-
-    Args:
-        cluster_map: the newest.
-        in_file: the addresses that kvemb.yaml says.
-        numbers: of addresses that answered: the number that the marker says, None where there is none. Others are missing.
-
-    Raises:
-        ConfigError: no address is known for a node.
-
-    Example:
-        >>> places_of(ClusterMap.first(2, 1, ("a:1", "b:1")), ["b:1"], {"b:1": 1})
-        ('a:1', 'b:1')
     """
     proven = {number: address for address, number in numbers.items() if number is not None and address in in_file}
     elsewhere = {place.address: number for number, place in enumerate(cluster_map.places)}

@@ -26,12 +26,7 @@ from kvemb.wire.resp.resp_codec import RespCodec
 
 
 class RedisServer(NodeServer):
-    """The operations special to Redis and Valkey; see `NodeServer`.
-
-    Args:
-        access: how servers are reached.
-        role: of this process, see `Store`.
-    """
+    """The operations special to Redis and Valkey; see `NodeServer`."""
 
     capabilities = Capabilities(cas=False, pages=True)
 

@@ -286,7 +286,6 @@ def _genuine(at: NDArray[np.intp], places: NDArray[np.intp], less: int) -> NDArr
     Args:
         at: intp [c], positions of a miss's text in the data, ascending.
         places: intp [p], where each row would begin if none were missing, ascending.
-        less: how many bytes a miss is shorter than a value.
     """
     while len(at):
         expected = at + less * np.arange(len(at))  # intp [c]: its row's place, if all candidates before it are misses

@@ -89,11 +89,7 @@ class IntegerReplies(RowsReader):
         return int(ends[-1]) + 1
 
     def _failed(self, data: Bytes, starts: NDArray[np.intp], ends: NDArray[np.intp]) -> NDArray[np.bool_]:
-        """Which lines are errors, or integers that are too large: bool [k].
-
-        Raises:
-            ProtocolError: a line is neither an error nor of the kind that its place has.
-        """
+        """Which lines are errors, or integers that are too large: bool [k]."""
         kinds = data[starts]  # uint8 [k]: each line's first byte
         expected = np.frombuffer(self.lines, dtype=np.uint8)  # [lines per row]: the first bytes they should have
         failed: NDArray[np.bool_] = kinds == _ERROR  # [k]

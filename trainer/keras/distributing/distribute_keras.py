@@ -1,8 +1,7 @@
 """distribute: a Keras model's large embeddings become tables, in place, in one line; fit, evaluate and predict stay as they are.
 
-What must not live here: the choice of embeddings (`keras_sites`), first rows (`trainer.bridge.filled_tables`), the work of a step
-(`steps.step_seam`), update rules (`keras_rules`). Strategy: everything is checked before anything changes. Then tables are made and filled.
-Then each layer becomes one over its table. It stays the same object, so that references to it remain valid.
+Strategy: everything is checked before anything changes. Then tables are made and filled. Then each layer becomes one over its table. It
+stays the same object, so that references to it remain valid.
 
 materialize: a plain Keras copy of a model over tables, to save, export or look at.
 

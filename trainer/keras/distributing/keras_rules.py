@@ -1,7 +1,7 @@
 """keras.optimizers' rules in a table's words: which update rule an optimizer asks for, and its run-time values at a step.
 
-What must not live here: models, tables, steps. Strategy: by exact class. Keras and the parameter servers write some rules down in
-different forms, and the differences are put into the run-time values and the gradient:
+Strategy: by exact class. Keras and the parameter servers write some rules down in different forms, and the differences are put into the
+run-time values and the gradient:
 
 * Adagrad has epsilon under the root: here it is a part of the accumulator's first value.
 * AdamW and AMSGrad have epsilon before the bias correction: it is divided by the correction of the step that comes.
@@ -70,14 +70,7 @@ _RULES: Mapping[type, tuple[str, Values, Callable[[Any], dict[str, Any]]]] = {
 
 
 class MappedRule:
-    """The rule and values of a Keras optimizer, for tables.
-
-    Args:
-        optimizer: of `model.compile`.
-
-    Raises:
-        InvalidInputError: the class, or an option, has no counterpart.
-    """
+    """The rule and values of a Keras optimizer, for tables."""
 
     def __init__(self, optimizer: Any) -> None:
         rule = rule_of(optimizer)
@@ -94,11 +87,7 @@ class MappedRule:
         self.spec = OptimizerSpec.from_dict({"kind": kind, **fixed(rule), **self._values(rule, _rate_now(rule), 1).hyper})
 
     def at(self, optimizer: Any, now: ModelState, n_steps: int, n_batches: int) -> StepValues:
-        """Return the values for the coming step, after `n_steps` of the model and as many batches as its schedules count.
-
-        Raises:
-            InvalidInputError: the model is compiled with another rule by now.
-        """
+        """Return the values for the coming step, after `n_steps` of the model and as many batches as its schedules count."""
         return self.with_rate(optimizer, _rate(rule_of(optimizer), now, n_batches), n_steps)
 
     def with_rate(self, optimizer: Any, lr: float, n_steps: int) -> StepValues:
@@ -136,12 +125,7 @@ def is_excluded(rule: Any, weight_key: object) -> bool:
 
 
 def undecayed(values: StepValues) -> StepValues:
-    """Return the values without weight decay.
-
-    Example:
-        >>> undecayed(StepValues({"lr": 0.1, "weight_decay": 0.5})).hyper
-        {'lr': 0.1, 'weight_decay': 0.0}
-    """
+    """Return the values without weight decay."""
     return replace(values, hyper={name: 0.0 if name == "weight_decay" else value for name, value in values.hyper.items()})
 
 

@@ -1,8 +1,8 @@
 """Which embeddings of a Keras model become tables, which stay, and which cannot be either: decided before anything changes.
 
-What must not live here: clusters, optimizers, the change itself. Strategy, as for torch: an embedding of enough rows is replaced, or
-refused with all reasons at once. It stays only for a stated reason: too few rows, frozen, or asked for. The tables that a model's
-DistributedEmbedding layers declare are checked, then made or opened, each with a rule of its own.
+Strategy, as for torch: an embedding of enough rows is replaced, or refused with all reasons at once. It stays only for a stated reason: too
+few rows, frozen, or asked for. The tables that a model's DistributedEmbedding layers declare are checked, then made or opened, each with a
+rule of its own.
 """
 
 import math
@@ -80,9 +80,6 @@ def find_sites(
 
     Returns:
         The embeddings that become tables; (name, why) of those that stay.
-
-    Raises:
-        InvalidInputError: an embedding cannot be replaced (all reasons), a name is taken twice or is none, or `leave` or `names` name none.
     """
     layers = [layer for layer in model._flatten_layers() if type(layer).__mro__.count(keras.layers.Embedding)]
     plain = [layer for layer in layers if not hasattr(layer, "table_name")]
@@ -112,12 +109,7 @@ def find_sites(
 
 
 def counterpart(given: Any, rows: int, dim: int) -> Initializer | None:
-    """Return the counterpart of one of keras.initializers for a weight of that shape; None if there is none.
-
-    Example:
-        >>> counterpart(keras.initializers.get("uniform"), 10, 4).kind
-        'uniform'
-    """
+    """Return the counterpart of one of keras.initializers for a weight of that shape; None if there is none."""
     kinds = keras.initializers
     if type(given) is kinds.RandomUniform:
         return init.uniform(float(given.minval), float(given.maxval))
@@ -182,11 +174,7 @@ class DeclaredTable:
 
 
 def declared_tables(model: Any, initializer: Initializer | None) -> list[DeclaredTable]:
-    """Return the tables that a model's layers declare; `initializer` takes the place of theirs.
-
-    Raises:
-        InvalidInputError: an optimizer or initializer without a counterpart, or several tables of one name.
-    """
+    """Return the tables that a model's layers declare; `initializer` takes the place of theirs."""
     layers = [layer for layer in model._flatten_layers() if isinstance(layer, DistributedEmbedding)]
     configs = list({id(table): table for layer in layers for table in layer.tables}.values())
     names = [config.name for config in configs]
@@ -220,11 +208,7 @@ def _declared(config: TableConfig, given: Initializer | None) -> DeclaredTable:
 
 
 def make_declared(cluster: "Cluster", one: DeclaredTable, options: TableOptions) -> "Table":
-    """Make a table, or open it where it exists.
-
-    Raises:
-        TableMismatchError: it exists with another identity.
-    """
+    """Make a table, or open it where it exists."""
     return cluster.create_table(
         one.config.name,
         dim=one.config.embedding_dim,

@@ -1,8 +1,7 @@
 """ColumnFeatures, `kvemb.keras.DenseFeatures`: feature columns as a Keras layer, in TensorFlow's words.
 
-What must not live here: the meaning of columns (`trainer.columns`), tables and rules (`distributing`). Strategy: text and hashes are no
-work for a compiled step, so `preprocess` turns features into ids in the input pipeline. The layer looks these up as a
-`DistributedEmbedding` of one bag for each embedding column, and puts the blocks side by side.
+Strategy: text and hashes are no work for a compiled step, so `preprocess` turns features into ids in the input pipeline. The layer looks
+these up as a `DistributedEmbedding` of one bag for each embedding column, and puts the blocks side by side.
 """
 
 from collections.abc import Iterable, Mapping
@@ -43,23 +42,6 @@ class ColumnFeatures(DistributedEmbedding):
 
     `kvemb.keras.distribute(model, cluster)` makes the tables, or opens them, and connects the layer. Features go through `preprocess`
     first.
-
-    Args:
-        feature_columns: numeric, indicator and embedding columns (`kvemb.columns`, or TensorFlow's own), of distinct names.
-        optimizer: of keras.optimizers, or its name: the tables' own.
-        kwargs: of keras.layers.Layer: name, dtype, trainable.
-
-    Raises:
-        InvalidInputError: columns that cannot be used together, or first rows that Keras has no initializer for.
-
-    Example:
-        >>> from kvemb.columns import categorical_column_with_hash_bucket, embedding_column, numeric_column
-        >>> from kvemb.keras import DenseFeatures
-        >>> word = embedding_column(categorical_column_with_hash_bucket("word", 1000), 4)
-        >>> layer = DenseFeatures([word, numeric_column("price")])
-        >>> ready = layer.preprocess({"word": [["red", "apple"], []], "price": [2.5, 3.0]})
-        >>> {name: values.shape for name, values in ready.items()}
-        {'price': (2, 1), 'word_embedding': (2, 2), 'word_embedding_weights': (2, 2)}
     """
 
     def __init__(self, feature_columns: Iterable[DenseColumn], *, optimizer: Any = "adagrad", **kwargs: Any) -> None:
@@ -83,14 +65,10 @@ class ColumnFeatures(DistributedEmbedding):
         Args:
             inputs: features by name: integers or text, [b] or [b, l], where -1 and "" are missing; lists of b values, or of b lists. Of a
                 numeric column: numbers [b] or [b, *shape]. Features that no column reads may be there.
-            weights, training: have no effect; a weighted column reads its weights from a feature.
 
         Returns:
             By column: ids int64 [b, n] and, under its name with "_weights", their factors float32 [b, n]; numbers and counts float32
             [b, width]. n is the longest bag's length, rounded up to a power of 2, so that a step is compiled a few times only.
-
-        Raises:
-            InvalidInputError: a feature is missing, or does not fit its column, naming it.
         """
         ready: dict[str, NDArray[Any]] = {}
         for column in self._columns:
@@ -123,15 +101,8 @@ class ColumnFeatures(DistributedEmbedding):
     def call(self, inputs: Any, weights: Any = None) -> Any:
         """Put the blocks together.
 
-        Args:
-            inputs: the result of `preprocess`.
-            weights: None: they are among the inputs.
-
         Returns:
             [b, width], of the layer's compute dtype.
-
-        Raises:
-            InvalidInputError: features that did not go through `preprocess`.
         """
         if not isinstance(inputs, Mapping) or any(of.name + _FACTORS not in inputs for of in self.features):
             raise InvalidInputError(f"layer {self.name!r} takes what its preprocess() returns: put it into the input pipeline")

@@ -1,8 +1,7 @@
 """DistributedEmbedding: many features looked up in one layer, by keras-rs's words.
 
-What must not live here: one lookup (`row_embedding`), tables and rules (`distributing`). Strategy: a `RowEmbedding` for each table, called
-once for each of its features. The rows of all of them are one pull, for any layers, since they are pulled around a model's step. So
-`preprocess` has little to do: it makes ragged ids dense.
+Strategy: a `RowEmbedding` for each table, called once for each of its features. The rows of all of them are one pull, for any layers, since
+they are pulled around a model's step. So `preprocess` has little to do: it makes ragged ids dense.
 """
 
 import re

@@ -1,7 +1,5 @@
 """TableConfig and FeatureConfig: keras-rs's words for a table and for a feature that is looked up in one. Values only.
 
-What must not live here: layers (`distributed_embedding`), the rules for a table's optimizer (`distributing.keras_rules`).
-
 Ragged and sparse bags of ids are made dense, with weights that leave out padding. NumPy, and methods of tf.RaggedTensor: within a
 tf.data.Dataset it has no values yet, so its own methods are called.
 """
@@ -151,16 +149,7 @@ class FeatureConfig:
 
 
 def dense_ids(of: FeatureConfig, ids: Any, weights: Any) -> tuple[Any, Any]:
-    """Return ids [b, n] and their weights, None if all count as 1: padded, and cut at the n of `input_shape` where that is known.
-
-    Args:
-        of: whose ids they are.
-        ids: of any kind; dense ones stay.
-        weights: of the same kind, or None.
-
-    Raises:
-        InvalidInputError: weights of another shape.
-    """
+    """Return ids [b, n] and their weights, None if all count as 1: padded, and cut at the n of `input_shape` where that is known."""
     if not is_ragged(ids):
         return ids, weights
     n = of.input_shape[1] if len(of.input_shape) > 1 else 1

@@ -1,7 +1,4 @@
-"""RowEmbedding, `kvemb.keras.Embedding`: keras.layers.Embedding over a kvemb table.
-
-What must not live here: where its rows come from in a step (`rows_at_hand`), and how a model's layers become these (`distributing`).
-"""
+"""RowEmbedding, `kvemb.keras.Embedding`: keras.layers.Embedding over a kvemb table."""
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -31,17 +28,6 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
     """Look up rows by id, as keras.layers.Embedding. One class, for Keras asks one layer for all of it.
 
     It trains in a model that `distribute` has connected. Elsewhere it looks up the ids of its call, and refuses to train.
-
-    Args:
-        table: a kvemb table. Or a table's name, with `output_dim`, for a model that `distribute` connects later.
-        combiner: None, or how the rows along the last axis of ids become one: "sum", "mean" (by the weights), "sqrtn" (by the root of their
-            squares). Empty bags are zeros. Ids of one axis, the batch's, are bags of one.
-        mask_zero: as in keras.layers.Embedding; with a combiner id 0 counts for nothing.
-        output_dim: weights per row; only with a name.
-        kwargs: of keras.layers.Layer: name, dtype, trainable.
-
-    Raises:
-        InvalidInputError: `table` is none, or an unknown combiner.
     """
 
     def __init__(
@@ -69,13 +55,7 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
             self.connect(table)
 
     def become_rows(self, table_name: str, combiner: str | None, *, follows: bool = False, weight_key: object = None) -> None:
-        """Set the attributes that this class adds to its base, in a layer that is made, or converted.
-
-        Args:
-            table_name, combiner: see the class.
-            follows: whether its rows follow the optimizer that its model is trained with: those of a layer that was converted for one.
-            weight_key: by which that optimizer knows the variable that the layer had.
-        """
+        """Set the attributes that this class adds to its base, in a layer that is made, or converted."""
         self.table_name, self.combiner = table_name, combiner
         self._convert_input_args, self._allow_non_tensor_positional_args = False, True  # JAX would make 32 bits of a NumPy array's 64
         self.__dict__.pop("quantize", None)  # Keras's, of a layer that was converted, or around this class's
@@ -85,11 +65,7 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         object.__setattr__(self, "_links", {"table": None, "mark": None, "at_hand": [], "said": {}, "refusal": None})
 
     def connect(self, table: TablePort) -> None:
-        """Take a table, of a model that is loaded or made by name.
-
-        Raises:
-            InvalidInputError: its rows have another length.
-        """
+        """Take a table, of a model that is loaded or made by name."""
         if table.dim != self.output_dim:
             raise InvalidInputError(f"table {table.name!r} has dim {table.dim}, layer {self.name!r} has {self.output_dim}")
         self._links["table"], self._links["mark"] = table, StepMark(table)
@@ -101,11 +77,7 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
 
     @property
     def table(self) -> TablePort:
-        """The table.
-
-        Raises:
-            InvalidInputError: the layer was made by name and not connected.
-        """
+        """The table."""
         table: TablePort | None = self._links["table"]
         if table is None:
             raise InvalidInputError(
@@ -146,9 +118,6 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
 
         Returns:
             [*inputs.shape, dim]; with a combiner [*inputs.shape[:-1], dim], [batch, dim] at least. Of the layer's compute dtype.
-
-        Raises:
-            InvalidInputError: traced or trained without `distribute`, or ids outside the table's domain.
         """
         if weights is not None and self.combiner is None:
             raise InvalidInputError(f"layer {self.name!r}: weights go with a combiner")
@@ -215,11 +184,7 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         return next((str(one.dtype) for one in symbols if "int" in str(one.dtype)), None)
 
     def ids_of(self, values: NDArray[Any]) -> NDArray[np.uint64]:
-        """Return the ids [m] of an array of integers that the layer is called with, flat and checked.
-
-        Raises:
-            InvalidInputError: ids outside the table's domain.
-        """
+        """Return the ids [m] of an array of integers that the layer is called with, flat and checked."""
         return asked_of(self.table, values)[1]
 
     def _factors(self, inputs: Any, mask: Any, weights: Any) -> Any:
@@ -252,11 +217,7 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
             store[_ROWS_AT] = np.array([said["epoch"], said["step"]], np.int64)
 
     def load_own_variables(self, store: Any) -> None:
-        """Take note at which step the rows were.
-
-        Raises:
-            InvalidInputError: the file has weights of a plain model; told by `model.load_weights` of a connected one, too.
-        """
+        """Take note at which step the rows were."""
         names = set(store.keys())
         if names - {_ROWS_AT}:
             self._links["refusal"] = InvalidInputError(

@@ -1,7 +1,6 @@
 """The rows that came with the batch of the step under way, where the model's layers find them.
 
-What must not live here: pulling them (`steps.fed_batches`), layers (`row_embedding`). A model has one `RowsAtHand`. It is filled while a
-step is traced or run, and empty in between. One thread.
+A model has one `RowsAtHand`. It is filled while a step is traced or run, and empty in between. One thread.
 
 Strategy, the same on every backend: of a table there are its distinct rows. A shadow variable stands beside it,
 `leaf = rows + (shadow - stop_gradient(shadow))`, which Keras overwrites with its gradient instead of updating it. That is the rows'
@@ -58,11 +57,7 @@ class RowsAtHand:
         """Return a table's leaf [capacity, dim], the positions in it of the next call of a layer, and the call's mask or None.
 
         Args:
-            table, layer: by name.
             ids: that the layer was called with; only their shape is used, but in a call that is made again.
-
-        Raises:
-            InvalidInputError: the layer is called in another way than was foreseen.
         """
         assert self._fed is not None, "called within a step"
         calls: Sequence[Any] = self._fed["at"].get(layer, ())
@@ -98,11 +93,7 @@ def _call_again(before: Sequence[Any], ids: Any) -> int:
 
 
 def not_differentiated(rows: Any, why: str) -> Any:
-    """Return rows whose gradient would not be pushed: asking for it is an error.
-
-    Raises:
-        InvalidInputError: `why`; on JAX here, elsewhere when gradients are asked for.
-    """
+    """Return rows whose gradient would not be pushed: asking for it is an error."""
     if keras.backend.backend() == "jax":
         _refuse_traced_weights(why)
         return rows
@@ -130,10 +121,5 @@ def _refuse_traced_weights(why: str) -> None:
 
 
 def same_shape(known: Sequence[int | None], shape: Sequence[int | None]) -> bool:
-    """Whether two shapes agree where both are known.
-
-    Example:
-        >>> same_shape((None, 3), (8, 3)), same_shape((8,), (8, 1))
-        (True, False)
-    """
+    """Whether two shapes agree where both are known."""
     return len(known) == len(shape) and all(a == b for a, b in zip(known, shape, strict=True) if a is not None and b is not None)

@@ -1,7 +1,4 @@
-"""Ids as arrays of the host with all their bits, or an error: backends and dtypes cut them off without a word.
-
-What must not live here: which ids (`steps.ids_plan`), and the domain of a table's ids (`kvemb.arrays.ids`).
-"""
+"""Ids as arrays of the host with all their bits, or an error: backends and dtypes cut them off without a word."""
 
 from typing import Any
 
@@ -22,11 +19,7 @@ def is_ragged(value: Any) -> bool:
 
 
 def host(value: Any) -> NDArray[Any]:
-    """Return a value as NumPy has it, without a copy where the backend allows.
-
-    Raises:
-        InvalidInputError: it is ragged or sparse.
-    """
+    """Return a value as NumPy has it, without a copy where the backend allows."""
     if is_ragged(value):
         raise InvalidInputError("ids of a batch are ragged or sparse: put preprocess() of their layer into the input pipeline, or pad them")
     return value if isinstance(value, np.ndarray) else np.asarray(keras.ops.convert_to_numpy(value))
@@ -34,11 +27,6 @@ def host(value: Any) -> NDArray[Any]:
 
 def whole_ids(value: Any, table: TablePort, declared: str | None = None) -> NDArray[Any]:
     """Return integer ids of any shape, with the bits that they were given with.
-
-    Args:
-        value: an array of the backend, or of NumPy; floats that hold integers too: an Input without a dtype makes floats of ids.
-        table: they are looked up in.
-        declared: the dtype to which Keras may have converted them.
 
     Raises:
         InvalidInputError: ragged ids, fractions, or ids that may have lost bits.

@@ -1,7 +1,7 @@
 """A batch with its rows: what a step of a model over tables takes instead of the batch alone.
 
-What must not live here: which ids (`ids_plan`), a step's gradients (`step_seam`). Strategy: all ids that a batch asks a table for are one
-lookup, and one leaf in the step. Rows are padded to one of few capacities, so that a backend's compiled step for one batch serves the next.
+Strategy: all ids that a batch asks a table for are one lookup, and one leaf in the step. Rows are padded to one of few capacities, so that
+a backend's compiled step for one batch serves the next.
 
 `FitAhead` pulls the rows of the batches that `fit` comes to next while a step runs. On every backend `fit` makes an epoch iterator, has the
 model built with it, and asks it for each epoch's batches. At that moment a source that reads ahead takes the place of the iterator's own.
@@ -66,12 +66,7 @@ def look_up(wanted: AskedByLayers, shared: SharedLookups, training: bool) -> dic
 
 
 def capacity_of(n_rows: int, before: int = 0) -> int:
-    """Return the number of rows that a step is made for: never fewer than before, with room for an eighth more when it grows.
-
-    Example:
-        >>> capacity_of(1000), capacity_of(900, 1152), capacity_of(1153, 1152)
-        (1152, 1152, 1408)
-    """
+    """Return the number of rows that a step is made for: never fewer than before, with room for an eighth more when it grows."""
     if n_rows <= before:
         return before
     least = max(_LEAST, n_rows + n_rows // 8)
@@ -124,13 +119,7 @@ Plan = Callable[[Any], IdsPlan]
 
 
 class FitAhead:
-    """Stands in the place of the source of a model's `fit`.
-
-    Args:
-        plan: called with each batch, in the thread that trains.
-        plans: its results, by whether a batch has a y.
-        shared: the lookups.
-    """
+    """Stands in the place of the source of a model's `fit`."""
 
     def __init__(self, plan: Plan, plans: Mapping[bool, IdsPlan], shared: SharedLookups) -> None:
         self._source, self._plans, self._shared = _Source(plan), plans, shared

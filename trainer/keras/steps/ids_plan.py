@@ -1,9 +1,9 @@
 """Which ids a batch asks a model's layers for: found once, by walking the model with symbols, and computed for each batch.
 
-What must not live here: pulling, and what a step does. Strategy: a functional model has its graph. A subclassed one is called once with
-symbols for its inputs, and so is every part of a model that holds a layer over a table. The symbol that such a layer is called with says
-by which operations it comes from the batch. For each batch those operations are called again, on the batch as the host has it. A model's
-own `compute_loss`, which may look up what stands in y, is called with symbols likewise.
+Strategy: a functional model has its graph. A subclassed one is called once with symbols for its inputs, and so is every part of a model
+that holds a layer over a table. The symbol that such a layer is called with says by which operations it comes from the batch. For each
+batch those operations are called again, on the batch as the host has it. A model's own `compute_loss`, which may look up what stands in y,
+is called with symbols likewise.
 """
 
 import threading
@@ -40,16 +40,7 @@ class LayerCall:
 
 
 class IdsPlan:
-    """The calls of a model's layers over tables, in the order in which they come.
-
-    Args:
-        model: whose.
-        x, y: of one batch, as the model takes it; y is None where nothing is trained or evaluated.
-        features: by layer's name, where the model cannot be walked.
-
-    Raises:
-        InvalidInputError: the model cannot be called with symbols, never calls a layer, or draws ids itself.
-    """
+    """The calls of a model's layers over tables, in the order in which they come."""
 
     def __init__(self, model: Any, x: Any, y: Any, features: Mapping[str, Feature | Sequence[Feature]]) -> None:
         self._model, self.calls, self._named = model, list[LayerCall](), list[tuple[RowEmbedding, Feature]]()
@@ -68,11 +59,7 @@ class IdsPlan:
             self.calls, self.weighs = walked.calls, walked.weighs
 
     def ids(self, x: Any, y: Any = None) -> list[tuple[RowEmbedding, NDArray[Any]]]:
-        """Return each call's layer and its ids, integers of the shape that the layer is called with.
-
-        Raises:
-            InvalidInputError: as `whole_ids`.
-        """
+        """Return each call's layer and its ids, integers of the shape that the layer is called with."""
         with _long_integers():
             flat, values = [*inputs_of(self._model, x), *keras.tree.flatten(y)] if self.calls else [], Values()
             found = [(call.layer, call.ids(list(map(_long, flat)), values)) for call in self.calls]

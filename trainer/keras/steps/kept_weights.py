@@ -1,8 +1,7 @@
 """A connected model's dense weights as Keras hands them out and takes them back, with the step of their rows; and shadow variables.
 
-What must not live here: saving and loading rows (`trainer.bridge.saved_rows`). Callbacks (EarlyStopping, ModelCheckpoint, BackupAndRestore)
-keep weights with a few methods of a model. These are wrapped. With `RowCheckpoints` they keep the rows, too; without, a warning follows
-when dense weights of one step are used with rows of another.
+Callbacks (EarlyStopping, ModelCheckpoint, BackupAndRestore) keep weights with a few methods of a model. These are wrapped. With
+`RowCheckpoints` they keep the rows, too; without, a warning follows when dense weights of one step are used with rows of another.
 
 Shadows are the variables that take the gradients of tables' rows out of a step. A Keras optimizer overwrites a shadow with its gradient, by
 `assign` in a name scope that names the optimizer. That is noted while the step is traced or run. A compiled step runs without notes, so the
@@ -83,12 +82,7 @@ def _blank(capacity: int, dim: int) -> Any:
 
 
 class Handing:
-    """Watches that the gradients of a model's tables are handed over by the optimizer whose rule, rate and scale they follow.
-
-    Args:
-        shadows: by table.
-        optimizer: called for that optimizer.
-    """
+    """Watches that the gradients of a model's tables are handed over by the optimizer whose rule, rate and scale they follow."""
 
     def __init__(self, shadows: Mapping[str, Any], optimizer: Callable[[], Any]) -> None:
         self._shadows, self._optimizer = shadows, optimizer
@@ -101,11 +95,7 @@ class Handing:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Take notes while a step is traced or run.
-
-        Raises:
-            InvalidInputError: a table's gradient was handed over twice, and the second would take the place of the first.
-        """
+        """Take notes while a step is traced or run."""
         for shadow in self._shadows.values():
             getattr(shadow, _BY).clear()
         yield
@@ -120,16 +110,7 @@ class Handing:
             self._by.setdefault(name, []).extend(one for one in by if all(one is not other for other in self._by.get(name, ())))
 
     def gradient(self, table: str, value: NDArray[np.float32], n: int) -> NDArray[np.float32] | None:
-        """Return the gradient [n, dim] that a step left in a shadow; None where it left none.
-
-        Args:
-            table: its name.
-            value: of the shadow after the step.
-            n: rows of the batch.
-
-        Raises:
-            InvalidInputError: it comes from another optimizer, or has been missing for some steps.
-        """
+        """Return the gradient [n, dim] that a step left in a shadow; None where it left none."""
         expected, by = rule_of(self._optimizer()), self._by.get(table, [])
         if value[-1].any() and (value[-1] == 1.0).all() and not value[:-1].any():
             self._left(table, scaled=expected is not self._optimizer())
@@ -175,9 +156,6 @@ def hand_over_each_batch(optimizer: Any) -> None:
     """Have an optimizer that gathers gradients of several batches leave those of rows in their shadows, batch by batch.
 
     Keras would keep the largest of them for such variables, and rows differ from batch to batch.
-
-    Args:
-        optimizer: the one that has the rule.
     """
     if _EACH in vars(optimizer):
         return
@@ -230,11 +208,7 @@ class WeightsList(list[Any]):
 
 
 class KeptWeights:
-    """Wraps the methods that hand a model's weights out and take them back.
-
-    Args:
-        model: whose.
-    """
+    """Wraps the methods that hand a model's weights out and take them back."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -316,18 +290,6 @@ class KerasRowCheckpoints(SavedRows):
     and `load_weights` load those of the weights that they take. So EarlyStopping, ModelCheckpoint and BackupAndRestore keep whole models.
     After `keras.saving.load_model` and `distribute` call `follow()`. All tables of the cluster are saved and loaded: in a job of several
     trainers let one do it, while no other trains.
-
-    Args:
-        model: that `distribute` has connected.
-        url: folder of the checkpoints, as for `Cluster.save`: a path, or a URL that all shards reach.
-        keep: how many of the newest checkpoints are kept after a save; all unless given.
-
-    Raises:
-        InvalidInputError: the model is not connected, or `keep` is below 1.
-
-    Example: the model of the best epoch, rows and all.
-        kvemb.keras.RowCheckpoints(model, "/data/run/rows", keep=1)
-        model.fit(x, y, validation_data=held_out, callbacks=[keras.callbacks.EarlyStopping(patience=2, restore_best_weights=True)])
     """
 
     def __init__(self, model: Any, url: str, *, keep: int | None = None) -> None:

@@ -1,7 +1,7 @@
 """The values of a model's variables around one step, wherever the backend keeps them: in the variables, or in what JAX's functions take.
 
-What must not live here: the use of the values. On JAX `fit` takes the values out of the variables, hands them from step to step, and gives
-their memory away to each step. So they are read before it or after it, and never kept.
+On JAX `fit` takes the values out of the variables, hands them from step to step, and gives their memory away to each step. So they are read
+before it or after it, and never kept.
 
 Gradients of rows are also treated here as Keras's optimizers treat others before their rule: scales are taken off, norms and values
 clipped. Keras leaves variables that are overwritten with their gradient out of all that. The norm of a table's gradient is that of the
@@ -23,12 +23,7 @@ from ...lookahead.cluster_ports import GradientPart
 
 
 class ModelState:
-    """The values now.
-
-    Args:
-        model: whose.
-        given: the state that a JAX function takes or returned, (trainable, non-trainable, optimizer's, metrics'); empty on other backends.
-    """
+    """The values now."""
 
     def __init__(self, model: Any, given: "list[Any]") -> None:
         self._model, self._given = model, [list(map(list, one)) for one in given]
@@ -141,21 +136,13 @@ def n_batches_of(optimizer: Any, now: ModelState) -> int:
 
 
 class GradientScale:
-    """The gradient scale of the optimizer that tables follow, at the beginning of a step.
-
-    Args:
-        optimizer: called for it.
-    """
+    """The gradient scale of the optimizer that tables follow, at the beginning of a step."""
 
     def __init__(self, optimizer: Callable[[], Any]) -> None:
         self._optimizer, self._scale = optimizer, 1.0
 
     def begin(self, now: ModelState) -> None:
-        """Take note of the scale of the step's gradients.
-
-        Raises:
-            InvalidInputError: the optimizer has an option that rows cannot follow.
-        """
+        """Take note of the scale of the step's gradients."""
         optimizer = self._optimizer()
         if optimizer is None:
             raise InvalidInputError("the model is compiled without an optimizer, so nothing hands gradients over: compile it with one")
@@ -189,11 +176,7 @@ def _times(grads: Any, factor: float) -> Any:
 
 
 def refuse_unfit(optimizer: Any) -> None:
-    """Refuse options of an optimizer that rows cannot follow.
-
-    Raises:
-        InvalidInputError: naming the option, and the remedy.
-    """
+    """Refuse options of an optimizer that rows cannot follow."""
     rule, who = rule_of(optimizer), type(rule_of(optimizer)).__name__
     if rule.global_clipnorm:
         raise InvalidInputError(

@@ -1,7 +1,5 @@
 """Where rows enter a model's step and gradients leave it: around its compiled functions, so that fit stays Keras's own.
 
-What must not live here: which ids (`ids_plan`), update rules (`distributing.keras_rules`), pushing (`trainer.bridge.pushed_steps`).
-
 Strategy: `fit`, `train_on_batch`, `evaluate`, `predict` of every backend call `model.train_function` (test, predict) with a source of
 batches, a step at a time. A `StepSeam` takes its place: it takes the batch out of the source, looks its rows up, hands both to the
 function, and then pushes the shadows' gradients. So a step's rows are pulled after the push of the step before, however far Keras reads
@@ -38,17 +36,7 @@ _CONNECTED = "_rows_connected"
 
 
 class ConnectedModel:
-    """A model whose steps look rows up and push their gradients.
-
-    Args:
-        model: with layers over tables, all of one cluster.
-        tables: these, by name.
-        steps: pushes.
-        shared: the lookups.
-        values: asked before each step.
-        optimizer: returns the optimizer that hands gradients over.
-        features: see `IdsPlan`.
-    """
+    """A model whose steps look rows up and push their gradients."""
 
     def __init__(
         self,
@@ -227,11 +215,7 @@ def is_connected(model: Any) -> bool:
 
 
 def connected_of(model: Any) -> ConnectedModel:
-    """Return the object that stands around a model's steps.
-
-    Raises:
-        InvalidInputError: the model has none.
-    """
+    """Return the object that stands around a model's steps."""
     connected = vars(model).get(_CONNECTED) if isinstance(model, keras.Model) else None
     if not isinstance(connected, ConnectedModel):
         raise not_connected(model)
@@ -239,24 +223,14 @@ def connected_of(model: Any) -> ConnectedModel:
 
 
 class StepSeam:
-    """Stands in the place of a model's compiled function: every batch comes with its rows.
-
-    Args:
-        connected: the model.
-        inner: Keras's function.
-        training: whether its steps train.
-    """
+    """Stands in the place of a model's compiled function: every batch comes with its rows."""
 
     def __init__(self, connected: ConnectedModel, inner: Callable[..., Any], training: bool) -> None:
         self._connected, self._inner, self._training = connected, inner, training
         self._process = OwnProcess(f"Keras on {keras.backend.backend()}")
 
     def __call__(self, *args: Any) -> Any:
-        """Run as many steps as Keras asks for at a time.
-
-        Args:
-            args: on JAX the state; then an iterator of batches, or a list of them.
-        """
+        """Run as many steps as Keras asks for at a time."""
         self._process.check()
         *state, source = args
         with self._connected.of_call(state):

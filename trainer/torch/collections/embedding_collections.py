@@ -1,8 +1,7 @@
 """EmbeddingBagCollection and EmbeddingCollection: TorchRec's modules of the same names over kvemb tables.
 
 Several tables, each for one or several jagged features; all of them are one pull. Arguments, names of results and their order are
-TorchRec's; tables are created in a cluster, so a config also says how they are trained. What must not live here: jagged tensors
-(`jagged_tensors`), pulling (`table_collection`), and the computation on rows (`keyed_recipes`).
+TorchRec's; tables are created in a cluster, so a config also says how they are trained.
 
 Source: torchrec.modules.embedding_modules (interface only).
 """

@@ -3,7 +3,7 @@
 JaggedTensor is one feature, KeyedJaggedTensor several with the same number of bags. Names, and the order of arguments, are TorchRec's; its
 own objects go into our collections, too, so these do only what a trainer without TorchRec needs (adr/0123). Both are pytree nodes: a walk
 over a batch finds their tensors. They can be pickled, so a DataLoader's workers may make them. KeyedTensor is the result of a pooled
-collection: one row per example, a block of columns per key. What must not live here: lookups. Immutable by convention.
+collection: one row per example, a block of columns per key. Immutable by convention.
 
 Source: torchrec.sparse.jagged_tensor, KeyedTensor included (interface only).
 """

@@ -1,7 +1,6 @@
 """The computation of collections on a KeyedJaggedTensor: the ids of every table, and the results from their rows.
 
-What must not live here: rows and where they come from (`embedding_collections`, `plain_tables`), jagged tensors (`jagged_tensors`). Sizes
-are read as `shape[0]`: torch.export keeps that as a symbol, where `len` would fix it.
+Sizes are read as `shape[0]`: torch.export keeps that as a symbol, where `len` would fix it.
 
 The configs of a collection's tables have TorchRec's names, and say how a table is trained. Not offered: init_fn (rows have an
 `initializer`, a pure function of their ids), data_type (here `dtype`, under kvemb's names), need_indices, and options for placing tables on
@@ -120,11 +119,7 @@ class KeyedJagged(Protocol):
 
 
 class KeyedRecipe:
-    """The common part of both collections: features by table, and the names of results.
-
-    Args:
-        configs: one per table, of unique names.
-    """
+    """The common part of both collections: features by table, and the names of results."""
 
     def __init__(self, configs: Sequence[EmbeddingConfig]) -> None:
         names = [config.name for config in configs]
@@ -172,15 +167,7 @@ class KeyedRecipe:
 
 
 class BagRecipe(KeyedRecipe):
-    """Pools the rows of each bag to one vector, for an EmbeddingBagCollection.
-
-    Args:
-        configs: one per table.
-        is_weighted: multiply each row by its value's weight first.
-
-    Raises:
-        InvalidInputError: weights with another pooling than "sum", and as KeyedRecipe.
-    """
+    """Pools the rows of each bag to one vector, for an EmbeddingBagCollection."""
 
     def __init__(self, configs: Sequence[EmbeddingBagConfig], is_weighted: bool) -> None:
         averaged = [config.name for config in configs if config.pooling != "sum"]

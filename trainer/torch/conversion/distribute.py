@@ -1,8 +1,7 @@
 """distribute: a torch model's large embeddings become tables, in place, in one line; its training loop stays as it is.
 
-What must not live here: the choice of embeddings (`distribute_plan`), first rows (`trainer.bridge.filled_tables`), the work of a step
-(`joined_step`), update rules (`optimizer_map`). Strategy: everything is checked before anything changes. Then tables are made and filled.
-The model and the optimizer are changed last, by assignments that are undone if one fails.
+Strategy: everything is checked before anything changes. Then tables are made and filled. The model and the optimizer are changed last, by
+assignments that are undone if one fails.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,8 +1,7 @@
 """Which embeddings of a model become tables, which stay as they are, and which cannot be either: decided before anything changes.
 
-What must not live here: clusters, optimizers, the change itself. Strategy: an embedding of enough rows is replaced, or refused with all
-reasons at once. It stays only for a stated reason: too few rows, frozen, or asked for. A weight is one table, however many modules hold it,
-and every holder must be an embedding that is replaced, too.
+Strategy: an embedding of enough rows is replaced, or refused with all reasons at once. It stays only for a stated reason: too few rows,
+frozen, or asked for. A weight is one table, however many modules hold it, and every holder must be an embedding that is replaced, too.
 """
 
 import gc
@@ -89,19 +88,7 @@ class DistributePlan:
 
 
 def make_plan(model: nn.Module, min_rows: int, names: Names | None = None, leave: Collection[str] = (), prefix: str = "") -> DistributePlan:
-    """Decide for each nn.Embedding and nn.EmbeddingBag whether it becomes a table.
-
-    Args:
-        model: not changed.
-        min_rows: embeddings of fewer rows stay.
-        names: of the tables; the module's path unless given.
-        leave: paths of modules that stay.
-        prefix: of the names.
-
-    Raises:
-        InvalidInputError: the model is wrapped or has tables already, or an embedding cannot be replaced (all reasons, with paths). Also
-            where a name is taken twice or is none, `leave` or `names` name no embedding, or no embedding remains to be replaced.
-    """
+    """Decide for each nn.Embedding and nn.EmbeddingBag whether it becomes a table."""
     _check_model(model)
     paths = _paths(model)
     modules = {id(module): module for _, module in paths}

@@ -17,13 +17,7 @@ _SHOWN = 8
 def lines(
     plan: DistributePlan, tables: Sequence[SiteTable[Site]], carry: Carry, follows: Mapping[str, Follows], trained: Sequence[Site]
 ) -> Iterator[str]:
-    """Return lines on each embedding's fate, and on the differences from now on.
-
-    Args:
-        plan, tables, carry: of the call.
-        follows: the optimizer's groups, by table; empty without a torch optimizer.
-        trained: sites whose weights the optimizer had state for, which is not carried.
-    """
+    """Return lines on each embedding's fate, and on the differences from now on."""
     yield f"distribute: {_embeddings(sum(len(site.modules) for site in plan.sites))} replaced by {n_of(len(tables), 'table')}"
     for one in tables:
         holders = ", ".join(f"{path!r} ({type(module).__name__})" for path, module in one.site.modules)

@@ -1,9 +1,9 @@
 """Where the first rows of a table come from: the module's weights, or an initializer. Decided before anything changes.
 
-What must not live here: assigning (`filled_tables`), tables. Strategy: unless the user says otherwise, a table begins with the module's own
-weights. They are assigned, if all of a model's can be assigned in a minute or so. If they are too many, the initializer is read off them
-(`recognized_embeddings`). If that is not clear either, the user is asked. A table that exists needs no decision: it keeps its rows. Weights
-that a row cannot hold are refused before a table is made.
+Strategy: unless the user says otherwise, a table begins with the module's own weights. They are assigned, if all of a model's can be
+assigned in a minute or so. If they are too many, the initializer is read off them (`recognized_embeddings`). If that is not clear either,
+the user is asked. A table that exists needs no decision: it keeps its rows. Weights that a row cannot hold are refused before a table is
+made.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -24,17 +24,7 @@ CARRY_ROWS, CARRY_BYTES = 10_000_000, 1 << 30
 def first_rows(
     sites: Sequence[Site], carry: Carry, given: Initializer | None, trained: Collection[str], exists: Callable[[Site], bool]
 ) -> dict[str, First]:
-    """Decide how each table begins, by its name.
-
-    Args:
-        sites: of the model.
-        carry, given: the user's carry_weights and initializer.
-        trained: tables whose weights are known to have been trained: no initializer draws such weights.
-        exists: whether a site's table does; asked only where nothing else decides.
-
-    Raises:
-        InvalidInputError: rows that are neither carried nor drawn by anything known, with the ways out; all tables are named.
-    """
+    """Decide how each table begins, by its name."""
     _check_dims(sites, given)
     if given is not None and not carry:
         return {site.table: First(False, given, "given") for site in sites}
@@ -107,11 +97,7 @@ _NARROW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def check_range(site: Site, dtype: str) -> None:
-    """Refuse weights that a row cannot hold, before a table is made.
-
-    Raises:
-        InvalidInputError: NaN, infinity, or a value beyond the dtype's range.
-    """
+    """Refuse weights that a row cannot hold, before a table is made."""
     largest = torch.finfo(_NARROW.get(dtype, torch.float32)).max
     for at, part in enumerate(torch.split(site.weight.detach(), chunk_rows(site))):
         wrong = torch.nonzero(~(part.abs() <= largest).all(dim=1))

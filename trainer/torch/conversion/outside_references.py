@@ -1,9 +1,9 @@
 """References to modules and tensors of a model beside its tree of modules: an embedding held there would go on with its old rows.
 
-What must not live here: their treatment (`distribute_plan`). Strategy: one walk over the attributes of all modules, into containers,
-objects, bound and partial functions, closures, and modules that are no part of the model. Not into the model's own modules, which are
-walked themselves, nor into optimizers, which give up the weights that are replaced. It ends after so many objects: an attribute may refer
-to half the program. A reference that it does not see still works: modules and weights that are replaced know it (`distribute`).
+Strategy: one walk over the attributes of all modules, into containers, objects, bound and partial functions, closures, and modules that are
+no part of the model. Not into the model's own modules, which are walked themselves, nor into optimizers, which give up the weights that are
+replaced. It ends after so many objects: an attribute may refer to half the program. A reference that it does not see still works: modules
+and weights that are replaced know it (`distribute`).
 """
 
 from collections import deque
@@ -45,14 +45,7 @@ class OutsideReference:
 
 
 def outside_references(model: nn.Module) -> list[OutsideReference]:
-    """Return the attributes of a model's modules that lead to tensors, or to modules.
-
-    Example:
-        >>> model = nn.Sequential(nn.Embedding(2, 1))
-        >>> model.look_up = {"item": [partial(model[0])]}
-        >>> [(one.attribute, one.kind, one.held) for one in outside_references(model)]
-        [('look_up', 'dict', (("look_up['item'][0].func", Embedding(2, 1)),))]
-    """
+    """Return the attributes of a model's modules that lead to tensors, or to modules."""
     walk = _Walk(model)
     found = []
     for path, module in model.named_modules():

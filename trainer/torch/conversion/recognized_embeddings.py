@@ -1,7 +1,7 @@
 """Which initializer a weight was drawn by: read off its values, where they are plainly those of one, else None.
 
-What must not live here: the decision that follows (`first_rows`). Strategy: the mean, spread and bounds of all values name one candidate (a
-constant, uniform, normal). Then every part of the weight must look like draws of it, and all parts together:
+Strategy: the mean, spread and bounds of all values name one candidate (a constant, uniform, normal). Then every part of the weight must
+look like draws of it, and all parts together:
 
 * all values fall into bins of equal probability, compared as Kolmogorov and Smirnov do;
 * means and mean squares of blocks of rows, and of columns, stay within Z_MOST standard errors. Training leaves traces in the rows of
@@ -41,20 +41,9 @@ def read_off(weight: Tensor, padding: Sequence[int] = ()) -> Initializer | None:
 
     Args:
         weight: float [n, dim] with values (not on the meta device).
-        padding: rows that are something else, and are left out.
 
     Returns:
         init.zeros, constant, uniform or normal with parameters, or None.
-
-    Example:
-        >>> read_off(torch.full((20_000, 2), 0.5)).to_dict()
-        {'kind': 'constant', 'value': 0.5}
-        >>> weight = torch.empty(200_000, 4)
-        >>> read_off(torch.nn.init.uniform_(weight, -0.25, 0.25)).kind
-        'uniform'
-        >>> weight[:2000] += 0.02  # trained, the popular ids
-        >>> read_off(weight) is None
-        True
     """
     n, low, high, std = _totals(weight, padding)
     if not (math.isfinite(low) and math.isfinite(high)) or n == 0:
@@ -173,16 +162,7 @@ _LINES = tuple(_code(kind.forward) for kind in (_ByNumber, _ByBuffer))
 
 
 def is_scaled(module: nn.Module) -> bool:
-    """Return whether a module is torch's Embedding but for a factor of its results, `embed_scale`: a number or a buffer of no axes.
-
-    Example:
-        >>> class Scaled(nn.Embedding):
-        ...     embed_scale = 2.0
-        ...     def forward(self, ids):
-        ...         return super().forward(ids) * self.embed_scale
-        >>> is_scaled(Scaled(3, 1)), is_scaled(nn.Embedding(3, 1))
-        (True, False)
-    """
+    """Return whether a module is torch's Embedding but for a factor of its results, `embed_scale`: a number or a buffer of no axes."""
     kinds = [kind for kind in type(module).__mro__ if "forward" in vars(kind)]
     if len(kinds) < 2 or kinds[1] is not nn.Embedding or _code(vars(kinds[0])["forward"]) not in _LINES:
         return False

@@ -3,7 +3,7 @@
 Strategy: the model is deep-copied with a stand-in for each module over a table. Two programs are exported of the copy. In the first a
 stand-in notes the ids that it was asked for, which are the result: what a model computes of its inputs before it looks rows up (slices,
 offsets, hashes) is served as it was trained. In the second it gives the rows that it was given. Both go through torch.export with sizes
-left open. What must not live here: where rows come from when it is served (kvemb.serve).
+left open.
 """
 
 import base64

@@ -1,8 +1,8 @@
 """materialize: a plain torch copy of a model whose rows are in a cluster, for export and serving.
 
-What must not live here: lookups that train. Strategy: the model is deep-copied with a stand-in for each module over a table, so that
-everything else is copied by Python's own rules. All ids of a table with num_ids become torch's own module, chosen ids `KnownRows`. A module
-over several tables becomes one that runs the same recipe on such modules (`plain_tables`).
+Strategy: the model is deep-copied with a stand-in for each module over a table, so that everything else is copied by Python's own rules.
+All ids of a table with num_ids become torch's own module, chosen ids `KnownRows`. A module over several tables becomes one that runs the
+same recipe on such modules (`plain_tables`).
 """
 
 import copy

@@ -1,7 +1,6 @@
 """Plain copies of collections and DenseFeatures, made by `materialize`: the same results, from rows that are the module's parameters.
 
-They take the same features as the originals, know no cluster, and are trained by any torch optimizer. What must not live here: the
-computation (`keyed_recipes`, `column_recipe`), and where the rows come from (`materialize`).
+They take the same features as the originals, know no cluster, and are trained by any torch optimizer.
 
 KnownRows and KnownRowsBag have the rows of some ids of a table in plain torch; ScaledRows and ScaledKnownRows are the copies of
 `ScaledEmbedding`. A known id is found by binary search, in operations that torch.export and torch.jit.trace record.
@@ -30,12 +29,6 @@ class KnownRows(nn.Module):
     Args:
         ids: int64 [n], unique, ascending, at least one.
         weight: float32 [n + 1, dim]; the last row is that of ids that are not known.
-        padding_idx: the id, one of `ids`, whose row gets no gradient here.
-
-    Example:
-        >>> rows = KnownRows(torch.tensor([7, 90]), nn.Parameter(torch.tensor([[1.0], [2.0], [0.0]])))
-        >>> rows(torch.tensor([90, 8])).tolist()
-        [[2.0], [0.0]]
     """
 
     ids: Tensor
@@ -76,12 +69,7 @@ class KnownRows(nn.Module):
 
 
 class KnownRowsBag(KnownRows):
-    """The same for bags: see torch.nn.EmbeddingBag for forward. An id that is not known counts as a row of zeros.
-
-    Args:
-        ids, weight: as for `KnownRows`.
-        bag: whose mode, include_last_offset and padding id this one has; the padding id must be among `ids`.
-    """
+    """The same for bags: see torch.nn.EmbeddingBag for forward. An id that is not known counts as a row of zeros."""
 
     def __init__(self, ids: Tensor, weight: nn.Parameter, bag: EmbeddingBag) -> None:
         super().__init__(ids, weight, bag.padding_idx)
@@ -101,12 +89,7 @@ class KnownRowsBag(KnownRows):
 
 
 class ScaledRows(nn.Embedding):
-    """torch's Embedding, whose results are multiplied by `embed_scale`.
-
-    Args:
-        n_rows, dim, padding_idx: torch's.
-        embed_scale: the factor.
-    """
+    """torch's Embedding, whose results are multiplied by `embed_scale`."""
 
     def __init__(self, n_rows: int, dim: int, padding_idx: int | None, embed_scale: float) -> None:
         super().__init__(n_rows, dim, padding_idx=padding_idx)
@@ -118,12 +101,7 @@ class ScaledRows(nn.Embedding):
 
 
 class ScaledKnownRows(KnownRows):
-    """KnownRows, whose results are multiplied by `embed_scale`.
-
-    Args:
-        ids, weight, padding_idx: as for `KnownRows`.
-        embed_scale: the factor.
-    """
+    """KnownRows, whose results are multiplied by `embed_scale`."""
 
     def __init__(self, ids: Tensor, weight: nn.Parameter, padding_idx: int | None, embed_scale: float) -> None:
         super().__init__(ids, weight, padding_idx)
@@ -138,17 +116,8 @@ class PlainTables(nn.Module, Generic[RecipeT]):
     """A module that computes a recipe's result from rows that are its own parameters.
 
     Args:
-        recipe: the computation.
         tables: by name, modules from ids [m] to rows [m, dim]: torch.nn.Embedding or `KnownRows`, whose weights are read where they are,
             or any other.
-
-    Example:
-        >>> from kvemb.torch import EmbeddingBagConfig, KeyedJaggedTensor
-        >>> recipe = BagRecipe([EmbeddingBagConfig(name="page", embedding_dim=1, num_embeddings=3)], is_weighted=False)
-        >>> rows = nn.Embedding.from_pretrained(torch.tensor([[1.0], [2.0], [4.0]]))
-        >>> plain = PlainTables(recipe, {"page": rows})
-        >>> plain(KeyedJaggedTensor.from_lists({"page": [[0, 2], []]}))["page"].tolist()
-        [[5.0], [0.0]]
     """
 
     def __init__(self, recipe: RecipeT, tables: Mapping[str, nn.Module]) -> None:
@@ -159,12 +128,7 @@ class PlainTables(nn.Module, Generic[RecipeT]):
 
     @eager
     def forward(self, features: Any) -> Any:
-        """Return what the original returns.
-
-        Raises:
-            InvalidInputError: features are missing or do not fit, or torch.jit.trace records.
-            IndexError: an id is outside the table's ids (of torch, where all rows are here).
-        """
+        """Return what the original returns."""
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise InvalidInputError("torch.jit.trace would write down the sizes of this batch for all others; use torch.export")
         return self.recipe.run(features, self._look_up)

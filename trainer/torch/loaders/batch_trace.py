@@ -1,7 +1,5 @@
 """Find out which parts of a batch feed which module, by watching one batch being used.
 
-What must not live here: evaluating the arguments found (`feeds`).
-
 Strategy: while the first batch is used, a TorchFunctionMode sees every torch function that is called, with plain tensors. Nothing is
 wrapped, so the step computes what it always does. It remembers, by weak reference, which tensors were made from the batch, and how. When a
 lookup module is called, its arguments are looked up among those. A module whose ids come from elsewhere is named with the reason. So is one
@@ -53,12 +51,7 @@ class Foreseen:
 
 
 class TracedPlan:
-    """A forecast of a batch's lookups, as far as one was found.
-
-    Args:
-        foreseen: the calls.
-        unforeseen: by module, why its lookups cannot be foreseen.
-    """
+    """A forecast of a batch's lookups, as far as one was found."""
 
     def __init__(self, foreseen: Sequence[Foreseen], unforeseen: Mapping[str, str]) -> None:
         self.foreseen, self.unforeseen = list(foreseen), dict(unforeseen)
@@ -91,12 +84,7 @@ class TracedPlan:
 
 
 class Trace(TorchFunctionMode):
-    """Watches while a batch is used: a context manager around that, in the thread that does.
-
-    Args:
-        model: whose modules are watched.
-        batch: the batch.
-    """
+    """Watches while a batch is used: a context manager around that, in the thread that does."""
 
     def __init__(self, model: nn.Module, batch: Any) -> None:
         super().__init__()

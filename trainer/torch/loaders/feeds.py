@@ -1,7 +1,5 @@
 """Which parts of a batch feed which module, as the caller names them; and a module's arguments as expressions over the parts of a batch.
 
-What must not live here: finding them by watching (`batch_trace`), and pulling (`prepared_loader`).
-
 Expressions are worked out again from other batches. Pure: evaluating changes nothing, and may happen in any thread. A node is a part of the
 batch (`Leaf`), a torch function's result on nodes and constants (`Call`), or one of several results of a call (`Pick`). Moves to a device
 are left out: ids are needed where the pull happens.
@@ -52,11 +50,7 @@ class NamedPlan:
         self._feeds = feeds
 
     def asked(self, batch: Any) -> list[Asked]:
-        """Return the lookups of a batch.
-
-        Raises:
-            InvalidInputError: it lacks a named part, or has ids there that the table does not take.
-        """
+        """Return the lookups of a batch."""
         return [asked for feed in self._feeds for asked in feed.module.asked(*feed.arguments(batch))]
 
     def __str__(self) -> str:
@@ -69,17 +63,7 @@ def lookup_modules(model: nn.Module) -> dict[str, LookupModule]:
 
 
 def named_plan(model: nn.Module, features: Features) -> NamedPlan:
-    """Make a plan of the caller's `features`.
-
-    Args:
-        model: the model.
-        features: by the path of each module that is called: a key, attribute or index of the batch, or a sequence of them. Or a function of
-            the batch that returns the module's only argument, or a tuple of its arguments. Or None for a module whose rows shall be pulled
-            when it is called.
-
-    Raises:
-        InvalidInputError: a path that is no such module's, or one that is missing.
-    """
+    """Make a plan of the caller's `features`."""
     known = callable_modules(model)
     unknown = sorted(set(features) - set(lookup_modules(model)))
     if unknown:
@@ -104,11 +88,7 @@ def callable_modules(model: nn.Module) -> dict[str, LookupModule]:
 
 
 def part_of(batch: Any, path: Sequence[str | int]) -> Any:
-    """Follow keys, attributes and indices into a batch.
-
-    Raises:
-        InvalidInputError: there is no such part; the existing ones are named.
-    """
+    """Follow keys, attributes and indices into a batch."""
     value = batch
     for i, step in enumerate(path):
         try:
@@ -231,12 +211,7 @@ class Values:
 
 
 def template_of(args: Sequence[Any], kwargs: Mapping[str, Any], node_of: Callable[[Any], Any]) -> Template:
-    """Take arguments apart.
-
-    Args:
-        args, kwargs: of a call; namedtuples and all other types registered with torch's pytree are taken apart, too.
-        node_of: returns the node for a value, or None for a value that stays or is taken apart further.
-    """
+    """Take arguments apart."""
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)), is_leaf=lambda value: node_of(value) is not None)
     nodes = [node_of(leaf) for leaf in leaves]
     return Template([leaf if node is None else node for leaf, node in zip(leaves, nodes, strict=True)], spec)
@@ -249,11 +224,6 @@ def without_move(
 
     Returns:
         The remaining arguments; None for a call that does nothing else.
-
-    Example:
-        >>> ids = torch.tensor([1])
-        >>> without_move(torch.Tensor.to, (ids, "cuda"), {}) is None, without_move(torch.Tensor.to, (ids, "cuda", torch.int32), {})[0][1:]
-        (True, (torch.int32,))
     """
     if function in (Tensor.cuda, Tensor.cpu, Tensor.pin_memory):
         return None
@@ -269,12 +239,7 @@ def without_move(
 
 
 def parts_of(batch: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Walk a batch: mappings, sequences and objects with attributes, down to arrays and tensors, itself included.
-
-    Example:
-        >>> [path for path, _ in parts_of({"ids": torch.tensor([1]), "more": (torch.tensor([2]), "text")})]
-        [(), ('ids',), ('more',), ('more', 0)]
-    """
+    """Walk a batch: mappings, sequences and objects with attributes, down to arrays and tensors, itself included."""
     return _parts_of(batch, (), set())
 
 

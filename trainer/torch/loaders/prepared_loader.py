@@ -38,12 +38,7 @@ if TYPE_CHECKING:
 
 
 class GroupedPulls:
-    """A cluster's pulls, in groups of tables.
-
-    Args:
-        cluster: pulls; with `progress` where that is asked for.
-        groups: names of tables that are pulled together; a table that stands in two belongs to the first, those in none are one more.
-    """
+    """A cluster's pulls, in groups of tables."""
 
     def __init__(self, cluster: Any, groups: Sequence[Sequence[str]]) -> None:
         self._cluster = cluster

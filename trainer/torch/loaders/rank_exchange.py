@@ -1,7 +1,5 @@
 """Ranks of one job that share their rows: each unique row of a batch is pulled by one of them, and pushed by one.
 
-What must not live here: which rows a batch needs (`prepared_loader`), how old they may be (`trainer.lookahead`), the push (`pushed_steps`).
-
 Strategy: a hash of its id gives each row one rank, its owner. Before a batch is used, every rank sends the unique ids of its share to
 their owners. An owner pulls the unique ids of all ranks, once, and sends rows and versions back. In the step gradients go to the owners,
 which sum them by id and push each row once. Sums are taken in the order of ranks, as a shard takes them in that of incarnations.
@@ -54,16 +52,6 @@ class RankExchange:
 
     `pull_versions` and `asking`'s question belong to `threads`, of which there is one; all else to the thread that trains. It does not
     survive fork().
-
-    Args:
-        group: the ranks; it carries the gradients.
-        tables: by name; the same on all ranks.
-        pulls: a cluster, or what pulls for it.
-        settings: what else must be the same on all ranks, for comparison.
-
-    Raises:
-        InvalidInputError: this process is not in the group, or the ranks differ in tables or settings.
-        RankLostError: another rank did not come within the group's timeout.
     """
 
     def __init__(self, group: "ProcessGroup", tables: Mapping[str, TablePort], pulls: PullPort, settings: str) -> None:
@@ -116,11 +104,7 @@ class RankExchange:
         return ask
 
     def end(self, *, wait: bool) -> None:
-        """End the run, and let the other ranks know. Once is enough; more do nothing.
-
-        Args:
-            wait: until they do: this program may end now. Otherwise they learn it in the background.
-        """
+        """End the run, and let the other ranks know. Once is enough; more do nothing."""
         told = self.threads.submit(self._end)
         if wait:
             told.result()
@@ -134,12 +118,7 @@ class RankExchange:
     def pull_versions(
         self, ids: Mapping[str, NDArray[Any]], *, stored: bool = True
     ) -> Mapping[str, tuple[NDArray[np.float32], NDArray[np.uint64]]]:
-        """Fetch rows and versions of unique ids of several tables, together with the other ranks. See `ClusterPort.pull_versions`.
-
-        Raises:
-            StorageError: a rank could not pull; every rank raises, this one its own error where it is the one.
-            RankLostError: a rank ended, or did not answer in time.
-        """
+        """Fetch rows and versions of unique ids of several tables, together with the other ranks. See `ClusterPort.pull_versions`."""
         if self._over:
             return self._pulls.pull_versions(ids, stored=stored)
         wanted = [ids.get(table.name, np.empty(0, np.uint64)).view(np.uint64) for table in self._tables]
@@ -214,9 +193,7 @@ class RankExchange:
         """Send records to ranks, and return those that came: by table, in the order of ranks.
 
         Args:
-            group: that carries them.
             records: int32 [n, words] of each table, in the order of the ranks that they go to.
-            sent, coming: how many.
         """
         widths = np.array([[record.shape[1]] for record in records])
         ends = np.cumsum(sent, axis=1)
@@ -267,11 +244,7 @@ class RankExchange:
 
 
 def ordered(options: AheadOptions, cluster: Any) -> AheadOptions:
-    """Return the options of a loader whose rows are exchanged: pulled in the order of batches, as far ahead on every rank.
-
-    Raises:
-        InvalidInputError: the cluster is not in sync mode, or pulls are asked for in threads of any number.
-    """
+    """Return the options of a loader whose rows are exchanged: pulled in the order of batches, as far ahead on every rank."""
     if cluster.mode != "sync":
         raise InvalidInputError(
             f"exchange needs a cluster in sync mode, this one is {cluster.mode}: only there do the ranks take each step together. Leave "
@@ -287,11 +260,7 @@ def ordered(options: AheadOptions, cluster: Any) -> AheadOptions:
 
 
 def check_group(group: object) -> "ProcessGroup":
-    """Return a group of ranks that this process is one of.
-
-    Raises:
-        InvalidInputError: it is none.
-    """
+    """Return a group of ranks that this process is one of."""
     if not distributed.is_available() or not isinstance(group, distributed.ProcessGroup):
         raise InvalidInputError(
             f"exchange is {group!r}; give a group of torch.distributed that this process is in, e.g. torch.distributed.group.WORLD after "

@@ -1,9 +1,9 @@
 """Walks over the parameters of a model or an optimizer: which of them meet the leaves of rows that wait for a step.
 
-What must not live here: the waiting lookups (`pending_lookups`). Strategy: in one process every walk meets the leaves. In a job of several
-ranks (torch.distributed) a leaf is this rank's alone. Dense gradients are equal on all ranks, and a norm that only this rank has would
-scale them differently on each. So only GradScaler and zero_grad meet the leaves there. Torch does not tell the caller of a walk; where that
-matters the call stack does. By it a user who saves a model without its rows is warned, too, and a model that is frozen freezes its rows.
+Strategy: in one process every walk meets the leaves. In a job of several ranks (torch.distributed) a leaf is this rank's alone. Dense
+gradients are equal on all ranks, and a norm that only this rank has would scale them differently on each. So only GradScaler and zero_grad
+meet the leaves there. Torch does not tell the caller of a walk; where that matters the call stack does. By it a user who saves a model
+without its rows is warned, too, and a model that is frozen freezes its rows.
 
 Lookups stay outside of torch.compile (`eager`): they fetch rows over the network and count in unsigned 64-bit integers, which compilers of
 tensor programs cannot do. A compiled model runs them as they are, and is compiled before and behind them. `attributes_of` finds an object's
@@ -58,14 +58,7 @@ def n_ranks() -> int:
 
 
 class ParametersWithLeaves(dict[str, Any]):
-    """The parameters of a module over a table: its own, and for walks over a model's parameters also the leaves that wait for a step.
-
-    Args:
-        own: registered in the module.
-        pending: of the module.
-        stand_in: of the module, if it has one.
-        train: called with what a module around this one was told by `requires_grad_`.
-    """
+    """The parameters of a module over a table: its own, and for walks over a model's parameters also the leaves that wait for a step."""
 
     told = False
     """Whether a warning said that torch's clipping leaves rows out: once in a process."""
@@ -110,11 +103,7 @@ class ParametersWithLeaves(dict[str, Any]):
 
 
 class RankParams(list[Tensor]):
-    """`group["params"]` in a job of several ranks: only GradScaler and zero_grad find the leaves that wait for a step there.
-
-    Args:
-        own: the parameters, as they are.
-    """
+    """`group["params"]` in a job of several ranks: only GradScaler and zero_grad find the leaves that wait for a step there."""
 
     def __init__(self, own: Iterable[Tensor]) -> None:
         super().__init__(own)
@@ -253,16 +242,7 @@ def eager(forward: _Forward) -> _Forward:
 
 
 def attributes_of(value: object) -> dict[str, Any]:
-    """Return the attributes of an object by name, those in the `__slots__` of its classes included.
-
-    Example:
-        >>> class Pair:
-        ...     __slots__ = ("left", "right")
-        >>> pair = Pair()
-        >>> pair.left = 1
-        >>> attributes_of(pair)
-        {'left': 1}
-    """
+    """Return the attributes of an object by name, those in the `__slots__` of its classes included."""
     found: dict[str, Any] = dict(getattr(value, "__dict__", {}))
     for kind in type(value).__mro__:
         names = vars(kind).get("__slots__", ())

@@ -1,6 +1,5 @@
 """Lookups of a table that have a gradient and wait for a step, as torch's own functions find them.
 
-What must not live here: forward passes (`table_module`), the push (`sparse_optimizer`), the walks that meet the leaves (`parameter_walks`).
 Strategy: between backward and step a table is one leaf tensor with a gradient, as the dense weight of an Embedding would be. Gradients of
 one row, from several lookups, are summed at the end of each backward pass. That leaf is where torch looks for gradients. It is among the
 parameters of the model, for torch.nn.utils.clip_grad_norm_ and its callers. It is in a group of the optimizer, for GradScaler and for
@@ -64,12 +63,6 @@ class PendingLookups:
 
     The list `leaves` is also the optimizer's `group["params"]`: GradScaler finds the gradients there. It is changed in
     place only.
-
-    Args:
-        table: of the lookups.
-        n_modules: over the table.
-        trains: False for a copy of a module, until an optimizer is made for it.
-        lock: of all tables of one optimizer, whose step holds it; one of its own unless given.
     """
 
     def __init__(self, table: TablePort, n_modules: int = 1, *, trains: bool = True, lock: ForkLock | None = None) -> None:
@@ -206,11 +199,7 @@ class PendingLookups:
         self._append(leaf, Lookup(groups.ids, groups.minimum(versions), None), n_lookups)
 
     def check_room(self) -> None:
-        """Refuse to go on when no optimizer collects the gradients.
-
-        Raises:
-            InvalidInputError: naming the remedy.
-        """
+        """Refuse to go on when no optimizer collects the gradients."""
         if not self._trains:
             raise InvalidInputError(
                 f"this module over table {self.table.name!r} is a copy (deepcopy, AveragedModel, or sent to a new process): it looks up "

@@ -1,8 +1,5 @@
 """One lookup: the unique ids of one forward pass, their rows as a leaf tensor, and the gradient that backward leaves there.
 
-What must not live here: how rows are combined (`embedding`), the lookups that wait for a step (`pending_lookups`), their push
-(`sparse_optimizer`).
-
 Strategy: the rows pulled become a leaf [n, dim] that requires a gradient. torch's own functions index into it, so forward and backward are
 torch's own. Until backward runs, a lookup is held by the autograd graph alone (through the leaf's hook). A forward pass whose loss is
 thrown away leaves nothing behind. Backward hands the lookup to its `PendingLookups`, where the optimizer finds it, and `parameters()` until
@@ -37,11 +34,7 @@ _PLAIN = "to trace, export or transform a model, take its copy of plain modules,
 
 
 def values_of(input: Tensor, table: str) -> NDArray[Any]:
-    """Read ids out of a tensor.
-
-    Raises:
-        InvalidInputError: it is no integer tensor; reading would make its ids constants of a trace; or it has no values.
-    """
+    """Read ids out of a tensor."""
     if not isinstance(input, Tensor) or input.is_floating_point() or input.is_complex():
         got = input.dtype if isinstance(input, Tensor) else type(input).__name__
         raise InvalidInputError(f"table {table!r}: input must be a tensor of integer ids, got {got}")
@@ -57,11 +50,7 @@ def values_of(input: Tensor, table: str) -> NDArray[Any]:
 
 
 def checked_padding(table: TablePort, padding_idx: object) -> np.uint64:
-    """Return a module's padding id as the table has it.
-
-    Raises:
-        InvalidInputError: it is no integer, or outside of the table's domain.
-    """
+    """Return a module's padding id as the table has it."""
     if isinstance(padding_idx, bool) or not isinstance(padding_idx, int):
         raise InvalidInputError(f"padding_idx is {padding_idx!r}; give an id (an integer) or None")
     definition = table.definition
@@ -75,11 +64,7 @@ class LookupModule(nn.Module):
     """A module whose forward pass looks rows up. `asked` tells which, before it is called and in any thread."""
 
     def asked(self, *args: Any, **kwargs: Any) -> list[Asked]:
-        """Return what forward would look up if it were called with these arguments; nothing is sent and nothing remembered.
-
-        Raises:
-            InvalidInputError: as forward would.
-        """
+        """Return what forward would look up if it were called with these arguments; nothing is sent and nothing remembered."""
         raise NotImplementedError
 
     def __prepare_scriptable__(self) -> "LookupModule":
@@ -202,9 +187,6 @@ class TableModule(LookupModule):
         """Return the ids that a lookup of `input` asks the table for: uint64 [m], flat, then the padding id if there is one.
 
         Torch needs a position for the padding id, even if no input has it, to add up as always.
-
-        Raises:
-            InvalidInputError: `input` is no integer tensor, or holds ids outside the table's domain.
         """
         flat = asked_of(self.table, values_of(input, self.table.name))[1]
         return flat if self._padding_id is None else np.append(flat, self._padding_id)
@@ -270,11 +252,7 @@ def _described(reference: dict[str, Any]) -> str:
 
 
 def modules_by_table(model: nn.Module) -> dict[str, list[TableModule]]:
-    """Find the modules over each table, by its name, in the model's order.
-
-    Raises:
-        InvalidInputError: there is none, the tables belong to several clusters, or `model` is no module.
-    """
+    """Find the modules over each table, by its name, in the model's order."""
     if not isinstance(model, nn.Module):
         raise InvalidInputError(f"the model must be a torch.nn.Module, got {model if isinstance(model, type) else type(model).__name__}")
     found: dict[str, list[TableModule]] = {}
@@ -290,11 +268,7 @@ def modules_by_table(model: nn.Module) -> dict[str, list[TableModule]]:
 
 
 def share_lookups(modules_of: Mapping[str, Sequence[TableModule]]) -> SharedLookups:
-    """Give these modules one `SharedLookups`: the one that all of them have already, or a new one.
-
-    Example:
-        share_lookups(modules_by_table(model))
-    """
+    """Give these modules one `SharedLookups`: the one that all of them have already, or a new one."""
     modules = [module for ones in modules_of.values() for module in ones]
     first = modules[0].shared
     if any(module.shared is not first for module in modules) or first.tables.keys() != modules_of.keys():

@@ -1,8 +1,8 @@
 """A table as the tensor that its module's `weight` was: read whole, where code scores all rows, sums a penalty or ties a head to it.
 
-What must not live here: lookups by id (`embedding`), other holders of a replaced weight (`outside_references`). Strategy: the tensor itself
-holds nothing but its shape; any computation with it pulls all rows at that moment, in id order, as a leaf. Its gradient waits for the step
-as that of any lookup, and is pushed; so a step moves every row, as torch's would. Padding rows are no exception, as in torch.
+Strategy: the tensor itself holds nothing but its shape; any computation with it pulls all rows at that moment, in id order, as a leaf. Its
+gradient waits for the step as that of any lookup, and is pushed; so a step moves every row, as torch's would. Padding rows are no
+exception, as in torch.
 
 It is read-only: writing into it is refused, and so is reading a table beyond WEIGHT_BYTES, which would be done unasked at every step.
 """
@@ -40,17 +40,7 @@ _WRITES = {
 
 
 class TableWeight(Tensor):
-    """All rows of a table: float32 [num_ids, dim]; of a dense table of at most WEIGHT_BYTES. Made by `weight_over` and `become`.
-
-    Example:
-        >>> import kvemb
-        >>> from trainer.torch import Embedding
-        >>> with kvemb.local(shards=1) as url, kvemb.connect(url) as cluster:
-        ...     table = cluster.create_table("w", dim=2, optimizer=kvemb.optim.sgd(), initializer=kvemb.init.constant(0.5), num_ids=9)
-        ...     weight = Embedding(table).weight
-        ...     weight.shape, (torch.ones(1, 2) @ weight.t()).sum().item()
-        (torch.Size([9, 2]), 9.0)
-    """
+    """All rows of a table: float32 [num_ids, dim]; of a dense table of at most WEIGHT_BYTES. Made by `weight_over` and `become`."""
 
     _module: "TableModule"
 

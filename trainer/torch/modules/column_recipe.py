@@ -38,11 +38,7 @@ Feature = Tensor | Jagged | NDArray[Any] | Sequence[Any]
 
 
 def numbers(column: NumericColumn, features: Mapping[str, Feature]) -> Tensor:
-    """Read the numbers of a column, normalized: float32 [b, width].
-
-    Raises:
-        InvalidInputError: the feature is missing, holds no numbers, or has another shape; naming it.
-    """
+    """Read the numbers of a column, normalized: float32 [b, width]."""
     value = _feature(column.key, features)
     if isinstance(value, np.ndarray) and value.dtype.kind in "iufb":
         value = torch.from_numpy(value.astype(np.float32))  # a copy: arrays may be read-only, which torch would warn of
@@ -135,12 +131,7 @@ class _TableIds:
 
 
 class ColumnRecipe:
-    """Read features, and put the blocks of all columns together.
-
-    Args:
-        columns: in the order of their blocks.
-        specs: the tables of the embedding columns.
-    """
+    """Read features, and put the blocks of all columns together."""
 
     def __init__(self, columns: Sequence[DenseColumn], specs: Sequence[ColumnTable]) -> None:
         self.columns, self.specs = list(columns), list(specs)

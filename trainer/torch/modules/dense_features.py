@@ -1,8 +1,6 @@
 """DenseFeatures: from features by name, through columns, to one tensor, as tf.keras.layers.DenseFeatures and HybridBackend's.
 
-Rows of embedding columns live in kvemb tables; all of them are one pull, or as many as `emb_num_groups` allows. What must not live here:
-the meaning of columns (`trainer.columns`), the computation on features and rows (`column_recipe`), pulling (`table_collection`), options by
-column (`trainer.columns.column_tables`).
+Rows of embedding columns live in kvemb tables; all of them are one pull, or as many as `emb_num_groups` allows.
 
 HybridBackend's `batch_size` is not offered: nothing is laid out by it here, memory follows the batches that come.
 

@@ -1,9 +1,8 @@
 """Embedding and EmbeddingBag: torch's modules of the same names over a kvemb table.
 
-What must not live here: pulling (`table_module`), pushing (`sparse_optimizer`), and combining bags (`pooling`). Torch combines the rows
-pulled, so results and gradients are torch's own. Gradients of averages and weighted sums of thousands of ids are equal up to rounding. On a
-CPU plain lookups are an index_select: the same bits, gradients included. Forward and backward took 0.27 of the time of
-torch.nn.functional.embedding at dim 8, 0.57 at dim 16, 0.87 at dim 64. (The same run, one thread, 81,920 ids of 2,000 rows.)
+Torch combines the rows pulled, so results and gradients are torch's own. Gradients of averages and weighted sums of thousands of ids are
+equal up to rounding. On a CPU plain lookups are an index_select: the same bits, gradients included. Forward and backward took 0.27 of the
+time of torch.nn.functional.embedding at dim 8, 0.57 at dim 16, 0.87 at dim 64. (The same run, one thread, 81,920 ids of 2,000 rows.)
 
 Of torch's arguments there are padding_idx, and for bags mode and include_last_offset. Forward takes input, and for bags offsets and
 per_sample_weights. The others are not offered, since nothing here could honour them:
@@ -106,12 +105,7 @@ class Embedding(_TorchModule):
 
 
 class ScaledEmbedding(Embedding):
-    """Embedding whose results are multiplied by `embed_scale`, as Hugging Face's BART and its kin do. Rows are not scaled.
-
-    Args:
-        table, padding_idx: as for Embedding.
-        embed_scale: a number, or a tensor of no axes, which is kept as a buffer that is not saved.
-    """
+    """Embedding whose results are multiplied by `embed_scale`, as Hugging Face's BART and its kin do. Rows are not scaled."""
 
     def __init__(self, table: TablePort, padding_idx: int | None, embed_scale: float | Tensor) -> None:
         super().__init__(table, padding_idx)

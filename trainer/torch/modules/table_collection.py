@@ -1,7 +1,6 @@
 """Several tables looked up in one call: the common part of collections and DenseFeatures.
 
-All features of a table are one lookup, and all tables of a forward pass one pull (or as many as given). What must not live here: kinds of
-features (`jagged_tensors`, `dense_features`) and of results.
+All features of a table are one lookup, and all tables of a forward pass one pull (or as many as given).
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,13 +16,7 @@ from .pooling import LookedUp, RecipeT
 
 
 class TableCollection(LookupModule, Generic[RecipeT]):
-    """A module over several tables. The modules in `tables` hold the lookups that wait for a step; they are never called themselves.
-
-    Args:
-        tables: kvemb tables of one cluster, unique.
-        recipe: the computation on their rows.
-        n_groups: pull them in at most so many pulls.
-    """
+    """A module over several tables. The modules in `tables` hold the lookups that wait for a step; they are never called themselves."""
 
     def __init__(self, tables: Sequence[TablePort], recipe: RecipeT, n_groups: int = 1) -> None:
         super().__init__()

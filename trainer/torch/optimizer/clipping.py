@@ -1,9 +1,8 @@
 """clip_grad_norm_: torch's, over dense gradients and those of rows that wait for a step.
 
-What must not live here: steps. In one process torch.nn.utils.clip_grad_norm_(model.parameters(), …) does the same (`pending_lookups` says
-how). In a job of several ranks it sees no row's gradient, and this one agrees on the norm. Strategy: a table counts as the dense gradient
-of its weight would: gradients of one row, from several lookups, are summed before the norm is taken. Scaling is linear, so it is done in
-place.
+In one process torch.nn.utils.clip_grad_norm_(model.parameters(), …) does the same (`pending_lookups` says how). In a job of several ranks
+it sees no row's gradient, and this one agrees on the norm. Strategy: a table counts as the dense gradient of its weight would: gradients of
+one row, from several lookups, are summed before the norm is taken. Scaling is linear, so it is done in place.
 """
 
 import math

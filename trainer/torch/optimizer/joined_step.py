@@ -1,7 +1,7 @@
 """A torch optimizer whose step pushes the tables' gradients, too.
 
-What must not live here: the push itself (`sparse_optimizer`), a table's rule (`optimizer_map`). Strategy: hooks on the user's own
-optimizer, so that every caller of its step reaches the push: a scheduler's patch, GradScaler, a wrapper of another library.
+Strategy: hooks on the user's own optimizer, so that every caller of its step reaches the push: a scheduler's patch, GradScaler, a wrapper
+of another library.
 
 * The push comes before the dense step. If it fails, step() raises and nothing has changed: neither dense weights nor gradients.
 * Leaves with a gradient wait in the group that their weight was in: GradScaler unscales them and sees their overflows, zero_grad
@@ -35,14 +35,7 @@ class Follows:
 
 
 class JoinedStep:
-    """Make `optimizer.step()` push, too; one thread.
-
-    Args:
-        optimizer: the user's; the tables' weights have left it.
-        sparse: of the model, with these tables.
-        follows: by table.
-        pending: the lookups that wait for a step, by table: the optimizer `sparse` takes them from there.
-    """
+    """Make `optimizer.step()` push, too; one thread."""
 
     def __init__(
         self,

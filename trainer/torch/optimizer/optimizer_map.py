@@ -1,6 +1,6 @@
 """torch.optim's optimizers in a table's words: which update rule a parameter group asks for, and its run-time values now.
 
-What must not live here: models, tables, steps. Nothing of a group is changed.
+Nothing of a group is changed.
 
 Strategy: one table of rules, by exact class (a subclass may compute anything). An option that parameter servers cannot apply is refused by
 name, never left out. torch.optim.Adam and AdamW differ from SparseAdam in where eps stands: both are kvemb's "adamw", Adam with a decay of
@@ -69,22 +69,7 @@ _RULES: Mapping[type[torch.optim.Optimizer], Rule] = {
 
 
 class MappedGroup:
-    """The rule and values of one parameter group of a torch optimizer, for a table.
-
-    Args:
-        optimizer: of which the group is one.
-        group: as it is now.
-        where: for messages: the table, and the module that it comes from.
-
-    Raises:
-        InvalidInputError: the class, or an option of the group, has no counterpart; both are named.
-
-    Example:
-        >>> optimizer = torch.optim.Adagrad([torch.zeros(1)], lr=0.5)
-        >>> mapped = MappedGroup(optimizer, optimizer.param_groups[0], "table 'user'")
-        >>> mapped.spec.kind, mapped.values(optimizer.param_groups[0])
-        ('adagrad', {'lr': 0.5, 'eps': 1e-10})
-    """
+    """The rule and values of one parameter group of a torch optimizer, for a table."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], where: str) -> None:
         self._who, self._where = type(optimizer).__name__, where
@@ -113,11 +98,7 @@ class MappedGroup:
         return self._rule.kind in ("adamw", "rmsprop") or any(values.get(name) for name in moving)
 
     def values(self, group: Mapping[str, Any]) -> dict[str, float]:
-        """Return the run-time values of the table as the group has them now.
-
-        Raises:
-            InvalidInputError: an option was changed that belongs to the table's identity, or one that has no counterpart was set.
-        """
+        """Return the run-time values of the table as the group has them now."""
         self._refuse(group)
         options = self._options(group)
         if options != self._fixed:
@@ -176,13 +157,7 @@ _registered: list[Any] = []  # torch's handle of the one hook
 
 
 class OtherOptimizers:
-    """Watches other optimizers that step the weights of a joined one. `watch` makes it; the joined one's pending lookups keep it.
-
-    Args:
-        joined: its step pushes.
-        pendings: the lookups that wait for that.
-        stand_ins: which a model without other parameters gives an optimizer; see `table_module.TableModule.stand_in`.
-    """
+    """Watches other optimizers that step the weights of a joined one. `watch` makes it; the joined one's pending lookups keep it."""
 
     def __init__(self, joined: torch.optim.Optimizer, pendings: Sequence[PendingLookups], stand_ins: Sequence[nn.Parameter | None]) -> None:
         self._joined, self._pendings = joined, list(pendings)

@@ -1,9 +1,8 @@
 """SparseOptimizer: a torch.optim.Optimizer whose step is one push of all tables' gradients to the parameter servers.
 
-What must not live here: update rules (the parameter servers apply them) and lookups (`table_module`). A group per table holds the run-time
-values of the table's optimizer under their own names (lr, beta1, …), so that schedulers work on them. `group["params"]` holds the leaves
-that wait for a step, so that GradScaler sees their gradients. Backward passes may run in several threads; a step and they wait for one
-another. It does not survive fork().
+A group per table holds the run-time values of the table's optimizer under their own names (lr, beta1, …), so that schedulers work on them.
+`group["params"]` holds the leaves that wait for a step, so that GradScaler sees their gradients. Backward passes may run in several
+threads; a step and they wait for one another. It does not survive fork().
 
 A step pushes for each table the gradients of all its lookups, summed by id.
 

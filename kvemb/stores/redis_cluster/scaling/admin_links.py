@@ -26,11 +26,7 @@ _ANSWER_S = 2.0  # for a node that may be dead while others are there to ask
 
 
 class AdminLinks:
-    """Connections by address; a context manager that closes them.
-
-    Args:
-        access: credentials, and how to connect. The user must be an administrator.
-    """
+    """Connections by address; a context manager that closes them."""
 
     def __init__(self, access: RedisAccess) -> None:
         self._access = access
@@ -59,22 +55,14 @@ class AdminLinks:
         return values
 
     def ask(self, address: str, *words: Word, timeout_s: float | None = None) -> Value:
-        """Run one command.
-
-        Raises:
-            KvembError: the server's error, by its meaning.
-        """
+        """Run one command."""
         (value,) = self.run(address, [words], timeout_s or self._access.config.timeout_s)
         if isinstance(value, ErrorLine):
             raise server_error(address, value.line)
         return value
 
     def view(self, candidates: Sequence[str]) -> ClusterView:
-        """Return the cluster as its primaries see it, each of itself; those that do not answer, as another sees them.
-
-        Raises:
-            NodeUnavailableError: no node answers.
-        """
+        """Return the cluster as its primaries see it, each of itself; those that do not answer, as another sees them."""
         failures = []
         for first in dict.fromkeys(candidates):
             try:

@@ -114,29 +114,12 @@ class ClusterView:
 
 
 def parse_nodes(text: str, asked: str) -> list[ClusterNode]:
-    """Read an answer to CLUSTER NODES.
-
-    Args:
-        text: of the answer.
-        asked: the address of the node that answered; a node that does not know its own host is there.
-
-    Raises:
-        ProtocolError: it is no such answer.
-
-    Example:
-        >>> (node,) = parse_nodes(f"{'a' * 40} :7001@17001 myself,master - 0 0 3 connected 0-1 7 [7->-{'b' * 40}]", "h:7001")
-        >>> node.address, node.is_primary, node.epoch, int(node.slots.sum()), list(node.leaving)
-        ('h:7001', True, 3, 3, [7])
-    """
+    """Read an answer to CLUSTER NODES."""
     return [_node(line, asked) for line in text.splitlines() if line]
 
 
 def merged_view(answers: Sequence[Sequence[ClusterNode]]) -> ClusterView:
-    """Put the nodes' answers together: each is believed about itself; of two that claim a slot, the one with the later epoch.
-
-    Args:
-        answers: of as many primaries as answered; the first tells of the nodes that did not.
-    """
+    """Put the nodes' answers together: each is believed about itself; of two that claim a slot, the one with the later epoch."""
     nodes = {node.name: node for answer in reversed(answers) for node in answer if node.known}
     nodes |= {node.name: node for answer in answers for node in answer if "myself" in node.flags}
     owners = [""] * N_SLOTS

@@ -25,11 +25,7 @@ _TRIES = 3
 
 
 class MigrationPace:
-    """The pace of keys: so many bytes a second, or else half of the time, so that servers have the other half for their clients.
-
-    Args:
-        bytes_per_s: None for half of the time.
-    """
+    """The pace of keys: so many bytes a second, or else half of the time, so that servers have the other half for their clients."""
 
     def __init__(self, bytes_per_s: float | None) -> None:
         self._bytes_per_s = bytes_per_s
@@ -40,13 +36,7 @@ class MigrationPace:
 
 
 class KeyMigration:
-    """Sends keys from node to node.
-
-    Args:
-        links: to the nodes.
-        access: credentials that nodes use with each other.
-        pace: of the keys.
-    """
+    """Sends keys from node to node."""
 
     def __init__(self, links: AdminLinks, access: RedisAccess, pace: MigrationPace) -> None:
         self._links, self._access, self._pace = links, access, pace

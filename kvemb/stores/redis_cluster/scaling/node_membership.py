@@ -17,26 +17,13 @@ _PAUSE_S = 0.05
 
 
 class NodeMembership:
-    """Lets nodes join and leave.
-
-    Args:
-        links: to the nodes.
-        access: credentials, and how to connect.
-        whole: the list of primaries that have lost nothing.
-    """
+    """Lets nodes join and leave."""
 
     def __init__(self, links: AdminLinks, access: RedisAccess, whole: WholePrimaries) -> None:
         self._links, self._access, self._whole = links, access, whole
 
     def require_fit(self, address: str, view: ClusterView) -> None:
-        """Refuse a server that cannot join as it is; nothing is changed.
-
-        Raises:
-            ConfigError: it is no cluster's node, or holds keys.
-            UnsafeNodeError: it would evict rows.
-            WrongNodeError: it belongs to another cluster.
-            NodeUnavailableError: it does not answer.
-        """
+        """Refuse a server that cannot join as it is; nothing is changed."""
         fields = redis_admin.info(address, self._access, self._deadline())
         if fields.get("cluster_enabled") != "1":
             raise ConfigError(f"node {address}: is a server of its own; start it with cluster-enabled yes")
@@ -64,12 +51,7 @@ class NodeMembership:
         return itself.name
 
     def join(self, address: str, view: ClusterView) -> str:
-        """Make a server a node that all others know, before it is given slots; return its name. May be called again.
-
-        Raises:
-            DeadlineExceededError: they did not come to know each other; do it again, or CLUSTER RESET the new one.
-            KvembError: as `require_fit`.
-        """
+        """Make a server a node that all others know, before it is given slots; return its name. May be called again."""
         name = self.name_at(address)
         there = [node for node in view.primaries if not node.failed and node.name != name]
         for node in there:  # each introduced to all others, instead of the seconds that gossip would take

@@ -52,10 +52,6 @@ Progress = Callable[[str, int, int], None]
 class NodeScaling:
     """Changes the nodes of a cluster; a context manager. One thread.
 
-    Args:
-        config: the storage section of kvemb.yaml, with credentials of an administrator of the servers.
-        max_mb_per_s: how fast rows may travel; None: about half of the time goes to moves.
-
     Attributes:
         plans: plans changes, and reads the cluster as it is.
     """
@@ -90,8 +86,6 @@ class NodeScaling:
 
         Raises:
             ConfigError: a change is under way already; nothing was changed.
-            StorageError: it could not go on. Some slots have moved and others have not; no row is lost. `resume` goes on,
-                `abort` takes all of it back.
         """
         change = plan.basis
         for address in plan.join:

@@ -6,8 +6,6 @@ that nothing was lost meanwhile:
     the slot's marker   travels first. A target that loses its keys loses it too: the shards compare the slot's rows.
     a witness           a key that the source is given before, and that travels last. If it is gone, the source has lost keys on the way:
                         the marker is deleted, and the shards compare the slot's rows.
-
-What must not live here: which slots move (scaling_plans), and which change they are of (node_scaling).
 """
 
 import re
@@ -44,13 +42,7 @@ def _witness_keys() -> list[bytes]:
 
 
 class RedisSlotMover:
-    """Moves slots, one after the other.
-
-    Args:
-        links: to the nodes.
-        access: credentials that nodes use with each other.
-        pace: of the moves.
-    """
+    """Moves slots, one after the other."""
 
     def __init__(self, links: AdminLinks, access: RedisAccess, pace: MigrationPace) -> None:
         self._links, self._timeout_s = links, access.config.timeout_s
@@ -69,18 +61,8 @@ class RedisSlotMover:
     ) -> None:
         """Move slots.
 
-        Args:
-            slots: a few, because all of them stand open meanwhile.
-            source: the node that holds them.
-            target: the node that is to hold them.
-            everybody: all primaries; they are told in the end.
-            state: of one of the slots, which are alike: how far an earlier try came; None for none.
-
         Raises:
             NodeLostError: the source has lost a slot's keys; nothing was moved.
-            NodeFullError, ProtocolError: the target refused a key. Slots of which it had none are as before; others
-                stand open, and both nodes serve them together.
-            NodeUnavailableError, DeadlineExceededError: a node does not answer; slots may stand open.
         """
         self._await_epoch(source, target)
         if state is None or not state.leaving:

@@ -39,14 +39,7 @@ class NodeFigures:
 
 
 class ScalingPlanner:
-    """Plans changes of nodes. One thread.
-
-    Args:
-        links: to the nodes.
-        access: credentials, and how to connect.
-        values: where the change that is under way lies.
-        membership: says which servers can join.
-    """
+    """Plans changes of nodes. One thread."""
 
     def __init__(self, links: AdminLinks, access: RedisAccess, values: ClusterValues, membership: NodeMembership) -> None:
         self._links, self._access, self._values, self._membership = links, access, values, membership
