@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
+from pymemcache.client.base import Client
 
 import kvemb
 from benchmarks.ids import DISTRIBUTIONS, row_ids, sampler
@@ -25,7 +26,6 @@ from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import accepts, free_ports
 from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer
 from kvemb.net.deadline import Deadline
-from kvemb.testing.real_servers import memcached_client
 
 TARGET = 0.5
 _SEED = 5
@@ -43,7 +43,7 @@ class FlashServer(StorageServer):
         return [*super()._command(), "-o", f"ext_path={self.flash}:64G,ext_item_size=128,ext_item_age=1,ext_threads=4"]
 
     def counted(self, name: str) -> int:
-        with closing(memcached_client(self)) as client:
+        with closing(Client(("127.0.0.1", self.port), connect_timeout=10, timeout=10)) as client:
             return int(client.stats()[name.encode()])
 
 

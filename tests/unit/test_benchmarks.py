@@ -3,6 +3,8 @@
 import argparse
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,3 +107,13 @@ def test_an_error_of_ours_is_one_line_and_a_failing_exit_code(monkeypatch: pytes
     monkeypatch.setattr("benchmarks.__main__.BENCHMARKS", {"pull": type(BENCHMARKS["pull"])(failing, pull.add_arguments)})
     assert main(["pull"]) == 1
     assert capsys.readouterr().err == "benchmarks pull: the peer is gone\n"
+
+
+def test_all_questions_are_known_where_pytest_is_not_installed() -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.modules['pytest'] = None; import benchmarks.__main__ as them; print(*them.BENCHMARKS)"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert told.stdout.split() == list(BENCHMARKS), told.stderr
