@@ -8,12 +8,13 @@ import shutil
 import signal
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 
 import hypothesis
 import pytest
 
+from tests import forked
 from tests.matrix import FULL
 
 collect_ignore_glob = ["*conftest.py"]  # searched for doctests, one would be imported beside another folder's of the same name
@@ -29,6 +30,8 @@ for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
 # No deadline: no time is asserted, on no machine. In CI the same examples every run.
 hypothesis.settings.register_profile("kvemb", deadline=None, derandomize=os.environ.get("CI") == "true")
 hypothesis.settings.load_profile("kvemb")
+
+forked.install()
 
 PACKAGE_OF = {"redis-server": "redis-server", "redis-cli": "redis-tools", "memcached": "memcached"}
 
@@ -132,6 +135,13 @@ def find_server(name: str) -> str:
 def require_server() -> Callable[[str], str]:
     """`require_server("memcached")` returns its path, or skips (in CI: fails) the test; see `find_server`."""
     return find_server
+
+
+@pytest.fixture
+def real_processes() -> Iterator[None]:
+    """Shards and commands are started as users start them; see `tests.forked`."""
+    with forked.real_processes():
+        yield
 
 
 @pytest.fixture
