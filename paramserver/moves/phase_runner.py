@@ -17,7 +17,8 @@ from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import SHARDS
 
 _RETRY_S, _TROUBLE_S = 0.2, 3.0
-_LEFT_TO_BATCHES, _LONGEST_PAUSE_S = 6.0, 1.0  # times the time of a slice; at most so long, also after a disk that was slow once
+_SLICES_S = 0.01  # of slices done together: one range of slots may have a row or two, and a move hundreds of ranges
+_LEFT_TO_BATCHES, _LONGEST_PAUSE_S = 6.0, 1.0  # times the time of these slices; at most so long, also after a disk that was slow once
 log = logging.getLogger("paramserver")
 
 
@@ -103,7 +104,7 @@ class PhaseRunner:
         return max(0.0, self._not_before_s - time.monotonic())
 
     def step(self, *, loaded: bool = False) -> bool:
-        """Do a slice of the work for the map in force; return whether more can be done at once."""
+        """Do some slices of the work for the map in force; return whether more can be done at once."""
         cluster_map = self.maps.cluster_map
         if cluster_map is not self._map:
             self._begin(cluster_map)
@@ -111,7 +112,9 @@ class PhaseRunner:
             return False
         begun_s = time.monotonic()
         try:
-            wait_s = next(self._slices, None)
+            wait_s: float | None = 0.0
+            while wait_s == 0.0 and time.monotonic() - begun_s < _SLICES_S:
+                wait_s = next(self._slices, None)
         except (StorageError, JournalFullError, OSError) as error:
             self._fail(cluster_map, self._work(cluster_map).held_up(error))
             return False

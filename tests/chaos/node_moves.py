@@ -98,9 +98,9 @@ class Operator:
 
     def wait(self, timeout_s: float) -> str:
         """Wait until nothing moves; return "", or the move that is stuck: it has not gone on for so long."""
-        deadline, before = Deadline.after(timeout_s), ("", 0, 0)
+        deadline, before = Deadline.after(timeout_s), ("", 0, 0, 0)
         while (state := self.state()).map.plan is not None:
-            if (now := (state.phase, state.map.version, state.rows)) != before:
+            if (now := (state.phase, state.map.version, state.rows, state.n_rows)) != before:
                 deadline, before = Deadline.after(timeout_s), now
             if deadline.expired:
                 told = f"map version {state.map.version}, {state.rows} of {state.n_rows} rows, silent {state.silent}, {state.troubles}"
