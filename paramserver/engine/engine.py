@@ -22,7 +22,7 @@ from ..model.tables import Tables
 from ..model.transition import Replay, Timeline
 from .batch_records import PreparedRows
 from .piece_writer import Change, Computed, PieceWriter
-from .storage_pace import PASSING, Pace, Pause, RepairPort, cut, size_bytes, until_stored
+from .storage_pace import PASSING, AheadOfIndex, Pace, Pause, RepairPort, cut, size_bytes, until_stored
 
 
 class BatchBoundary:
@@ -169,10 +169,13 @@ class Engine:
                 raise
             return piece, rest
 
-        def mend(error: StorageError) -> None:
-            self._repair.rows(Batch(change.kind, tuple(cut(left, self._pace.n_bytes)[0])), change.ahead)
+        def ahead() -> AheadOfIndex:
+            return change.ahead(left if self._writer.has_begun else ())
 
-        return until_stored(store, pause, self._repair, mend, change.ahead)
+        def mend(error: StorageError) -> None:
+            self._repair.rows(Batch(change.kind, tuple(cut(left, self._pace.n_bytes)[0])), ahead())
+
+        return until_stored(store, pause, self._repair, mend, ahead)
 
     def _commit(self, change: Change, rows: CheckedRows) -> int:
         state = self._tables.state(rows.definition)

@@ -48,10 +48,14 @@ class Change:
         """The highest version that storage may hold by now."""
         return self.version if self.replay is None else self.replay.newest
 
-    @property
-    def ahead(self) -> AheadOfIndex:
-        """The versions that storage may hold and the index does not know."""
-        return AheadOfIndex(self.version, self.newest, self.replay)
+    def ahead(self, written: Sequence[CheckedRows]) -> AheadOfIndex:
+        """The versions that storage may hold and the index does not know; `written`: rows of the batch that may be stored."""
+        tail = self.replay
+        if tail is None and written:
+            tail = Replay(self.version)
+            for rows in written:
+                tail.will_change(self.kind, rows, self.version)
+        return AheadOfIndex(self.version, self.newest, tail)
 
 
 class PieceWriter:
@@ -61,11 +65,12 @@ class PieceWriter:
         self._store, self._tables, self._timeline = store, tables, timeline
         self._access, self._arena = RowAccess(store, timeout_s), RecordArena()
         self._computed: Computed | None = None  # still to be called for the batch at work
+        self.has_begun = False  # to write, or erase, rows of the batch
         self.prepared: list[PreparedRows] = []  # in the last round
 
     def begin(self, computed: Computed | None) -> None:
         """Begin a batch; `computed` is called once before anything is written, unless that is too late, or the batch has several pieces."""
-        self.prepared, self._computed = [], computed
+        self.prepared, self._computed, self.has_begun = [], computed, False
 
     def store(self, change: Change, piece: Sequence[CheckedRows], *, whole: bool) -> None:
         """Bring the rows of a piece to storage; a row that already has this version is not touched.
@@ -99,7 +104,7 @@ class PieceWriter:
         computed, self._computed = self._computed, None  # only the first round begins with all rows
         if computed is not None and all(len(one.rows.ids) == len(rows.ids) for one, rows in zip(prepared, todo, strict=True)):
             computed(prepared)
-        now = [one for one in prepared if len(one.rows.ids)]
+        now, self.has_begun = [one for one in prepared if len(one.rows.ids)], True
         written = self._access.write([one.part for one in now])
         conflicts = [self._settle(change.kind, one, result) for one, result in zip(now, written, strict=True)]
         if change.newest != change.version:
@@ -184,6 +189,7 @@ class PieceWriter:
         return PreparedRows(rows, WritePart(self._access.keys(definition, rows.ids, new[:stop]), records[:stop], tokens[:stop]), at)
 
     def _erase(self, todo: Sequence[CheckedRows], change: Change) -> None:
+        self.has_begun = True
         for rows in todo:
             self._tables.state(rows.definition).cache.forget(rows.ids)
         if change.replay is None:  # a replay may be later than the end of the drop

@@ -41,8 +41,9 @@ class AheadOfIndex:
 
     Args:
         first, newest: versions of the batch that is being applied, which may be written by half; rows that have them are not touched.
-        tail: while the journal is replayed, the final state of rows. A node must not be used again with rows as they were in the middle of
-            the journal: so it is restored to the journal's end at once, and the replay then finds its rows done.
+        tail: the final state of rows, while the journal is replayed, and once some of the batch may be written: a reader has seen that,
+            perhaps. A node must not be used again with rows of before: so it is restored to this state at once, and the replay, or the
+            next try of the batch, then finds its rows done.
     """
 
     first: int
@@ -78,7 +79,11 @@ log = logging.getLogger("paramserver")
 
 
 def until_stored(
-    call: Callable[[], T], pause: Pause, repair: RepairPort, mend: Callable[[StorageError], None], ahead: AheadOfIndex = NO_BATCH
+    call: Callable[[], T],
+    pause: Pause,
+    repair: RepairPort,
+    mend: Callable[[StorageError], None],
+    ahead: Callable[[], AheadOfIndex] = lambda: NO_BATCH,
 ) -> T:
     """Call until storage has taken the write: wait for nodes that are away, have those repaired that lost rows.
 
@@ -97,7 +102,7 @@ def until_stored(
             n_mended = 0
             pause(error, next(waits))
         except (NodeLostError, NodeSuspectError) as error:
-            if not repair.nodes(ahead, pause):
+            if not repair.nodes(ahead(), pause):
                 pause(error, next(waits))
         except (LostRowError, RecordError) as error:  # missing, old, or written over by another program
             n_mended += 1
@@ -105,7 +110,7 @@ def until_stored(
                 raise
             if isinstance(error, ForeignPageError):
                 log.error("%s: every row of the node is compared", error)
-                repair.nodes(ahead, pause, suspects=[error.address])
+                repair.nodes(ahead(), pause, suspects=[error.address])
             elif to_mend is not None:  # it is `mend` that found no way
                 raise
             else:

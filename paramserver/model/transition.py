@@ -23,7 +23,7 @@ from kvemb.errors import FencedError, JournalBehindError, LostRowError
 from kvemb.schema.record import MAX_K, make_version, split_version
 from kvemb.schema.table_def import TableDef
 
-from .batch import ASSIGN, CheckedRows
+from .batch import ASSIGN, ERASE, CheckedRows
 from .tables import TableState
 
 ORDERS = (
@@ -89,7 +89,7 @@ _BEHIND = "A node lost writes, or another program wrote rows: bring the node's d
 
 
 class Replay:
-    """The changes of rows by the batches that a replay has still before it."""
+    """The changes of rows by the batches that a replay has still before it; or by one batch that is stored by half."""
 
     def __init__(self, newest: int) -> None:
         self.newest = newest
@@ -100,16 +100,15 @@ class Replay:
         """Note one more batch behind all before."""
         self.newest = version
 
-    def will_write(self, rows: CheckedRows, version: int) -> None:
-        """Note an apply or assign; in the order of the batches."""
-        if len(rows.ids):
+    def will_change(self, kind: str, rows: CheckedRows, version: int) -> None:
+        """Note a batch's rows of one table; in the order of the batches."""
+        if not len(rows.ids):
+            return
+        if kind == ERASE:
+            index = self._erased.setdefault(rows.definition.key, RowIndex())
+        else:
             _, index = self._written.setdefault(rows.definition.key, (rows.definition, RowIndex()))
-            index.put(rows.ids, np.full(len(rows.ids), version, np.uint64))
-
-    def will_erase(self, rows: CheckedRows, version: int) -> None:
-        """Note an erase; in the order of the batches."""
-        if len(rows.ids):
-            self._erased.setdefault(rows.definition.key, RowIndex()).put(rows.ids, np.full(len(rows.ids), version, np.uint64))
+        index.put(rows.ids, np.full(len(rows.ids), version, np.uint64))
 
     def wanted(self, definition: TableDef, ids: NDArray[np.uint64], known: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Return the versions of rows after the replay, 0 for those that do not exist then: uint64 [n]; `known` where nothing is noted."""

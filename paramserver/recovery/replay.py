@@ -90,9 +90,8 @@ class Recovery:
             if k > self._saved_k:
                 self.k = k
                 self._rules.reach(entry.version)
-                note = self._rules.will_erase if entry.batch.kind == ERASE else self._rules.will_write
                 for rows in entry.batch.tables:
-                    note(rows, entry.version)
+                    self._rules.will_change(entry.batch.kind, rows, entry.version)
                 self._n_rows += entry.batch.n_rows
         return self
 

@@ -304,7 +304,7 @@ class Repairer:
                 self.figures.erased += len(left)
                 ids = ids[here]
             known = state.versions(ids)
-            ids = ids[(known == 0 if ahead.tail is None else (known == 0) & (ahead.tail.wanted(state.definition, ids, known) == 0))]
+            ids = ids[(known if ahead.tail is None else ahead.tail.wanted(state.definition, ids, known)) == 0]
             for block in self._blocks(state.definition, len(ids)):
                 none = np.zeros(len(ids[block]), np.uint64)
                 wrong = self._differs(state, ids[block], none, ahead, access)

@@ -16,6 +16,7 @@ from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
 from paramserver.engine.engine import Engine
+from paramserver.engine.storage_pace import Pause
 from paramserver.model.batch import APPLY, ERASE, Batch, CheckedRows
 from paramserver.model.tables import Tables, TableState
 from paramserver.model.transition import Timeline
@@ -55,13 +56,13 @@ class Shard:
         )
         return self
 
-    def apply(self, definition: TableDef, ids: np.ndarray, kind: str = APPLY) -> None:
+    def apply(self, definition: TableDef, ids: np.ndarray, kind: str = APPLY, pause: Pause | None = None) -> None:
         ids = ids[shard_of(ids, self.n_shards) == self.number]
         self.k += 1
         version = make_version(1, self.k)
         values = np.ones((len(ids), 0 if kind == ERASE else definition.dim), np.float32)
         rows = CheckedRows(definition, ids, values, np.empty(0, np.uint64), definition.optimizer.check_hyper({}))
-        self.engine.run(Batch(kind, (rows,)), version, fail)
+        self.engine.run(Batch(kind, (rows,)), version, pause or fail)
         if kind == APPLY:
             for row_id, record in zip(ids.tolist(), self.read(definition, ids)[1], strict=True):
                 self.remembered[definition.name, row_id, version] = record.tobytes()

@@ -1,18 +1,29 @@
 """Repair of lost nodes and rows against storage in memory: every row comes back with the very bytes it had."""
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import pytest
 from memory_store import memory_node
 
-from kvemb.errors import DeadlineExceededError, FencedError, FolderUnavailableError, LostRowError, NodeLostError, StorageError
+from kvemb.errors import (
+    DeadlineExceededError,
+    FencedError,
+    FolderUnavailableError,
+    LostRowError,
+    NodeLostError,
+    NodeUnavailableError,
+    StorageError,
+)
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import make_version
 from kvemb.stores.row_io import ReadPart, WritePart
-from paramserver.engine.storage_pace import NO_BATCH, AheadOfIndex
+from paramserver.engine.engine import Engine
+from paramserver.engine.storage_pace import NO_BATCH, AheadOfIndex, Pause
 from paramserver.model.batch import APPLY, ERASE, Batch, CheckedRows
+from paramserver.model.transition import Timeline
+from paramserver.repair.repairer import Repairer
 from paramserver.row_log import WantedVersions
 from paramserver.shard_process.data_dir import for_writes
 from tests.unit.repairing_shard import ADAM, IDS, SGD, Shard, addresses, fail, provision
@@ -109,6 +120,52 @@ def test_rows_of_a_half_written_batch_are_left_alone(shard: Shard) -> None:
     assert shard.repairer.nodes(AheadOfIndex(version, version), fail) == 2
     assert shard.repairer.figures.rows == 0
     assert shard.read(ADAM, IDS[:10])[1].tobytes() == records.tobytes()
+
+
+class _Looking(Repairer):
+    """Looks at rows, as any reader may, once nodes are in use again."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.__dict__ = shard.repairer.__dict__
+        self.shard, self.seen = shard, list[tuple[np.ndarray, np.ndarray]]()
+
+    def nodes(self, ahead: AheadOfIndex, pause: Pause, *, suspects: Iterable[str] = ()) -> int:
+        n_nodes = super().nodes(ahead, pause, suspects=suspects)
+        self.seen.append(self.shard.read(ADAM, IDS[:100]))
+        return n_nodes
+
+
+@pytest.mark.parametrize("back", ["empty", "as of before"])
+@pytest.mark.parametrize("kind", [APPLY, ERASE])
+def test_a_node_that_loses_half_a_batch_has_it_again_before_it_is_used(
+    shard: Shard, monkeypatch: pytest.MonkeyPatch, kind: str, back: str
+) -> None:
+    """A reader that has seen a row of the batch must not see it as it was before."""
+    nodes = addresses()
+    provision(nodes)
+    twin = Shard(nodes).open()  # goes the same way, and loses nothing
+    for definition, ids, what in ((ADAM, IDS, APPLY), (SGD, IDS[::2], APPLY), (ADAM, IDS[:100], APPLY), (ADAM, IDS[:100], kind)):
+        twin.apply(definition, ids, what)
+    shard.remembered = twin.remembered
+    found, records = twin.read(ADAM, IDS[:100])
+    verb = "erase" if kind == ERASE else "write"
+    whole, node = getattr(shard.store, verb), memory_node(shard.store.nodes.addresses[0])
+    old = {} if back == "empty" else dict(node.values)
+
+    def stored_and_lost(parts: Sequence[WritePart], deadline: Deadline) -> object:
+        monkeypatch.setattr(shard.store, verb, whole)
+        whole(parts, deadline)
+        node.values, node.run_id = old, "another process"
+        raise NodeUnavailableError("another node did not answer")
+
+    monkeypatch.setattr(shard.store, verb, stored_and_lost)
+    looking = _Looking(shard)
+    shard.engine = Engine(shard.store, shard.tables, Timeline(1), k=3, timeout_s=5, repair=looking)
+    shard.apply(ADAM, IDS[:100], kind, pause=lambda error, pause_s: None)
+    (seen,) = looking.seen
+    assert seen[0].tolist() == found.tolist()
+    assert seen[1][found].tobytes() == records[found].tobytes()
+    assert shard.read(ADAM, IDS[:100])[0].tolist() == found.tolist()
 
 
 def test_records_in_the_cache_are_not_reconstructed() -> None:

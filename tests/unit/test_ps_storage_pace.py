@@ -16,7 +16,7 @@ from kvemb.errors import (
     UnsafeNodeError,
 )
 from kvemb.stores.server_errors import server_error
-from paramserver.engine.storage_pace import NO_BATCH, AheadOfIndex, Pause, until_stored
+from paramserver.engine.storage_pace import AheadOfIndex, Pause, until_stored
 from tests.unit.lonely_engine import NoRepair
 
 AWAY, FULL, LOST, ROW = NodeUnavailableError("x: away"), NodeFullError("x: full"), NodeLostError("x: flushed"), LostRowError("row 7")
@@ -30,7 +30,7 @@ class Journey(NoRepair):
         self.done: list[object] = []
 
     def run(self) -> str:
-        return until_stored(self.call, self.pause, self, self.mend, NO_BATCH)
+        return until_stored(self.call, self.pause, self, self.mend)
 
     def call(self) -> str:
         self.done.append("try")
