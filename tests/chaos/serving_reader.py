@@ -143,13 +143,14 @@ class ServingReader:
 
     def _look(self, client: ServingClient, generation: int) -> None:
         try:
-            rows = client.lookup(TABLE, self._plan.ids(generation))
+            rows, sources = client.lookup(TABLE, self._plan.ids(generation), return_sources=True)
         except StorageError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
             self.stop.wait(0.1)
             return
         if bad := self._seen.look(generation, rows):
-            self._note({"went_back": bad, "generation": generation})
+            found = {kvemb.serve.ServedFrom(one).name.lower(): n for one, n in enumerate(np.bincount(sources).tolist()) if n}
+            self._note({"went_back": bad, "generation": generation, "at": time.strftime("%H:%M:%S"), "sources": found})
 
     def _compare(self, client: ServingClient) -> None:
         """Look all rows up, again until they are the table's."""
