@@ -69,6 +69,9 @@ class MapFollower:
             except (KvembError, OSError) as error:
                 if self._waiting.is_news(str(error)):
                     log.warning("the cluster map cannot be followed now: %s", error)
+            except Exception as error:  # without this thread a move would never end, and nobody be told
+                if self._waiting.is_news(f"{type(error).__name__}: {error}"):
+                    log.exception("the cluster map cannot be followed now")
 
     def _look(self, *, told: bool) -> None:
         if self._carry is None or not told:  # shard 0 has the newest, unless another process is shard 0 now

@@ -173,10 +173,14 @@ class NodeWatch:
             self._asking.over()
 
     def _run(self) -> None:
-        try:
-            self._look_now_and_then()
-        except FencedError as error:
-            self._fenced(error)
+        while True:
+            try:
+                return self._look_now_and_then()
+            except FencedError as error:
+                self._fenced(error)
+                return
+            except Exception:  # without this thread no lost node would be noticed, and nobody be told
+                log.exception("the nodes could not be looked at; the next look comes soon")
 
     def _wait(self, pause_s: float) -> bool:
         """Wait before the next look, less where a glance gives reason for it; return whether the watch is to end."""

@@ -6,7 +6,30 @@ from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from kvemb.net.deadline import Deadline
+from kvemb.schema.cluster_map import ClusterMap
 from paramserver.moves.map_follower import MapFollower
+
+
+def test_a_shard_goes_on_following_the_map_after_an_error_that_nobody_expected(caplog: pytest.LogCaptureFixture) -> None:
+    looked = Event()
+
+    def refresh_map(deadline: Deadline) -> bool:
+        if not follower._waiting.why:
+            raise IndexError("tuple index out of range")
+        looked.set()
+        return False
+
+    nodes = SimpleNamespace(refresh_map=refresh_map, cluster_map=ClusterMap.first(1, 1), addresses=("a:1",), repairs={})
+    store: Any = SimpleNamespace(nodes=nodes)
+    nothing: Any = None
+    follower = MapFollower(store, 1, lambda: 1, nothing, keep=repr, wake=repr, look=Event(), shards=nothing, carry=None, timeout_s=1.0)
+    follower.thread.start()
+    assert looked.wait(20)
+    assert follower.thread.stop(20)
+    assert "IndexError" in caplog.text
 
 
 class _Call:

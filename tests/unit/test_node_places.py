@@ -12,6 +12,7 @@ from kvemb.schema.cluster_map import GONE, IN_FILE, ClusterMap, NodePlace
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.move_plan import ABORTING, NODES, MovePlan
 from kvemb.stores.row_io import ReadPart
+from kvemb.stores.standalone.mapped_nodes import SeenNodes
 from kvemb.stores.standalone.nodes_view import NodesView, places_of
 from kvemb.stores.standalone.redis_store import RedisStore
 
@@ -41,3 +42,19 @@ def test_a_repair_whose_rows_were_chosen_before_a_plan_went_on_is_tried_again_an
     store._links.view = NodesView(replace(FIRST, plan=aborting), ("a:1", "b:1", "c:1"))
     with pytest.raises(NodeSuspectError):
         store.repair.read("a:1", "nonce", [part], Deadline.after(1))
+
+
+def test_a_look_that_ends_after_a_node_has_joined_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = RedisStore(StorageConfig("redis", ("a:1", "b:1", "c:1")), "shard:0")
+    links = store.nodes._links
+    links.view = NodesView(FIRST, ("a:1", "b:1", "c:1"))
+    joined = replace(FIRST, version=FIRST.version + 1, places=(*FIRST.places, NodePlace("d:1", IN_FILE)))
+
+    def overtaken(seen: SeenNodes, before: NodesView, known: ClusterMap, deadline: Deadline) -> tuple[ClusterMap, tuple[str, ...]]:
+        links.view = NodesView(joined, ("a:1", "b:1", "c:1", "d:1"))
+        return before.map, before.places
+
+    monkeypatch.setattr(SeenNodes, "places", overtaken)
+    assert store.nodes._refresh_map(Deadline.after(1)), "there is a newer map than the one that it began with"
+    assert store.nodes.cluster_map is joined
+    assert store.nodes.addresses == ("a:1", "b:1", "c:1", "d:1")

@@ -174,3 +174,16 @@ def test_a_watch_goes_on_although_the_shards_own_folder_cannot_be_read(caplog: p
 def test_a_node_that_stays_away_is_said_once_until_it_is_back_and_away_again(caplog: pytest.LogCaptureFixture) -> None:
     watched(SlowStore([-0.5, -0.5, -0.5, 0.0078125, -0.5, -0.5]))
     assert [record.getMessage() for record in caplog.records].count("node watch-slow:1: connection refused") == 2
+
+
+def test_a_look_that_fails_as_nobody_expected_is_made_again(caplog: pytest.LogCaptureFixture) -> None:
+    store, told = SlowStore([0.0, 0.0]), list[str]()
+
+    def lost() -> None:
+        told.append("lost")
+        if len(told) == 1:
+            raise IndexError("tuple index out of range")
+
+    watched(store, lost)
+    assert told == ["lost", "lost"]
+    assert "IndexError" in caplog.text

@@ -88,9 +88,10 @@ class MappedNodes(StoreNodes):
         cluster_map, places = seen.places(before, newest or before.map, deadline)
         with self._changing:
             now = self._links.view
-            if self._writes:
+            overtaken = cluster_map.version < now.map.version  # by another thread, which knows of nodes that have joined since
+            if self._writes and not overtaken:
                 places = places_to_write(now, cluster_map, places)
-            if (cluster_map.version, places) == (now.map.version, now.places) or cluster_map.version < now.map.version:
+            if overtaken or (cluster_map.version, places) == (now.map.version, now.places):
                 return now is not before
             self._links.view = now.changed(cluster_map, places)
         if (addresses := self._links.view.addresses) != now.addresses:
