@@ -244,7 +244,7 @@ def _kind_of(way: Way) -> type[LocalCluster]:
 
 _SUBSCRIBER = """
 import sys, kvemb
-with kvemb.connect(sys.argv[1]) as cluster, cluster.feed() as feed:
+with kvemb.connect(sys.argv[1]) as cluster, cluster.feed.open() as feed:
     print("subscribed", flush=True)
     for event in feed:
         pass

@@ -55,7 +55,7 @@ class EngramStore:
         for name, n_rows in zip(names, layer.table_vocab_sizes, strict=True):
             self._cluster.create_table(name, dtype=f"bytes:{layer.row_bytes}", num_ids=n_rows)
         for name, rows in zip(names, embedding_buffers, strict=True):
-            self._cluster.import_rows(name, (np.arange(len(rows)), rows))
+            self._cluster.files.import_rows(name, (np.arange(len(rows)), rows))
 
     def lookup_into(self, layer_id: int, row_ids: NDArray[np.int64], output: NDArray[np.uint8]) -> None:
         """Fill `output`, uint8 [B, L, H, row_bytes], with the rows of `row_ids`, int64 [B, L, H]: of head h from table h.

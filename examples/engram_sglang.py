@@ -47,7 +47,7 @@ class LayerEngramStore:
         table = self._open()
         parts = ((at, vocab_table[at : at + _ROWS_AT_ONCE]) for at in range(0, self.vocab_size, _ROWS_AT_ONCE))
         blocks = ((np.arange(at, at + len(part)), part.to(self.dtype).contiguous().view(torch.uint8).numpy()) for at, part in parts)
-        table.cluster.import_rows(table.name, blocks)
+        table.cluster.files.import_rows(table.name, blocks)
 
     def get_one(self, index: int, layer_id: int, device: torch.device) -> torch.Tensor:
         """Return one row, [embedding_dim]; zeros if the index is outside of the table."""

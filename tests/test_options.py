@@ -83,7 +83,7 @@ SHOWN_BY = {
         "exist_ok": f"{TABLE}:test_another_identity_is_refused_and_both_are_shown",
         "start_over": "tests/integration/test_drop_table.py:test_start_over_drops_what_there_is_and_creates_anew",
     },
-    "kvemb/api/cluster.py:Cluster.import_rows": {
+    "kvemb/foreign/table_files.py:TableFiles.import_rows": {
         "table": f"{IMPORT}:test_row_i_of_an_npy_is_id_i",
         "source": f"{IMPORT}:test_row_i_of_an_npy_is_id_i",
         "ids": f"{IMPORT}:test_ids_and_state_of_npy_are_files_of_their_own",
@@ -94,7 +94,7 @@ SHOWN_BY = {
         "timeout_s": f"{IMPORT}:test_each_block_has_the_time_that_the_caller_gives",
         "progress": f"{IMPORT}:test_an_import_that_was_broken_off_goes_on_and_ends_with_the_same_rows",
     },
-    "kvemb/api/cluster.py:Cluster.export_rows": {
+    "kvemb/foreign/table_files.py:TableFiles.export_rows": {
         "table": f"{IMPORT}:test_an_exported_table_comes_back_bit_for_bit",
         "url": f"{IMPORT}:test_an_exported_table_comes_back_bit_for_bit",
         "format": f"{IMPORT}:test_a_dense_table_is_one_npy_and_rows_that_do_not_exist_are_as_pulls_give_them",
@@ -102,7 +102,7 @@ SHOWN_BY = {
         "dtype": f"{IMPORT}:test_weights_written_in_fewer_bits_come_back_within_the_stated_error",
         "progress": f"{IMPORT}:test_an_exported_table_comes_back_bit_for_bit",
     },
-    "kvemb/api/cluster.py:Cluster.save": {
+    "kvemb/checkpoint/checkpoints.py:Checkpoints.save": {
         "url": SAVED,
         "base": SAVED,
         "weights_only": f"{SAVES}:test_a_checkpoint_goes_to_another_number_of_shards_and_another_storage",
@@ -111,7 +111,7 @@ SHOWN_BY = {
         "timeout_s": "tests/unit/test_checkpoint_save.py:test_shards_and_caller_have_the_same_time_for_the_cut",
         "progress": SAVED,
     },
-    "kvemb/api/cluster.py:Cluster.load": {
+    "kvemb/checkpoint/checkpoints.py:Checkpoints.load": {
         "url": f"{SAVES}:test_a_load_brings_everything_back_while_trainers_wait",
         "tables": f"{SAVES}:test_a_load_asks_before_rows_go_and_takes_one_table_alone",
         "stall_timeout_s": f"{LOADED}:test_a_load_of_which_no_shard_comes_any_further_is_watched_no_longer_than_asked_for",

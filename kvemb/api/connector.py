@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvemb.api.cluster import Cluster
 from kvemb.api.plaintext import require_encrypted
-from kvemb.api.shared_connection import SharedConnection
 from kvemb.config import Config, load
+from kvemb.connection import Connection
 from kvemb.errors import ConfigError, InvalidInputError
 from kvemb.net.deadline import Deadline
 from kvemb.stores.storage_kinds import open_store
@@ -109,8 +109,8 @@ def connect(
     try:
         deadline = Deadline.of_caller(waits[0] if timeout_s is None else timeout_s, waits[1])
         shards = open_shards(config, trainer, store, deadline, answers_s=timeout_s or config.storage.timeout_s)
-        shared = SharedConnection(store, shards, *waits, config.cluster)
-        return _served(Cluster(config, shared, partial(connect, source)), metrics_port)
+        connection = Connection(store, shards, *waits, config.cluster)
+        return _served(Cluster(config, connection, partial(connect, source)), metrics_port)
     except BaseException:
         store.close()
         raise
@@ -129,7 +129,7 @@ def _open_reader(
     store = _store_of(source, config)
     try:
         store.open(Deadline.of_caller(waits[0] if timeout_s is None else timeout_s, waits[1]))
-        return Cluster(config, SharedConnection(store, None, *waits, config.cluster), partial(connect, source, read_only=True))
+        return Cluster(config, Connection(store, None, *waits, config.cluster), partial(connect, source, read_only=True))
     except BaseException:
         store.close()
         raise

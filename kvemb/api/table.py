@@ -5,28 +5,25 @@ Thread-safe. After a fork the child may go on pulling; verbs that go through the
 
 from __future__ import annotations  # help() shows types as they are written here
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvemb.admit import Admission
-from kvemb.api.shared_connection import SharedConnection
 from kvemb.arrays.ids import to_caller
 from kvemb.arrays.rounding import LARGEST
+from kvemb.connection import Connection
 from kvemb.datapath.pull import prepare_pull
 from kvemb.datapath.push import prepare_assign, prepare_erase, prepare_push
 from kvemb.errors import InvalidInputError
 from kvemb.evict import Eviction
-from kvemb.optim import OptimizerSpec
 from kvemb.schema.policies import Policies, PolicyChange
 from kvemb.schema.table_def import TableDef
 
-if TYPE_CHECKING:  # gRPC is imported when a cluster with parameter servers is opened; the cluster makes its tables
-    from kvemb.api.cluster import Cluster
+if TYPE_CHECKING:  # gRPC is imported when a cluster with parameter servers is opened
     from kvemb.client.ack import Ack
-    from kvemb.protocol.message_format import TableRows
 
 
 _EXPORTED_AT_ONCE = 1 << 17  # ids: what storage answers well within the timeout, also where it is busy
@@ -42,8 +39,8 @@ class Table:
     work.
     """
 
-    def __init__(self, definition: TableDef, shared: SharedConnection, cluster: Cluster) -> None:
-        self._definition, self._shared, self._cluster = definition, shared, cluster
+    def __init__(self, definition: TableDef, connection: Connection, cluster: Any) -> None:
+        self._definition, self._connection, self._cluster = definition, connection, cluster
         self._hyper: Mapping[str, float] = {}  # replaced as a whole, never changed
         self._wire_dtype = "float32"
         self._minus_one = False
@@ -64,8 +61,8 @@ class Table:
         return self._definition
 
     @property
-    def cluster(self) -> Cluster:
-        """The cluster that the table was opened from."""
+    def cluster(self) -> Any:
+        """The `Cluster` that the table was opened from."""
         return self._cluster
 
     @overload
@@ -122,7 +119,7 @@ class Table:
             (2, 2, 2)
         """
         request = prepare_pull(self._definition, ids, out, minus_one=self._minus_one)
-        (pulled,) = self._shared.pull([request], timeout_s, versions=return_versions)
+        (pulled,) = self._connection.pull([request], timeout_s, versions=return_versions)
         return (pulled.rows, pulled.versions) if return_versions else pulled.rows
 
     def push(self, ids: ArrayLike, grads: ArrayLike, *, versions: ArrayLike | None = None, timeout_s: float | None = None) -> Ack:
@@ -151,10 +148,10 @@ class Table:
             >>> users.pull([7, 8]).tolist()
             [[-2.0, -2.0], [-1.0, -1.0]]
         """
-        shared = self._shared
-        shared.require_shards("push")
+        connection = self._connection
+        connection.require_shards("push")
         rows = prepare_push(self._definition, ids, grads, versions, self._hyper, self._wire_dtype, minus_one=self._minus_one)
-        return shared.push([rows], timeout_s)
+        return connection.push([rows], timeout_s)
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Return when this process's pushes to all tables are applied, that is, visible to every client's pulls.
@@ -172,7 +169,7 @@ class Table:
             >>> users.pull([7]).tolist()
             [[-1.0, 0.0]]
         """
-        self._shared.require_shards("flush").flush(timeout_s)
+        self._connection.require_shards("flush").flush(timeout_s)
 
     @property
     def hyper(self) -> dict[str, float]:
@@ -193,21 +190,13 @@ class Table:
         """
         self._hyper = self.pushed_hyper(values)
 
-    def set_optimizer(self, optimizer: OptimizerSpec, *, timeout_s: float | None = None) -> Table:
-        """Give the table another optimizer, for all clients: `table = table.set_optimizer(kvemb.optim.adagrad(lr=0.1))`.
-
-        This is `Cluster.alter_table`, with what it costs and raises: every row is copied, and this object is of the table as it was. For
-        run-time values of the optimizer that the table has, `set_hyper` costs nothing.
-        """
-        return self._cluster.alter_table(self.name, optimizer=optimizer, timeout_s=timeout_s)
-
     def policies(self, timeout_s: float | None = None) -> Policies:
         """Return which new ids get a row of the table (`admission`), and which rows are erased (`eviction`), for all clients.
 
         Raises:
             ShardUnavailableError: shard 0 did not answer in time (`away_timeout_s` unless given).
         """
-        return self._shared.require_shards("policies").questions.policies(self.name, timeout_s)
+        return self._connection.require_shards("policies").questions.policies(self.name, timeout_s)
 
     def set_policies(self, *, admission: Admission | None = None, eviction: Eviction | None = None, timeout_s: float | None = None) -> None:
         """Change policies of the table, for all clients, from now on: `set_policies(admission=kvemb.admit.after(3))`.
@@ -231,7 +220,7 @@ class Table:
             'after'
         """
         change = PolicyChange(admission, eviction)
-        self._shared.require_shards("set_policies").set_policies(self.name, change, timeout_s)
+        self._connection.require_shards("set_policies").set_policies(self.name, change, timeout_s)
 
     @property
     def wire_dtype(self) -> str:
@@ -293,14 +282,8 @@ class Table:
             >>> users.pull([8]).tolist()
             [[3.0, 4.0]]
         """
-        self._shared.require_shards("assign")
-        self.assign_prepared(prepare_assign(self._definition, ids, rows, state, minus_one=self._minus_one), timeout_s)
-
-    def assign_prepared(self, prepared: TableRows, timeout_s: float | None) -> None:
-        """As `assign`, of rows that were checked."""
-        shards = self._shared.require_shards("assign")
-        with self._shared.changes.change():
-            shards.assign(prepared, timeout_s)
+        self._connection.require_shards("assign")
+        self._connection.assign(prepare_assign(self._definition, ids, rows, state, minus_one=self._minus_one), timeout_s)
 
     def erase(self, ids: ArrayLike, *, timeout_s: float | None = None) -> int:
         """Delete rows, optimizer state included; return how many existed. Ids without a row are fine.
@@ -316,9 +299,9 @@ class Table:
             >>> users.erase([7, 8])
             1
         """
-        shards = self._shared.require_shards("erase")
+        shards = self._connection.require_shards("erase")
         prepared = prepare_erase(self._definition, ids)
-        with self._shared.changes.change():
+        with self._connection.changes.change():
             return shards.erase(prepared, timeout_s)
 
     def export(self) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -337,23 +320,17 @@ class Table:
             ([7], [[1.0, 2.0]])
         """
         kept_ids, kept_rows = [np.empty(0, np.uint64)], [np.empty((0, self.dim), self._definition.row_dtype)]
-        pages = (page[at : at + _EXPORTED_AT_ONCE] for page in self.known_ids() for at in range(0, len(page), _EXPORTED_AT_ONCE))
+        pages = (
+            page[at : at + _EXPORTED_AT_ONCE]
+            for page in self._connection.known_ids(self.name)
+            for at in range(0, len(page), _EXPORTED_AT_ONCE)
+        )
         for ids in pages:
-            rows, versions = self.pull_known(ids)
+            [(rows, versions)] = self._connection.pull_known([(self._definition, ids)])
             exists = versions != 0
             kept_ids.append(ids[exists])
             kept_rows.append(rows[exists])
         return to_caller(np.concatenate(kept_ids), self._definition.id_dtype), np.concatenate(kept_rows)
-
-    def known_ids(self) -> Iterator[NDArray[np.uint64]]:
-        """Yield the 64 bits of the ids of rows that exist, page by page from the shards: of all that was pushed here before."""
-        shards = self._shared.require_shards("export")
-        self._shared.wait_stored()
-        yield from shards.questions.ids(self.name)
-
-    def pull_known(self, ids: NDArray[np.uint64], timeout_s: float | None = None) -> tuple[NDArray[Any], NDArray[np.uint64]]:
-        """Read rows of ids that were checked before, and their versions: `Cluster.pull_known` of this table alone."""
-        return self._cluster.pull_known([(self._definition, ids)], timeout_s)[0]
 
     def steps(self, timeout_s: float | None = None) -> int:
         """Return how often the optimizer was applied to the table, on the shard where that is most.
@@ -369,12 +346,12 @@ class Table:
             >>> users.steps()
             1
         """
-        return self._shared.require_shards("steps").questions.step(self.name, timeout_s)
+        return self._connection.require_shards("steps").questions.step(self.name, timeout_s)
 
     def __len__(self) -> int:
         """Return the number of rows that exist, over all shards."""
-        shards = self._shared.require_shards("len")
-        self._shared.wait_stored()
+        shards = self._connection.require_shards("len")
+        self._connection.wait_stored()
         return shards.questions.count(self.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Table:
@@ -392,5 +369,5 @@ class Table:
         return f"<Table {d.name!r}: dim {d.dim}, {d.dtype}, {d.optimizer.kind}, {d.id_dtype} ids>"
 
 
-def _table_of(cluster: Cluster, name: str) -> Table:
+def _table_of(cluster: Any, name: str) -> Table:
     return cluster.table(name)

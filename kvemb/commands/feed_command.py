@@ -10,7 +10,7 @@ from kvemb.api import connect
 from kvemb.errors import ConfigError, n_of
 
 if TYPE_CHECKING:
-    from kvemb.api.cluster_feed import FeedEvent
+    from kvemb.feed.cluster_feed import FeedEvent
 
 _SHOWN = 5  # ids of an event
 
@@ -18,7 +18,7 @@ _SHOWN = 5  # ids of an event
 def feed_command(args: argparse.Namespace) -> int:
     """Print events until the reader of the output has gone."""
     tables = [name for name in args.tables.split(",") if name] or None
-    with connect(args.config) as cluster, cluster.feed(tables, from_=_start(args.start), weights=args.weights) as feed:
+    with connect(args.config) as cluster, cluster.feed.open(tables, from_=_start(args.start), weights=args.weights) as feed:
         there = cluster.tables()
         for name in sorted(set(tables or ()) - set(there)):
             print(f"there is no table {name!r} now; tables: {', '.join(there)}", file=sys.stderr)

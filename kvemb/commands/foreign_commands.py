@@ -1,4 +1,4 @@
-"""The verbs `kvemb import` and `export`: rows of other programs' files into a table, and back. The work is `Cluster.import_rows`'s."""
+"""The verbs `kvemb import` and `export`: rows of other programs' files into a table, and back. The work is `TableFiles.import_rows`'s."""
 
 import argparse
 import sys
@@ -16,7 +16,7 @@ def import_command(args: argparse.Namespace) -> int:
     with connect(args.config) as cluster:
         try:
             with ProgressMeter(sys.stderr, "rows") as meter:
-                done = cluster.import_rows(
+                done = cluster.files.import_rows(
                     args.table,
                     args.url,
                     ids=args.ids,
@@ -40,7 +40,7 @@ def export_command(args: argparse.Namespace) -> int:
     from kvemb.api import connect
 
     with connect(args.config) as cluster, ProgressMeter(sys.stderr, "rows") as meter:
-        done = cluster.export_rows(args.table, args.url, format=args.format, ids=args.ids, dtype=args.dtype, progress=meter)
+        done = cluster.files.export_rows(args.table, args.url, format=args.format, ids=args.ids, dtype=args.dtype, progress=meter)
     print(f"exported {n_of(done.n_rows, 'row')} of table {args.table!r} in {done.seconds:.1f} s to {args.url}")
     return 0
 

@@ -23,7 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.api import Cluster
-from kvemb.api.cluster_feed import ClusterFeed, FeedEvent
 from kvemb.arrays.ids import unique
 from kvemb.errors import (
     ConfigError,
@@ -38,6 +37,7 @@ from kvemb.errors import (
     UnknownTableError,
     n_of,
 )
+from kvemb.feed.cluster_feed import ClusterFeed, FeedEvent
 from kvemb.net.deadline import WhyWaiting, pauses
 from kvemb.process.work_ahead import work_ahead
 from kvemb.projection.projected_rows import ALL_SLOTS, ProjectedTable, SlotShare
@@ -135,7 +135,7 @@ class Publisher:
 
     def _session(self, cluster: Cluster, until_s: float) -> None:
         position = self._begin(cluster)
-        with cluster.feed(self._projection.tables, from_=position or "start") as feed:
+        with cluster.feed.open(self._projection.tables, from_=position or "start") as feed:
             self._untold = set() if position else set(feed.position)
             self._tally.begin()
             while self._tally.until_s < until_s:
@@ -239,7 +239,7 @@ class Publisher:
             for keys in table.hash_keys(self._projection.share):
                 for there in self._target.ids(keys):
                     ids = unique(there).ids
-                    gone = ids[cluster.table(name).pull_known(ids)[1] == 0]
+                    gone = ids[cluster.connection.pull_known([(cluster.table(name).definition, ids)])[0][1] == 0]
                     self._target.erase(table.keys(gone))
                     self._tally.n_erased += len(gone)
         self._sweeps = False
@@ -267,11 +267,14 @@ class Publisher:
         if projected is None:
             self._require_known(cluster, name)
             return
-        table, ids = cluster.table(name), unique(ids).ids
+        definition, ids = cluster.table(name).definition, unique(ids).ids
         if self._projection.share.of > 1:
             ids = ids[self._projection.share.owns(projected.keys(ids).slots())]
         pieces = [ids[some] for some in chunks(len(ids), _ROWS)]
-        pull = table.pull_known
+
+        def pull(ids: Ids) -> tuple[NDArray[Any], NDArray[np.uint64]]:
+            return cluster.connection.pull_known([(definition, ids)])[0]
+
         ahead = work_ahead(pull, pieces, n_threads=1, name="kvemb-publish") if len(pieces) > 1 else map(pull, pieces)
         for piece, (rows, versions) in zip(pieces, ahead, strict=True):
             there = versions != 0

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvemb.api.cluster import Cluster
-from kvemb.api.cluster_feed import ClusterFeed, FeedEvent, open_feed
 from kvemb.client import opened_before_fork
 from kvemb.errors import FeedBehindError, KvembError
+from kvemb.feed.cluster_feed import ClusterFeed, FeedEvent, open_feed
 from kvemb.net.deadline import Deadline, WhyWaiting
+from kvemb.schema.table_def import TableDef
 from kvemb.serve.served_tables import ServedTable, ServedTables
 
 if TYPE_CHECKING:
@@ -190,4 +191,7 @@ class _FeedShards:
     questions: "ShardQuestions"
 
     def feed(self, from_: str | Mapping[int, Any], names: tuple[str, ...] | None = None) -> ClusterFeed:
-        return open_feed(self.servers, self.cluster.table, names, from_, weights=False, max_mb=_MAX_MB, away_timeout_s=_AWAY_S)
+        return open_feed(self.servers, self._definition, names, from_, max_mb=_MAX_MB, away_timeout_s=_AWAY_S)
+
+    def _definition(self, name: str) -> TableDef:
+        return self.cluster.table(name).definition

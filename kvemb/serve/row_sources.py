@@ -36,7 +36,7 @@ class RowSet:
     Args:
         tables: what is kept of them.
         definition: of a table, by name.
-        pull: as `Cluster.pull_known`.
+        pull: as `Connection.pull_known`.
         projected: those of a target; None of a cluster.
     """
 
@@ -70,7 +70,7 @@ class ClusterSource:
 
     def __init__(self, cluster: Cluster, tables: ServedTables) -> None:
         self.name, self._cluster = cluster.config.cluster, cluster
-        self.current = RowSet(tables, lambda name: cluster.table(name).definition, cluster.pull_known)
+        self.current = RowSet(tables, lambda name: cluster.table(name).definition, cluster.connection.pull_known)
         self._follower, self._pid, self._lock = FeedFollower(cluster, tables), os.getpid(), ForkLock()
 
     def now(self) -> RowSet:

@@ -163,7 +163,7 @@ class Followers:
             table = cluster.table(TABLE)
             self._await(SUBSCRIBER, lambda: self._has_heard(cluster.questions.heads(_CATCH_UP_S)))
             ids, rows = table.export()
-            versions = table.pull_known(ids.view(np.uint64))[1]
+            versions = table.pull(ids.view(np.uint64), return_versions=True)[1]
             told = HeardJudge(self._run.plan, self._run.records(), self._run.cluster.slot_shards, self._read).run((ids, versions))
             self._await(PUBLISHER, lambda: self._published_until() > quiet_s)
             copies = CopiesVerdict()

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 import kvemb
 from chaos.ledger import DIM, TABLE
-from kvemb.api.cluster_feed import FeedEvent
 from kvemb.errors import FeedBehindError, KvembError, StorageError
+from kvemb.feed.cluster_feed import FeedEvent
 from kvemb.process.interrupts import StopFlag
 
 BATCHES, ROW = ("apply", "assign", "erase"), "row"
@@ -118,7 +118,7 @@ def listen(config: str, file: HeardFile, stop: StopFlag) -> None:
 
 
 def _take_all(cluster: kvemb.Cluster, file: HeardFile, stop: StopFlag) -> None:
-    with cluster.feed([TABLE], from_=file.position or "start", weights=True) as feed:
+    with cluster.feed.open([TABLE], from_=file.position or "start", weights=True) as feed:
         position = feed.position
         while not stop.is_set():
             try:

@@ -6,7 +6,7 @@ from collections import defaultdict
 import numpy as np
 
 import kvemb
-from kvemb.api.cluster_feed import ClusterFeed, FeedEvent
+from kvemb.feed.cluster_feed import ClusterFeed, FeedEvent
 from kvemb.net.deadline import Deadline
 
 PATIENCE_S = 90.0

@@ -476,7 +476,7 @@ def test_policies_go_on_and_a_table_of_the_old_definition_says_so_to_who_only_pu
     with kvemb.connect(local.url) as other:
         held = other.table(name)
         held.pull(IDS)
-        new = cluster.table(name).set_optimizer(kvemb.optim.adagrad(lr=0.1))
+        new = cluster.alter_table(name, optimizer=kvemb.optim.adagrad(lr=0.1))
         assert str(new.policies().admission) == "after(3)"
         assert new.push([10**9], np.ones((1, 4))).wait_applied() is None
         assert len(new) == N
@@ -495,7 +495,7 @@ def test_a_feed_begins_again_and_then_tells_the_altered_table_as_it_is(local: Lo
     name, kept = next(names), next(names)
     trained(cluster, name)
     other = trained(cluster, kept)
-    with cluster.feed([name]) as mine, cluster.feed([kept]) as others:
+    with cluster.feed.open([name]) as mine, cluster.feed.open([kept]) as others:
         new = cluster.alter_table(name, dim=6)
         with pytest.raises(FeedBehindError, match="was altered"):
             mine.take(30)
@@ -504,7 +504,7 @@ def test_a_feed_begins_again_and_then_tells_the_altered_table_as_it_is(local: Lo
         assert event is not None
         assert (event.kind, event.table) == ("apply", kept)
     new.push(IDS, np.zeros((N, 6))).wait_applied()
-    with cluster.feed([name], from_="start", weights=True) as feed:
+    with cluster.feed.open([name], from_="start", weights=True) as feed:
         told: dict[int, int] = {}
         _, versions = new.pull(IDS, return_versions=True)
         deadline = Deadline.after(60)

@@ -78,7 +78,7 @@ class Ledger(threading.Thread):
                 while not self.stop_it.is_set():
                     ids = draw.choice(N_IDS, 600, replace=False)
                     push(table, ids)
-                    _, versions = table.pull_known(ids.astype(np.uint64))
+                    _, versions = table.pull(ids.astype(np.uint64), return_versions=True)
                     self.entries.append((False, ids, batches(cluster), versions))
                     if len(self.entries) % 7 == 6:
                         with self.erasing:

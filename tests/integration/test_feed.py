@@ -86,7 +86,7 @@ def run(*words: str) -> int:
 def test_every_batch_is_told_in_order_while_shards_are_killed_under_load(local: LocalCluster) -> None:
     with kvemb.connect(local.url) as cluster:
         ledger(cluster)
-        log, stop = FeedLog(cluster.feed()), threading.Event()
+        log, stop = FeedLog(cluster.feed.open()), threading.Event()
         trainers = [Trainer(local.url, number, stop) for number in range(2)]
         for trainer in trainers:
             trainer.start()
@@ -102,7 +102,7 @@ def test_every_batch_is_told_in_order_while_shards_are_killed_under_load(local: 
         assert [trainer.error for trainer in trainers] == [None, None]
         log.reach(cluster)
         log.stop()
-        _, versions = cluster.table("ledger").pull_known(np.arange(64, dtype=np.uint64))
+        _, versions = cluster.table("ledger").pull(np.arange(64, dtype=np.uint64), return_versions=True)
         progress = cluster.progress()
     assert [versions[row] for row in range(64)] == [log.versions["ledger", row] for row in range(64)]
     for shard, (_, k) in enumerate(progress):
@@ -114,7 +114,7 @@ def test_what_is_pushed_behind_the_call_is_told_and_nothing_before(local: LocalC
     with kvemb.connect(local.url) as cluster:
         table, other = ledger(cluster), ledger(cluster, "other")
         push(table, np.arange(50))
-        with cluster.feed(["ledger"], weights=True) as feed:
+        with cluster.feed.open(["ledger"], weights=True) as feed:
             push(other, np.arange(3))
             push(table, np.arange(100, 120))
             table.assign(np.array([5]), np.full((1, 4), 7.0))
@@ -134,7 +134,7 @@ def test_what_is_pushed_behind_the_call_is_told_and_nothing_before(local: LocalC
 def test_another_process_goes_on_from_a_position_without_gap_or_double(local: LocalCluster) -> None:
     with kvemb.connect(local.url) as cluster:
         table = ledger(cluster)
-        with cluster.feed() as feed:
+        with cluster.feed.open() as feed:
             push(table, np.arange(64))
             events = [feed.take(PATIENCE_S)]
             position = json.loads(json.dumps(feed.position))
@@ -142,7 +142,7 @@ def test_another_process_goes_on_from_a_position_without_gap_or_double(local: Lo
             local.shards[shard].kill()
             local.start_shard(shard)
         push(table, np.arange(64))
-        log = FeedLog(cluster.feed(from_=position))
+        log = FeedLog(cluster.feed.open(from_=position))
         log.reach(cluster)
         log.stop()
     told = [(event.shard, event.k) for event in [*events, *log.events] if event is not None and event.kind == "apply"]
@@ -154,10 +154,10 @@ def test_a_position_of_epoch_and_k_alone_is_found_in_the_journal(on_valkey: Loca
         table = ledger(cluster)
         for _ in range(5):
             push(table, np.arange(64))
-        with cluster.feed(from_={0: (1, 3), 1: (1, 1)}) as feed:
+        with cluster.feed.open(from_={0: (1, 3), 1: (1, 1)}) as feed:
             told = [feed.take(PATIENCE_S) for _ in range(6)]
             assert feed.take(0.2) is None
-        with cluster.feed(from_={0: (1, 9)}) as feed, pytest.raises(FeedBehindError, match=r"applied 5 batches.*from_=\"start\""):
+        with cluster.feed.open(from_={0: (1, 9)}) as feed, pytest.raises(FeedBehindError, match=r"applied 5 batches.*from_=\"start\""):
             feed.take(PATIENCE_S)
     assert [event.k for event in told if event is not None and event.shard == 0] == [4, 5]
     assert [event.k for event in told if event is not None and event.shard == 1] == [2, 3, 4, 5]
@@ -168,7 +168,7 @@ def test_the_start_tells_every_row_and_what_changes_behind(small_journal: LocalC
         table = ledger(cluster)
         push(table, np.arange(1000))
         cut_journal(table)
-        with cluster.feed(from_="start") as feed:
+        with cluster.feed.open(from_="start") as feed:
             log = FeedLog(feed)
             push(table, np.arange(500, 1500))
             log.reach(cluster)
@@ -182,15 +182,15 @@ def test_a_subscriber_behind_the_journal_is_told_the_rows_that_changed_and_the_e
     with kvemb.connect(small_journal.url) as cluster:
         table = ledger(cluster)
         push(table, np.arange(1000))
-        with cluster.feed() as feed:
+        with cluster.feed.open() as feed:
             position = feed.position
         push(table, np.arange(10))
         table.erase(np.arange(10, 20))
         cut_journal(table)
-        log = FeedLog(cluster.feed(from_=position))
+        log = FeedLog(cluster.feed.open(from_=position))
         log.reach(cluster)
         log.stop()
-        _, versions = table.pull_known(np.arange(1000, dtype=np.uint64))
+        _, versions = table.pull(np.arange(1000, dtype=np.uint64), return_versions=True)
     kinds = log.kinds()
     assert "caught-up" in kinds
     assert kinds.index("row") < kinds.index("caught-up")
@@ -204,11 +204,11 @@ def test_erased_rows_that_the_log_has_forgotten_send_the_subscriber_back_to_the_
     with kvemb.connect(small_journal.url) as cluster:
         table = ledger(cluster)
         push(table, np.arange(1000))
-        with cluster.feed() as feed:
+        with cluster.feed.open() as feed:
             position = feed.position
         table.erase(np.arange(10))
         cut_journal(table, 120)  # runs are merged
-        with cluster.feed(from_=position) as feed, pytest.raises(FeedBehindError, match=r'erased since is not known.*from_="start"'):
+        with cluster.feed.open(from_=position) as feed, pytest.raises(FeedBehindError, match=r'erased since is not known.*from_="start"'):
             feed.take(PATIENCE_S)
 
 
@@ -216,8 +216,8 @@ def test_a_slot_that_moves_is_told_by_both_shards_and_no_version_goes_back(kind:
     with LocalCluster(kind, KINDS[kind], shards=3, memory_mb=64) as local, kvemb.connect(local.url) as cluster:
         ledger(cluster)
         hasty = [HastyTrainer(local.url, "h", seed) for seed in (1, 2)]
-        log, moves = FeedLog(cluster.feed(from_="start")), ShardMoves(local.url)
-        late = FeedLog(cluster.feed())
+        log, moves = FeedLog(cluster.feed.open(from_="start")), ShardMoves(local.url)
+        late = FeedLog(cluster.feed.open())
         try:
             thirds = equal_runs(3)
             for owners in (np.where(thirds == 2, equal_runs(32) % 2, thirds), np.full(N_SLOTS, 1), thirds):
@@ -230,7 +230,7 @@ def test_a_slot_that_moves_is_told_by_both_shards_and_no_version_goes_back(kind:
         for one in (log, late):
             one.reach(cluster)
             one.stop()
-        _, versions = cluster.table("h").pull_known(np.arange(len(counts), dtype=np.uint64))
+        _, versions = cluster.table("h").pull(np.arange(len(counts), dtype=np.uint64), return_versions=True)
     pushed = np.flatnonzero(counts)
     assert [log.versions["h", row] for row in pushed.tolist()] == versions[pushed].tolist()
     moved = [event for event in log.events if event.kind == "moved"]
@@ -251,12 +251,12 @@ def test_a_feed_from_the_start_is_not_told_the_moves_of_before_and_follows_a_sha
             moves.begin(owners)
             moves.wait()
         moves.close()
-        log = FeedLog(cluster.feed(from_="start"))
+        log = FeedLog(cluster.feed.open(from_="start"))
         for _ in range(3):
             push(table, np.arange(2000))
         log.reach(cluster)
         log.stop()
-        _, versions = table.pull_known(np.arange(2000, dtype=np.uint64))
+        _, versions = table.pull(np.arange(2000, dtype=np.uint64), return_versions=True)
     assert [log.versions["ledger", row] for row in range(2000)] == versions.tolist()
     assert not [event for event in log.events if event.kind == "moved"]
 
@@ -264,7 +264,7 @@ def test_a_feed_from_the_start_is_not_told_the_moves_of_before_and_follows_a_sha
 def test_a_shard_that_joins_and_leaves_again_is_told_from_its_first_batch_to_its_last(kind: str) -> None:
     with LocalCluster(kind, KINDS[kind], shards=1, memory_mb=64) as local, kvemb.connect(local.url) as cluster:
         hasty, address = HastyTrainer(local.url, "h", 1), f"127.0.0.1:{free_ports(1)[0]}"
-        log = FeedLog(cluster.feed())
+        log = FeedLog(cluster.feed.open())
         try:
             local.start_shard(1, "--listen", address)
             assert run("shards", "add", str(local.config_path), address, "--yes") == 0
@@ -277,7 +277,7 @@ def test_a_shard_that_joins_and_leaves_again_is_told_from_its_first_batch_to_its
         cluster.flush(PATIENCE_S)
         log.reach(cluster)
         log.stop()
-        _, versions = cluster.table("h").pull_known(np.arange(len(counts), dtype=np.uint64))
+        _, versions = cluster.table("h").pull(np.arange(len(counts), dtype=np.uint64), return_versions=True)
     pushed = np.flatnonzero(counts)
     assert set(position) == {0, 1}
     assert set(log.feed.position) == {0}  # all of the shard that has left was told
@@ -291,7 +291,7 @@ def test_a_load_tells_all_rows_again_and_a_drop_its_erased_rows(local: LocalClus
         push(table, np.arange(20))
         cluster.save(str(tmp_path / "saved"))
         push(table, np.arange(10, 40))
-        log = FeedLog(cluster.feed())
+        log = FeedLog(cluster.feed.open())
         cluster.load(str(tmp_path / "saved"))
         push(cluster.table("ledger"), np.array([0]))
         cluster.drop_table("ledger")
@@ -311,9 +311,9 @@ def test_an_erase_says_whether_a_policy_or_a_drop_was_its_reason_also_from_a_jou
     with kvemb.connect(local.url) as cluster:
         table = ledger(cluster)
         push(table, np.arange(300))
-        with cluster.feed() as feed:
+        with cluster.feed.open() as feed:
             position = feed.position
-        log = FeedLog(cluster.feed(from_=position))
+        log = FeedLog(cluster.feed.open(from_=position))
         table.erase(np.arange(10))
         table.set_policies(eviction=kvemb.evict.keep(100))
         wait_for(lambda: len(table) <= 110)
@@ -323,7 +323,7 @@ def test_an_erase_says_whether_a_policy_or_a_drop_was_its_reason_also_from_a_jou
         cluster.drop_table("ledger")
         wait_for(lambda: log.kinds().count("drop") == 2 or log.error is not None)
         log.stop()
-        with cluster.feed(from_=position) as feed:
+        with cluster.feed.open(from_=position) as feed:
             again = FeedLog(feed)
             wait_for(lambda: again.kinds().count("drop") == 2 or again.error is not None)
             again.stop()
@@ -336,7 +336,7 @@ def test_an_erase_says_whether_a_policy_or_a_drop_was_its_reason_also_from_a_jou
 
 
 def test_a_feed_is_iterated_in_asyncio(on_valkey: LocalCluster) -> None:
-    async def first(feed: kvemb.api.cluster_feed.ClusterFeed, n: int) -> list[list[int]]:
+    async def first(feed: kvemb.feed.cluster_feed.ClusterFeed, n: int) -> list[list[int]]:
         got = []
         async for event in feed:
             got.append(event.ids.tolist())
@@ -346,14 +346,14 @@ def test_a_feed_is_iterated_in_asyncio(on_valkey: LocalCluster) -> None:
 
     with kvemb.connect(on_valkey.url) as cluster:
         table = ledger(cluster)
-        feed = cluster.feed()
+        feed = cluster.feed.open()
         push(table, np.array([3]))
         push(table, np.array([3]))
         assert asyncio.run(first(feed, 2)) == [[3], [3]]
 
 
 def test_an_event_whose_weights_cannot_be_read_is_handed_out_once_they_can(local: LocalCluster) -> None:
-    with kvemb.connect(local.url) as cluster, cluster.feed(weights=True) as feed:
+    with kvemb.connect(local.url) as cluster, cluster.feed.open(weights=True) as feed:
         table, node = ledger(cluster), local.servers[0].process.pid
         for row in range(4):
             push(table, np.array([row]))
@@ -371,18 +371,18 @@ def test_an_event_whose_weights_cannot_be_read_is_handed_out_once_they_can(local
 
 
 def test_two_tasks_that_iterate_one_feed_share_its_events(on_valkey: LocalCluster) -> None:
-    async def read(feed: kvemb.api.cluster_feed.ClusterFeed) -> None:
+    async def read(feed: kvemb.feed.cluster_feed.ClusterFeed) -> None:
         async for event in feed:
             told.extend(event.ids.tolist())
             assert event.weights is not None
             if len(told) == 40:
                 feed.close()
 
-    async def both(feed: kvemb.api.cluster_feed.ClusterFeed) -> None:
+    async def both(feed: kvemb.feed.cluster_feed.ClusterFeed) -> None:
         await asyncio.gather(read(feed), read(feed))
 
     told: list[int] = []
-    with kvemb.connect(on_valkey.url) as cluster, cluster.feed(["ledger"], weights=True) as feed:
+    with kvemb.connect(on_valkey.url) as cluster, cluster.feed.open(["ledger"], weights=True) as feed:
         table = ledger(cluster)
         for row in range(40):
             push(table, np.array([row]))
@@ -391,7 +391,7 @@ def test_two_tasks_that_iterate_one_feed_share_its_events(on_valkey: LocalCluste
 
 
 def test_a_reader_that_is_cancelled_in_asyncio_leaves_the_next_event_to_the_one_behind_it(local: LocalCluster) -> None:
-    async def later(feed: kvemb.api.cluster_feed.ClusterFeed, table: kvemb.Table) -> list[int]:
+    async def later(feed: kvemb.feed.cluster_feed.ClusterFeed, table: kvemb.Table) -> list[int]:
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(anext(aiter(feed)), 0.2)  # its thread goes on waiting for a moment
         push(table, np.array([1]))
@@ -405,11 +405,11 @@ def test_a_reader_that_is_cancelled_in_asyncio_leaves_the_next_event_to_the_one_
     told: list[int] = []
     with kvemb.connect(local.url) as cluster:
         table = ledger(cluster)
-        assert sorted(asyncio.run(asyncio.wait_for(later(cluster.feed(), table), PATIENCE_S))) == [1, 2]
+        assert sorted(asyncio.run(asyncio.wait_for(later(cluster.feed.open(), table), PATIENCE_S))) == [1, 2]
 
 
 def test_weights_are_those_of_the_table_that_another_process_has_made_anew(local: LocalCluster) -> None:
-    with kvemb.connect(local.url) as cluster, cluster.feed(weights=True) as feed:
+    with kvemb.connect(local.url) as cluster, cluster.feed.open(weights=True) as feed:
         push(ledger(cluster), np.array([1, 2]))
         with kvemb.connect(local.url) as other:
             again = other.create_table("ledger", dim=2, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros(), start_over=True)
@@ -425,7 +425,7 @@ def test_weights_are_those_of_the_table_that_another_process_has_made_anew(local
 
 
 def test_a_forked_process_that_goes_on_with_a_feed_is_told_so(local: LocalCluster) -> None:
-    with kvemb.connect(local.url) as cluster, cluster.feed() as feed:
+    with kvemb.connect(local.url) as cluster, cluster.feed.open() as feed:
         push(ledger(cluster), np.array([1]))
         pid = os.fork()
         if not pid:
@@ -443,15 +443,15 @@ def test_a_shard_has_places_for_so_many_subscribers_and_those_of_the_ended_are_f
     with kvemb.connect(on_valkey.url) as cluster:
         table = ledger(cluster)
         for _ in range(MAX_FEEDS + 8):
-            cluster.feed().close()
-        feeds = [cluster.feed() for _ in range(MAX_FEEDS)]
+            cluster.feed.open().close()
+        feeds = [cluster.feed.open() for _ in range(MAX_FEEDS)]
         push(table, np.array([3]))
         assert [event.ids.tolist() for feed in feeds if (event := feed.take(PATIENCE_S)) is not None] == [[3]] * MAX_FEEDS
 
 
 def test_the_end_of_the_cluster_ends_its_feeds(on_valkey: LocalCluster) -> None:
     with kvemb.connect(on_valkey.url) as cluster:
-        log = FeedLog(cluster.feed())
+        log = FeedLog(cluster.feed.open())
     log.join(PATIENCE_S)
     assert (log.is_alive(), log.error) == (False, None)
 
@@ -459,12 +459,12 @@ def test_the_end_of_the_cluster_ends_its_feeds(on_valkey: LocalCluster) -> None:
 @pytest.mark.parametrize("from_", ["later", {}, {0: (1,)}, {0: (1, -1)}, None, {"user": (1, 2)}, {0: 7}])
 def test_a_start_that_is_none_is_refused(on_valkey: LocalCluster, from_: object) -> None:
     with kvemb.connect(on_valkey.url) as cluster, pytest.raises(InvalidInputError, match="from_"):
-        cluster.feed(from_=from_)  # type: ignore[arg-type]
+        cluster.feed.open(from_=from_)  # type: ignore[arg-type]
 
 
 def test_the_name_of_a_table_is_no_list_of_names(local: LocalCluster) -> None:
     with kvemb.connect(local.url) as cluster, pytest.raises(InvalidInputError, match=r"\['ledger'\]"):
-        cluster.feed("ledger")
+        cluster.feed.open("ledger")
 
 
 def test_a_reader_may_subscribe_and_a_certificate_without_a_role_may_not(require_server: Callable[[str], str], tmp_path: Path) -> None:
@@ -473,12 +473,12 @@ def test_a_reader_may_subscribe_and_a_certificate_without_a_role_may_not(require
         trainer, reader, nobody = (
             secured.as_seen_by(secured.issue(name, name=name.replace("/", "-"))) for name in ("trainer/t", "reader/r", "shard/9")
         )
-        with kvemb.connect(trainer) as cluster, kvemb.connect(reader) as serving, serving.feed() as feed:
+        with kvemb.connect(trainer) as cluster, kvemb.connect(reader) as serving, serving.feed.open() as feed:
             push(ledger(cluster), np.array([1, 2]))
             event = feed.take(PATIENCE_S)
         assert event is not None
         assert event.ids.tolist() == [1, 2]
-        with pytest.raises(AccessDeniedError), kvemb.connect(nobody) as cluster, cluster.feed() as feed:
+        with pytest.raises(AccessDeniedError), kvemb.connect(nobody) as cluster, cluster.feed.open() as feed:
             feed.take(PATIENCE_S)
 
 
@@ -519,7 +519,7 @@ def test_a_subscriber_that_reads_nothing_is_cut_off_and_costs_the_shard_no_memor
         assert n_batches > 30
         assert told == list(range(begun.k + 1, begun.k + 1 + len(told)))
         assert len(told) < n_batches
-        with cluster.feed(from_={0: begun.position}) as feed:
+        with cluster.feed.open(from_={0: begun.position}) as feed:
             for k in range(begun.k + 1, begun.k + n_batches + 1):
                 event = feed.take(PATIENCE_S)
                 assert event is not None

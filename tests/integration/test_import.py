@@ -77,7 +77,7 @@ def stored_state(cluster: Cluster, table: Table, ids: np.ndarray) -> np.ndarray:
 def test_row_i_of_an_npy_is_id_i(cluster: Cluster, tmp_path: Path, num_ids: int | None) -> None:
     table, rows = new_table(cluster, DIM, num_ids=num_ids), rows_of()
     np.save(tmp_path / "rows.npy", rows)
-    done = cluster.import_rows(table.name, tmp_path / "rows.npy")
+    done = cluster.files.import_rows(table.name, tmp_path / "rows.npy")
     assert (done.n_rows, done.n_found, len(table)) == (N, 0, N)
     assert table.pull(np.arange(N)).tobytes() == rows.tobytes()
 
@@ -88,7 +88,7 @@ def test_row_i_of_an_npy_is_id_i(cluster: Cluster, tmp_path: Path, num_ids: int 
 def test_rows_of_any_dtype_become_the_table_s(redis: Cluster, tmp_path: Path, given: str, dtype: str) -> None:
     table, rows = new_table(redis, DIM, dtype=dtype), (rows_of() * 20).astype(given)
     np.save(tmp_path / "rows.npy", rows)
-    redis.import_rows(table.name, str(tmp_path / "rows.npy"))
+    redis.files.import_rows(table.name, str(tmp_path / "rows.npy"))
     expected = to_float32(round_nearest(rows.astype(np.float32), dtype), dtype)
     assert table.pull(np.arange(N)).tobytes() == expected.tobytes()
 
@@ -99,10 +99,10 @@ def test_ids_and_state_of_npy_are_files_of_their_own(cluster: Cluster, tmp_path:
     for name, array in {"ids": ids, "rows": rows, "m": m, "v": v}.items():
         np.save(tmp_path / f"{name}.npy", array)
     at = {name: str(tmp_path / f"{name}.npy") for name in ("ids", "rows", "m", "v")}
-    cluster.import_rows(table.name, at["rows"], ids=at["ids"], state={"exp_avg_sq": at["v"], "exp_avg": at["m"]})
+    cluster.files.import_rows(table.name, at["rows"], ids=at["ids"], state={"exp_avg_sq": at["v"], "exp_avg": at["m"]})
     assert table.pull(ids).tobytes() == rows.tobytes()
     assert stored_state(cluster, table, ids).tobytes() == np.concatenate([m, v], axis=1).tobytes()
-    cluster.import_rows(table.name, at["rows"], ids=at["ids"])
+    cluster.files.import_rows(table.name, at["rows"], ids=at["ids"])
     assert not stored_state(cluster, table, ids).any(), "without state it begins anew"
 
 
@@ -112,7 +112,7 @@ def test_text_ids_are_hashed_as_hash_ids_does(redis: Cluster, tmp_path: Path) ->
     np.save(tmp_path / "ids.npy", words)
     for id_dtype in ("int64", "uint64"):
         table = new_table(redis, DIM, id_dtype=id_dtype)
-        redis.import_rows(table.name, str(tmp_path / "rows.npy"), ids=str(tmp_path / "ids.npy"))
+        redis.files.import_rows(table.name, str(tmp_path / "rows.npy"), ids=str(tmp_path / "ids.npy"))
         assert table.pull(kvemb.hash_ids(words).view(id_dtype)).tobytes() == rows.tobytes()
 
 
@@ -125,7 +125,7 @@ def test_parquet_of_lists_is_read(redis: Cluster, tmp_path: Path, kind: str) -> 
     table, ids, rows = new_table(redis, DIM), ids_of(N), rows_of()
     of = {"list": pa.list_(pa.float32()), "large_list": pa.large_list(pa.float32()), "fixed": pa.list_(pa.float32(), DIM)}[kind]
     parquet.write_table(pa.table({"user": ids, "e": pa.array(list(rows), of)}), tmp_path / "a.parquet", row_group_size=130)
-    redis.import_rows(table.name, tmp_path / "a.parquet", ids="user", weights="e")
+    redis.files.import_rows(table.name, tmp_path / "a.parquet", ids="user", weights="e")
     assert table.pull(ids).tobytes() == rows.tobytes()
 
 
@@ -135,7 +135,7 @@ def test_a_folder_of_parquet_is_read_and_text_ids_hashed(redis: Cluster, tmp_pat
     for name, part in {"part-1": slice(0, 300), "part-2": slice(300, N)}.items():
         id_column = pa.array(words[part]).dictionary_encode()
         parquet.write_table(pa.table({"id": id_column, "weights": list(rows[part])}), tmp_path / f"{name}.parquet")
-    assert redis.import_rows(table.name, tmp_path).n_rows == N
+    assert redis.files.import_rows(table.name, tmp_path).n_rows == N
     assert table.pull(kvemb.hash_ids(words)).tobytes() == rows.tobytes()
 
 
@@ -146,7 +146,7 @@ def test_a_checkpoint_s_own_files_are_foreign_rows_too_state_included(cluster: C
     table.flush()
     cluster.save(str(tmp_path / "saved"))
     other = new_table(cluster, DIM, optimizer=kvemb.optim.adam(lr=0.1))
-    cluster.import_rows(other.name, tmp_path / "saved" / table.name, state="slots")
+    cluster.files.import_rows(other.name, tmp_path / "saved" / table.name, state="slots")
     assert other.pull(ids).tobytes() == table.pull(ids).tobytes()
     assert stored_state(cluster, other, ids).tobytes() == stored_state(cluster, table, ids).tobytes()
 
@@ -154,26 +154,26 @@ def test_a_checkpoint_s_own_files_are_foreign_rows_too_state_included(cluster: C
 def test_a_folder_of_spark_is_rows_and_a_file_of_ours_is_a_dataframe(redis: Cluster, tmp_path: Path) -> None:
     """What Spark read and wrote stands in golden/spark_4_3_0, whose README tells how it came about."""
     table, ids, rows = new_table(redis, DIM), np.arange(20) * 7 - 9, np.random.default_rng(5).standard_normal((20, DIM)).astype(np.float32)
-    assert redis.import_rows(table.name, SPARK / "rows").n_rows == len(table) == 20
+    assert redis.files.import_rows(table.name, SPARK / "rows").n_rows == len(table) == 20
     np.testing.assert_array_equal(table.pull(ids), rows)
 
-    redis.export_rows(table.name, tmp_path / "exported.parquet")
+    redis.files.export_rows(table.name, tmp_path / "exported.parquet")
     ours, read_by_spark = (parquet.ParquetFile(path) for path in (tmp_path / "exported.parquet", SPARK / "exported.parquet"))
     assert ours.schema.equals(read_by_spark.schema), "another schema than Spark was tried with: try it again"
     assert ours.read().equals(read_by_spark.read())
 
-    redis.import_rows(table.name, SPARK / "doubled")
+    redis.files.import_rows(table.name, SPARK / "doubled")
     np.testing.assert_array_equal(table.pull(ids), 2 * rows)
 
 
 def test_unsigned_ids_are_decimals_in_spark_and_come_back_as_they_were(redis: Cluster, tmp_path: Path) -> None:
     table = new_table(redis, DIM, id_dtype="uint64")
-    assert redis.import_rows(table.name, SPARK / "doubled_unsigned").n_rows == 2
+    assert redis.files.import_rows(table.name, SPARK / "doubled_unsigned").n_rows == 2
     assert (table.pull(np.array([5, 2**64 - 3], np.uint64)) == 2).all()
     for wrong in (Decimal(-1), Decimal(2**64)):
         parquet.write_table(pa.table({"id": pa.array([wrong], pa.decimal128(20, 0)), "weights": [[1.0] * DIM]}), tmp_path / "a.parquet")
         with pytest.raises(ForeignRowsError, match="column 'id'"):
-            redis.import_rows(table.name, tmp_path / "a.parquet")
+            redis.files.import_rows(table.name, tmp_path / "a.parquet")
     assert len(table) == 2
 
 
@@ -182,13 +182,13 @@ def test_unsigned_ids_are_decimals_in_spark_and_come_back_as_they_were(redis: Cl
 
 def test_arrays_and_blocks_are_taken_and_of_a_repeated_id_the_later_row_holds(cluster: Cluster) -> None:
     table, ids, rows = new_table(cluster, DIM), ids_of(N), rows_of()
-    assert cluster.import_rows(table.name, (ids, rows)).n_rows == N
+    assert cluster.files.import_rows(table.name, (ids, rows)).n_rows == N
     assert table.pull(ids).tobytes() == rows.tobytes()
     later = rows_of(seed=9)
-    cluster.import_rows(table.name, ((ids[at : at + 10], block[at : at + 10]) for block in (rows, later) for at in range(0, N, 10)))
+    cluster.files.import_rows(table.name, ((ids[at : at + 10], block[at : at + 10]) for block in (rows, later) for at in range(0, N, 10)))
     assert table.pull(ids).tobytes() == later.tobytes()
     with pytest.raises(InvalidInputError, match="name what is in a file"):
-        cluster.import_rows(table.name, (ids, rows), weights="w")
+        cluster.files.import_rows(table.name, (ids, rows), weights="w")
 
 
 # --- interrupted, and resumed -------------------------------------------------------------------------------------------------------
@@ -205,15 +205,15 @@ def test_an_import_that_was_broken_off_goes_on_and_ends_with_the_same_rows(clust
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt) as raised:
-        cluster.import_rows(table.name, tmp_path / "rows.npy", progress=stop)
+        cluster.files.import_rows(table.name, tmp_path / "rows.npy", progress=stop)
     assert "320 rows of" in raised.value.__notes__[0]
     assert len(table) == 320
     phases: list[str] = []
-    done = cluster.import_rows(table.name, tmp_path / "rows.npy", resume=True, progress=lambda what, *_: phases.append(what))
+    done = cluster.files.import_rows(table.name, tmp_path / "rows.npy", resume=True, progress=lambda what, *_: phases.append(what))
     assert (done.n_rows, done.n_found) == (N, 320)
     assert list(dict.fromkeys(phases)) == ["verifying", "comparing", "importing"]
     assert table.pull(np.arange(N)).tobytes() == rows.tobytes()
-    assert cluster.import_rows(table.name, tmp_path / "rows.npy", resume=True).n_found == N
+    assert cluster.files.import_rows(table.name, tmp_path / "rows.npy", resume=True).n_found == N
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -232,9 +232,9 @@ def test_a_shard_killed_under_an_import_keeps_what_it_took_and_the_import_done_a
                 local.shards[1].kill()
 
         with pytest.raises(ShardUnavailableError):
-            cluster.import_rows(table.name, tmp_path / "rows.parquet", state="sums", timeout_s=3.0, progress=kill)
+            cluster.files.import_rows(table.name, tmp_path / "rows.parquet", state="sums", timeout_s=3.0, progress=kill)
         local.start_shard(1)
-        assert cluster.import_rows(table.name, tmp_path / "rows.parquet", state="sums", resume=True).n_found > 100
+        assert cluster.files.import_rows(table.name, tmp_path / "rows.parquet", state="sums", resume=True).n_found > 100
         assert len(table) == N
         assert table.pull(ids).tobytes() == rows.tobytes()
         assert stored_state(cluster, table, ids).tobytes() == np.abs(rows).tobytes()
@@ -246,7 +246,7 @@ def test_a_shard_killed_under_an_import_keeps_what_it_took_and_the_import_done_a
 def test_each_block_has_the_time_that_the_caller_gives(redis: Cluster) -> None:
     table = new_table(redis, DIM)
     with pytest.raises(KvembError) as raised:
-        redis.import_rows(table.name, (ids_of(N), rows_of()), timeout_s=1e-6)
+        redis.files.import_rows(table.name, (ids_of(N), rows_of()), timeout_s=1e-6)
     assert "import with resume goes on" in raised.value.__notes__[0]
 
 
@@ -254,10 +254,10 @@ def test_each_block_has_the_time_that_the_caller_gives(redis: Cluster) -> None:
 def test_a_row_that_was_trained_since_is_not_taken_for_an_imported_one(cluster: Cluster, tmp_path: Path) -> None:
     table, rows = new_table(cluster, DIM), rows_of()
     np.save(tmp_path / "rows.npy", rows)
-    cluster.import_rows(table.name, tmp_path / "rows.npy")
+    cluster.files.import_rows(table.name, tmp_path / "rows.npy")
     table.push([70], np.ones((1, DIM)))
     table.flush()
-    assert cluster.import_rows(table.name, tmp_path / "rows.npy", resume=True).n_found == 64
+    assert cluster.files.import_rows(table.name, tmp_path / "rows.npy", resume=True).n_found == 64
     assert table.pull(np.arange(N)).tobytes() == rows.tobytes()
 
 
@@ -287,7 +287,7 @@ def test_a_wrong_npy_is_refused_before_anything_is_written(redis: Cluster, tmp_p
     table = new_table(redis, DIM, num_ids=N)
     np.save(tmp_path / "rows.npy", rows)
     with pytest.raises(ForeignRowsError, match=message):
-        redis.import_rows(table.name, tmp_path / "rows.npy")
+        redis.files.import_rows(table.name, tmp_path / "rows.npy")
     assert len(table) == 0
 
 
@@ -304,7 +304,7 @@ def test_a_damaged_file_is_refused_before_anything_is_written(
         parquet.write_table(pa.table({"id": ids_of(N), "weights": list(rows_of())}), path)
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(ForeignRowsError, match=name):
-        redis.import_rows(table.name, path)
+        redis.files.import_rows(table.name, path)
     assert len(table) == 0
 
 
@@ -334,7 +334,7 @@ def test_wrong_columns_are_refused_before_anything_is_written(
     table = new_table(redis, DIM)
     parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
     with pytest.raises(ForeignRowsError, match=message):
-        redis.import_rows(table.name, tmp_path / "a.parquet")
+        redis.files.import_rows(table.name, tmp_path / "a.parquet")
     assert len(table) == 0
 
 
@@ -342,7 +342,7 @@ def test_a_word_that_stands_twice_is_named(redis: Cluster, tmp_path: Path) -> No
     table = new_table(redis, DIM)
     (tmp_path / "w.vec").write_text("the 1 2 3 4\ncafé 1 2 3 4\nend 1 2 3 4\ncafé 5 6 7 8\n", encoding="utf-8")
     with pytest.raises(ForeignRowsError, match=r"w\.vec: 'café' \(id -?\d+\) stands twice, in rows 1 and 3 .*Nothing was written"):
-        redis.import_rows(table.name, tmp_path / "w.vec")
+        redis.files.import_rows(table.name, tmp_path / "w.vec")
     assert len(table) == 0
 
 
@@ -351,7 +351,7 @@ def test_files_of_a_folder_have_the_same_columns(redis: Cluster, tmp_path: Path)
     parquet.write_table(pa.table({"id": [7, 8], "weights": rows}), tmp_path / "a.parquet")
     parquet.write_table(pa.table({"weights": rows}), tmp_path / "b.parquet")
     with pytest.raises(ForeignRowsError, match=r"b.parquet: .*other columns"):
-        redis.import_rows(table.name, tmp_path)
+        redis.files.import_rows(table.name, tmp_path)
     assert len(table) == 0
 
 
@@ -377,15 +377,15 @@ class Refusing:
 def test_arrays_that_are_none_are_refused(redis: Cluster, source: Any, message: str) -> None:
     table = new_table(redis, DIM)
     with pytest.raises((InvalidInputError, ForeignRowsError), match=message):
-        redis.import_rows(table.name, source)
+        redis.files.import_rows(table.name, source)
     assert len(table) == 0
 
 
 def test_names_of_files_may_be_paths(redis: Cluster, tmp_path: Path) -> None:
     table, other = new_table(redis, DIM), new_table(redis, DIM)
     table.assign(ids_of(N), rows_of())
-    redis.export_rows(table.name, tmp_path / "rows.npy", ids=tmp_path / "ids.npy")
-    assert redis.import_rows(other.name, tmp_path / "rows.npy", ids=tmp_path / "ids.npy").n_rows == N
+    redis.files.export_rows(table.name, tmp_path / "rows.npy", ids=tmp_path / "ids.npy")
+    assert redis.files.import_rows(other.name, tmp_path / "rows.npy", ids=tmp_path / "ids.npy").n_rows == N
     assert other.pull(ids_of(N)).tobytes() == table.pull(ids_of(N)).tobytes()
 
 
@@ -397,12 +397,12 @@ def test_what_is_not_there_is_said(redis: Cluster, tmp_path: Path) -> None:
         (tmp_path, ForeignRowsError, "has no files"),
     ):
         with pytest.raises(error, match=message):
-            redis.import_rows(table.name, url)
+            redis.files.import_rows(table.name, url)
     with pytest.raises(InvalidInputError, match="format is 'odd'"):
-        redis.import_rows(table.name, "a.npy", format="odd")
+        redis.files.import_rows(table.name, "a.npy", format="odd")
     np.save(tmp_path / "rows.npy", rows_of())
     with pytest.raises(InvalidInputError, match="has no state"):
-        redis.import_rows(table.name, tmp_path / "rows.npy", state=str(tmp_path / "rows.npy"))
+        redis.files.import_rows(table.name, tmp_path / "rows.npy", state=str(tmp_path / "rows.npy"))
 
 
 # --- exported, and imported again ---------------------------------------------------------------------------------------------------
@@ -424,10 +424,10 @@ def test_an_exported_table_comes_back_bit_for_bit(redis: Cluster, tmp_path: Path
     table.assign(ids, rows_of())
     more = {"ids": str(tmp_path / "ids.npy")} if ending == "npy" else {}
     shown: list[tuple[int, int]] = []
-    done = redis.export_rows(table.name, tmp_path / f"t.{ending}", progress=lambda what, n, total: shown.append((n, total)), **more)
+    done = redis.files.export_rows(table.name, tmp_path / f"t.{ending}", progress=lambda what, n, total: shown.append((n, total)), **more)
     assert (done.n_rows, shown[-1], len(shown) > 1) == (N, (N, N), True)
-    assert redis.import_rows(other.name, tmp_path / f"t.{ending}", **more).n_rows == N
-    assert redis.import_rows(other.name, tmp_path / f"t.{ending}", resume=True, **more).n_found == N
+    assert redis.files.import_rows(other.name, tmp_path / f"t.{ending}", **more).n_rows == N
+    assert redis.files.import_rows(other.name, tmp_path / f"t.{ending}", resume=True, **more).n_found == N
     assert other.pull(ids).tobytes() == table.pull(ids).tobytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([f"t.{ending}", *(["ids.npy"] if more else [])])
 
@@ -446,9 +446,9 @@ def test_weights_written_in_fewer_bits_come_back_within_the_stated_error(
     table.assign(np.arange(N), rows)
     more = {"ids": str(tmp_path / "ids.npy")} if ending == "npy" else {}
     whole = tmp_path / f"whole.{ending}"
-    redis.export_rows(table.name, whole, **more)
-    redis.export_rows(table.name, tmp_path / f"t.{ending}", dtype=dtype, **more)
-    assert redis.import_rows(other.name, tmp_path / f"t.{ending}", **more).n_rows == N
+    redis.files.export_rows(table.name, whole, **more)
+    redis.files.export_rows(table.name, tmp_path / f"t.{ending}", dtype=dtype, **more)
+    assert redis.files.import_rows(other.name, tmp_path / f"t.{ending}", **more).n_rows == N
     off = np.abs(other.pull(np.arange(N)).astype(np.float64) - rows)
     largest = np.abs(rows).max(axis=1, keepdims=True).astype(np.float64)
     bound = largest / 254 * (1 + 1e-5) if dtype == "int8" else np.maximum(np.abs(rows) * 2.0**-11, 2.0**-25)
@@ -469,9 +469,9 @@ def test_fewer_bits_are_refused_where_a_file_cannot_hold_them(redis: Cluster, tm
     ):
         more = {"ids": str(tmp_path / "ids.npy")} if ending == "npy" else {}
         with pytest.raises(InvalidInputError, match=message):
-            redis.export_rows(table.name, tmp_path / f"t.{ending}", dtype=dtype, **more)
+            redis.files.export_rows(table.name, tmp_path / f"t.{ending}", dtype=dtype, **more)
     with pytest.raises(ForeignRowsError, match=r"7e\+04 is beyond float16's 65504: write int8"):
-        redis.export_rows(table.name, tmp_path / "t.safetensors", dtype="float16")
+        redis.files.export_rows(table.name, tmp_path / "t.safetensors", dtype="float16")
     assert not list(tmp_path.iterdir())
 
 
@@ -479,19 +479,19 @@ def test_fewer_bits_are_refused_where_a_file_cannot_hold_them(redis: Cluster, tm
 def test_a_dense_table_is_one_npy_and_rows_that_do_not_exist_are_as_pulls_give_them(cluster: Cluster, tmp_path: Path) -> None:
     table = new_table(cluster, DIM, num_ids=N, initializer=kvemb.init.uniform())
     table.assign(np.arange(0, N, 2), rows_of()[::2])
-    cluster.export_rows(table.name, str(tmp_path / "t.data"), format="npy")
+    cluster.files.export_rows(table.name, str(tmp_path / "t.data"), format="npy")
     assert np.load(tmp_path / "t.data").tobytes() == table.pull(np.arange(N)).tobytes()
 
 
 def test_other_programs_read_what_was_exported(redis: Cluster, tmp_path: Path) -> None:
     table = new_table(redis, DIM)
     table.assign(np.arange(N), rows_of())
-    redis.export_rows(table.name, tmp_path / "t.parquet")
+    redis.files.export_rows(table.name, tmp_path / "t.parquet")
     columns = parquet.read_table(tmp_path / "t.parquet")
     assert columns["id"].to_pylist() == list(range(N))
     assert np.array(columns["weights"].to_pylist(), np.float32).tobytes() == rows_of().tobytes()
     torch = pytest.importorskip("torch")
-    redis.export_rows(table.name, tmp_path / "t.pt")
+    redis.files.export_rows(table.name, tmp_path / "t.pt")
     held = torch.load(tmp_path / "t.pt", weights_only=True)
     assert (held["id"].tolist(), held["weights"].numpy().tobytes()) == (list(range(N)), rows_of().tobytes())
 
@@ -506,18 +506,18 @@ def test_what_cannot_be_exported_is_refused_and_leaves_the_older_file(redis: Clu
         ("t.xyz", {}, "which format"),
     ):
         with pytest.raises(InvalidInputError, match=message):
-            redis.export_rows(table.name, tmp_path / url, **more)
+            redis.files.export_rows(table.name, tmp_path / url, **more)
     (tmp_path / "t.parquet").write_text("older")
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        redis.export_rows(table.name, tmp_path / "t.parquet", progress=stop)
+        redis.files.export_rows(table.name, tmp_path / "t.parquet", progress=stop)
     assert [path.name for path in tmp_path.iterdir()] == ["t.parquet"]
     assert (tmp_path / "t.parquet").read_text() == "older"
     with pytest.raises(ForeignRowsError, match="cannot be written"):
-        redis.export_rows(table.name, tmp_path / "t.parquet" / "below.parquet")
+        redis.files.export_rows(table.name, tmp_path / "t.parquet" / "below.parquet")
 
 
 # --- the command --------------------------------------------------------------------------------------------------------------------

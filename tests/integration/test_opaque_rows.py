@@ -155,11 +155,11 @@ def test_bytes_go_out_and_come_in_bit_for_bit(cluster: Cluster, tmp_path: Path, 
     first, second, ids, rows = opaque(cluster, 265), opaque(cluster, 265), ids_of(N), rows_of(N, 265)
     first.assign(ids, rows)
     beside = {"ids": str(tmp_path / f"ids.{ending}")} if ending in ("npy", "raw") else {}
-    cluster.export_rows(first.name, str(tmp_path / f"rows.{ending}"), **beside)
-    done = cluster.import_rows(second.name, tmp_path / f"rows.{ending}", **beside)
+    cluster.files.export_rows(first.name, str(tmp_path / f"rows.{ending}"), **beside)
+    done = cluster.files.import_rows(second.name, tmp_path / f"rows.{ending}", **beside)
     assert (done.n_rows, len(second)) == (N, N)
     np.testing.assert_array_equal(second.pull(ids), rows)
-    again = cluster.import_rows(second.name, tmp_path / f"rows.{ending}", resume=True, **beside)
+    again = cluster.files.import_rows(second.name, tmp_path / f"rows.{ending}", resume=True, **beside)
     assert again.n_found == N
 
 
@@ -169,7 +169,7 @@ def test_row_i_of_a_file_is_id_i(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "rows.raw").write_bytes(rows.tobytes())
     for file in ("rows.npy", "rows.raw"):
         table = opaque(cluster, num_ids=N)
-        cluster.import_rows(table.name, tmp_path / file)
+        cluster.files.import_rows(table.name, tmp_path / file)
         np.testing.assert_array_equal(table.pull(np.arange(N)), rows)
 
 
@@ -181,11 +181,11 @@ def test_files_that_other_programs_wrote_are_read(cluster: Cluster, tmp_path: Pa
     for name, column in kinds.items():
         parquet.write_table(pa.table({"n": ids, "row": column}), tmp_path / f"{name}.parquet", row_group_size=700)
     dense = opaque(cluster)
-    cluster.import_rows(dense.name, tmp_path / "rows.safetensors")
+    cluster.files.import_rows(dense.name, tmp_path / "rows.safetensors")
     np.testing.assert_array_equal(dense.pull(np.arange(N)), rows)
     for name in kinds:
         table = opaque(cluster)
-        cluster.import_rows(table.name, tmp_path / f"{name}.parquet", ids="n", weights="row")
+        cluster.files.import_rows(table.name, tmp_path / f"{name}.parquet", ids="n", weights="row")
         np.testing.assert_array_equal(table.pull(ids), rows)
 
 
@@ -203,9 +203,9 @@ def test_a_file_that_does_not_fit_is_refused_whole(cluster: Cluster, tmp_path: P
     }
     for file, words in said.items():
         with pytest.raises(ForeignRowsError, match=words):
-            cluster.import_rows(table.name, tmp_path / file)
+            cluster.files.import_rows(table.name, tmp_path / file)
     with pytest.raises(InvalidInputError, match="raw files have no state"):
-        cluster.import_rows(table.name, tmp_path / "cut.raw", state="x")
+        cluster.files.import_rows(table.name, tmp_path / "cut.raw", state="x")
     assert len(table) == 0
 
 
@@ -213,9 +213,9 @@ def test_raw_files_hold_any_table_in_its_own_dtype(cluster: Cluster, tmp_path: P
     for dtype in ("float32", "float16", "bfloat16"):
         first, second = (cluster.create_table(next(names), dim=6, frozen=True, dtype=dtype, num_ids=N) for _ in range(2))
         first.assign(np.arange(N), np.random.default_rng(3).normal(size=(N, 6)))
-        cluster.export_rows(first.name, str(tmp_path / "rows.raw"))
+        cluster.files.export_rows(first.name, str(tmp_path / "rows.raw"))
         assert (tmp_path / "rows.raw").stat().st_size == N * 6 * (4 if dtype == "float32" else 2)
-        cluster.import_rows(second.name, tmp_path / "rows.raw")
+        cluster.files.import_rows(second.name, tmp_path / "rows.raw")
         assert second.pull(np.arange(N)).tobytes() == first.pull(np.arange(N)).tobytes()
 
 

@@ -41,7 +41,7 @@ def test_nothing_grows_in_an_hour_of_drifting_ids_saves_evictions_and_a_feed(req
     with (
         LocalCluster("redis", 2, shards=2, index_mb=0, journal_max_mb=4, cache_mb=4) as local,
         kvemb.connect(local.url) as cluster,
-        cluster.feed() as feed,
+        cluster.feed.open() as feed,
     ):
         policies = {"admission": kvemb.admit.after(2), "eviction": kvemb.evict.keep(KEPT)}
         table = cluster.create_table("drift", dim=16, optimizer=kvemb.optim.adam(lr=0.01), **policies)

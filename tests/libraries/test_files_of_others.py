@@ -39,14 +39,14 @@ def cluster() -> Iterator[Cluster]:
 def require(cluster: Cluster, path: Path, expected: Any = IDS, rows: np.ndarray = ROWS, **names: str) -> None:
     """Import a file, and compare all rows: none more, none fewer, none another."""
     table = cluster.create_table(f"t{next(_numbers)}", dim=DIM, optimizer=kvemb.optim.sgd(1.0))
-    assert cluster.import_rows(table.name, path, **names).n_rows == len(table) == len(rows)
+    assert cluster.files.import_rows(table.name, path, **names).n_rows == len(table) == len(rows)
     np.testing.assert_array_equal(table.pull(kvemb.hash_ids(expected) if isinstance(expected, list) else expected), rows)
 
 
 def refuse(cluster: Cluster, path: Path, message: str, **names: str) -> None:
     table = cluster.create_table(f"t{next(_numbers)}", dim=DIM, optimizer=kvemb.optim.sgd(1.0))
     with pytest.raises((ForeignRowsError, InvalidInputError), match=message):
-        cluster.import_rows(table.name, path, **names)
+        cluster.files.import_rows(table.name, path, **names)
     assert len(table) == 0
 
 

@@ -61,6 +61,6 @@ def test_a_table_is_exported_to_a_checkpoint_and_comes_back_bit_for_bit(cluster:
     for name in ("there", "back"):
         cluster.create_table(f"{name}-{dtype}", dim=3, dtype=dtype, optimizer=kvemb.optim.sgd(), initializer=kvemb.init.zeros())
     cluster.table(f"there-{dtype}").assign(ids, ROWS)
-    cluster.export_rows(f"there-{dtype}", tmp_path / "t", format="tensorflow")
-    assert cluster.import_rows(f"back-{dtype}", tmp_path / "t.index").n_rows == N
+    cluster.files.export_rows(f"there-{dtype}", tmp_path / "t", format="tensorflow")
+    assert cluster.files.import_rows(f"back-{dtype}", tmp_path / "t.index").n_rows == N
     assert cluster.table(f"back-{dtype}").pull(ids).tobytes() == cluster.table(f"there-{dtype}").pull(ids).tobytes()

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvemb.client.change_feed import ChangeFeed
 from kvemb.errors import ShardUnavailableError
+from kvemb.feed.change_feed import ChangeFeed
 from kvemb.protocol.feed_messages import MOVE, FeedPosition, FeedReply, FeedRequest
 
 

@@ -10,7 +10,6 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from kvemb.api import Cluster
-from kvemb.api.shared_connection import SharedConnection
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
 from kvemb.checkpoint.format.checkpoint_manifest import MANIFEST, Cut, fragment_path
 from kvemb.checkpoint.format.strict_json import encode
@@ -19,6 +18,7 @@ from kvemb.checkpoint.save import Stalled
 from kvemb.checkpoint.verify import verify
 from kvemb.checkpoint.writer import ShardWriter
 from kvemb.config import parse
+from kvemb.connection import Connection
 from kvemb.errors import CheckpointError, ShardUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import SaveReply, SaveRequest
@@ -52,7 +52,7 @@ class NoShard:
 
 
 def cluster_of(shards: object) -> Cluster:
-    return Cluster(CONFIG, SharedConnection(None, SimpleNamespace(servers=shards), 5.0))  # type: ignore[arg-type]
+    return Cluster(CONFIG, Connection(None, SimpleNamespace(servers=shards), 5.0))  # type: ignore[arg-type]
 
 
 def test_shards_and_caller_have_the_same_time_for_the_cut(tmp_path: Path) -> None:

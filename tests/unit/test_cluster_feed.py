@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from kvemb.api.cluster_feed import ClusterFeed
+from kvemb.feed.cluster_feed import ClusterFeed
 from kvemb.protocol.feed_messages import FeedPosition, FeedReply
 
 SLOTS = np.arange(4, dtype="<u2").tobytes()
@@ -27,7 +27,7 @@ def test_a_feed_has_told_all_up_to_where_shards_were_also_one_that_has_joined_or
     gone = FeedReply("moved", True, 1, 9, 2, 1, 0, details={"gone": [[2, SLOTS]], "came": [], "left": True})
     batch = FeedReply("apply", True, 2, 3, 2, 1, 0)
     changes: Any = FakeChanges((1, gone), (2, came), (2, batch))
-    feed, table = ClusterFeed(changes, lambda name: None, weights=False), {0: 5, 1: 9}  # type: ignore[arg-type, return-value]
+    feed, table = ClusterFeed(changes, lambda name: None), {0: 5, 1: 9}  # type: ignore[arg-type, return-value]
     assert feed.has_told(table)
     assert not feed.has_told({0: 6, 1: 9})
     assert not feed.has_told({0: 5, 2: 3})  # shard 2 has joined; nothing of that was told yet

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvemb.api.write_counter import WriteCounter
+from kvemb.connection import WriteCounter
 from kvemb.net.deadline import Deadline
 
 

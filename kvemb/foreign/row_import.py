@@ -1,8 +1,8 @@
 """The one way by which foreign rows come into a table: verified as a whole, then assigned block by block, the next one read meanwhile.
 
-Nothing here knows a format (`kvemb.foreign`), and nothing writes but `Table.assign`: each block is journaled, applied and acknowledged as
-any change of rows is. So an import that was broken off has set the rows of its first blocks and no others, and done again it ends with the
-same rows. To resume, blocks that are in the table already are looked for by pulling them: no note of how far it came can be lost.
+Nothing here knows a format (`kvemb.foreign`), and nothing writes but `Connection.assign`: each block is journaled, applied and acknowledged
+as any change of rows is. So an import that was broken off has set the rows of its first blocks and no others, and done again it ends with
+the same rows. To resume, blocks that are in the table already are looked for by pulling them: no note of how far it came can be lost.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvemb.api.table import Table
 from kvemb.arrays.ids import refuse_masked, to_caller
 from kvemb.arrays.rounding import round_nearest, to_float32
+from kvemb.connection import Connection
 from kvemb.datapath.push import prepare_assign
 from kvemb.errors import ForeignRowsError, InvalidInputError, KvembError, n_of
 from kvemb.foreign.foreign_rows import ArrayNames, ForeignRows, RowSource, block_rows, ids_of, values_of, weights_of
@@ -52,7 +52,8 @@ class ImportResult:
 
 
 def import_rows(
-    table: Table,
+    connection: Connection,
+    definition: TableDef,
     source: str | os.PathLike[str] | RowArrays | Iterable[RowArrays],
     names: ArrayNames,
     *,
@@ -61,27 +62,27 @@ def import_rows(
     timeout_s: float | None,
     progress: ImportProgress | None,
 ) -> ImportResult:
-    """Import rows; see `Cluster.import_rows`."""
+    """Import rows; see `TableFiles.import_rows`."""
     begun, show = time.monotonic(), progress or (lambda what, done, total: None)
-    rows = _opened(table.definition, source, names, file_format)
+    rows = _opened(definition, source, names, file_format)
     if rows.can_be_read_again:
-        _verify(table.definition, rows.source, show)
+        _verify(definition, rows.source, show)
     done, n_found, left = 0, 0, rows.source.blocks()
     with closing(_read_ahead(left)) as blocks:
         try:
             for block in blocks:
-                here = resume and n_found == done and _is_there(table, block)
+                here = resume and n_found == done and _is_there(connection, definition, block)
                 if here:
                     n_found += len(block)
                 else:
-                    ids = to_caller(block.ids, table.definition.id_dtype)
-                    rows_of_block = prepare_assign(table.definition, ids, block.weights, block.state, minus_one=True)  # the file names them
-                    table.assign_prepared(rows_of_block, timeout_s)
+                    ids = to_caller(block.ids, definition.id_dtype)
+                    rows_of_block = prepare_assign(definition, ids, block.weights, block.state, minus_one=True)  # the file names them
+                    connection.assign(rows_of_block, timeout_s)
                 done += len(block)
                 show("comparing" if here else "importing", done, rows.source.n_rows)
         except (KvembError, KeyboardInterrupt) as error:
             error.add_note(
-                f"{n_of(done, 'row')} of {rows.source.where} are in table {table.name!r}; import with resume goes on behind them"
+                f"{n_of(done, 'row')} of {rows.source.where} are in table {definition.name!r}; import with resume goes on behind them"
             )
             raise
     return ImportResult(done, n_found, time.monotonic() - begun)
@@ -195,9 +196,9 @@ def _shown_twice(definition: TableDef, source: RowSource, first: np.uint64) -> s
     return f"{what} {'share an id' if len(different) > 1 else 'stands twice'}, in rows {rows[0]} and {rows[1]}"
 
 
-def _is_there(table: Table, block: ForeignRows) -> bool:
+def _is_there(connection: Connection, definition: TableDef, block: ForeignRows) -> bool:
     """Whether the table has exactly these weights already. State cannot be pulled; a row's weights and state are written as one."""
-    found, versions = table.pull_known(block.ids)
-    dtype = table.definition.dtype
+    [(found, versions)] = connection.pull_known([(definition, block.ids)])
+    dtype = definition.dtype
     stored = to_float32(round_nearest(block.weights, dtype), dtype)
     return bool((versions != 0).all()) and found.tobytes() == np.ascontiguousarray(stored).tobytes()

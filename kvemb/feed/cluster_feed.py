@@ -4,7 +4,7 @@ from __future__ import annotations  # help() shows types as they are written her
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -13,21 +13,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.ids import to_caller
+from kvemb.config import Config
+from kvemb.connection import Connection
 from kvemb.errors import InvalidInputError, UnknownTableError
 from kvemb.process import ForkLock
 from kvemb.protocol.feed_messages import BEGIN, NOW, START, FeedPosition, FeedReply
 from kvemb.protocol.message_format import TableRows
 from kvemb.schema.record import make_version
+from kvemb.schema.table_def import TableDef, check_table_name
 
 if TYPE_CHECKING:  # gRPC is imported when a feed is opened
-    from kvemb.api.table import Table
     from kvemb.client.all_shards import AllShards
-    from kvemb.client.change_feed import ChangeFeed
+    from kvemb.feed.change_feed import ChangeFeed
 
 _ASYNC_SLICE_S = 0.5  # a thread that waits for an event cannot be cancelled: it looks up this often
 _LEAST_READ_S = 5.0  # for the weights of an event
 _DROP = "drop"
 _NO_SLOTS: Mapping[int, NDArray[np.uint16]] = {}
+ReadRows = Callable[[Sequence[tuple[TableDef, NDArray[np.uint64]]], float | None], list[tuple[NDArray[Any], NDArray[np.uint64]]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,19 +65,19 @@ class FeedEvent:
 
 
 class ClusterFeed:
-    """What the shards of a cluster change, as an iterator without an end; made by `Cluster.feed`.
+    """What the shards of a cluster change, as an iterator without an end; made by `Feed.open`.
 
     One thread iterates, with `for` or `async for`; any may call `close`. Not fork-safe.
 
     Args:
         changes: of the shards.
-        table: opens a table by name, as it is now.
-        weights: whether events carry them.
+        definition: returns a table's by its name, as it is now.
+        read: reads the rows of an event, as `Connection.pull_known`; None: events carry no weights.
     """
 
-    def __init__(self, changes: ChangeFeed, table: Callable[[str], Table], *, weights: bool) -> None:
-        self._changes, self._open, self._weights = changes, table, weights
-        self._tables: dict[str, Table] = {}  # as this feed has opened them: one that another process makes anew is another table
+    def __init__(self, changes: ChangeFeed, definition: Callable[[str], TableDef], read: ReadRows | None = None) -> None:
+        self._changes, self._open, self._read = changes, definition, read
+        self._tables: dict[str, TableDef] = {}  # as this feed has opened them: one that another process makes anew is another table
         self._position = dict(changes.begun)
         self._left = set[int]()  # shards that were told to their end
         self._epochs: dict[int, int] = {shard: at.epoch for shard, at in changes.begun.items() if at.epoch}
@@ -84,7 +87,7 @@ class ClusterFeed:
 
     @property
     def position(self) -> dict[int, FeedPosition]:
-        """How far each shard's events were handed out: `Cluster.feed(from_=…)` goes on from there, in this process or another one."""
+        """How far each shard's events were handed out: `cluster.feed.open(from_=…)` resumes there, in this process or another one."""
         return dict(self._position)
 
     def has_told(self, heads: Mapping[int, int]) -> bool:
@@ -145,8 +148,8 @@ class ClusterFeed:
                 if not self._waiting:
                     self._advance()
             event = self._waiting[0]
-            if self._weights and event.weights is None and len(event.ids) and event.kind != "erase":
-                self._waiting[0] = self._with_weights(event, None if timeout_s is None else max(timeout_s, _LEAST_READ_S))
+            if self._read is not None and event.weights is None and len(event.ids) and event.kind != "erase":
+                self._waiting[0] = self._with_weights(event, self._read, None if timeout_s is None else max(timeout_s, _LEAST_READ_S))
             return True
 
     def _events(self, shard: int, reply: FeedReply) -> list[FeedEvent]:
@@ -179,37 +182,96 @@ class ClusterFeed:
             del self._position[shard]
             self._left.add(shard)
 
-    def _table(self, name: str) -> Table:
+    def _table(self, name: str) -> TableDef:
         if name not in self._tables:
             self._tables[name] = self._open(name)
         return self._tables[name]
 
     def _ids(self, rows: TableRows) -> NDArray[Any]:
         try:
-            return to_caller(rows.ids, self._table(rows.table).definition.id_dtype)
+            return to_caller(rows.ids, self._table(rows.table).id_dtype)
         except UnknownTableError:  # dropped since
             return rows.ids.view(np.int64)
 
-    def _with_weights(self, event: FeedEvent, timeout_s: float | None) -> FeedEvent:
+    def _with_weights(self, event: FeedEvent, read: ReadRows, timeout_s: float | None) -> FeedEvent:
         try:
-            weights, versions = self._table(event.table).pull_known(event.ids.view(np.uint64), timeout_s)
+            [(weights, versions)] = read([(self._table(event.table), event.ids.view(np.uint64))], timeout_s)
         except UnknownTableError:  # dropped since
             return event
         return replace(event, weights=weights, versions=versions)
 
 
+class Feed:
+    """The feed of an open cluster, as its users see it: `cluster.feed`. Thread-safe."""
+
+    def __init__(self, config: Config, connection: Connection) -> None:
+        self._config, self._connection = config, connection
+
+    def open(
+        self,
+        tables: Iterable[str] | None = None,
+        *,
+        from_: str | Mapping[int, Sequence[int]] = "now",
+        weights: bool = False,
+        max_mb: float = 16.0,
+    ) -> ClusterFeed:
+        """Return what the shards change from now on, or from an earlier position, event by event; see docs/feed.md.
+
+        Every acknowledged batch is told once it is in storage, in order, without gaps. After a restart of a shard or of the subscriber,
+        what is told again has the versions it had.
+
+        Args:
+            tables: names of those that are wanted, also of tables that are created later; None for all.
+            from_: "now": what is pushed behind this call. "start": every row that there is, then what changes. Or the `position` of an
+                earlier feed, or (epoch, k) by shard: what changed behind that.
+            weights: read the rows of each event from storage.
+            max_mb: memory, per shard, for events that are not taken yet; a shard whose subscriber takes nothing for long ends its stream,
+                which is opened again by itself.
+
+        Raises:
+            InvalidInputError: from_, or max_mb, is none of these.
+            ShardUnavailableError: a shard did not answer.
+
+        Example:
+            >>> import kvemb
+            >>> with kvemb.local() as url, kvemb.connect(url) as cluster:
+            ...     table = cluster.create_table("user", dim=2, optimizer=kvemb.optim.sgd(lr=1.0))
+            ...     with cluster.feed.open() as feed:
+            ...         ack = table.push([7, 3], np.ones((2, 2)))
+            ...         event = feed.take(timeout_s=30)
+            >>> event.kind, event.table, event.ids.tolist()
+            ('apply', 'user', [3, 7])
+        """
+        shards = self._connection.require_shards("feed")
+        if isinstance(tables, str):
+            raise InvalidInputError(f"feed: tables is the text {tables!r}; give a list of names: [{tables!r}], or None for all tables")
+        names = None if tables is None else tuple(map(check_table_name, tables))
+        read = self._connection.pull_known if weights else None
+        feed = open_feed(
+            shards.servers,
+            shards.questions.get_table,
+            names,
+            from_,
+            read=read,
+            max_mb=max_mb,
+            away_timeout_s=self._config.servers.away_timeout_s,
+        )
+        self._connection.closes_with.add(feed)
+        return feed
+
+
 def open_feed(
     servers: AllShards,
-    table: Callable[[str], Table],
+    definition: Callable[[str], TableDef],
     names: tuple[str, ...] | None,
     from_: str | Mapping[int, Sequence[int]],
     *,
-    weights: bool,
     max_mb: float,
     away_timeout_s: float,
+    read: ReadRows | None = None,
 ) -> ClusterFeed:
-    """Open a feed; see `Cluster.feed`."""
-    from kvemb.client.change_feed import ChangeFeed
+    """Open a feed; see `Feed.open`."""
+    from kvemb.feed.change_feed import ChangeFeed
 
     if not 0 < max_mb < 1 << 20:
         raise InvalidInputError(f"max_mb is {max_mb}; give a number of megabytes above 0")
@@ -217,7 +279,7 @@ def open_feed(
         raise InvalidInputError(f'from_ is {from_!r}; give "now", "start", or the position of an earlier feed, by shard')
     start = from_ if isinstance(from_, str) else dict(_position(shard, at) for shard, at in from_.items())
     changes = ChangeFeed(servers, start, names or (), max_bytes=int(max_mb * (1 << 20)), away_timeout_s=away_timeout_s)
-    return ClusterFeed(changes, table, weights=weights)
+    return ClusterFeed(changes, definition, read)
 
 
 def _position(shard: int | str, at: Sequence[int]) -> tuple[int, FeedPosition]:

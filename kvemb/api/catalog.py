@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvemb.api.shared_connection import SharedConnection
 from kvemb.api.table import Table
 from kvemb.config import Config
-from kvemb.coordination.registry_format import META_NAME, Registered, newest_registry
+from kvemb.connection import Connection
 from kvemb.datapath.prefetched_rows import PrefetchedRows, prepare_prefetched
 from kvemb.datapath.pull import PullRequest, prepare_pull
 from kvemb.datapath.push import prepare_push
@@ -24,30 +23,29 @@ from kvemb.schema.altered_table import AlteredTable, TableChanges
 from kvemb.schema.policies import PolicyChange
 from kvemb.schema.table_def import TableDef, check_table_name
 
-if TYPE_CHECKING:  # the cluster makes these
-    from kvemb.api.cluster import Cluster
-    from kvemb.api.table_alteration import AlterProgress
+if TYPE_CHECKING:
+    from kvemb.alter.table_alteration import AlterProgress
 
 
-class OpenTables:
+class Catalog:
     """The tables of one connection, by name; asking twice gives the same object."""
 
-    def __init__(self, config: Config, shared: SharedConnection, cluster: "Cluster") -> None:
-        self._config, self._shared, self._cluster = config, shared, cluster
+    def __init__(self, config: Config, connection: Connection, cluster: Any) -> None:
+        self._config, self._connection, self._cluster = config, connection, cluster
         self._tables: dict[str, Table] = {}
         self._lock = ForkLock()
 
     def get(self, name: str) -> Table:
         """Return a table that exists; raises as `Cluster.table`."""
         check_table_name(name)
-        self._shared.require_open()
+        self._connection.require_open()
         known = self._tables.get(name)
         return self.look_up(name) if known is None else known
 
     def look_up(self, name: str) -> Table:
         """As `get`, and ask for it, also if it was opened before: another process may have made it anew since."""
-        if self._shared.shards is not None:
-            return self._remember(self._shared.shards.questions.get_table(name))
+        if self._connection.shards is not None:
+            return self._remember(self._connection.shards.questions.get_table(name))
         definitions = self.definitions()
         if name not in definitions:
             listed = ", ".join(repr(other) for other in sorted(definitions)) or "none"
@@ -56,7 +54,7 @@ class OpenTables:
 
     def create(self, definition: TableDef, *, policies: PolicyChange, exist_ok: bool, start_over: bool) -> Table:
         """Create a table, or return the one that is there; raises as `Cluster.create_table`."""
-        shards = self._shared.require_shards("create_table")
+        shards = self._connection.require_shards("create_table")
         if start_over:
             if exist_ok:
                 raise InvalidInputError(
@@ -72,41 +70,37 @@ class OpenTables:
 
     def drop(self, name: str, timeout_s: float | None) -> int:
         """Delete a table with all its rows; raises as `Cluster.drop_table`."""
-        shards = self._shared.require_shards("drop_table")
-        with self._shared.changes.change():
+        shards = self._connection.require_shards("drop_table")
+        with self._connection.changes.change():
             n_rows = shards.drop_table(name, timeout_s)
         self.forget(name)
         return n_rows
 
     def alter(self, name: str, changes: TableChanges, timeout_s: float | None, progress: "AlterProgress | None") -> Table:
         """Give a table another definition; raises as `Cluster.alter_table`."""
-        from kvemb.api.table_alteration import alter
+        from kvemb.alter.table_alteration import alter
 
-        shards = self._shared.require_shards("alter_table")
+        shards = self._connection.require_shards("alter_table")
         old = shards.questions.get_table(name, timeout_s)
         change = AlteredTable.of(old, changes)
-        with self._shared.changes.change():
+        with self._connection.changes.change():
             if change.is_none:  # so it may be because an alteration was broken off behind its switch
                 shards.end_alter(name, "abort", old.key, timeout_s)
             else:
-                alter(shards, self._shared.store, change, self._shared.storage_deadline, timeout_s=timeout_s, progress=progress)
+                alter(shards, self._connection.store, change, self._connection.storage_deadline, timeout_s=timeout_s, progress=progress)
         return self._remember(shards.questions.get_table(name, timeout_s))
 
     def abort_alter(self, name: str, timeout_s: float | None) -> int:
         """Give up an alteration, or erase what one has left; raises as `Cluster.abort_alter_table`."""
-        return self._shared.require_shards("abort_alter_table").end_alter(name, "abort", "", timeout_s)
+        return self._connection.require_shards("abort_alter_table").end_alter(name, "abort", "", timeout_s)
 
     def definitions(self) -> dict[str, TableDef]:
         """The tables that exist, from the registry's copy in storage: complete before shard 0 answers a creation."""
-        return self._registered().tables
-
-    def _registered(self) -> Registered:
-        values = self._shared.store.values
-        return newest_registry(values.get(META_NAME, self._shared.storage_deadline()), values.copies_on(META_NAME))
+        return self._connection.registered().tables
 
     def forget_dropped(self) -> frozenset[str]:
         """Forget the tables that were dropped or altered, as the registry's copy in storage tells; return the keys of all such."""
-        dropped = frozenset(self._registered().dropped)
+        dropped = frozenset(self._connection.registered().dropped)
         with self._lock:
             for name in [name for name, table in self._tables.items() if table.definition.key in dropped]:
                 del self._tables[name]
@@ -158,7 +152,7 @@ class OpenTables:
         if known is not None and known.definition.key != definition.key:  # that table has been dropped
             self.forget(definition.name)
         with self._lock:
-            return self._tables.setdefault(definition.name, Table(definition, self._shared, self._cluster))
+            return self._tables.setdefault(definition.name, Table(definition, self._connection, self._cluster))
 
     def forget(self, name: str) -> None:
         """Read the table's definition again when it is opened next."""

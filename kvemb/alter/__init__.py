@@ -1,0 +1,1 @@
+"""A table that has rows gets another definition (docs/id-lifecycle.md)."""

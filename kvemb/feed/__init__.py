@@ -1,0 +1,1 @@
+"""The feed: what the shards of a cluster change, event by event (docs/feed.md)."""
