@@ -124,18 +124,10 @@ def is_package(module: str) -> bool:
 
 
 @cache
-def imported(*, when_run: bool = False) -> dict[str, set[str]]:
-    """The modules of ours that each of ours imports; those that are imported for annotations alone too, unless `when_run`."""
+def imported() -> dict[str, set[str]]:
+    """The modules of ours that each of ours imports; those that are imported for annotations alone too."""
     known = frozenset(SOURCES)
-    sources = {name: without_annotations(read(name)) if when_run else read(name) for name in SOURCES}
-    return {name: {to for to, _ in arrows(name, text, known=known, is_package=is_package(name))} & known for name, text in sources.items()}
-
-
-def without_annotations(source: str) -> str:
-    """Return the source without what stands under TYPE_CHECKING at its outer level."""
-    tree = ast.parse(source)
-    tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")]
-    return ast.unparse(tree)
+    return {name: {to for to, _ in arrows(name, read(name), known=known, is_package=is_package(name))} & known for name in SOURCES}
 
 
 def is_in(module: str, packages: tuple[str, ...]) -> bool:
@@ -237,7 +229,7 @@ def test_every_module_is_in_a_room() -> None:
 
 
 def test_no_module_imports_itself_by_a_detour() -> None:
-    circles = TopologicalSorter({name: targets - {name} for name, targets in imported(when_run=True).items()})
+    circles = TopologicalSorter({name: targets - {name} for name, targets in imported().items()})
     circles.prepare()  # raises CycleError, which names them
 
 

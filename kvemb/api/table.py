@@ -370,4 +370,5 @@ class Table:
 
 
 def _table_of(cluster: Any, name: str) -> Table:
-    return cluster.table(name)
+    table: Table = cluster.table(name)
+    return table

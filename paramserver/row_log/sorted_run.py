@@ -70,7 +70,10 @@ def rows_of_a_block(record_bytes: int) -> int:
 
 
 class SortedRun:
-    """A run that was written. The footer is in memory, blocks are read and checked when they are needed."""
+    """A run that was written. The footer is in memory, blocks are read and checked when they are needed.
+
+    One class: every way to read a run needs its footer, its map and its checks.
+    """
 
     def __init__(
         self, read_at: ReadAt, words: NDArray[Any], size_bytes: int, where: str, each: Each = map, newest: int = (1 << 64) - 1
