@@ -156,6 +156,6 @@ def test_the_largest_message_is_applied_on_the_slowest_storage(slow: FaultyClust
     n_rows = (MAX_REQUEST_BYTES - (1 << 10)) // (8 + 4 * DIM)
     ids = np.arange(n_rows, dtype=np.uint64)
     rows = TableRows(table.name, table.definition.schema, ids, np.full((n_rows, DIM), 3, np.float32))
-    shards = table.cluster._shared.require_shards("assign")
+    shards = table.cluster._connection.require_shards("assign")
     shards.servers.call(0, "Assign", RowsRequest(rows, 1000.0), Empty, Deadline.after(1000))
     check(slow, table, ids.astype(np.int64), 3)

@@ -420,7 +420,7 @@ def test_a_push_of_the_process_that_alters_waits_for_no_copy_and_the_copy_for_no
 
 def begun(cluster: Cluster, name: str, **changes: Any) -> tuple[ShardClient, AlteredTable]:
     """An alteration that was begun and goes no further."""
-    shards = cluster._shared.require_shards("alter_table")
+    shards = cluster._connection.require_shards("alter_table")
     change = AlteredTable.of(cluster.table(name).definition, TableChanges(**changes))
     staged = shards.begin_alter(change.old, change.new, None)
     shards.hold_for_alter(change.old, staged, None, begin=True)
@@ -558,7 +558,7 @@ def test_a_sync_job_waits_and_either_goes_on_or_connects_again(require_server: C
         cluster.create_table("moments", dim=4, optimizer=kvemb.optim.adam(), initializer=ZEROS)
 
         def steps() -> set[int]:
-            servers = cluster._shared.require_shards("steps").servers
+            servers = cluster._connection.require_shards("steps").servers
             return {reply.step for reply in servers.call_each("Step", TableRequest("moments"), StepReply, Deadline.after(60)).values()}
 
         def run(n_steps: int) -> list[StepTrainer]:

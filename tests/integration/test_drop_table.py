@@ -169,7 +169,7 @@ def test_a_model_over_a_dropped_table_says_what_to_do_when_it_trains_and_when_it
 def test_a_drop_that_was_broken_off_refuses_and_is_completed_by_the_next_call(local: LocalCluster, cluster: Cluster) -> None:
     name = next(names)
     table = old_table(cluster, name)
-    servers = cluster._shared.require_shards("drop").servers
+    servers = cluster._connection.require_shards("drop").servers
     asked = servers.call(0, "DropTable", TableRequest(name), TableReply, Deadline.after(10))
     key = TableDef.from_dict(asked.table).key
     erased = servers.call(0, "EraseTable", EraseTableRequest(key, 10.0), EraseTableReply, Deadline.after(10))

@@ -106,7 +106,7 @@ def test_gradients_are_refused_by_client_and_shard_and_state_is_none(cluster: Cl
             table.assign([1], np.ones((1, WIDE), table.definition.row_dtype), state=np.ones((1, 1)))
         sent = TableRows(table.name, table.definition.schema, np.array([1], np.uint64), np.ones((1, WIDE), np.float32))
         with pytest.raises(ParameterServerError, match="is frozen: it takes no gradients"):
-            table._shared.push([sent], PATIENCE_S).wait_applied(PATIENCE_S)
+            table._connection.push([sent], PATIENCE_S).wait_applied(PATIENCE_S)
         assert len(table) == 0
 
 

@@ -105,7 +105,7 @@ def test_a_policy_holds_for_the_next_push_of_the_client_that_has_set_it(local: L
 
 def test_a_shard_that_was_not_told_of_a_change_reads_it_when_a_push_names_it(local: LocalCluster) -> None:
     with kvemb.connect(local.url) as cluster:
-        table, servers = new_table(cluster), cluster._shared.require_shards("test").servers
+        table, servers = new_table(cluster), cluster._connection.require_shards("test").servers
         request = SetPoliciesRequest(table.name, {"admission": {"kind": "after", "n": 2}})
         servers.heard(servers.call(0, "SetPolicies", request, TableReply, Deadline.after(30)).tables_serial)  # and no other shard is told
         ack = table.push(IDS, np.ones((200, 4)))

@@ -29,7 +29,7 @@ ONES = np.ones((N, 4), np.float32)
 
 
 def shards_of(cluster: Cluster) -> ShardClient:
-    return cluster._shared.require_shards("test")
+    return cluster._connection.require_shards("test")
 
 
 def change_of(cluster: Cluster, name: str, **changes: Any) -> AlteredTable:
