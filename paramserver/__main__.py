@@ -23,9 +23,9 @@ from kvemb.process import formatter_of, replace_atomically
 from kvemb.process.interrupts import StopFlag
 from kvemb.schema.cluster_map import ClusterMap
 
-from .lifecycle.join_cluster import StoppedError, kept_place
 from .lifecycle.shard import Shard
 from .lifecycle.start import start
+from .recovery.join_cluster import StoppedError, kept_place
 from .rpc.access_control import AccessControl
 from .shard_process.data_dir import named
 

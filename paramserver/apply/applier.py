@@ -20,6 +20,7 @@ from ..ingest.ingest import Ingest
 from ..ingest.ingest_state import AbandonedError
 from ..journal.write_ahead_log import AppliedMark
 from ..model.batch import ReceivedPart, RefusedStep, RowsWork
+from ..model.table_registry import Registry
 from ..model.tables import Tables
 from ..shard_process.owned_thread import OwnedThread
 from .background import BackgroundWork
@@ -93,9 +94,9 @@ class Applier:
         background: BackgroundWork,
         mark: AppliedMark,
         failed: Callable[[BaseException], None],
-        tables_serial: Callable[[], int],
+        registry: Registry,
     ) -> None:
-        self._tables_serial = tables_serial
+        self._registry = registry
         self._ingest, self._engine, self._tables, self._handover = ingest, engine, tables, handover
         self._finder, self._background, self._failed = finder, background, failed
         self.thread = OwnedThread(self._run, name="kvemb-apply", wakes=(ingest.state.stop, handover.close))
@@ -116,7 +117,7 @@ class Applier:
                     self.figures.seconds.add(time.perf_counter() - started_s)
                     self._mark.reach(split_version(batch.version)[1], batch.end)
                     self._ingest.outcomes.settle(batch.work, replies)
-                busy = self._background.step(self._mark.now[1], self.pause)
+                busy = self._background.step(self.pause)
                 self._ingest.state.trouble.storage_works()  # no task is tried again now
             except AbandonedError:
                 return
@@ -157,7 +158,7 @@ class Applier:
         self, part: ReceivedPart, state: str, stale: tuple[float, int], k_and_epoch: tuple[int, int], changed_rows: list[ChangedRowsBlock]
     ) -> PushReply:
         ticket, (changed, elapsed), (k, epoch) = part.ticket, stale, k_and_epoch
-        known = self._tables_serial(), ticket.held_back
+        known = self._registry.serial, ticket.held_back
         return PushReply(ticket.sequence, state, k, changed, elapsed, {}, epoch, changed_rows, *known)
 
     def _changed_rows(self, part: ReceivedPart, batch: Sequence[PreparedRows]) -> list[ChangedRowsBlock]:

@@ -87,6 +87,14 @@ def note_carried_out(data: DataDir, serial: int, still_ours: Callable[[], None])
     data.write(LOADED, [b"%d\n" % serial], still_ours)
 
 
+def note_newest_carried_out(parts: ShardParts) -> None:
+    """Note that a shard has nothing to do for the newest decision: it takes its first rows, which are loaded already."""
+    copies = parts.store.values.get(META_NAME, Deadline.after(parts.timeout_s))
+    if (decision := newest_decision(copies, parts.store.values.copies_on(META_NAME))) is not None:
+        note_carried_out(parts.data, decision.serial, parts.claim.require)
+        parts.ingest.loads.carried_out(decision.serial)
+
+
 @dataclass(frozen=True)
 class Replaceable:
     """The parts of a shard that a load replaces, or asks before it does."""

@@ -57,6 +57,10 @@ NO_BATCH = AheadOfIndex(1, 0)
 class RepairPort(Protocol):
     """Brings back rows that storage has lost, when the engine meets one that it needs."""
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Every node."""
+
     def nodes(self, ahead: AheadOfIndex, pause: Pause, *, suspects: Iterable[str] = ()) -> int:
         """Restore every lost node, and compare these with the index; return how many nodes that were."""
 

@@ -13,22 +13,24 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.row_index import END
-from kvemb.errors import DeadlineExceededError
+from kvemb.errors import DeadlineExceededError, StorageError
 from kvemb.evict import Eviction
 from kvemb.net.deadline import Deadline
 from kvemb.schema.slots import N_SLOTS
 from kvemb.schema.table_def import TableDef
 
+from ..engine.storage_pace import Pause
 from ..model.batch import ERASE, EVICTED, CheckedRows, EvictionWork
-from ..model.row_ages import RowAges
-from ..model.tables import Tables, TableState
-from ..row_log.log_flush import ReadRecords
+from ..model.tables import TableState
+from ..recovery.shard_parts import ShardParts
+from ..row_log.log_flush import ReadRecords, from_storage, without_cache
 from .verdicts import EvictionLimits, Norms, PushCounts, judge, terms
 
 Ids = NDArray[np.uint64]
@@ -121,55 +123,28 @@ class _LastWalk:
     hot: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvictionPorts:
-    """What an evictor uses of its shard.
-
-    Args:
-        policy: returns a table's policy.
-        send: has rows erased.
-        read: the records of rows, from the cache or storage; on the apply thread.
-        read_stored: likewise from storage alone, on any thread.
-        applied_k: returns the last batch applied.
-        slot_shards: returns the shard of each slot, uint16 [16384].
-        shard: number.
-    """
-
-    policy: Callable[[TableDef], Eviction]
-    send: Callable[[EvictionWork], None]
-    read: ReadRecords
-    read_stored: ReadRecords
-    applied_k: Callable[[], int]
-    slot_shards: Callable[[], NDArray[np.uint16]]
-    shard: int
-
-    def share(self, definition: TableDef) -> float:
-        """Return the part of a table's rows that is this shard's, evenly spread as they are."""
-        groups = definition.placement.n_groups
-        slots = definition.placement.slots_of(np.arange(min(groups, N_SLOTS)) * max(1, groups // N_SLOTS))
-        return float(np.mean(self.slot_shards()[slots] == self.shard))
-
-
 class Evictor:
     """Walks one shard's tables and has rows erased.
 
     One class: all its methods read or change one walk, and what is known of the walks before.
 
     Attributes:
-        due_s: when the next step is due, by that clock.
-        sent: the erase under way; its apply makes a step due, too.
+        sent: the erase under way; its apply makes a step due.
     """
+
+    name, passing = "the walk for rows that their table's policy sends away", (StorageError,)
 
     def __init__(
         self,
-        tables: Tables,
-        ages: RowAges,
-        ports: EvictionPorts,
+        parts: ShardParts,
+        wake: Callable[[], None],
         *,
         clock: Callable[[], float] = time.monotonic,
         wall_s: float | None = None,
     ) -> None:
-        self._tables, self._ages, self._ports, self._clock = tables, ages, ports, clock
+        self._parts, self._tables, self._ages, self._wake, self._clock = parts, parts.tables, parts.ages, wake, clock
+        self._read, self._stored = from_storage(parts.store, parts.timeout_s), partial(without_cache, parts.store, parts.timeout_s)
+        self._policies_changed = False
         self._wall_ahead_s = (time.time() if wall_s is None else wall_s) - clock()
         self._known: dict[str, _LastWalk] = {}
         self._done: dict[str, TableEvictions] = {}
@@ -177,23 +152,30 @@ class Evictor:
         self._walk: _TableWalk | None = None
         self.sent: EvictionWork | None = None
         self._of_sent: tuple[_TableWalk, NDArray[np.intp], NDArray[np.int64]] | None = None
-        self.due_s = self._next_s = self._marked_s = self._ended_s = clock() - _MARK_S
+        self._due_s = self._next_s = self._marked_s = self._ended_s = clock() - _MARK_S
         self._worked_s = 0.0  # for which it has rested since `_ended_s`, and not long enough yet
         self._k = 0  # the last batch applied, at the last look
 
     # --- on the apply thread -----------------------------------------------------------------------------------------------------
 
-    def step(self, *, policies_changed: bool = False) -> None:
-        """Do a slice of a walk, or have a portion of rows erased, if it is due."""
+    @property
+    def due_s(self) -> float:
+        """When the next step is due, by that clock."""
+        return 0.0 if self._policies_changed or (self.sent is not None and self.sent.applied) else self._due_s
+
+    def step(self, pause: Pause) -> bool:
+        """Do a slice of a walk, or have a portion of rows erased."""
+        changed, self._policies_changed = self._policies_changed, False
         try:
-            self._step(self._clock(), policies_changed=policies_changed)
+            self._step(self._clock(), policies_changed=changed)
         finally:
             marks_s = self._marked_s + _MARK_S
-            self.due_s = marks_s if self.sent is not None else min(self._next_s, marks_s)
+            self._due_s = marks_s if self.sent is not None else min(self._next_s, marks_s)
+        return False
 
     def _step(self, now_s: float, *, policies_changed: bool) -> None:
         if now_s - self._marked_s >= _MARK_S:
-            self._ages.mark(now_s + self._wall_ahead_s, self._ports.applied_k())
+            self._ages.mark(now_s + self._wall_ahead_s, self._parts.engine.k)
             self._marked_s = now_s
         if self.sent is not None:
             if not self.sent.applied:
@@ -205,12 +187,12 @@ class Evictor:
             self._next_s = max(self._next_s, min(self._rested_s, now_s + _LOOK_SOON_S))
             return
         self._next_s, self._worked_s = now_s + _RETRY_S, 0.0  # the former unless all goes well
-        if self._walk is not None and self._ports.policy(self._walk.table.definition) != self._walk.policy:
+        if self._walk is not None and self._policy(self._walk.table.definition) != self._walk.policy:
             self._walk = None  # it was changed, or the table dropped
         walk = self._walk = self._walk or self._next_walk(now_s)
         if walk is None:
             self._say_what_went(now_s)
-            before, self._k = self._k, self._ports.applied_k()
+            before, self._k = self._k, self._parts.engine.k
             self._next_s = now_s + (_NO_POLICY_S if not self._known else _LOOK_S if self._k == before else _LOOK_SOON_S)
             return
         n_slices, n_erased = (_SLICES_BEHIND, _ERASED_BEHIND) if self._is_behind else (1, _ERASED_ROWS)
@@ -253,7 +235,7 @@ class Evictor:
         """The table whose walk is due, that which waits longest first."""
         due: list[tuple[float, TableState, Eviction]] = []
         for table in self._tables.all():
-            policy, key = self._ports.policy(table.definition), table.definition.key
+            policy, key = self._policy(table.definition), table.definition.key
             if policy.kind == "never":
                 self._known.pop(key, None)
                 continue
@@ -265,7 +247,7 @@ class Evictor:
         if not due:
             return None
         _, table, policy = min(due, key=lambda one: (one[0], one[1].definition.key))
-        counts, k = self._known[table.definition.key].counts, self._ports.applied_k()
+        counts, k = self._known[table.definition.key].counts, self._parts.engine.k
         return _TableWalk(table, policy, PushCounts(counts.lowest if counts is not None else 0, max(k, 0)))
 
     def _has_to_do(self, table: TableState, policy: Eviction, known: _LastWalk, now_s: float) -> bool:
@@ -281,12 +263,12 @@ class Evictor:
     def _kept(self, policy: Eviction, definition: TableDef) -> dict[int, float]:
         """This shard's part of the rows of each `keep`, by its number of rows."""
         rows = {int(leaf.limit) for leaf in policy.parts if leaf.kind == "keep"}
-        return {limit: limit * self._ports.share(definition) for limit in rows}
+        return {limit: limit * self._share(definition) for limit in rows}
 
     def _limits(self, table: TableState, policy: Eviction, known: _LastWalk, n_doomed: int = 0) -> EvictionLimits:
         n_rows = table.n_rows - n_doomed
         excess = {limit: max(0, n_rows - int(_AIM * kept)) for limit, kept in self._kept(policy, table.definition).items()}
-        k, now_s = self._ports.applied_k(), self._clock() + self._wall_ahead_s
+        k, now_s = self._parts.engine.k, self._clock() + self._wall_ahead_s
         oldest = {limit: k if known.hot else -1 if known.counts is None else known.counts.oldest(n) for limit, n in excess.items()}
         return EvictionLimits(k, lambda days: self._ages.k_at(now_s - days * _DAY_S), excess, oldest)
 
@@ -297,7 +279,7 @@ class Evictor:
         ids, versions, next_ = table.portion(walk.at, n_rows=_SLICE_READ if reads else _SLICE_ROWS)
         pushed = self._ages.last_push(table.definition, ids, versions)
         limits = self._limits(table, walk.policy, known, walk.n_doomed)
-        goes, why = judge(walk.policy, pushed, norms_of(table, ids, versions, self._ports.read), limits)
+        goes, why = judge(walk.policy, pushed, norms_of(table, ids, versions, self._read), limits)
         walk.counts.add(pushed[~goes])
         walk.at = next_
         rows = np.flatnonzero(goes)
@@ -316,7 +298,7 @@ class Evictor:
         rows = CheckedRows(definition, ids, np.empty((len(ids), 0), np.float32), versions, definition.optimizer.check_hyper({}))
         work = EvictionWork(ERASE, rows, EVICTED)
         self.sent, self._of_sent = work, (walk, why, pushed)
-        self._ports.send(work)
+        self._parts.ingest.evict(work)
 
     def _end_portion(self, work: EvictionWork) -> None:
         assert self._of_sent is not None
@@ -351,7 +333,21 @@ class Evictor:
         age_s = self.age_s(k)
         return f"batch {k}" + ("" if age_s is None else f", about {age_s / 3600:.1f} hours ago")
 
+    def _policy(self, definition: TableDef) -> Eviction:
+        return self._parts.registry.policies(definition.key).eviction
+
+    def _share(self, definition: TableDef) -> float:
+        """The part of a table's rows that is this shard's, evenly spread as they are."""
+        groups, owners = definition.placement.n_groups, self._parts.maps.cluster_map.slot_shards
+        slots = definition.placement.slots_of(np.arange(min(groups, N_SLOTS)) * max(1, groups // N_SLOTS))
+        return float(np.mean(owners[slots] == self._parts.shard))
+
     # --- any thread ----------------------------------------------------------------------------------------------------------------
+
+    def look_at_policies(self) -> None:
+        """Have the policies of tables looked at, which may have changed; returns at once."""
+        self._policies_changed = True
+        self._wake()
 
     def age_s(self, k: int) -> float | None:
         """Return how long ago a batch was applied, in seconds, at least; None where that is not known."""
@@ -366,7 +362,7 @@ class Evictor:
         """Return a report as plain values."""
         return {
             "table": definition.name,
-            "policy": str(self._ports.policy(definition)),
+            "policy": str(self._policy(definition)),
             "rows": n_rows,
             "evicted": done.n_rows,
             "by_policy": dict(done.by_policy),
@@ -378,16 +374,16 @@ class Evictor:
 
     def dry_run(self, table: TableState, deadline: Deadline) -> TableEvictions:
         """Return what a table's policy would send away now; nothing is erased, and rows that batches change meanwhile may be counted."""
-        policy, known, would = self._ports.policy(table.definition), _LastWalk(), TableEvictions()
+        policy, known, would = self._policy(table.definition), _LastWalk(), TableEvictions()
         if policy.kind == "never":
             return would
         if self._kept(policy, table.definition):
-            known.counts = PushCounts(0, max(self._ports.applied_k(), 0))
+            known.counts = PushCounts(0, max(self._parts.engine.k, 0))
             for _, _, pushed in self._slices(table, deadline):
                 known.counts.add(pushed)
         for ids, versions, pushed in self._slices(table, deadline):  # of 32,768 rows: an operator waits, and no batch
             limits = self._limits(table, policy, known, would.n_rows)
-            goes, why = judge(policy, pushed, norms_of(table, ids, versions, self._ports.read_stored), limits)
+            goes, why = judge(policy, pushed, norms_of(table, ids, versions, self._stored()), limits)
             would.add(policy, why[goes], pushed[goes], table.definition.record.size_bytes)
         return would
 

@@ -4,7 +4,7 @@ Claiming fences older processes.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -12,11 +12,13 @@ from pathlib import Path
 from kvemb.arrays.record_cache import CacheBudget
 from kvemb.client.all_shards import AllShards
 from kvemb.config import Config
+from kvemb.coordination.markers import Identity
 from kvemb.coordination.registry_format import META_NAME
 from kvemb.errors import ConfigError, JournalBehindError, ShardUnavailableError, StorageError
 from kvemb.net.deadline import Deadline, WhyWaiting
 from kvemb.protocol.move_messages import LeftSessionsRequest, WatermarksReply
 from kvemb.schema.cluster_map import ClusterMap
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.storage_kinds import open_store
 
 from ..checkpoint.loader import LoadedError, Loader, Replaceable, carried_out, newest_load
@@ -36,8 +38,9 @@ from ..model.transition import Timeline
 from ..moves.left_sessions import sessions_in
 from ..recovery.claim_shard import CLUSTER_NAME, Claim, claim_shard
 from ..recovery.high_water_mark import require_reached
-from ..recovery.known_rows import known_tables
-from ..recovery.replay import Recovery
+from ..recovery.join_cluster import StoppedError, StorageWait, join_cluster, keep_identity
+from ..recovery.known_rows import Ids, known_tables
+from ..recovery.replay import Recovered, Recovery
 from ..recovery.shard_parts import ShardParts, state_of
 from ..recovery.start_report import CLAIMING, JOINING, LOADING, READING, REPLAYING, StartReport
 from ..recovery.upgrade import SNAPSHOT, image_of, remove_old_files
@@ -46,12 +49,12 @@ from ..row_log import Reconstructor, Runs
 from ..row_log.state_file import SavedState, ShardState
 from ..shard_process.data_dir import DataDir, folder_of, for_writes, named
 from .front import Front
-from .join_cluster import StoppedError, StorageWait, join_cluster, keep_identity
 from .shard import Shard
 
 JOURNAL = "journal"  # the folder in the data folder
 _LARGEST_SEGMENT = 256 << 20
 _ISSUED_BEHIND_THE_END = 1 << 20
+Image = Mapping[str, tuple[Ids, Ids]]
 OnClaimed = Callable[[Callable[[], int], Callable[[], ClusterMap]], None]
 log = logging.getLogger("paramserver")
 
@@ -125,7 +128,7 @@ class _Start:
     ) -> None:
         self._on_claimed = on_claimed
         self._config, self._shard, self._data, self._roll_back = config, shard, data, roll_back
-        self._start_timeout_s, self._wait, self._report = start_timeout_s, wait, report
+        self._start_timeout_s, self._wait, self._report, self._timeout_s = start_timeout_s, wait, report, config.storage.timeout_s
         self._store = open_store(config.storage, role=f"shard:{shard}")
 
     def shard(self, front: Front, on_fenced: Callable[[], None], on_load: Callable[[], None] | None) -> Shard:
@@ -135,7 +138,7 @@ class _Start:
             with named(f"shard {self._shard}: its data folder cannot be used", self._data.path):
                 started = self.recovered()
                 front.open(self._wait, self._start_timeout_s, self._data.signed_by)
-                return Shard(started, self._store, self._data, front, on_fenced=on_fenced, on_load=on_load)
+                return Shard(started, front, on_fenced=on_fenced, on_load=on_load)
         except BaseException:
             if started is not None:
                 started.fenced_log.journal.close()
@@ -144,114 +147,143 @@ class _Start:
 
     def recovered(self) -> ShardParts:
         """Return the parts of a shard whose tables, sessions and rows are those of the journal's end."""
-        timeout_s, servers, shard, data = self._config.storage.timeout_s, self._config.servers, self._shard, self._data
-        report = self._report
-        report.enter(JOINING)
-        storage = StorageWait(Deadline.after(self._start_timeout_s), self._wait, report)
-        name = self._config.cluster
-        identity = join_cluster(self._store, data, shard, len(servers.shards), name=name, timeout_s=timeout_s, again=storage)
-        report.enter(CLAIMING)
-        cluster_id, registry = identity.cluster_id, Registry(self._store, shard, timeout_s, data)
-
-        def check(state: ShardState) -> None:
-            """Check all that may refuse the shard; only then is the folder this cluster's, and may the nodes be written to."""
-            self._require_reached(state)
-            keep_identity(data, identity)
-            registry.load()
-            there = {table.name: table for table in registry.tables}
-            for table in self._config.tables if shard == 0 else ():
-                if table.name in there:
-                    there[table.name].require_same(table.opened_as(there[table.name]))
-
-        def left() -> list[tuple[str, int, int]]:
-            shards = AllShards(servers.shards, tls=servers.tls, maps=self._store.nodes)
-            request, left_s = LeftSessionsRequest(shard), self._start_timeout_s
-
-            def ask() -> bytes:
-                return shards.call(0, "LeftSessions", request, WatermarksReply, Deadline.after(left_s)).sessions
-
-            with closing(shards):
-                return sessions_in(storage(ask, (ShardUnavailableError,)))
-
-        state = claim_shard(self._store, data, shard, cluster_id, timeout_s, check=check, left=left, again=storage)
-        claim = Claim(data, self._store, shard, state.epoch, timeout_s)
+        again = StorageWait(Deadline.after(self._start_timeout_s), self._wait, self._report)
+        identity, registry, state = self._claimed(again)
+        claim = Claim(self._data, self._store, self._shard, state.epoch, self._timeout_s)
         self._on_claimed(lambda: claim.epoch, lambda: self._store.nodes.cluster_map)
-        if data.read(CLUSTER_NAME) is None:
-            data.write(CLUSTER_NAME, [name.encode()])
-        for table in self._config.tables if shard == 0 else ():
-            names = {one.name for one in registry.dropping} - {one.name for one in registry.tables}
-            if table.name in names:  # this shard is needed to end that
-                log.warning("table %s of kvemb.yaml is being dropped, and created at the first start after that", table.name)
-                continue
-            storage(partial(registry.create, table, exist_ok=True))
-        if shard == 0 and registry.tables:
-            storage(lambda: settle_limits(self._store, self._store.nodes.addresses, registry.tables, timeout_s))
+        self._create_tables(registry, again)
         journal = self._open_journal()
-        still_ours = claim.require
-        fenced_log = FencedLog(journal, still_ours)
         try:
-            saved, image = SavedState(data, state, still_ours), image_of(data)
-            runs = Runs(data.path / SNAPSHOT, saved, epoch=state.epoch)
+            saved = SavedState(self._data, state, claim.require)
+            runs = Runs(self._data.path / SNAPSHOT, saved, epoch=state.epoch)
             runs.upgrade()
-            budget = CacheBudget(servers.cache_mb << 20)
-            index_bytes = servers.index_mb << 20
-            recovery = Recovery(journal, state.journal, state.k, registry.find_key)
-            report.enter(READING, recovery.looked_through)
-            recovery.scan()
-            replaceable = Replaceable(shard, registry, runs, saved, fenced_log, claim)
-            loader = Loader(replaceable, self._store, data, timeout_s, self._retry_until())
-            report.enter(LOADING, loader.how_far)
-            if recovery.is_done and image is None and not self._roll_back:
-                loader.read()
-            report.enter(READING)
-            known = known_tables(saved.now, runs, journal, registry.find_key, budget=budget, index_bytes=index_bytes, image=image)
-            tables = Tables(known, budget, log=runs, index_bytes=index_bytes)
-            sessions = Sessions(shard == 0, state.next_incarnation + self._skipped_incarnations, list(state.sessions))
-            members = Membership(servers.trainers, state.members, state.complete)
-            timeline = Timeline(state.epoch, recovery.k, self._where, roll_back=self._roll_back)
-            repairer = self._repairer(timeline, journal, runs, registry, tables, still_ours)
-            engine = Engine(self._store, tables, timeline, k=state.k, timeout_s=timeout_s, repair=repairer, rows_applied=state.rows_applied)
-            report.enter(REPLAYING, recovery.applied)
-            recovered = recovery.run(engine, tables, sessions, members, self._retry_until())
-            for table in registry.gone:  # the replay may have needed them
-                tables.forget(table)
-            rule = servers.barrier_timeout_s, recovered.members, servers.on_lost_trainer
-            steps = SyncSteps.first(servers.trainers, *rule) if servers.mode == "sync" else None
-            gate = MapGate(shard, lambda: self._store.nodes.cluster_map)
-            ages = RowAges(saved.now.points, saved.now.since, k=engine.k)
-            ages.mark(time.time(), engine.k)  # a start that comes before the next minute is up keeps this one, too
-            loads = LoadGate(partial(newest_load, self._store, timeout_s))
-            ingest = Ingest(sessions, steps, record=fenced_log.record, gate=gate, registry=registry, loads=loads)
-            parts = ShardParts(
-                self._config,
-                shard,
-                cluster_id,
-                registry,
-                tables,
-                engine,
-                ingest,
-                fenced_log,
-                recovered,
-                timeline,
-                runs,
-                repairer,
-                self._store.nodes,
-                claim,
-                saved,
-                ages,
-            )
-            if not recovery.is_done or image is not None:
-                self._settle(parts)
-            report.enter(LOADING, loader.how_far)
-            loader.finish(parts)
-            loads.carried_out(carried_out(data))
-            return parts
+            known = Replaceable(self._shard, registry, runs, saved, FencedLog(journal, claim.require), claim)
+            return self._loaded(known, state, identity.cluster_id)
         except JournalBehindError:
             journal.give_up()
             raise
         except BaseException:
             journal.close()
             raise
+
+    def _claimed(self, again: StorageWait) -> tuple[Identity, Registry, ShardState]:
+        """Join the cluster and become the shard's owner; return the state of the last one."""
+        store, data, shard, name = self._store, self._data, self._shard, self._config.cluster
+        self._report.enter(JOINING)
+        n_shards = len(self._config.servers.shards)
+        identity = join_cluster(store, data, shard, n_shards, name=name, timeout_s=self._timeout_s, again=again)
+        self._report.enter(CLAIMING)
+        registry = Registry(store, shard, self._timeout_s, data)
+        check, left = partial(self._check, identity, registry), partial(self._sessions_left, again)
+        state = claim_shard(store, data, shard, identity.cluster_id, self._timeout_s, check=check, left=left, again=again)
+        if data.read(CLUSTER_NAME) is None:
+            data.write(CLUSTER_NAME, [name.encode()])
+        return identity, registry, state
+
+    def _check(self, identity: Identity, registry: Registry, state: ShardState) -> None:
+        """Check all that may refuse the shard; only then is the folder this cluster's, and may the nodes be written to."""
+        if not self._roll_back:
+            require_reached(state, self._store, self._data.path / JOURNAL, self._timeout_s)
+        keep_identity(self._data, identity)
+        registry.load()
+        there = {table.name: table for table in registry.tables}
+        for table in self._declared:
+            if table.name in there:
+                there[table.name].require_same(table.opened_as(there[table.name]))
+
+    def _sessions_left(self, again: StorageWait) -> list[tuple[str, int, int]]:
+        """What a shard that has left had taken of trainers, whose number this one has; shard 0 keeps it."""
+        shards = AllShards(self._config.servers.shards, tls=self._config.servers.tls, maps=self._store.nodes)
+        request, left_s = LeftSessionsRequest(self._shard), self._start_timeout_s
+
+        def ask() -> bytes:
+            return shards.call(0, "LeftSessions", request, WatermarksReply, Deadline.after(left_s)).sessions
+
+        with closing(shards):
+            return sessions_in(again(ask, (ShardUnavailableError,)))
+
+    @property
+    def _declared(self) -> Sequence[TableDef]:
+        """The tables of kvemb.yaml, which shard 0 creates."""
+        return self._config.tables if self._shard == 0 else ()
+
+    def _create_tables(self, registry: Registry, again: StorageWait) -> None:
+        for table in self._declared:
+            names = {one.name for one in registry.dropping} - {one.name for one in registry.tables}
+            if table.name in names:  # this shard is needed to end that
+                log.warning("table %s of kvemb.yaml is being dropped, and created at the first start after that", table.name)
+                continue
+            again(partial(registry.create, table, exist_ok=True))
+        if self._shard == 0 and registry.tables:
+            again(lambda: settle_limits(self._store, self._store.nodes.addresses, registry.tables, self._timeout_s))
+
+    def _loaded(self, known: Replaceable, state: ShardState, cluster_id: bytes) -> ShardParts:
+        """Read a load that was decided; recover; write the load to storage."""
+        image, report = image_of(self._data), self._report
+        recovery = Recovery(known.fenced_log.journal, state.journal, state.k, known.registry.find_key)
+        report.enter(READING, recovery.looked_through)
+        recovery.scan()
+        loader = Loader(known, self._store, self._data, self._timeout_s, self._retry_until())
+        report.enter(LOADING, loader.how_far)
+        settled = recovery.is_done and image is None
+        if settled and not self._roll_back:
+            loader.read()
+        report.enter(READING)
+        parts = self._replayed(known, state, recovery, image, cluster_id)
+        if not settled:
+            self._settle(parts)
+        report.enter(LOADING, loader.how_far)
+        loader.finish(parts)
+        parts.ingest.loads.carried_out(carried_out(self._data))
+        return parts
+
+    def _replayed(self, known: Replaceable, state: ShardState, recovery: Recovery, image: Image | None, cluster_id: bytes) -> ShardParts:
+        """Apply the journal's end to tables and storage."""
+        servers, registry, journal, saved = self._config.servers, known.registry, known.fenced_log.journal, known.saved.now
+        budget, index_bytes = CacheBudget(servers.cache_mb << 20), servers.index_mb << 20
+        rows = known_tables(saved, known.runs, journal, registry.find_key, budget=budget, index_bytes=index_bytes, image=image)
+        tables = Tables(rows, budget, log=known.runs, index_bytes=index_bytes)
+        sessions = Sessions(self._shard == 0, state.next_incarnation + self._skipped_incarnations, list(state.sessions))
+        timeline = Timeline(state.epoch, recovery.k, self._where, roll_back=self._roll_back)
+        repairer = self._repairer(timeline, known, tables)
+        engine = Engine(
+            self._store, tables, timeline, k=state.k, timeout_s=self._timeout_s, repair=repairer, rows_applied=state.rows_applied
+        )
+        self._report.enter(REPLAYING, recovery.applied)
+        members = Membership(servers.trainers, state.members, state.complete)
+        recovered = recovery.run(engine, tables, sessions, members, self._retry_until())
+        for table in registry.gone:  # the replay may have needed them
+            tables.forget(table)
+        ages = RowAges(saved.points, saved.since, k=engine.k)
+        ages.mark(time.time(), engine.k)  # a start that comes before the next minute is up keeps this one, too
+        return ShardParts(
+            config=self._config,
+            shard=self._shard,
+            cluster_id=cluster_id,
+            registry=registry,
+            tables=tables,
+            engine=engine,
+            ingest=self._ingest(known, sessions, recovered),
+            fenced_log=known.fenced_log,
+            recovered=recovered,
+            timeline=timeline,
+            runs=known.runs,
+            repairer=repairer,
+            store=self._store,
+            maps=self._store.nodes,
+            data=self._data,
+            claim=known.claim,
+            saved=known.saved,
+            ages=ages,
+        )
+
+    def _ingest(self, known: Replaceable, sessions: Sessions, recovered: Recovered) -> Ingest:
+        servers = self._config.servers
+        rule = servers.barrier_timeout_s, recovered.members, servers.on_lost_trainer
+        steps = SyncSteps.first(servers.trainers, *rule) if servers.mode == "sync" else None
+        gate = MapGate(self._shard, lambda: self._store.nodes.cluster_map)
+        loads = LoadGate(partial(newest_load, self._store, self._timeout_s))
+        return Ingest(sessions, steps, record=known.fenced_log.record, gate=gate, registry=known.registry, loads=loads)
 
     @property
     def _where(self) -> str:
@@ -262,28 +294,17 @@ class _Start:
         """Numbers to skip: hellos may be gone with the journal's end, and incarnations that other shards know must not be issued again."""
         return _ISSUED_BEHIND_THE_END if self._roll_back else 0
 
-    def _require_reached(self, state: ShardState) -> None:
-        if not self._roll_back:
-            require_reached(state, self._store, self._data.path / JOURNAL, self._config.storage.timeout_s)
-
-    def _repairer(
-        self,
-        timeline: Timeline,
-        journal: Journal,
-        runs: Runs,
-        registry: Registry,
-        tables: Tables,
-        still_ours: Callable[[], None],
-    ) -> Repairer:
+    def _repairer(self, timeline: Timeline, known: Replaceable, tables: Tables) -> Repairer:
+        runs, registry = known.runs, known.registry
         return Repairer(
             self._store,
             tables,
             self._shard,
             timeline=timeline,
-            reconstruct=Reconstructor(lambda: runs.view, journal, registry.find_key).records,
-            timeout_s=self._config.storage.timeout_s,
+            reconstruct=Reconstructor(lambda: runs.view, known.fenced_log.journal, registry.find_key).records,
+            timeout_s=self._timeout_s,
             metas=lambda: [(META_NAME, registry.put_back)],
-            still_ours=for_writes(still_ours),
+            still_ours=for_writes(known.claim.require),
         )
 
     def _open_journal(self) -> Journal:

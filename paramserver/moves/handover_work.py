@@ -4,8 +4,7 @@ Each phase is repeated after an error, and after a restart; parts of it that are
 """
 
 import logging
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator
 
 import numpy as np
 
@@ -13,9 +12,13 @@ from kvemb.errors import LostRowError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, HOLDING, MOVING, SHARDS
-from kvemb.stores.store import Store
 
+from ..apply.committer import Committer
+from ..checkpoint.loader import note_newest_carried_out
+from ..checkpoint.saver import Saver
+from ..feed.feed_events import FeedEvents
 from ..ingest.sync_steps import AT_LAST, ENDED, UNKNOWN, HeldSteps
+from ..recovery.shard_parts import ShardParts
 from .giver_questions import GivenEntries, GiverQuestions
 from .phase_runner import PhaseProgress, PhaseWork
 from .slot_giver import SlotGiver, SlotOffers
@@ -32,47 +35,24 @@ _LOOK_TIMEOUT_S = 20.0  # a Redis Cluster has thousands of markers; there is no 
 log = logging.getLogger("paramserver")
 
 
-@dataclass(frozen=True)
-class HandoverPorts:
-    """The functions of the rest of its shard that a hand-over uses.
-
-    Args:
-        rise: makes the shard's epoch higher than another shard's.
-        quiet: whether all accepted work is applied.
-        saving: whether a checkpoint is being saved.
-        steps: lets a sync job's steps follow the map in force, and says how far they are; None in async mode.
-        expect: waits for these members of a sync job from now on.
-        joins: told when this shard has taken its first slots, before it says so.
-        leaves: told when it has none any more, and is to leave, before it says so.
-        flipped: told before rows of slots that have gone are forgotten.
-    """
-
-    rise: Callable[[int], None]
-    quiet: Callable[[], bool]
-    saving: Callable[[], bool]
-    steps: Callable[[], HeldSteps] | None
-    expect: Callable[[Sequence[tuple[str, int]]], None]
-    joins: Callable[[], None]
-    leaves: Callable[[], None]
-    flipped: Callable[[], None]
-
-
 class HandoverWork(PhaseWork):
     """One shard's part in plans that move slots between shards."""
 
     def __init__(
         self,
-        store: Store,
-        shard: int,
+        parts: ShardParts,
         giver: SlotGiver,
         taker: SlotTaker,
         *,
         offers: SlotOffers,
         questions: GiverQuestions,
-        ports: HandoverPorts,
+        committer: Committer,
+        saver: Saver,
+        events: FeedEvents,
     ) -> None:
-        self._store, self._shard, self._giver, self._taker = store, shard, giver, taker
-        self._offers, self._questions, self._ports = offers, questions, ports
+        self._parts, self._store, self._shard, self._ingest = parts, parts.store, parts.shard, parts.ingest
+        self._giver, self._taker, self._offers, self._questions = giver, taker, offers, questions
+        self._committer, self._saver, self._events = committer, saver, events
         self._never = ""
         self._had_slots = self._has_left = False  # this process
 
@@ -98,9 +78,9 @@ class HandoverWork(PhaseWork):
         self._had_slots |= self._shard in cluster_map.writing_shards
         if self._shard in _gone(cluster_map):
             self._has_left = self._had_slots
-            self._ports.leaves()
-        if self._ports.steps is not None:
-            self._ports.steps()
+            self._ingest.gate.leaves()
+        if self._parts.sync:
+            self._ingest.steps.follow()
         self._questions.give_up()
         self._offers.clear()
         if phase in ("", MOVING, ABORTING):
@@ -121,7 +101,7 @@ class HandoverWork(PhaseWork):
         return iter(()) if work is None else work(cluster_map, progress)
 
     def _read_ahead(self, cluster_map: ClusterMap, progress: PhaseProgress) -> Iterator[float]:
-        while self._ports.saving():  # its cut would be of one shard, and its rows of another
+        while self._saver.running:  # its cut would be of one shard, and its rows of another
             yield _RETRY_S
         while (steps := self._steps_of(cluster_map)) is not None and steps.phase == UNKNOWN:  # until this process has handed one out
             yield _RETRY_S
@@ -134,7 +114,7 @@ class HandoverWork(PhaseWork):
         n_before = 0
         for _ in range(_READS_AHEAD):
             given = yield from self._given(cluster_map)
-            self._ports.rise(given.epoch)
+            self._parts.claim.rise_above(given.epoch, self._risen)
             behind = self._taker.behind(given.entries)
             n_behind = sum(len(one.ids) for one in behind)
             if not n_behind or (n_before and not _FEW_ROWS < n_behind < _LESS * n_before):
@@ -161,26 +141,36 @@ class HandoverWork(PhaseWork):
     def _steps_of(self, cluster_map: ClusterMap) -> HeldSteps | None:
         """How far this shard is in the steps of a sync job; None where it takes part in none."""
         writes = self._shard in cluster_map.writing_shards
-        return self._ports.steps() if self._ports.steps is not None and writes else None
+        return self._ingest.steps.follow() if self._parts.sync and writes else None
 
     def _drain(self, cluster_map: ClusterMap, progress: PhaseProgress) -> Iterator[float]:
         assert cluster_map.plan is not None
         yield from self._come_to_last_step(cluster_map)
-        if self._ports.steps is not None or cluster_map.gives(self._shard).any() or self._shard in cluster_map.plan.leaving:
-            while not self._ports.quiet():
+        if self._parts.sync or cluster_map.gives(self._shard).any() or self._shard in cluster_map.plan.leaving:
+            while not self._ingest.backlog.quiet:
                 yield _POLL_S
             self._offers.drained(cluster_map.version)
         if cluster_map.takes(self._shard).any():
             given = yield from self._given(cluster_map)
-            self._ports.rise(given.epoch)  # the giver may have been restarted
+            self._parts.claim.rise_above(given.epoch, self._risen)  # the giver may have been restarted
             if self._shard not in cluster_map.writing_shards:
-                self._ports.expect(given.members)  # durable with `take`, below
+                self._ingest.steps.expect(given.members)  # durable with `take`, below
             self._taker.take(given.entries, given.epoch)
             if self._shard not in cluster_map.writing_shards:
-                self._ports.joins()
+                self._join()
+
+    def _risen(self, epoch: int) -> None:
+        """Write in a higher epoch from now on."""
+        self._parts.engine.rise(epoch, self._committer.rise(epoch))
+        log.info("epoch %d from now on, above that of the shards whose slots come", epoch)
+
+    def _join(self) -> None:
+        """Begin to take rows, which are loaded already, before the shard says so."""
+        note_newest_carried_out(self._parts)
+        self._ingest.gate.joins()
 
     def _give(self, cluster_map: ClusterMap, progress: PhaseProgress) -> Iterator[float]:
-        self._ports.flipped()
+        self._events.look()
         slots = cluster_map.gives(self._shard)
         if not slots.any():
             return

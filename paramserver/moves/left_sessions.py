@@ -4,7 +4,7 @@ Shard 0 asks for them when the shard has drained, and they are durable before th
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgpack
@@ -14,7 +14,7 @@ from kvemb.errors import KvembError, ParameterServerError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.move_messages import WatermarksReply, WatermarksRequest
 
-from ..shard_process.data_dir import DataDir
+from ..recovery.shard_parts import ShardParts
 
 FILE = "left-sessions"
 log = logging.getLogger("paramserver")
@@ -42,8 +42,8 @@ def _together(older: bytes, newer: bytes) -> bytes:
 class LeftSessions:
     """The sessions of every shard that has left. `keep` is for one thread, `find` for any."""
 
-    def __init__(self, data: DataDir, shards: AllShards, still_ours: Callable[[], None]) -> None:
-        self._data, self._shards, self._still_ours = data, shards, still_ours
+    def __init__(self, parts: ShardParts, shards: AllShards) -> None:
+        self._data, self._still_ours, self._shards = parts.data, parts.claim.require, shards
 
     def keep(self, shards: Sequence[int], version: int, deadline: Deadline) -> bool:
         """Have the sessions of shards that are about to leave, by the map of this version; return whether all are here, durably."""

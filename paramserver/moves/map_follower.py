@@ -17,9 +17,11 @@ from kvemb.errors import FencedError, KvembError
 from kvemb.net.deadline import Deadline, WhyWaiting
 from kvemb.protocol.messages import Empty
 from kvemb.schema.cluster_map import ClusterMap
-from kvemb.stores.store import Store
 
+from ..recovery.join_cluster import keep_map
+from ..recovery.shard_parts import ShardParts
 from ..shard_process.owned_thread import OwnedThread
+from .move_carrier import MoveCarrier
 from .phase_runner import PhaseProgress, PhaseRunner
 
 _LOOK_S = 0.25
@@ -33,21 +35,16 @@ class MapFollower:
 
     def __init__(
         self,
-        store: Store,
-        shard: int,
-        epoch: Callable[[], int],
+        parts: ShardParts,
         runner: PhaseRunner,
+        carrier: MoveCarrier | None,
         *,
-        keep: Callable[[ClusterMap], None],
-        wake: Callable[[], None],
-        look: threading.Event,
         shards: AllShards,
-        carry: Callable[[], None] | None,
-        timeout_s: float,
+        look: threading.Event,
+        wake: Callable[[], None],
     ) -> None:
-        self._store, self._shard, self._epoch, self._runner = store, shard, epoch, runner
-        self._keep, self._wake, self._due, self._shards = keep, wake, look, shards
-        self._carry, self._timeout_s = carry, timeout_s
+        self._parts, self._store, self._shard, self._timeout_s = parts, parts.store, parts.shard, parts.timeout_s
+        self._runner, self._carrier, self._shards, self._due, self._wake = runner, carrier, shards, look, wake
         self._kept: ClusterMap | None = None
         self._kept_nodes: tuple[tuple[str, ...], Mapping[int, str]] = (), {}
         self._told: MoveReport | None = None
@@ -74,22 +71,22 @@ class MapFollower:
                     log.exception("the cluster map cannot be followed now")
 
     def _look(self, *, told: bool) -> None:
-        if self._carry is None or not told:  # shard 0 has the newest, unless another process is shard 0 now
+        if self._carrier is None or not told:  # shard 0 has the newest, unless another process is shard 0 now
             self._store.nodes.refresh_map(Deadline.after(min(self._timeout_s, _LOOK_TIMEOUT_S)))
         cluster_map = self._store.nodes.cluster_map
         nodes, is_new = (self._store.nodes.addresses, self._store.nodes.repairs), cluster_map is not self._kept
         newer = self._kept is None or cluster_map.version != self._kept.version
-        if newer and self._carry is not None:  # which has changed it, or just started
+        if newer and self._carrier is not None:  # which has changed it, or just started
             self._tell(shard for shard in cluster_map.shard_numbers if shard != self._shard)
         if newer or nodes != self._kept_nodes:
-            self._keep(cluster_map)
+            keep_map(self._parts.data, self._store.nodes, cluster_map, self._parts.claim.require)
         self._kept, self._kept_nodes = cluster_map, nodes
         if is_new:
             self._wake()
         if cluster_map.plan is not None:
             self._report(cluster_map)
-            if self._carry is not None:
-                self._carry()
+            if self._carrier is not None:
+                self._carrier.carry()
 
     def _tell(self, shards: Iterable[int]) -> None:
         """Have other shards look at once."""
@@ -104,12 +101,13 @@ class MapFollower:
         if now.version != cluster_map.version:
             now = PhaseProgress(cluster_map.version)
         done = now.done  # first: what follows does not change after it
-        report, told = MoveReport(self._epoch(), now.version, done, now.rows, now.n_rows, trouble, now.step if done else 0), self._told
+        epoch, told = self._parts.engine.epoch, self._told
+        report = MoveReport(epoch, now.version, done, now.rows, now.n_rows, trouble, now.step if done else 0)
         news = told is None or (told.version, told.done, bool(told.trouble)) != (report.version, report.done, bool(report.trouble))
         if news or time.monotonic() - self._told_s >= _TELL_S:
             self._store.values.put_where_possible(
                 report_name(self._shard), report.encode(), Deadline.after(min(self._timeout_s, _LOOK_TIMEOUT_S))
             )
             self._told, self._told_s = report, time.monotonic()
-            if self._carry is None and (report.done or report.trouble):
+            if self._carrier is None and (report.done or report.trouble):
                 self._tell([0])

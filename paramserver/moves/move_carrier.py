@@ -10,17 +10,19 @@ the nodes have.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kvemb.client.all_shards import AllShards
 from kvemb.coordination.shard_notes import MoveReport, newest_report, report_name
 from kvemb.coordination.shard_owners import newest_owner, owner_name
 from kvemb.errors import MoveRefusedError
 from kvemb.net.deadline import Deadline, WhyWaiting
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import MovePlan, refuses
-from kvemb.stores.store import Store
 
+from ..recovery.join_cluster import keep_map
+from ..recovery.shard_parts import ShardParts
 from .left_sessions import LeftSessions
 from .move_phases import KEEP_SESSIONS, RENEW_MARKERS, Transition, on_abort, on_reports
 from .move_planner import MovePlanner, WantedMove
@@ -37,19 +39,9 @@ class MoveCarrier:
         taken_back: why the last move was taken back, as far as this process knows; "" where it was not.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        keep: Callable[[ClusterMap], None],
-        planner: MovePlanner,
-        left: LeftSessions,
-        sync: bool,
-        changed: Callable[[], None],
-        timeout_s: float,
-    ) -> None:
-        self._store, self._keep, self._planner, self.left, self._timeout_s = store, keep, planner, left, timeout_s
-        self._sync, self._changed = sync, changed
+    def __init__(self, parts: ShardParts, shards: AllShards, look: threading.Event) -> None:
+        self._parts, self._store, self._timeout_s, self._look = parts, parts.store, parts.timeout_s, look
+        self._planner, self.left = MovePlanner(parts), LeftSessions(parts, shards)
         self._given: tuple[ClusterMap, float] | None = None  # the map that every node has, and since when
         self._heard: tuple[int, list[MoveReport | None]] = 0, []
         self._lock = threading.Lock()
@@ -113,7 +105,7 @@ class MoveCarrier:
                 self._publish(now)
             reports = self._reports(now)
             self._heard = now.version, reports
-            transition = on_reports(now, reports, sync=self._sync)
+            transition = on_reports(now, reports, sync=self._parts.sync)
             if transition is not None and all(self._can(what, now, now.plan) for what in transition.first):
                 self._take(transition)
 
@@ -136,9 +128,9 @@ class MoveCarrier:
             log.info("the move is %s (map version %d)", "done" if flipped else "taken back", transition.map.version)
 
     def _follow(self, cluster_map: ClusterMap) -> None:
-        self._keep(cluster_map)
+        keep_map(self._parts.data, self._store.nodes, cluster_map, self._parts.claim.require)
         self._publish(cluster_map)
-        self._changed()
+        self._look.set()
 
     def _publish(self, cluster_map: ClusterMap) -> None:
         missed = self._store.nodes.publish_map(cluster_map, Deadline.after(self._timeout_s))

@@ -1,19 +1,20 @@
 """The plan for an operator's request: checked against the cluster map in force, and laid out as the next map."""
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.coordination.registry_format import META_NAME
+from kvemb.coordination.shard_owners import newest_owner, owner_name
 from kvemb.errors import InvalidInputError, MapChangedError, MoveRefusedError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import BY_COMMAND, GONE, IN_FILE, ClusterMap, NodePlace
 from kvemb.schema.move_plan import MOVING, NODES, SHARDS, MovePlan
-from kvemb.stores.store import Store
 
 from ..model.bucket_settings import require_records_fit
-from ..model.table_registry import Registry
+from ..recovery.shard_parts import ShardParts
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,10 +41,9 @@ class WantedMove:
 class MovePlanner:
     """Makes the map with which a plan begins."""
 
-    def __init__(
-        self, store: Store, metas: Callable[[], Mapping[str, bytes]], in_file: Sequence[str], registry: Registry, timeout_s: float
-    ) -> None:
-        self._store, self._metas, self._in_file, self._registry, self._timeout_s = store, metas, in_file, registry, timeout_s
+    def __init__(self, parts: ShardParts) -> None:
+        self._store, self._registry, self._timeout_s = parts.store, parts.registry, parts.timeout_s
+        self._in_file = parts.config.servers.shards
 
     def plan(self, now: ClusterMap, wanted: WantedMove, deadline: Deadline) -> ClusterMap:
         """Return the map in force with the plan in it. New nodes are prepared; nothing else is changed."""
@@ -76,6 +76,16 @@ class MovePlanner:
         plan = MovePlan(NODES, MOVING, wanted.slot_owners, wanted.leave, joining, wanted.max_bytes_per_s)
         places = (*places, *(NodePlace(address, BY_COMMAND) for address in wanted.join))
         return replace(now, version=now.version + 1, n_nodes=len(places), places=places, plan=plan)
+
+    def _metas(self) -> dict[str, bytes]:
+        """The small values that a node which joins gets copies of."""
+        found = {META_NAME: self._registry.encoded}
+        for shard in range(self._store.nodes.cluster_map.n_shards):
+            name = owner_name(shard)
+            copies = self._store.values.get(name, Deadline.after(self._timeout_s))
+            if (owner := newest_owner(copies, shard, self._store.values.copies_on(name))) is not None:
+                found[name] = owner.encode()
+        return found
 
     def _require_takes_records(self, addresses: Sequence[str]) -> None:
         require_records_fit(self._store, addresses, [*self._registry.tables, *self._registry.dropping], self._timeout_s)

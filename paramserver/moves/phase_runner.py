@@ -5,6 +5,7 @@ after a restart; parts of it that are done already are found done.
 """
 
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -12,11 +13,16 @@ from dataclasses import dataclass
 
 from kvemb.errors import JournalFullError, StorageError
 from kvemb.net.deadline import WhyWaiting
-from kvemb.protocol.shard_routing import MapSource
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import SHARDS
 
+from ..engine.storage_pace import Pause
+from ..recovery.shard_parts import ShardParts
+from ..row_log.log_flush import FlushSchedule
+from ..shard_process import freed_memory
+
 _RETRY_S, _TROUBLE_S = 0.2, 3.0
+_AFTER_A_HANDOVER_S = 0.1
 _SLICES_S = 0.01  # of slices done together: one range of slots may have a row or two, and a move hundreds of ranges
 _LEFT_TO_BATCHES, _LONGEST_PAUSE_S = 6.0, 1.0  # times the time of these slices; at most so long, also after a disk that was slow once
 log = logging.getLogger("paramserver")
@@ -80,8 +86,12 @@ class PhaseWork(ABC):
 class PhaseRunner:
     """Works at the phase of the map in force. `step` is for the apply thread, the rest for any thread."""
 
-    def __init__(self, maps: MapSource, nodes: PhaseWork, shards: PhaseWork, done: Callable[[], None]) -> None:
-        self.maps, self._nodes, self._shards, self._done = maps, nodes, shards, done
+    name = "a move of slots"
+    passing: tuple[type[Exception], ...] = ()  # its own tries are sooner
+
+    def __init__(self, parts: ShardParts, flushes: FlushSchedule, nodes: PhaseWork, shards: PhaseWork, done: Callable[[], None]) -> None:
+        self._maps, self._engine, self._flushes, self._done = parts.maps, parts.engine, flushes, done
+        self._nodes, self._shards, self._k = nodes, shards, -1
         self._map: ClusterMap | None = None  # whose phase is worked at
         self._slices: Iterator[float] = iter(())
         self._not_before_s, self._held_up = 0.0, WhyWaiting()
@@ -90,26 +100,22 @@ class PhaseRunner:
     @property
     def trouble(self) -> str:
         """Why this shard does not come further, if it has not for seconds."""
-        return self._work(self.maps.cluster_map).trouble or self._held_up.lasting(_TROUBLE_S)
+        return self._work(self._maps.cluster_map).trouble or self._held_up.lasting(_TROUBLE_S)
 
     @property
-    def changes_runs(self) -> bool:
-        """See `PhaseWork`."""
-        return self._shards.changes_runs
+    def due_s(self) -> float:
+        if self._map is not self._maps.cluster_map:
+            return 0.0
+        return math.inf if self.progress.done else self._not_before_s
 
-    def due_in_s(self) -> float | None:
-        """When there is something to do; None while there is not."""
-        if self.progress.done and self._map is self.maps.cluster_map:
-            return None
-        return max(0.0, self._not_before_s - time.monotonic())
-
-    def step(self, *, loaded: bool = False) -> bool:
+    def step(self, pause: Pause) -> bool:
         """Do some slices of the work for the map in force; return whether more can be done at once."""
-        cluster_map = self.maps.cluster_map
+        cluster_map = self._maps.cluster_map
+        loaded, self._k = self._engine.k != self._k, self._engine.k
+        if self._shards.changes_runs:
+            self._flushes.give_way(_AFTER_A_HANDOVER_S)
         if cluster_map is not self._map:
             self._begin(cluster_map)
-        if self.progress.done or time.monotonic() < self._not_before_s:
-            return False
         begun_s = time.monotonic()
         try:
             wait_s: float | None = 0.0
@@ -122,6 +128,8 @@ class PhaseRunner:
         if wait_s is None:
             self.progress.done = True
             self._done()
+            if cluster_map.plan is None:  # a start, with what it loaded or read, or a move is over
+                freed_memory.give_back()
             return False
         pause_s = min(_LEFT_TO_BATCHES * (time.monotonic() - begun_s), _LONGEST_PAUSE_S) if loaded else 0.0
         self._not_before_s = time.monotonic() + max(wait_s, pause_s)

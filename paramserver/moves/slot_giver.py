@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.protocol.move_messages import SlotEntriesReply, SlotEntriesRequest
-from kvemb.protocol.shard_routing import MapSource
 from kvemb.schema.move_plan import DRAINING, MOVING, SHARDS
 from kvemb.schema.record import make_version
 
 from ..model.tables import Tables
+from ..recovery.shard_parts import ShardParts
 from ..row_log.run_set import Runs
 from ..row_log.run_writer import dropped_on_error
 from ..row_log.state_file import ShardState
@@ -69,10 +69,8 @@ PAGE_ROWS = 1 << 19
 class SlotOffers:
     """The entries that one shard hands over. Thread-safe."""
 
-    def __init__(
-        self, maps: MapSource, rows: GivenRows, shard: int, epoch: Callable[[], int], members: Callable[[], tuple[tuple[str, int], ...]]
-    ) -> None:
-        self._maps, self._rows, self._shard, self._epoch, self._members = maps, rows, shard, epoch, members
+    def __init__(self, parts: ShardParts, rows: GivenRows) -> None:
+        self._parts, self._maps, self._shard, self._rows = parts, parts.maps, parts.shard, rows
         self._lock = threading.Lock()
         self._drained = 0  # version of the map under which the shard has written all that it had taken
         self._made: dict[tuple[int, int], list[SlotEntries]] = {}  # by the map's version and the taker
@@ -99,7 +97,7 @@ class SlotOffers:
             final = self._drained == version
             ready = plan is not None and plan.kind == SHARDS and (plan.phase == MOVING or (plan.phase == DRAINING and final))
             if not ready or version != request.version:
-                return SlotEntriesReply(False, self._epoch(), [], b"", b"")
+                return SlotEntriesReply(False, self._parts.engine.epoch, [], b"", b"")
             if (version, request.shard) not in self._made or (start == 0 and not final):
                 gives, takes = cluster_map.gives(self._shard), cluster_map.takes(request.shard)
                 known = self._rows.entries(gives, final=final)
@@ -107,9 +105,9 @@ class SlotOffers:
             entries = self._made[version, request.shard]
         tables = [{"definition": one.definition.to_dict(), "step": one.step, "rows": len(one.ids)} for one in entries]
         ids, versions = (_rows(entries, name, start) for name in ("ids", "versions"))
-        members = self._members()
+        members, epoch = self._parts.ingest.attendance.members(), self._parts.engine.epoch
         trainers, incarnations = [name for name, _ in members], [incarnation for _, incarnation in members]
-        return SlotEntriesReply(True, self._epoch(), tables, ids, versions, trainers, incarnations)
+        return SlotEntriesReply(True, epoch, tables, ids, versions, trainers, incarnations)
 
 
 def _rows(entries: list[SlotEntries], name: str, start: int) -> bytes:

@@ -16,11 +16,10 @@ from kvemb.errors import LostRowError, StorageError
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import ABORTING, CLEANING, MOVING
 from kvemb.stores.row_io import WritePart
-from kvemb.stores.store import Store
 
 from ..engine.row_access import RowAccess
-from ..model.tables import Tables, TableState
-from ..repair.repairer import Repairer
+from ..model.tables import TableState
+from ..recovery.shard_parts import ShardParts
 from ..row_log.log_flush import from_storage
 from .phase_runner import PhaseProgress, PhaseWork
 
@@ -42,10 +41,10 @@ class MoveFigures:
 class SlotMover(PhaseWork):
     """One shard's part in plans that move slots between nodes."""
 
-    def __init__(self, store: Store, tables: Tables, repairer: Repairer, figures: MoveFigures, *, timeout_s: float) -> None:
-        self._store, self._tables, self._repairer, self._timeout_s = store, tables, repairer, timeout_s
-        self._access, self._read = RowAccess(store, timeout_s), from_storage(store, timeout_s)
-        self._figures = figures
+    def __init__(self, parts: ShardParts) -> None:
+        self._store, self._tables, self._repairer, self._timeout_s = parts.store, parts.tables, parts.repairer, parts.timeout_s
+        self._access, self._read = RowAccess(parts.store, parts.timeout_s), from_storage(parts.store, parts.timeout_s)
+        self.figures = MoveFigures()
 
     @property
     def trouble(self) -> str:
@@ -76,7 +75,7 @@ class SlotMover(PhaseWork):
                 n_bytes = self._copy_rows(state, some, there) * row_bytes if copies else 0
                 if not copies:
                     there.erase_whole(state.definition, some)  # no row of these slots stays there
-                    self._figures.erased += len(some)
+                    self.figures.erased += len(some)
                 progress.gone_through(len(some))
                 yield n_bytes / bytes_per_s if bytes_per_s else 0.0
 
@@ -102,8 +101,8 @@ class SlotMover(PhaseWork):
         stored = there.write([part])[0].stored
         if not stored.all():
             there.write_over(definition, ids[~stored], records[~stored])
-        self._figures.copied += len(ids)
-        self._figures.copied_bytes += records.nbytes
+        self.figures.copied += len(ids)
+        self.figures.copied_bytes += records.nbytes
         return len(ids)
 
     def _records(self, state: TableState, ids: Ids, wanted: Ids) -> NDArray[np.uint8]:

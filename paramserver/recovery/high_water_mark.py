@@ -8,8 +8,8 @@ The note is no promise: the nodes' newest copy counts, and one that is lost, old
 (`paramserver.model.transition`).
 """
 
+import platform
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from kvemb.stores.store import Store
 from ..journal import last_batch
 from ..model.transition import ORDERS
 from ..row_log.state_file import ShardState
+from .shard_parts import ShardParts
 
 _AGAIN_S = 10.0  # a shard without work says that it lives
 
@@ -40,13 +41,14 @@ def require_reached(state: ShardState, store: Store, journal: Path, timeout_s: f
 class HighWaterMarkReporter:
     """Tells the nodes how far a shard has come, when that has changed, and now and then that it is there. One thread."""
 
-    def __init__(self, store: Store, shard: int, about: ShardNote, *, k: Callable[[], int], timeout_s: float) -> None:
-        self._store, self._shard, self._about, self._k, self._timeout_s = store, shard, about, k, timeout_s
+    def __init__(self, parts: ShardParts) -> None:
+        self._parts, place = parts, f"{platform.node()}:{parts.data.path.resolve()}"
         self._told: ShardNote | None = None
+        self._about = ShardNote(parts.engine.epoch, 0, parts.config.cluster, place)
 
     def tell(self) -> None:
         """Write the note if there is something new, or it is of some time ago."""
-        now, told = replace(self._about, k=self._k(), at_s=int(time.time())), self._told
+        now, told = replace(self._about, k=self._parts.engine.k, at_s=int(time.time())), self._told
         if told is None or told.k != now.k or abs(now.at_s - told.at_s) >= _AGAIN_S:
-            self._store.values.put(note_name(self._shard), now.encode(), Deadline.after(self._timeout_s))
+            self._parts.store.values.put(note_name(self._parts.shard), now.encode(), Deadline.after(self._parts.timeout_s))
             self._told = now

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 
 from kvemb.config import Config
-from kvemb.protocol.shard_routing import MapSource
+from kvemb.stores.store import Store
+from kvemb.stores.store_nodes import StoreNodes
 
 from ..engine.engine import Engine
 from ..ingest.ingest import Ingest
@@ -16,6 +17,7 @@ from ..model.transition import Timeline
 from ..repair.repairer import Repairer
 from ..row_log import Runs
 from ..row_log.state_file import SavedState, ShardState
+from ..shard_process.data_dir import DataDir
 from .claim_shard import Claim
 from .replay import Recovered
 
@@ -36,10 +38,22 @@ class ShardParts:
     timeline: Timeline
     runs: Runs
     repairer: Repairer
-    maps: MapSource
+    store: Store
+    maps: StoreNodes
+    data: DataDir
     claim: Claim
     saved: SavedState
     ages: RowAges
+
+    @property
+    def timeout_s(self) -> float:
+        """Of one exchange with storage."""
+        return self.config.storage.timeout_s
+
+    @property
+    def sync(self) -> bool:
+        """Whether this is a sync job."""
+        return self.config.servers.mode == "sync"
 
 
 def state_of(parts: ShardParts, position: Position) -> ShardState:

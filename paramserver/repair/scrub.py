@@ -10,7 +10,10 @@ import time
 from collections.abc import Callable
 
 from kvemb.arrays.row_index import END
+from kvemb.errors import StorageError
+from kvemb.protocol.shard_routing import MapSource
 
+from ..engine.storage_pace import Pause
 from ..model.tables import Tables, TableState
 from .repairer import Repairer
 
@@ -22,22 +25,20 @@ _RETRY_S = 5.0
 
 
 class Scrub:
-    """Compares one shard's rows with storage, a slice at a time.
+    """Compares one shard's rows with storage, a slice at a time."""
 
-    Attributes:
-        due_s: when the next slice may be compared, by that clock.
-    """
+    name, passing = "the comparison of rows that no push touches", (StorageError,)
 
     def __init__(
         self,
         repairer: Repairer,
         tables: Tables,
-        n_shards: Callable[[], int],
+        maps: MapSource,
         *,
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._repairer, self._tables, self._n_shards, self._timeout_s = repairer, tables, n_shards, timeout_s
+        self._repairer, self._tables, self._maps, self._timeout_s = repairer, tables, maps, timeout_s
         self._clock = clock
         self._todo: list[TableState] = []
         self._at = 0  # key of the first row of the first of these tables that is not compared yet
@@ -45,11 +46,11 @@ class Scrub:
         self._n_compared = self._n_rows = self._n_rounds = self._n_restored = 0
         self._took_s = self._ended_s = 0.0
 
-    def step(self) -> None:
-        """Compare a slice, if one is due."""
+    def step(self, pause: Pause) -> bool:
+        """Compare a slice."""
         started_s = self._clock()
         if started_s < self.due_s:
-            return
+            return False
         if not self._todo:
             self._todo, self._at, self._begun_s, self._n_compared = self._tables.all(), 0, started_s, 0
             self._n_rows = sum(table.n_rows for table in self._todo)
@@ -57,11 +58,12 @@ class Scrub:
         if self._todo:
             self._compare(self._todo[0])
         now_s = self._clock()
-        self.due_s = now_s + max(_LEAST_PAUSE_S, _SHARE_OF_TIME * self._n_shards() * (now_s - started_s))
+        self.due_s = now_s + max(_LEAST_PAUSE_S, _SHARE_OF_TIME * len(self._maps.cluster_map.shard_numbers) * (now_s - started_s))
         if not self._todo:
             self._n_rounds += 1
             self._ended_s, self._took_s = now_s, now_s - self._begun_s
             self.due_s = max(self.due_s, self._begun_s + _ROUND_S)
+        return False
 
     def describe(self) -> str:
         """Say how far it is, for `kvemb status`; "" before the first row was compared."""

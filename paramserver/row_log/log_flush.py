@@ -9,6 +9,7 @@ is made on the apply thread, between batches: then the index, storage and the la
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -18,11 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.ids import as_items, as_rows
+from kvemb.errors import JournalFullError, LostRowError, RecordError, StorageError
 from kvemb.stores.store import Store
 
 from ..engine.row_access import RowAccess
+from ..engine.storage_pace import NO_BATCH, Pause, RepairPort
 from ..journal import START, Position
-from ..journal.write_ahead_log import FencedLog
+from ..journal.write_ahead_log import AppliedMark, FencedLog
 from ..model.tables import Tables, TableState, all_of
 from .reconstruct import require_versions
 from .run_set import Runs
@@ -35,6 +38,7 @@ ReadRecords = Callable[[TableState, Ids], tuple[Bytes, NDArray[np.bool_]]]
 
 _SLICE_BYTES = 4 << 20
 _MOST_DOUBLINGS = 4  # no batch waits for more than 64 MB
+_REPLAYED_BYTES = 4 << 20  # of the journal
 _LOOK_BYTES = 1 << 20  # of the journal, from one look at the size of the index to the next
 log = logging.getLogger("paramserver")
 
@@ -122,23 +126,29 @@ def without_cache(store: Store, timeout_s: float) -> ReadRecords:
 
 
 class FlushSchedule:
-    """Says when one shard flushes, and cuts its journal afterwards. Apply thread only, but for `ask`.
+    """Says when one shard flushes, and cuts its journal afterwards. Apply thread only, but for `ask` and `flush_behind`.
 
     Attributes:
         due_bytes: `step` has nothing to do while the journal is not larger; -1 while a flush or a merge is under way, or a flush asked for.
     """
+
+    name, passing = "a flush to the row log", (StorageError, JournalFullError, OSError)
 
     def __init__(
         self,
         fenced_log: FencedLog,
         flush: LogFlush,
         tables: Tables,
+        mark: AppliedMark,
         *,
+        repair: RepairPort,
         state: Callable[[Position], ShardState],
         max_bytes: int,
-        held: Callable[[], bool] = lambda: False,
+        held: Callable[[], bool],
+        wake: Callable[[], None],
     ) -> None:
         self._fenced_log, self.journal, self._flush, self._tables = fenced_log, fenced_log.journal, flush, tables
+        self._mark, self._repair, self._wake, self._not_before_s = mark, repair, wake, 0.0
         self._state, self._max_bytes, self._held = state, max_bytes, held
         self._limit_bytes, self._past_bytes = max_bytes, 0
         self.due_bytes = 0  # the index is looked at, too
@@ -156,6 +166,14 @@ class FlushSchedule:
         with self._lock:
             self._asked.append(done)
             self.due_bytes = -1
+        self._wake()
+        return done
+
+    def flush_behind(self, n_bytes: int = _REPLAYED_BYTES) -> threading.Event:
+        """Flush if the journal has got more than so many bytes since the last one. The event is set when that is done, or needless."""
+        if self.behind_bytes > n_bytes:
+            return self.ask()
+        (done := threading.Event()).set()
         return done
 
     @property
@@ -163,12 +181,24 @@ class FlushSchedule:
         """Bytes that the journal has got since the last flush, about. Any thread."""
         return max(0, self.journal.size_bytes - self._past_bytes)
 
-    def step(self, applied: Position) -> bool:
+    @property
+    def due_s(self) -> float:
+        return self._not_before_s if self.journal.size_bytes > self.due_bytes else math.inf
+
+    def step(self, pause: Pause) -> bool:
         """Begin a flush if one is due, or go on with it; else go on with a merge. Return whether there is more to do.
 
         Raises:
-            LostRowError, StorageError, JournalFullError, OSError: the flush was given up; the log is as it was before.
+            StorageError, JournalFullError, OSError: the flush was given up; the log is as it was before.
         """
+        try:
+            return self._step(self._mark.now[1])
+        except (LostRowError, RecordError) as error:
+            log.error("while the shard flushed to its row log: %s", error)
+            self._repair.nodes(NO_BATCH, pause, suspects=self._repair.addresses)
+            return False
+
+    def _step(self, applied: Position) -> bool:
         self._applied = applied
         if self._steps is None:
             if not self._begins():
@@ -208,8 +238,13 @@ class FlushSchedule:
             self.due_bytes = min(self.journal.size_bytes + _LOOK_BYTES, self._limit_bytes)
         return False
 
+    def give_way(self, for_s: float) -> None:
+        """Give up the flush under way, and begin none for a while: index and row log change otherwise than by batches."""
+        self.give_up()
+        self._not_before_s = time.monotonic() + for_s
+
     def give_up(self) -> None:
-        """Give up the flush under way, if any; a new one begins when it is due. Before runs come from another shard this is called, too."""
+        """Give up the flush under way, if any; a new one begins when it is due."""
         steps, self._steps = self._steps, None
         if steps is not None:
             steps.close()

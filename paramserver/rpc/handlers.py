@@ -52,7 +52,6 @@ from kvemb.schema.policies import NO_POLICIES
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.store_nodes import StoreNodes
 
-from ..apply.background import BackgroundWork
 from ..checkpoint.loader import check
 from ..checkpoint.save_job import SaveOrder
 from ..checkpoint.saver import Saver
@@ -61,6 +60,8 @@ from ..ingest.part_checks import check_push, check_rows, find_same
 from ..model.batch import ASSIGN, ERASE, RowsWork
 from ..model.table_registry import Registry
 from ..recovery.shard_parts import ShardParts
+from ..repair.repair_jobs import Comparisons, Repairs
+from ..repair.scrub import Scrub
 from .feed_streams import FeedStreams
 from .inspection_handlers import InspectionHandlers
 from .move_handlers import MoveHandlers
@@ -79,13 +80,16 @@ class Handlers:
     def __init__(
         self,
         parts: ShardParts,
-        background: BackgroundWork,
+        repairs: Repairs,
+        comparisons: Comparisons,
+        scrub: Scrub,
         evictor: Evictor,
         moves: MoveHandlers,
         checkpoints: "CheckpointHandlers",
         feeds: FeedStreams,
     ) -> None:
-        self._parts, self._background, self.moves, self.checkpoints, self.feeds = parts, background, moves, checkpoints, feeds
+        self._parts, self._repairs, self._comparisons, self._scrub, self._evictor = parts, repairs, comparisons, scrub, evictor
+        self.moves, self.checkpoints, self.feeds = moves, checkpoints, feeds
         self._in_hand = BytesInHand()
         self.inspection = InspectionHandlers(parts, evictor)
         self.tables = TableChanging(parts, no_shard_move=moves.no_shard_move, tell=feeds.tell)
@@ -141,7 +145,7 @@ class Handlers:
             registry.set_policies(request.table, request.policies)
         elif registry.serial < request.tables_serial:
             registry.load()
-        self._background.look_at_policies()
+        self._evictor.look_at_policies()
         return self._table(registry.find(request.table))
 
     def _table(self, table: TableDef) -> TableReply:
@@ -196,7 +200,7 @@ class Handlers:
         unknown = sorted(set(request.addresses) - set(known))
         if unknown:
             raise InvalidInputError(f"no storage node {', '.join(unknown)}; there are {', '.join(known)}")
-        ticket = self._background.ask_repair(known if request.all_nodes else request.addresses)
+        ticket = self._repairs.ask(known if request.all_nodes else request.addresses)
         ticket.wait(deadline.within(request.timeout_s))
         return RepairReply(ticket.nodes, ticket.rows, time.monotonic() - started_s)
 
@@ -212,7 +216,7 @@ class Handlers:
         ids = ids[state.known(ids)]
         if not len(ids) or self._parts.ingest.state.why_failed:
             return CountReply(0)
-        ticket = self._background.ask_compare(state, ids)
+        ticket = self._comparisons.ask(state, ids)
         ticket.wait(deadline)
         return CountReply(ticket.rows)
 
@@ -241,7 +245,7 @@ class Handlers:
             recovered_rows=parts.recovered.rows,
             recovery_s=parts.recovered.seconds,
             repair=parts.repairer.figures.now,
-            compared=self._background.scrub.describe(),
+            compared=self._scrub.describe(),
             step=parts.ingest.attendance.step,
         )
 

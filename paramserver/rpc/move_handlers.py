@@ -1,6 +1,5 @@
 """The shard's end of moves: messages in, messages out. The work is in `paramserver.moves`."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -25,20 +24,19 @@ from kvemb.protocol.move_messages import (
 )
 from kvemb.schema.move_plan import NODES, SHARDS
 from kvemb.schema.slots import N_SLOTS, from_runs
-from kvemb.stores.store import Store
 
 from ..moves.left_sessions import pack_sessions
 from ..moves.move_carrier import MoveCarrier
 from ..moves.move_planner import WantedMove
-from ..moves.slot_giver import SlotOffers
+from ..moves.shard_moves import ShardMoves
 from ..recovery.shard_parts import ShardParts
 
 
 class MoveHandlers:
     """The verbs by which operators move slots, and shards hand them over. Thread-safe."""
 
-    def __init__(self, parts: ShardParts, store: Store, carrier: MoveCarrier | None, offers: SlotOffers, look: Callable[[], None]) -> None:
-        self._parts, self._store, self._carrier, self._offers, self._look = parts, store, carrier, offers, look
+    def __init__(self, parts: ShardParts, moves: ShardMoves) -> None:
+        self._parts, self._store, self._carrier, self._offers, self._look = parts, parts.store, moves.carrier, moves.offers, moves.look
 
     def begin(self, request: MoveRequest, deadline: Deadline) -> MoveStatusReply:
         carrier, now = self._on_shard_0(), self._store.nodes.cluster_map
@@ -76,7 +74,7 @@ class MoveHandlers:
 
     def news(self, request: Empty, deadline: Deadline) -> Empty:
         """Look at once: another shard has changed the map, or its report."""
-        self._look()
+        self._look.set()
         return Empty()
 
     def slot_sizes(self, request: Empty, deadline: Deadline) -> SlotSizesReply:

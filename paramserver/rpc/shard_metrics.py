@@ -5,7 +5,7 @@ Every figure carries the labels `cluster` and `shard`. Names follow Prometheus's
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
@@ -17,13 +17,13 @@ from kvemb.schema.move_plan import PHASES as MOVE_PHASES
 from kvemb.stores.store_nodes import NodeStats
 
 from ..apply.applier import ApplyFigures
-from ..checkpoint.save_job import SaveFigures
+from ..checkpoint.saver import Saver
 from ..eviction.evictor import Evictor
 from ..ingest.admission import Admissions
 from ..moves.slot_mover import MoveFigures
 from ..recovery.shard_parts import ShardParts
 from ..recovery.start_report import PHASES, StartReport
-from ..repair.node_watch import NodesSeen
+from ..repair.node_watch import NodesSeen, NodeWatch
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -92,9 +92,7 @@ class ShardMetrics:
     Args:
         parts: of the shard.
         applies: counted by its apply thread.
-        saves: counted by its saves.
-        saving: whether one is under way.
-        nodes: the storage nodes, as this shard saw them last.
+        saver, watch: of the shard.
         moves: of rows between nodes, counted by the apply thread.
         evictions: by policies, likewise.
         admissions: of the shard.
@@ -102,9 +100,8 @@ class ShardMetrics:
 
     parts: ShardParts
     applies: ApplyFigures
-    saves: SaveFigures
-    saving: Callable[[], bool]
-    nodes: Callable[[], NodesSeen]
+    saver: Saver
+    watch: NodeWatch
     moves: MoveFigures
     evictions: Evictor
     admissions: Admissions
@@ -120,7 +117,7 @@ class ShardMetrics:
         self._add_moves(families)
         self._add_evictions(families)
         self._add_time(families)
-        add_nodes(families, self.nodes())
+        add_nodes(families, self.watch.seen)
         return families
 
     def _add_state(self, to: MetricFamilies) -> None:
@@ -203,7 +200,7 @@ class ShardMetrics:
         to.gauge("kvemb_shard_certificate_end_timestamp_seconds", "When its certificate ends; 0 for one that is not good now.", ends)
 
     def _add_history(self, to: MetricFamilies) -> None:
-        repairs, saves, recovered = self.parts.repairer.figures, self.saves, self.parts.recovered
+        repairs, saves, recovered = self.parts.repairer.figures, self.saver.figures, self.parts.recovered
         to.counter("kvemb_shard_repaired_nodes_total", "Repairs of nodes that the shard has had a part in.", repairs.nodes)
         to.counter("kvemb_shard_repaired_rows_total", "Rows that storage had lost and the shard has rewritten.", repairs.rows)
         to.gauge("kvemb_shard_repairing", "Whether the shard repairs a node now.", bool(repairs.now))
@@ -211,7 +208,7 @@ class ShardMetrics:
         to.counter(
             "kvemb_shard_saves_total", "Saves that the shard had its share in and that have ended, by all its processes together.", ended
         )
-        to.gauge("kvemb_shard_saving", "Whether the shard saves a checkpoint now.", self.saving())
+        to.gauge("kvemb_shard_saving", "Whether the shard saves a checkpoint now.", self.saver.running)
         last: list[tuple[dict[str, str], float]] = [({}, saves.last_done_s)] if saves.last_done_s else []
         to.gauge("kvemb_shard_last_save_timestamp_seconds", "When a checkpoint with state was last finished.", last)
         to.gauge("kvemb_shard_created_timestamp_seconds", "When the shard's data folder was made, as of the first start.", saves.created_s)

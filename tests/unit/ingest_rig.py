@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -113,7 +114,7 @@ class Rig:
             background=background(self),
             mark=AppliedMark(0, START),
             failed=failed,
-            tables_serial=lambda: 0,
+            registry=SimpleNamespace(serial=0),  # type: ignore[arg-type]
         )
         sync, self.policies = bool(trainers), dict[str, Policies]()
         admissions = Admissions(lambda key, serial: self.policies.get(key, NO_POLICIES), self.tables, sync=sync)

@@ -10,6 +10,8 @@ from paramserver.model.batch import Batch
 class NoRepair:
     """Brings nothing back: a lost node is an error, and a lost row is one again at the next try."""
 
+    addresses = ()
+
     def nodes(self, ahead: AheadOfIndex, pause: Pause, *, suspects: Iterable[str] = ()) -> int:
         """See `RepairPort`."""
         raise NodeLostError("a node has lost rows, and nothing here restores them")

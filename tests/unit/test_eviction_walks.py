@@ -6,7 +6,10 @@ whether it began anew, and how often each push was applied to it.
 """
 
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +25,7 @@ from kvemb.errors import StorageError
 from kvemb.evict import Eviction
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import PushPart, PushReply
+from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.policies import NO_POLICIES
 from kvemb.schema.record import make_version, split_version
 from kvemb.schema.table_def import TableDef
@@ -29,7 +33,7 @@ from kvemb.stores.row_io import ReadPart
 from paramserver.apply.committer import Committer, Handover
 from paramserver.engine.engine import Engine
 from paramserver.eviction import evictor as evictor_module
-from paramserver.eviction.evictor import EvictionPorts, Evictor
+from paramserver.eviction.evictor import Evictor
 from paramserver.eviction.verdicts import terms
 from paramserver.ingest.admission import Admissions
 from paramserver.ingest.ingest import Ingest
@@ -42,7 +46,6 @@ from paramserver.model.row_ages import RowAges
 from paramserver.model.tables import Tables, TableState
 from paramserver.model.transition import Timeline
 from paramserver.recovery.replay import Recovery
-from paramserver.row_log.log_flush import from_storage, without_cache
 from tests.unit.lonely_engine import ALONE
 from tests.unit.mortal_shard import KilledError, MemoryJournal, MortalStore
 from tests.unit.run_states import all_rows
@@ -123,16 +126,18 @@ class HandDriven:
             k=self.engine.k,
             failed=_fail,
         )
-        ports = EvictionPorts(
+        parts: Any = SimpleNamespace(
             shard=0,
-            policy=lambda definition: self.policy,
-            send=self.ingest.evict,
-            read=from_storage(self.store, 5),
-            read_stored=without_cache(self.store, 5),
-            applied_k=lambda: self.engine.k,
-            slot_shards=lambda: np.zeros(16384, np.uint16),
+            tables=self.tables,
+            ages=self.ages,
+            engine=self.engine,
+            ingest=self.ingest,
+            store=self.store,
+            timeout_s=5,
+            registry=SimpleNamespace(policies=lambda key: replace(NO_POLICIES, eviction=self.policy)),
+            maps=SimpleNamespace(cluster_map=ClusterMap.first(1, 1)),
         )
-        self.evictor = Evictor(self.tables, self.ages, ports, clock=lambda: self.now_s, wall_s=self.now_s)
+        self.evictor = Evictor(parts, lambda: None, clock=lambda: self.now_s, wall_s=self.now_s)
         self.trainer = f"trainer {self.epoch}"
         self.incarnation, self.sequence = self.ingest.attendance.hello(self.trainer, 0)[0], 0
 
@@ -209,7 +214,7 @@ class HandDriven:
             self.handover.get(timeout_s=0)
 
     def walk(self) -> None:
-        self.evictor.step()
+        self.evictor.step(print)
 
     def save(self) -> None:
         self.saved = self.engine.k, self.state.step, all_rows(self.state)

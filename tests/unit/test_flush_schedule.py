@@ -22,14 +22,13 @@ from paramserver.ingest.sessions import Sessions
 from paramserver.ingest.sync_steps import Membership
 from paramserver.journal import BatchEntry, Journal, Position, encode_entry
 from paramserver.journal.segment import HEADER_SIZE
-from paramserver.journal.write_ahead_log import FencedLog
+from paramserver.journal.write_ahead_log import AppliedMark, FencedLog
 from paramserver.model import tables
 from paramserver.model.batch import APPLY, Batch, CheckedRows
 from paramserver.model.tables import Tables
 from paramserver.model.transition import Timeline
 from paramserver.recovery.replay import Recovery
 from paramserver.repair.repairer import Repairer
-from paramserver.repair.scrub import Scrub
 from paramserver.row_log import Reconstructor, Runs, log_flush
 from paramserver.row_log.log_flush import FlushSchedule, LogFlush, from_storage
 from tests.unit.run_states import present, saved_in
@@ -56,7 +55,7 @@ class Shard:
         self.saved = saved_in(folder)
         self.runs = Runs(folder / "snapshot", self.saved)
         self.tables = Tables([], log=self.runs, index_bytes=index_bytes)
-        self.applied = self.journal.end
+        self.mark = AppliedMark(0, self.journal.end)
         reconstructor = Reconstructor(lambda: self.runs.view, self.journal, lambda name, schema: ADAM)
         self.repairer = Repairer(
             self.store, self.tables, 0, timeline=Timeline(1), reconstruct=reconstructor.records, timeout_s=5, metas=lambda: []
@@ -68,14 +67,15 @@ class Shard:
             FencedLog(self.journal, lambda: None),
             LogFlush(self.runs, self.tables, from_storage(self.store, 5), applied),
             self.tables,
+            self.mark,
+            repair=self.repairer,
             state=lambda position: present(self.saved, self.tables, applied(), position),
             max_bytes=MAX_BYTES,
             held=lambda: self.held,
+            wake=lambda: None,
         )
         self.held = False
-        self.background = BackgroundWork(
-            self.repairer, self.flushes, Scrub(self.repairer, self.tables, 1, timeout_s=5, clock=lambda: 0.0), lambda: None
-        )
+        self.background = BackgroundWork([self.flushes])
 
     def push(self, ids: np.ndarray = IDS) -> bool:
         """Journal and apply one batch, then the background work once; return whether there is more to do."""
@@ -85,13 +85,13 @@ class Shard:
         end = self.journal.append(encode_entry(BatchEntry(version, batch, (self.engine.k,), ())))
         self.journal.commit()
         self.engine.run(batch, version, fail)
-        self.applied = end
+        self.mark.reach(self.engine.k, end)
         return self.step()
 
     def step(self) -> bool:
         """Do the background work once; return whether there is more to do."""
         before = self.runs.cut
-        more = self.background.step(self.applied, fail)
+        more = self.background.step(fail)
         self.n_flushes += self.runs.cut != before
         return more
 
@@ -148,7 +148,7 @@ def test_a_batch_on_a_lost_node_is_completed_after_its_repair(shard: Shard) -> N
 
 def test_a_flush_that_is_asked_for_is_answered_when_it_counts(shard: Shard) -> None:
     shard.push()
-    done = shard.background.flush_behind()
+    done = shard.flushes.flush_behind()
     assert done.is_set(), "the journal brings that forward in no time"
     done = shard.flushes.ask()
     shard.flushes.give_up()
@@ -246,7 +246,7 @@ def test_a_process_that_was_shut_out_discards_no_journal(shard: Shard) -> None:
     start = shard.journal.start
     fenced_log = FencedLog(shard.journal, not_ours)
     with pytest.raises(FencedError):
-        fenced_log.discard_before(shard.applied)
+        fenced_log.discard_before(shard.mark.now[1])
     assert shard.journal.start == start
-    FencedLog(shard.journal, lambda: None).discard_before(shard.applied)
+    FencedLog(shard.journal, lambda: None).discard_before(shard.mark.now[1])
     assert shard.journal.start > start

@@ -25,7 +25,8 @@ def test_a_shard_goes_on_following_the_map_after_an_error_that_nobody_expected(c
     nodes = SimpleNamespace(refresh_map=refresh_map, cluster_map=ClusterMap.first(1, 1), addresses=("a:1",), repairs={})
     store: Any = SimpleNamespace(nodes=nodes)
     nothing: Any = None
-    follower = MapFollower(store, 1, lambda: 1, nothing, keep=repr, wake=repr, look=Event(), shards=nothing, carry=None, timeout_s=1.0)
+    parts: Any = SimpleNamespace(store=store, shard=1, timeout_s=1.0)
+    follower = MapFollower(parts, nothing, None, shards=nothing, look=Event(), wake=print)
     follower.thread.start()
     assert looked.wait(20)
     assert follower.thread.stop(20)
@@ -45,8 +46,9 @@ def test_news_to_other_shards_are_held_until_the_next_ones() -> None:
         return call
 
     shards: Any = SimpleNamespace(channels={number: SimpleNamespace(start=start) for number in (1, 2)})
+    parts: Any = SimpleNamespace(store=None, shard=0, timeout_s=1.0)
     nothing: Any = None
-    follower = MapFollower(nothing, 0, lambda: 1, nothing, keep=print, wake=print, look=Event(), shards=shards, carry=print, timeout_s=1.0)
+    follower = MapFollower(parts, nothing, nothing, shards=shards, look=Event(), wake=print)
     for _ in range(2):
         follower._tell([1, 2])
         gc.collect()

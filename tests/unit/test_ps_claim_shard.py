@@ -18,9 +18,9 @@ from kvemb.errors import DeadlineExceededError, FencedError, LostRowError, NodeU
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
-from paramserver.lifecycle.join_cluster import StorageWait, join_cluster, keep_identity
 from paramserver.recovery import claim_shard as claims
 from paramserver.recovery.claim_shard import EPOCH, Claim, claim_shard, read_epoch, require_owner
+from paramserver.recovery.join_cluster import StorageWait, join_cluster, keep_identity
 from paramserver.recovery.start_report import StartReport
 from paramserver.row_log.state_file import STATE, LoggedTable, RunEntry, SavedState, ShardState, decode_state, encode_state
 from paramserver.shard_process.data_dir import DataDir

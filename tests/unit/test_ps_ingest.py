@@ -23,7 +23,6 @@ from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import PushPart
 from paramserver.engine.storage_pace import Pause
 from paramserver.ingest.work_queue import Limits
-from paramserver.journal import Position
 from paramserver.model.batch import ASSIGN, DROPPED, ERASE, CheckedRows, RowsWork
 from tests.unit.ingest_rig import MEAN, TABLE, Outcome, Rig, make
 
@@ -190,7 +189,7 @@ def test_what_was_tried_again_between_batches_is_no_failure_once_it_is_done(make
         def __init__(self, rig: Rig) -> None:
             self.rig = rig
 
-        def step(self, applied: Position, pause: Pause) -> bool:
+        def step(self, pause: Pause) -> bool:
             errors.append(self.rig.ingest.state.trouble.storage)
             if len(errors) == 1:
                 pause(StorageError("a node is away"), 0.0)

@@ -33,8 +33,8 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import table_tag
 from kvemb.schema.policies import KEPT_CHANGES
 from kvemb.schema.table_def import TableDef
-from paramserver.lifecycle.join_cluster import CLUSTER, INTENT, StorageWait, join_cluster, keep_identity
 from paramserver.model.table_registry import Registry
+from paramserver.recovery.join_cluster import CLUSTER, INTENT, StorageWait, join_cluster, keep_identity
 from paramserver.recovery.start_report import StartReport
 from paramserver.shard_process.data_dir import DataDir
 

@@ -1,6 +1,7 @@
 """Rows that no push touches are compared with storage now and then: the rows found, the rounds, and the rate."""
 
 from itertools import count
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import kvemb.init
 import kvemb.optim
 from kvemb.errors import JournalBehindError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
+from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import WritePart
@@ -46,7 +48,8 @@ def shard() -> Shard:
 
 
 def scrub_of(shard: Shard, clock: Clock, n_shards: int = 1) -> Scrub:
-    return Scrub(shard.repairer, shard.tables, lambda: n_shards, timeout_s=5, clock=clock)
+    maps = SimpleNamespace(cluster_map=ClusterMap.first(1, n_shards))
+    return Scrub(shard.repairer, shard.tables, maps, timeout_s=5, clock=clock)
 
 
 def a_round(scrub: Scrub, clock: Clock) -> int:
@@ -54,7 +57,7 @@ def a_round(scrub: Scrub, clock: Clock) -> int:
     n_rounds, n_steps = scrub._n_rounds, 0
     while scrub._n_rounds == n_rounds:
         clock.now_s = max(clock.now_s, scrub.due_s) + 0.001
-        scrub.step()
+        scrub.step(print)
         n_steps += 1
         assert n_steps < 1000
     return n_steps
@@ -90,17 +93,17 @@ def test_all_shards_together_take_a_fiftieth_of_the_time_and_a_round_begins_once
     assert 59 < scrub.due_s - clock.now_s <= 60
     clock.now_s += 60
     before_s = clock.now_s
-    scrub.step()
+    scrub.step(print)
     took_s = clock.now_s - before_s
     assert scrub.due_s - clock.now_s > 49 * 4 * 0.001
-    scrub.step()  # not due: nothing happens
+    scrub.step(print)  # not due: nothing happens
     assert scrub._n_compared < 2 * 4096
     assert took_s < 0.1
     n_steps = a_round(scrub, clock)
     assert n_steps >= (N - 4096) // 4096
     small = scrub_of(Shard(shard.store.nodes.addresses).open(), clock)  # nothing to compare
     clock.now_s += 60
-    small.step()
+    small.step(print)
     assert small.due_s - clock.now_s > 59
     assert clock.now_s - began_s > 60
 
@@ -112,7 +115,7 @@ def test_storage_that_does_not_answer_is_asked_again_later_for_the_same_rows(sha
     node = memory_node(shard.store.nodes.addresses[0])
     node.down = True
     with pytest.raises(NodeUnavailableError):
-        scrub.step()
+        scrub.step(print)
     assert scrub.due_s - clock.now_s > 4
     node.down = False
     delete(shard, ADAM, MANY[::100])

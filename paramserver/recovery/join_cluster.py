@@ -32,8 +32,8 @@ from kvemb.schema.cluster_map import ClusterMap
 from kvemb.stores.store import Store
 from kvemb.stores.store_nodes import StoreNodes
 
-from ..recovery.start_report import StartReport
 from ..shard_process.data_dir import DataDir, folder_of
+from .start_report import StartReport
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 ABSENT = (NodeUnavailableError, DeadlineExceededError)
