@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlparse
 import yaml
 
 from kvemb.errors import ConfigError, InvalidInputError, did_you_mean
-from kvemb.init import ALGORITHM_VERSION, zeros
+from kvemb.init import ALGORITHM_VERSION, uniform, zeros
 from kvemb.net.tls_config import TlsConfig, parse_tls
 from kvemb.optim import FROZEN
 from kvemb.schema.table_def import KEYS, TableDef, frozen_or_trained
@@ -293,8 +293,9 @@ def _tables(tree: object, kind: str) -> tuple[TableDef, ...]:
         asked = [given.get(key) for key in ("dim", "dtype", "optimizer", "initializer")]
         try:
             dim, frozen = frozen_or_trained(name, *asked, frozen=fields.get("frozen", False))
+            given.setdefault("initializer", (zeros() if frozen else uniform()).to_dict())
             if frozen:
-                given |= {"dim": dim, "optimizer": FROZEN.to_dict(), "initializer": given.get("initializer", zeros().to_dict())}
+                given |= {"dim": dim, "optimizer": FROZEN.to_dict()}
             table = TableDef.from_dict({"name": name, "init_algorithm": ALGORITHM_VERSION, **given})
             tables.append(table.laid_out(fields.get("expected_rows"), fields.get("layout")))
         except (InvalidInputError, TypeError) as error:
@@ -303,6 +304,8 @@ def _tables(tree: object, kind: str) -> tuple[TableDef, ...]:
 
 
 def _path(source: str | os.PathLike[str]) -> Path:
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(f"got {type(source).__name__}, expected the path of a kvemb.yaml, a URL of kvemb.local, or a mapping")
     text = os.fspath(source)
     scheme, found, rest = text.partition("://")
     if found and scheme != "file":

@@ -104,7 +104,8 @@ class ArrayNames:
             weights = "weights" if "weights" in shapes else tables[0] if len(tables) == 1 else None
         if weights is None and not tables:
             raise ForeignRowsError(
-                f"{where}: has no array of rows, with two axes (in Parquet: one column of lists of numbers); there are {_listed(shapes)}"
+                f"{where}: has no array of rows, with two axes (in Parquet: one column of lists of numbers, as pandas makes of several "
+                f"columns by frame['rows'] = list(frame[columns].to_numpy())); there are {_listed(shapes)}"
             )
         if weights is None:
             raise ForeignRowsError(f"{where}: say which array holds the weights (weights=); there are {_listed(shapes)}")
@@ -216,5 +217,5 @@ def values_of(array: NDArray[Any], width: int, where: str, largest: float = LARG
 
 
 def _listed(shapes: Mapping[str, Sequence[int]]) -> str:
-    shown = [f"{name!r} {list(shape)}" for name, shape in list(shapes.items())[:20]]
+    shown = [f"{name!r} {str(list(shape)).replace('-1', 'n')}" for name, shape in list(shapes.items())[:20]]
     return ", ".join([*shown, *([f"and {len(shapes) - 20} more"] if len(shapes) > 20 else [])]) or "none"

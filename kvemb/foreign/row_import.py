@@ -112,7 +112,8 @@ class _ArrayBlocks:
     def _block(self, arrays: RowArrays) -> ForeignRows:
         if not isinstance(arrays, tuple | list) or len(arrays) not in (2, 3):
             raise InvalidInputError(
-                f"{self.where}: got {type(arrays).__name__}, expected (ids, weights) or (ids, weights, state) of each block"
+                f"{self.where}: got {type(arrays).__name__}, expected (ids, weights) or (ids, weights, state) of each block: give one such "
+                "tuple, or an iterable of them"
             )
         given: list[NDArray[Any]] = [_array(array, f"{self.where}: {what}") for array, what in zip(arrays, _WHAT, strict=False)]
         definition, lengths = self.definition, {len(array) if array.ndim else -1 for array in given}

@@ -189,9 +189,13 @@ class Local:
         self._cluster, self._pid, self._started = cluster, 0, False
 
     def start(self) -> str:
-        """Start it and return the URL that `kvemb.connect` takes. It runs until `stop`, at the longest until the program ends."""
+        """Start it and return the URL that `kvemb.connect` takes; where it runs already, return that again, to a notebook's cell. It runs
+        until `stop`, at the longest until the program ends.
+        """
+        if self._pid:
+            return self._cluster.url
         if self._started:
-            raise ConfigError("this local cluster was started already; stop() ends it, and kvemb.local(...) makes another one")
+            raise ConfigError("this local cluster was stopped, and its data deleted; kvemb.local(...) makes another one")
         self._cluster.__enter__()
         self._started, self._pid = True, os.getpid()
         atexit.register(self.stop)

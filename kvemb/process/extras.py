@@ -12,7 +12,7 @@ from kvemb.errors import ConfigError
 _OF_EXTRA = re.compile(r"""^([^;]+?)\s*;.*extra\s*==\s*['"]([\w-]+)['"]""")
 
 
-def require_extra(module: str, *, what: str = "checkpoints", extra: str = "checkpoint") -> Any:
+def require_extra(module: str, *, what: str = "checkpoints and files of other programs", extra: str = "checkpoint") -> Any:
     """Import a module of a library that an extra of kvemb installs."""
     try:
         return import_module(module)

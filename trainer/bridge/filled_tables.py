@@ -162,7 +162,10 @@ _in_models: "WeakSet[Any]" = WeakSet()  # tables that a model of this process wa
 
 def open_table(cluster: "Cluster", site: SiteT) -> SiteTable[SiteT]:
     """Open a table that exists."""
-    table = cluster.table(site.table)
+    try:
+        table = cluster.table(site.table)
+    except UnknownTableError as error:
+        raise UnknownTableError(f"{site}: {error} Without optimizer=, tables that exist are opened, and none is made") from error
     n_ids = table.definition.num_ids
     if table.dim != site.dim or n_ids not in (None, site.n_rows):
         raise TableMismatchError(

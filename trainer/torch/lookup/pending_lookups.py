@@ -72,7 +72,8 @@ class PendingLookups:
         self._told = self._told_dropped = False
         self._n_dropped = 0  # since the last step
         self._recorded = False  # a lookup was made since the last step, and none got a gradient
-        self._told_unused, self._n_unused = False, 0  # steps in a row of which that was so
+        self.asleep = False  # since the last step, a lookup was made that is not trained only because of eval mode
+        self._told_unused, self._n_unused = False, 0  # steps in a row of which one of the two was so
         self.n_steps = self.n_backwards = 0
         """Steps that used gradients up, and lookups that got one: `optimizer_map` compares them."""
         self.leaves: list[Tensor] = []
@@ -119,10 +120,10 @@ class PendingLookups:
         """Forget gradients and lookups, for a step has used them."""
         self.n_steps += 1
         self._n_dropped = 0
-        self._n_unused = self._n_unused + 1 if self._recorded and not self.leaves else 0
-        self._recorded = False
+        self._n_unused = self._n_unused + 1 if (self._recorded or self.asleep) and not self.leaves else 0
         if self._n_unused >= _MANY_DROPPED:
             self._tell_unused()
+        self._recorded = self.asleep = False
         self.clear()
 
     def drop(self) -> None:
@@ -225,6 +226,13 @@ class PendingLookups:
         if self._told_unused:
             return
         self._told_unused = True
+        if not self._recorded:
+            log.warning(
+                "table %r: rows were looked up in eval mode before each of the last %d steps, and do not change: only lookups in training "
+                "mode are trained. Call train() of the module over the table; where it is not to be trained, requires_grad_(False)",
+                *(self.table.name, self._n_unused),
+            )
+            return
         log.warning(
             "table %r: rows were looked up for training and got no gradient before any of the last %d steps; its rows do not change. Call "
             "loss.backward(): torch.autograd.grad pushes no gradients of rows. Where nothing is to be trained use model.eval(), "

@@ -130,9 +130,7 @@ class TableModule(LookupModule):
         """Whether a lookup made now would be trained: training mode, gradients enabled, and not frozen, by `requires_grad_` or by a loop
         over the parameters of a module that has a `stand_in`.
         """
-        stand_in = self.stand_in
-        frozen = stand_in is not None and not stand_in.requires_grad and not getattr(stand_in, RESTS, False)
-        return self.training and self._trained and not frozen and torch.is_grad_enabled()
+        return self.training and _trains(self)
 
     def _train(self, requires_grad: bool) -> None:
         """Freeze the table for lookups by this module, or train it again, unless it was created frozen: `requires_grad_` of this module or
@@ -200,8 +198,7 @@ class TableModule(LookupModule):
             backward, if the module trains.
         """
         leaf = torch.from_numpy(found.rows).to(input.device)
-        if self.recording:
-            self.record(leaf, Lookup(found.ids, found.versions, self._padding_id))
+        self.record(leaf, Lookup(found.ids, found.versions, self._padding_id))
         at = torch.from_numpy(found.inverse[: input.numel()].astype(np.int64, copy=False)).reshape(input.shape).to(input.device)
         return leaf, at, None if self._padding_id is None else int(found.inverse[-1])
 
@@ -214,8 +211,11 @@ class TableModule(LookupModule):
         return self.take(found, input)
 
     def record(self, leaf: Tensor, lookup: Lookup) -> None:
-        """Let a leaf's gradient wait for the step, once backward has made it."""
+        """Let a leaf's gradient wait for the step, once backward has made it, if the lookup is `recording`."""
         pending = self.pending  # the list in force now: a later optimizer must not get this step's gradients
+        if not self.recording:
+            pending.asleep = pending.asleep or _trains(self)
+            return
 
         def after_backward(leaf: Tensor) -> None:
             pending.arrived(leaf, lookup)
@@ -276,3 +276,10 @@ def share_lookups(modules_of: Mapping[str, Sequence[TableModule]]) -> SharedLook
         for module in modules:
             module.shared = first
     return first
+
+
+def _trains(module: TableModule) -> bool:
+    """Whether a lookup by a module would be trained in training mode: with gradients enabled, and not frozen."""
+    stand_in = module.stand_in
+    frozen = stand_in is not None and not stand_in.requires_grad and not getattr(stand_in, RESTS, False)
+    return module._trained and not frozen and torch.is_grad_enabled()

@@ -166,8 +166,7 @@ def _pull(module: "TableModule", device: torch.device) -> Tensor:
     ids = np.arange(definition.num_ids, dtype=np.uint64)
     (found,) = module.shared.look_up([(module.table, ids)], recording=module.recording)
     leaf = torch.from_numpy(found.rows).to(device)
-    if module.recording:
-        module.record(leaf, Lookup(found.ids, found.versions, None))
+    module.record(leaf, Lookup(found.ids, found.versions, None))
     return leaf.index_select(0, torch.from_numpy(found.inverse.astype(np.int64, copy=False)).to(device)).to(module.dtype)
 
 
