@@ -56,7 +56,7 @@ PYTEST := $(PY) -m pytest -n auto --dist loadscope --no-loadscope-reorder
 
 test: setup
 	@sh scripts/servers.sh
-	@$(PYTEST) -m 'not full and not long' $(ARGS)
+	@$(PYTEST) -m 'not full and not long' --hypothesis-profile=$(if $(CI),kvemb,quick) $(ARGS)
 
 test-all: setup
 	@sh scripts/servers.sh

@@ -27,8 +27,9 @@ for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
     if signal.getsignal(_number) == signal.SIG_IGN:
         signal.signal(_number, _handler)
 
-# No deadline: no time is asserted, on no machine. In CI the same examples every run.
-hypothesis.settings.register_profile("kvemb", deadline=None, derandomize=os.environ.get("CI") == "true")
+# No deadline: no time is asserted, on no machine. In CI the same examples every run. `make test` loads the profile `quick`.
+hypothesis.settings.register_profile("kvemb", deadline=None, max_examples=100, derandomize=os.environ.get("CI") == "true")
+hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("kvemb"), max_examples=25)
 hypothesis.settings.load_profile("kvemb")
 
 forked.install()

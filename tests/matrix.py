@@ -6,6 +6,7 @@ storage and on memcached.
 
 from collections.abc import Sequence
 
+import hypothesis
 import pytest
 
 FULL = (
@@ -168,3 +169,8 @@ def one_of(first: object, *others: object) -> Sequence[object]:
     For tests of a whole cluster that say the same on each storage kind. What differs between kinds, the store contract tests on all.
     """
     return [first, *(pytest.param(other, marks=pytest.mark.full) for other in others)]
+
+
+def examples(n: int) -> int:
+    """Return how many examples Hypothesis shall try: n, and fewer in the profile `quick`. Where nothing says so, n is 100."""
+    return n * hypothesis.settings.default.max_examples // 100  # type: ignore[union-attr]

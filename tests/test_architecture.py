@@ -9,6 +9,7 @@ benchmarks/ may import all three packages; examples/ only kvemb, the one name th
 """
 
 import ast
+import gc
 import re
 import subprocess
 import sys
@@ -105,6 +106,14 @@ MAY_TOUCH_SOCKETS = ("kvemb.net", "kvemb.local")  # local: looks for free ports,
 FRAMEWORKS = ("torch", "tensorflow", "jax", "keras")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_search_for_garbage() -> Iterator[None]:
+    """All sources as trees are millions of objects, and none is garbage: to look for it takes three times as long as to read them."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -132,6 +141,11 @@ def imported() -> dict[str, set[str]]:
     return {name: {to for to, _ in arrows(name, read(name), known=known, is_package=is_package(name))} & known for name in SOURCES}
 
 
+@cache
+def nodes(source: str) -> list[ast.AST]:
+    return list(ast.walk(parsed(source)))
+
+
 def is_in(module: str, packages: tuple[str, ...]) -> bool:
     """Whether the module is one of these, or inside one of them."""
     return any(module == package or module.startswith(package + ".") for package in packages)
@@ -139,7 +153,7 @@ def is_in(module: str, packages: tuple[str, ...]) -> bool:
 
 def arrows(module: str, source: str, *, known: frozenset[str], is_package: bool = False) -> Iterator[tuple[str, int]]:
     """Yield (imported module, line). `from a import b` is an arrow to a.b where that is a module, otherwise to a."""
-    for node in ast.walk(parsed(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -157,6 +171,7 @@ def arrows(module: str, source: str, *, known: frozenset[str], is_package: bool 
                 yield node.args[0].value, node.lineno
 
 
+@cache
 def room(module: str) -> tuple[int, str]:
     """The height and the name of a module's room; -1 and "" where it has none."""
     heights = {name: height for height, names in enumerate(ROOMS[module.split(".")[0]]) for name in names}
@@ -243,7 +258,7 @@ def test_a_module_of_at_most_sixty_lines_has_more_than_one_importer() -> None:
 
 
 def test_a_class_of_more_than_twenty_methods_says_why_it_is_one() -> None:
-    classes = [(name, node) for name in SOURCES for node in ast.walk(parsed(read(name))) if isinstance(node, ast.ClassDef)]
+    classes = [(name, node) for name in SOURCES for node in nodes(read(name)) if isinstance(node, ast.ClassDef)]
     large = [(name, node) for name, node in classes if sum(isinstance(inner, ast.FunctionDef) for inner in node.body) > 20]
     silent = [f"{name}.{node.name}" for name, node in large if not re.search(r"One class|methods", ast.get_docstring(node) or "")]
     assert not silent, "split it, or say why"
@@ -325,10 +340,10 @@ def test_no_framework_is_imported_unless_its_bridge_is() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
-def own_attributes(tree: ast.Module) -> set[str]:
+def own_attributes(source: str) -> set[str]:
     """The attributes that classes of a module declare, or set on themselves."""
     names = set()
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if isinstance(node, ast.ClassDef):
             names |= {one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
@@ -342,9 +357,8 @@ def is_self(node: ast.expr) -> bool:
 
 def set_from_outside(source: str) -> Iterator[tuple[int, str]]:
     """Yield (line, attribute) of what a module sets on objects of other modules' classes."""
-    tree = ast.parse(source)
-    own = own_attributes(tree)
-    for node in ast.walk(tree):
+    own = own_attributes(source)
+    for node in nodes(source):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and not is_self(node.value) and node.attr not in own:
             yield node.lineno, node.attr
 

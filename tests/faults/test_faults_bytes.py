@@ -27,6 +27,7 @@ from kvemb.schema.buckets import BucketKeys
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.pages import PagedKeys
 from kvemb.testing.real_servers import memcached_client, redis_client
+from tests.matrix import examples
 from tests.raw_shard import RawShard, RawStream
 
 IDS = np.arange(200)
@@ -79,7 +80,7 @@ def test_a_bomb_is_a_message_error_and_takes_no_memory(name: str, single: Faulty
     require(table, IDS, 1)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_bytes_to_a_shard_are_answered_and_change_nothing(data: st.DataObject, single: FaultyCluster, table: kvemb.Table) -> None:
     with RawShard(single.shard_proxies[0].address) as shard:

@@ -28,6 +28,7 @@ from kvemb.init import uniform
 from kvemb.optim import adam, sgd
 from kvemb.schema.slots import N_SLOTS
 from kvemb.schema.table_def import TableDef
+from tests.matrix import examples
 from tests.unit.checkpoint_files import USER, base_of, contents, ids_of, memory, save
 
 __all__ = ["memory"]  # the fixture
@@ -71,7 +72,7 @@ def dealt(n_shards: int) -> tuple[int, ...]:
     return tuple(value for number, slot in enumerate(range(0, N_SLOTS, 192)) for value in (slot, number % n_shards))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.data())
 def test_any_chain_reads_as_the_rows_that_were_there(data: st.DataObject) -> None:
     fsspec.filesystem("memory").store.clear()

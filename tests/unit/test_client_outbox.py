@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvemb.client.outbox import Outbox, Sent
 from kvemb.protocol.messages import PushPart
+from tests.matrix import examples
 
 
 class Shard:
@@ -79,7 +80,7 @@ def test_what_was_sent_behind_a_refused_part_goes_again_in_its_order_under_the_n
     assert [PushPart.decode(outbox.take() or b"").sequence for _ in range(2)] == [1, 2]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(st.sampled_from(["push", "take good", "take bad", "commit", "hear"]), max_size=60), st.booleans())
 def test_in_any_order_of_answers_numbers_fit_and_room_comes_back(events: list[str], again: bool) -> None:
     outbox, shard = Outbox("shard 0"), Shard()

@@ -46,6 +46,7 @@ from paramserver.model.row_ages import RowAges
 from paramserver.model.tables import Tables, TableState
 from paramserver.model.transition import Timeline
 from paramserver.recovery.replay import Recovery
+from tests.matrix import examples
 from tests.unit.lonely_engine import ALONE
 from tests.unit.mortal_shard import KilledError, MemoryJournal, MortalStore
 from tests.unit.run_states import all_rows
@@ -272,7 +273,7 @@ STEPS = st.one_of(
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(steps=st.lists(STEPS, max_size=40), portion=st.sampled_from([1, 3, 4096]))
 def test_rows_go_only_while_their_policy_says_so_and_in_the_end_all_of_them(policy: Eviction, steps: list[tuple], portion: int) -> None:
     shard = HandDriven(policy)

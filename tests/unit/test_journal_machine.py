@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvemb import process
 from kvemb.errors import JournalFullError
 from paramserver.journal import START, Journal, Position, segment_files
+from tests.matrix import examples
 from tests.unit.journal_disk import FaultyOs
 
 
@@ -118,4 +119,4 @@ class JournalMachine(RuleBasedStateMachine):
 
 
 TestJournalMachine = JournalMachine.TestCase
-TestJournalMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestJournalMachine.settings = settings(max_examples=examples(100), stateful_step_count=30, deadline=None)

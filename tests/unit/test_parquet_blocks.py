@@ -22,6 +22,7 @@ from kvemb.errors import CheckpointError
 from kvemb.init import uniform
 from kvemb.schema.table_def import TableDef
 from paramserver.optim import build_optimizer
+from tests.matrix import examples
 from tests.unit.checkpoint_files import in_order
 
 TABLES = [
@@ -158,7 +159,7 @@ def test_ids_alone_that_are_not_in_order_are_refused(change: list[int]) -> None:
             list(decode_ids(TABLES[0], *ids_file(TABLES[0], ids[change]), "part", order))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.data())
 def test_a_flipped_or_cut_file_is_refused(data: st.DataObject) -> None:
     whole, entry, _ = file_of(TABLES[0])
@@ -172,7 +173,7 @@ def test_a_flipped_or_cut_file_is_refused(data: st.DataObject) -> None:
 
 # The same examples each time: pyarrow ends the process for some of such files (8 of 2,339), where a column's metadata is read (it has
 # no exception to raise there), and a whole test run must not end by chance. docs/checkpoints.md says what that means for users.
-@settings(deadline=None, max_examples=150, derandomize=True)
+@settings(deadline=None, max_examples=examples(150), derandomize=True)
 @given(st.data())
 def test_bytes_that_match_their_checksum_and_are_still_wrong_are_refused_or_keep_their_shape(data: st.DataObject) -> None:
     whole, entry, _ = file_of(TABLES[0])

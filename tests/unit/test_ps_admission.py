@@ -20,6 +20,7 @@ from paramserver.ingest.occurrences import LEAST_CELLS, MOST_CELLS, OccurrenceFi
 from paramserver.ingest.work_queue import merge_pushes
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows, PartTicket, Push, ReceivedPart
 from paramserver.model.tables import Tables
+from tests.matrix import examples
 from tests.unit.run_states import all_rows
 
 TABLE = TableDef("t", 1, kvemb.optim.sgd(1.0), kvemb.init.zeros())
@@ -126,7 +127,7 @@ STEPS = st.lists(
 POLICIES = st.one_of(st.builds(admit.after, st.integers(1, 5)), st.builds(admit.probability, st.floats(0.05, 1)))
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(POLICIES, STEPS)
 def test_what_is_held_back_is_that_of_a_model_with_a_crash_between_all_steps(admission: Admission, steps: list[tuple[str, object]]) -> None:
     shard, model = Shard(admission), Model(admission)

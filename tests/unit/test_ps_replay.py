@@ -21,6 +21,7 @@ from kvemb.stores.row_io import ReadPart, ReadResult
 from paramserver.journal import BatchEntry, Entry, Position, SessionEntry, Watermark
 from paramserver.model.batch import APPLY, ERASE, Batch
 from paramserver.recovery.replay import Recovery
+from tests.matrix import examples
 from tests.unit.mortal_shard import (
     BATCHES,
     EPOCH,
@@ -44,7 +45,7 @@ from tests.unit.mortal_shard import (
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(BATCHES, PIECES, st.data())
 def test_any_death_at_any_row_write_is_recovered_from_to_the_same_bits(batches: list[Batch], most_bytes: int, data: st.DataObject) -> None:
     entries = journal_of(batches)

@@ -34,6 +34,7 @@ from paramserver.recovery.known_rows import known_tables
 from paramserver.row_log import Reconstructor, Runs, WantedVersions
 from paramserver.row_log.log_flush import LogFlush, from_storage
 from paramserver.row_log.state_file import ShardState
+from tests.matrix import examples
 from tests.unit.lonely_engine import ALONE
 from tests.unit.run_states import all_rows, present, saved_in
 
@@ -399,7 +400,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(STEPS, st.booleans())
 def test_slots_that_go_back_and_forth_lose_and_mistake_no_row(
     tmp_path_factory: pytest.TempPathFactory, drawn: list[tuple], on_disk: bool

@@ -29,6 +29,7 @@ from paramserver.optim import Optimizer
 from paramserver.row_log import Reconstructor, Runs, WantedVersions, log_flush, reconstruct, reconstruct_rounds, sorted_run
 from paramserver.row_log.log_flush import LogFlush, from_storage
 from paramserver.row_log.reconstruct_rounds import Rounds
+from tests.matrix import examples
 from tests.unit.lonely_engine import ALONE
 from tests.unit.run_states import all_rows, present, saved_in
 
@@ -419,7 +420,7 @@ _CHANGE = st.tuples(st.sampled_from([APPLY] * 5 + [ASSIGN, ERASE, ERASE]), _TABL
 _STEP = st.one_of(_CHANGE, st.sampled_from(["flush"] * 4 + ["reopen", "give up"]))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(_STEP, min_size=5, max_size=40), st.lists(_CHANGE, max_size=20))
 def test_whatever_happened_every_row_is_made_anew(tmp_path_factory: pytest.TempPathFactory, steps: list, during: list) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from kvemb.arrays import record_cache
 from kvemb.arrays.record_cache import MIN_ROWS, CacheBudget, RecordCache
+from tests.matrix import examples
 
 SIZE = 12
 
@@ -25,7 +26,7 @@ def records_for(ids: np.ndarray, stamp: int) -> np.ndarray:
 operation = st.tuples(st.sampled_from(["put", "put", "put found", "find", "forget"]), st.sets(st.integers(0, 60), min_size=1, max_size=25))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(operation, max_size=40), st.integers(1, 40))
 def test_a_row_that_is_found_is_the_row_last_put(operations: list[tuple[str, set[int]]], room: int) -> None:
     before, record_cache.MIN_ROWS = record_cache.MIN_ROWS, room

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from kvemb.schema.cluster_map import equal_runs
 from kvemb.schema.slot_dealing import deal
 from kvemb.schema.slots import N_SLOTS
+from tests.matrix import examples
 
 WEIGHTS = st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.0]), min_size=8, max_size=8), min_size=1, max_size=3)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(2, 8), WEIGHTS, st.sampled_from(["even", "uneven", "skewed"]), st.integers(0, 9))
 def test_nobody_gives_and_takes_in_one_dealing(n_owners: int, rounds: list[list[float]], kind: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
