@@ -107,7 +107,7 @@ FRAMEWORKS = ("torch", "tensorflow", "jax", "keras")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _no_search_for_garbage() -> Iterator[None]:
+def without_collection() -> Iterator[None]:
     """All sources as trees are millions of objects, and none is garbage: to look for it takes three times as long as to read them."""
     gc.disable()
     yield

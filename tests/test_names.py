@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from matrix import FULL
-from test_architecture import SOURCES
+from test_architecture import SOURCES, nodes, read, without_collection  # noqa: F401  (the last is a fixture)
 
 # Classes that may have another one's name, up to the underscore of a private one.
 CLASSES_TWICE = {
@@ -34,8 +34,8 @@ def repeated(homes: Mapping[str, list[str]]) -> dict[str, list[str]]:
 
 def test_a_class_name_occurs_once() -> None:
     homes: dict[str, list[str]] = defaultdict(list)
-    for module, path in SOURCES.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for module in SOURCES:
+        for node in nodes(read(module)):
             if isinstance(node, ast.ClassDef):
                 homes[node.name.lstrip("_")].append(f"{module}.{node.name}")
     assert {name: where for name, where in repeated(homes).items() if name not in CLASSES_TWICE} == {}
