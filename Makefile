@@ -24,11 +24,12 @@ PY := .venv/bin/python
 
 NOTEBOOKS := $(wildcard docs/tutorials/*.ipynb)
 
-.PHONY: help docs diagrams demo test test-all chaos fuzz libraries peers readers frameworks notebooks compose-test lint format types bench bench-peers setup clean
+.PHONY: help docs diagrams demo quick test test-all chaos fuzz libraries peers readers frameworks notebooks compose-test lint format types bench bench-peers setup clean
 
 help:
 	@echo 'make demo     train skip-gram embeddings on a real local cluster (under 2 minutes)'
-	@echo 'make test     every promise once, against real Valkey, Redis, Redis Cluster and memcached (a quarter to half an hour on two cores)'
+	@echo 'make quick    no servers: units, models of the protocols, the architecture (a minute)'
+	@echo 'make test     every promise once, against real Valkey, Redis, Redis Cluster and memcached (six minutes on two quiet cores)'
 	@echo 'make test-all the whole suite: also the slow tests, and whole clusters on every other storage kind (an hour on two cores)'
 	@echo 'make chaos    random faults for $$SECONDS on $$STORE, in $$MODE: is every acknowledged push applied exactly once?'
 	@echo 'make fuzz     bytes of any kind for $$SECONDS against shards and clients: does anything end, hang, grow, or harm an honest trainer?'
@@ -54,9 +55,17 @@ demo:
 # Tests with a Slurm are those of `make libraries`, which installs it.
 PYTEST := $(PY) -m pytest -n auto --dist loadscope --no-loadscope-reorder
 
+# No server, and of Hypothesis' examples a quarter; CI tries them all.
+QUICK := -m 'not full and not long' --hypothesis-profile=$(if $(CI),kvemb,quick)
+
+quick: setup
+	@$(PYTEST) $(QUICK) tests/unit tests/models tests/test_architecture.py tests/test_names.py $(ARGS)
+
 test: setup
 	@sh scripts/servers.sh
-	@$(PYTEST) -m 'not full and not long' --hypothesis-profile=$(if $(CI),kvemb,quick) $(ARGS)
+	@$(PYTEST) $(QUICK) --most-starts 2500 $(ARGS) \
+		&& echo 'Each promise was kept once. The slow tests and every other storage kind: make test-all' \
+		|| { code=$$?; echo 'To run what failed again: make test ARGS="-n 0 --lf". A test that fails beside others only has a defect, too.'; exit $$code; }
 
 test-all: setup
 	@sh scripts/servers.sh

@@ -3,6 +3,7 @@
 Fixtures of one part live with its tests.
 """
 
+import gc
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
+from typing import Any
 
 import hypothesis
 import pytest
@@ -41,6 +43,7 @@ TURNS = 3
 """So many runs of CI have had every test, where each had the time."""
 
 _BEGUN_S = time.monotonic()
+_SLOW_S = 30.0
 
 # The tests of one file stay in one process. These take minutes there, so no process may be left with one when all others have ended.
 BEGIN_FIRST = (
@@ -59,6 +62,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help=f"of the tests marked full those of one in {TURNS} turns, in an order of its own (default: all)",
     )
+    parser.addoption("--most-starts", type=int, metavar="N", help="fail when tests have started more processes than that (default: any)")
     parser.addoption("--full-for", type=float, metavar="SECONDS", help="begin no test marked full later than that; skip it (default: any)")
 
 
@@ -103,9 +107,63 @@ class FailuresAtOnce:
             terminal.write_line(f"\nFAILED {report.nodeid} - {' '.join(crash.message.split())[:300] if crash else report.when}")
 
 
+class UnderWay:
+    """Says now and then which tests of a slow run have been under way for long."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config, self._begun_s, self._n_done, self._told_s = config, dict[str, float](), 0, _BEGUN_S
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._begun_s[nodeid] = time.monotonic()
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self._begun_s.pop(nodeid, None)
+        self._n_done += 1
+        now_s, terminal = time.monotonic(), self._config.pluginmanager.get_plugin("terminalreporter")
+        slow = [f"{name} ({now_s - begun_s:.0f} s)" for name, begun_s in self._begun_s.items() if now_s - begun_s > _SLOW_S]
+        if slow and terminal is not None and now_s - self._told_s > _SLOW_S:
+            self._told_s = now_s
+            terminal.write_line(f"\n{self._n_done} tests after {now_s - _BEGUN_S:.0f} s; under way: {', '.join(slow)}")
+
+
+class Starts:
+    """Counts the processes that tests start, of all workers: each costs more than most tests."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config, self._of_workers = config, 0
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self._of_workers += getattr(node, "workeroutput", {}).get("n_started", 0)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(self._config, "workeroutput"):
+            self._config.workeroutput["n_started"] = forked.n_started
+        most = self._config.getoption("most_starts")
+        if most is not None and self.count() > most and session.exitstatus == 0:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        most = self._config.getoption("most_starts")
+        over = f": FAILED, {most} at most (Makefile); let tests share what they start" if most is not None and self.count() > most else ""
+        terminalreporter.write_line(f"tests started {self.count()} processes{over}")
+
+    def count(self) -> int:
+        """Those of this process, and of the workers that have ended."""
+        return self._of_workers + forked.n_started
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """See `FailuresAtOnce`."""
-    config.pluginmanager.register(FailuresAtOnce(config))
+    """See these classes."""
+    for plugin in (FailuresAtOnce, UnderWay, Starts):
+        config.pluginmanager.register(plugin(config))
+
+
+def pytest_collection_finish() -> None:
+    """Search what is there before the first test for garbage no more: thousands of tests, and modules."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

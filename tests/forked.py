@@ -37,6 +37,8 @@ _USUAL |= {"gid": None, "gids": None, "uid": None, "umask": -1}
 # What Python, libc and the linker read only as a process begins.
 _READ_AT_START = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_")
 _paused = False
+n_started = 0
+"""Processes of any kind that this one has started since `install`; `--most-starts` bounds them."""
 
 
 class ForkServer:
@@ -118,6 +120,8 @@ def real_processes() -> Iterator[None]:
 
 def _execute_child(popen: "subprocess.Popen[Any]", *args: object) -> None:
     """In place of `Popen._execute_child`, whose arguments these are."""
+    global n_started
+    n_started += 1
     asked = _SIGNATURE.bind(popen, *args).arguments
     job, fds = _job(asked), [asked[name] if asked[name] >= 0 else number for number, name in enumerate(_CHILDS_FILES)]
     if job is None or any(os.isatty(fd) for fd in fds):

@@ -100,3 +100,16 @@ def test_a_failure_is_named_with_its_reason_before_the_run_ends(tmp_path: Path) 
     assert len(named) == 2
     assert lines[named[0]].endswith("::test_it - ValueError: no")
     assert named[0] < lines.index("=================================== FAILURES ===================================") < named[1]
+
+
+def test_a_run_that_starts_more_processes_than_it_may_fails(tmp_path: Path) -> None:
+    done = run(tmp_path, "import subprocess\ndef test_it():\n    subprocess.run(['true'], check=True)\n", "-n", "0", "--most-starts", "0")
+    assert done.returncode == 1
+    assert "tests started 1 processes: FAILED, 0 at most" in done.stdout
+
+
+def test_all_pages_say_the_same_time_of_make_test() -> None:
+    lines = [line for name in ("README.md", "Makefile", "CONTRIBUTING.md") for line in (ROOT / name).read_text().splitlines()]
+    times = [found[1] for line in lines if (found := re.search(r"make test\b.*every promise.*\((.*? on two .*?cores)\)", line))]
+    assert len(times) == 3
+    assert len(set(times)) == 1, times
