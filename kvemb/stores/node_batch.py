@@ -143,27 +143,30 @@ def read_coalesced(parts: Sequence[ReadPart], read: Callable[[Sequence[ReadPart]
     return [results[i] for i in range(len(parts))]
 
 
-def write_coalesced(
-    parts: Sequence[WritePart], write: Callable[[Sequence[WritePart]], list[WriteResult]], *, one_node: bool = False
-) -> list[WriteResult]:
-    """Write parts as fewer ones.
+class CoalescedWrite:
+    """Parts that are written as fewer ones (`parts`), whose results `results` cuts up again. See `StoreRows.write`.
 
     Args:
-        parts: as in `StoreRows.write`.
-        write: writes the coalesced parts.
         one_node: whether one node has all rows. Rows under keys of their own need not be put in any order then, and joining them would
             cost more than it saves.
     """
-    if len(parts) < 2:
-        return write(parts)
-    groups = _groups([part.keys for part in parts], [_write_group(part, one_node) for part in parts])
-    if len(groups) == len(parts):
-        return write(parts)
-    results: dict[int, WriteResult] = {}
-    for group, result in zip(groups, write([_coalesced_write([parts[i] for i in group]) for group in groups]), strict=True):
-        for i, rows in zip(group, _bounds([parts[i] for i in group]), strict=True):
-            results[i] = WriteResult(result.stored[rows], None if result.tokens is None else result.tokens[rows])
-    return [results[i] for i in range(len(parts))]
+
+    def __init__(self, parts: Sequence[WritePart], *, one_node: bool = False) -> None:
+        self._parts, self._groups = parts, list[list[int]]()
+        if len(parts) > 1:
+            self._groups = _groups([part.keys for part in parts], [_write_group(part, one_node) for part in parts])
+        joins = len(self._groups) < len(parts) and len(parts) > 1
+        self.parts = [_coalesced_write([parts[i] for i in group]) for group in self._groups] if joins else parts
+
+    def results(self, written: list[WriteResult]) -> list[WriteResult]:
+        """Return the result of each part that was given."""
+        if self.parts is self._parts:
+            return written
+        results: dict[int, WriteResult] = {}
+        for group, result in zip(self._groups, written, strict=True):
+            for i, rows in zip(group, _bounds([self._parts[i] for i in group]), strict=True):
+                results[i] = WriteResult(result.stored[rows], None if result.tokens is None else result.tokens[rows])
+        return [results[i] for i in range(len(self._parts))]
 
 
 def _groups(keys: Sequence[RowKeys], group_keys: Sequence[Hashable | None]) -> list[list[int]]:

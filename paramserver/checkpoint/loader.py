@@ -39,7 +39,7 @@ from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.store import Store
 
-from ..engine.storage_pace import Pause, until_stored
+from ..engine.storage_pace import Pause, Tries
 from ..journal import EventEntry
 from ..journal.entry import LOAD
 from ..journal.write_ahead_log import FencedLog
@@ -134,7 +134,9 @@ class Loader:
         if (decision := self._undone()) is not None:
             with self._failing(decision.load_id):
                 if decision.tables:
-                    until_stored(partial(self._flush, parts), self._pause, parts.repairer, _give_up)
+                    for attempt in Tries(self._pause, parts.repairer, _give_up):
+                        with attempt:
+                            self._flush(parts)
             raise LoadedError
         if (begun := self._shard.saved.now.loading) is not None:
             with self._failing(begun[1]):

@@ -16,7 +16,7 @@ from kvemb.schema.table_def import TableDef
 from kvemb.stores.store import Store
 
 from ..engine.row_access import RowAccess
-from ..engine.storage_pace import Pause, RepairPort, until_stored
+from ..engine.storage_pace import Pause, RepairPort, Tries
 from ..row_log.sorted_run import ERASED, ROWS, Bytes, Ids, Part
 
 BLOCK_BYTES = 8 << 20
@@ -52,17 +52,16 @@ class UnconditionalWriter:
         def piece() -> slice:
             return slice(start, start + max(1, min(BLOCK_BYTES, self._access.pace.n_bytes) // definition.record.size_bytes))
 
-        def one_piece() -> int:
-            call(some := piece())
-            return int(some.stop)
-
         def make_way(error: StorageError) -> None:
             if not self._store.repair.make_way(self._access.keys(definition, ids[piece()]), self._access.deadline()):
                 raise error
             log.error("%s", error)
 
         while start < len(ids):
-            start = until_stored(one_piece, self._pause, self._repair, make_way)
+            for attempt in Tries(self._pause, self._repair, make_way):
+                with attempt:
+                    call(some := piece())
+            start = some.stop
 
 
 def portions(streams: Sequence[Iterator[Part]]) -> Iterator[Portion]:

@@ -11,8 +11,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
-from kvemb.errors import DeadlineExceededError, ForeignPageError, StorageError
+from kvemb.errors import DeadlineExceededError, StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import split_version
 from kvemb.stores.store import Store
@@ -22,7 +23,7 @@ from ..model.tables import Tables
 from ..model.transition import Replay, Timeline
 from .batch_records import PreparedRows
 from .piece_writer import Change, Computed, PieceWriter
-from .storage_pace import PASSING, AheadOfIndex, Pace, Pause, RepairPort, cut, size_bytes, until_stored
+from .storage_pace import AheadOfIndex, Pace, Pause, RepairPort, Tries, cut, size_bytes
 
 
 class BatchBoundary:
@@ -123,7 +124,23 @@ class Engine:
         change = Change(batch.kind, version, replay)
         with self.batch_boundary.batch():
             self._writer.begin(computed)
-            return self._run(change, batch, pause, between)
+            left, n_existed, n_pieces = list(batch.tables), 0, 0
+            while left:
+                if n_pieces:
+                    between()
+                for attempt in Tries(pause, self._repair, partial(self._mend, change, left), partial(self._ahead, change, left)):
+                    with attempt:
+                        piece, rest = cut(left, self._pace.n_bytes)
+                        with self._pace.exchange(size_bytes(piece)):
+                            self._writer.store(change, piece, whole=not rest)
+                left = rest
+                n_existed += sum(self._commit(change, rows) for rows in piece)
+                n_pieces += 1
+                self.rows_applied += sum(len(rows.ids) for rows in piece)
+            for rows in batch.tables if batch.kind == APPLY else ():
+                self._tables.state(rows.definition).count_step()
+            self.k = split_version(change.version)[1]
+            return Applied(self.k, n_existed, [] if n_pieces > 1 else self._writer.prepared)
 
     @property
     def epoch(self) -> int:
@@ -139,43 +156,12 @@ class Engine:
         """Of the last batch applied, or below: every row that a later batch writes has a higher one, also a batch of the epoch before."""
         return self._timeline.version(self.k)
 
-    def _run(self, change: Change, batch: Batch, pause: Pause, between: Callable[[], None]) -> Applied:
-        left, n_existed, n_pieces = list(batch.tables), 0, 0
-        while left:
-            if n_pieces:
-                between()
-            piece, left = self._store_piece(change, left, pause)
-            n_existed += sum(self._commit(change, rows) for rows in piece)
-            n_pieces += 1
-            self.rows_applied += sum(len(rows.ids) for rows in piece)
-        for rows in batch.tables if batch.kind == APPLY else ():
-            self._tables.state(rows.definition).count_step()
-        self.k = split_version(change.version)[1]
-        return Applied(self.k, n_existed, [] if n_pieces > 1 else self._writer.prepared)
+    def _mend(self, change: Change, left: list[CheckedRows], error: StorageError) -> None:
+        """Restore those of the first remaining rows that are lost."""
+        self._repair.rows(Batch(change.kind, tuple(cut(left, self._pace.n_bytes)[0])), self._ahead(change, left))
 
-    def _store_piece(self, change: Change, left: list[CheckedRows], pause: Pause) -> tuple[list[CheckedRows], list[CheckedRows]]:
-        """Store the first of the remaining rows, as many as one exchange takes, trying until that is done; return them and the others.
-
-        Rows that are found lost meanwhile are restored first.
-        """
-
-        def store() -> tuple[list[CheckedRows], list[CheckedRows]]:
-            piece, rest = cut(left, self._pace.n_bytes)
-            try:
-                with self._pace.exchange(size_bytes(piece)):
-                    self._writer.store(change, piece, whole=not rest)
-            except (*PASSING, ForeignPageError):
-                self._writer.forget(piece)
-                raise
-            return piece, rest
-
-        def ahead() -> AheadOfIndex:
-            return change.ahead(left if self._writer.has_begun else ())
-
-        def mend(error: StorageError) -> None:
-            self._repair.rows(Batch(change.kind, tuple(cut(left, self._pace.n_bytes)[0])), ahead())
-
-        return until_stored(store, pause, self._repair, mend, ahead)
+    def _ahead(self, change: Change, left: list[CheckedRows]) -> AheadOfIndex:
+        return change.ahead(left if self._writer.has_begun else ())
 
     def _commit(self, change: Change, rows: CheckedRows) -> int:
         state = self._tables.state(rows.definition)

@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from kvemb.errors import StorageError, n_of
+from kvemb.errors import ForeignPageError, StorageError, n_of
 from kvemb.stores.row_io import WritePart, WriteResult
 from kvemb.stores.store import Store
 
@@ -18,8 +18,8 @@ from ..model.batch import ASSIGN, ERASE, CheckedRows
 from ..model.tables import Tables
 from ..model.transition import Replay, Timeline, may_exist, new_records, records_to_write, rows_to_erase
 from .batch_records import Fetched, FetchedRecords, PreparedRows, RecordArena
-from .row_access import RowAccess, until_none_is_left
-from .storage_pace import CHANGED_BY_ANOTHER_WRITER, AheadOfIndex
+from .row_access import RowAccess
+from .storage_pace import CHANGED_BY_ANOTHER_WRITER, MAX_CONFLICT_ROUNDS, PASSING, AheadOfIndex
 
 # Rows are computed in blocks of so many weights: the arrays of one step are still in the processor's cache for the next. The optimizers
 # take blocks of the same size (measured there).
@@ -76,24 +76,30 @@ class PieceWriter:
         """Bring the rows of a piece to storage; a row that already has this version is not touched.
 
         Raises:
-            StorageError: rows may have been written.
+            StorageError: rows may have been written. Which is not known where a node was away: then they leave the cache, are read again
+                at the next try, and their versions tell.
         """
         if not whole:
             self._computed = None
         tables = piece if change.replay is None else [change.replay.still_wanted(rows, change.version) for rows in piece]
         todo = [rows for rows in tables if len(rows.ids)]
-        if change.kind == ERASE:
-            todo = todo if change.replay is None else [self._not_newer(rows, change.version) for rows in todo]
-            self._erase([rows for rows in todo if len(rows.ids)], change)
-            return
-        self._arena.reset()
-        looks = change.kind != ASSIGN or change.replay is not None
-        until_none_is_left(todo, lambda left: self._round(change, left, looks=looks or left is not todo), _many_changes)
-
-    def forget(self, piece: Sequence[CheckedRows]) -> None:
-        """Drop a piece's rows from the cache: which were written is not known. They are read again, and their versions tell."""
-        for rows in piece:
-            self._tables.state(rows.definition).cache.forget(rows.ids)
+        try:
+            if change.kind == ERASE:
+                todo = todo if change.replay is None else [self._not_newer(rows, change.version) for rows in todo]
+                self._erase([rows for rows in todo if len(rows.ids)], change)
+                return
+            self._arena.reset()
+            looks = change.kind != ASSIGN or change.replay is not None
+            for _ in range(MAX_CONFLICT_ROUNDS):
+                if not todo:
+                    return
+                todo, looks = self._round(change, todo, looks=looks), True
+            if todo:
+                raise _many_changes(todo)
+        except (*PASSING, ForeignPageError):
+            for rows in piece:
+                self._tables.state(rows.definition).cache.forget(rows.ids)
+            raise
 
     def _round(self, change: Change, todo: Sequence[CheckedRows], *, looks: bool) -> list[CheckedRows]:
         """Read (see `_fetch`), compute, write once; return the rows that met a conflict."""

@@ -285,14 +285,14 @@ class RowAccess:
         return ids[~gone]
 
     def _until_none_is_left(self, definition: TableDef, left: T, one_round: Callable[[T], T], n_bytes: int) -> None:
-        def paced(left: T) -> T:
+        """Call again with the rows that met a conflict until none did."""
+        for _ in range(MAX_CONFLICT_ROUNDS):
+            if not len(left):
+                return
             with self.pace.exchange(n_bytes):
-                return one_round(left)
-
-        def error(left: T) -> StorageError:
-            return self._error(f"table {definition.name!r}: {n_of(len(left), 'row')} {CHANGED_BY_ANOTHER_WRITER}")
-
-        until_none_is_left(left, paced, error)
+                left = one_round(left)
+        if len(left):
+            raise self._error(f"table {definition.name!r}: {n_of(len(left), 'row')} {CHANGED_BY_ANOTHER_WRITER}")
 
 
 def _emptied(definition: TableDef, ids: Ids, exist: Exist) -> tuple[Ids, Ids]:
@@ -322,13 +322,3 @@ def taken(part: WritePart, rows: Mask) -> WritePart:
         return part
     records = part.records[rows] if len(part.records) == len(part.keys) else part.records
     return WritePart(part.keys[np.flatnonzero(rows)], records, None if part.tokens is None else part.tokens[rows])
-
-
-def until_none_is_left(left: T, one_round: Callable[[T], T], error: Callable[[T], StorageError]) -> None:
-    """Call again with the rows that met a conflict until none did."""
-    for _ in range(MAX_CONFLICT_ROUNDS):
-        if not len(left):
-            return
-        left = one_round(left)
-    if len(left):
-        raise error(left)

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from types import TracebackType
+from typing import Protocol
 
 from kvemb.errors import (
     DeadlineExceededError,
@@ -78,47 +79,72 @@ CHANGED_BY_ANOTHER_WRITER = (
 )
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _MAX_MENDED = 8  # times in a row that rows of one piece of work may be found lost
-T = TypeVar("T")
 log = logging.getLogger("paramserver")
 
 
-def until_stored(
-    call: Callable[[], T],
-    pause: Pause,
-    repair: RepairPort,
-    mend: Callable[[StorageError], None],
-    ahead: Callable[[], AheadOfIndex] = lambda: NO_BATCH,
-) -> T:
-    """Call until storage has taken the write: wait for nodes that are away, have those repaired that lost rows.
+class Tries:
+    """Tries of a write until storage has taken it: `for attempt in Tries(…): with attempt: write`.
 
-    Raises:
-        StorageError: one that does not pass, or the one that `pause` raised. Rows may have been written.
+    Between two tries it waits for nodes that are away, has those repaired that lost rows, or mends rows, as the error says. Raised are an
+    error that does not pass, and the one that `pause` or `mend` raised. Rows may have been written. One thread; good for one write.
     """
-    waits, n_mended = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S), 0
-    to_mend: StorageError | None = None
-    while True:
+
+    def __init__(
+        self,
+        pause: Pause,
+        repair: RepairPort,
+        mend: Callable[[StorageError], None],
+        ahead: Callable[[], AheadOfIndex] = lambda: NO_BATCH,
+    ) -> None:
+        self._pause, self._repair, self._mend, self._ahead = pause, repair, mend, ahead
+        self._waits, self._n_mended = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S), 0
+        self._stored = False
+        self._to_mend: StorageError | None = None  # rows that are in the way of the next try
+
+    def __iter__(self) -> Iterator["Tries"]:
+        while not self._stored:
+            if self._to_mend is None or self._is_mended(self._to_mend):
+                yield self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        self._stored = error is None
+        return error is not None and self._passes(error)
+
+    def _is_mended(self, to_mend: StorageError) -> bool:
         try:
-            if to_mend is not None:
-                mend(to_mend)
-                to_mend = None
-            return call()
-        except RETRYABLE as error:
-            n_mended = 0
-            pause(error, next(waits))
-        except (NodeLostError, NodeSuspectError) as error:
-            if not repair.nodes(ahead(), pause):
-                pause(error, next(waits))
-        except (LostRowError, RecordError) as error:  # missing, old, or written over by another program
-            n_mended += 1
-            if n_mended > _MAX_MENDED:
+            self._mend(to_mend)
+        except Exception as error:
+            if not self._passes(error):
                 raise
+            return False
+        self._to_mend = None
+        return True
+
+    def _passes(self, error: BaseException) -> bool:
+        """Meet an error; return whether another try makes sense."""
+        if isinstance(error, RETRYABLE):
+            self._n_mended = 0
+            self._pause(error, next(self._waits))
+        elif isinstance(error, (NodeLostError, NodeSuspectError)):
+            if not self._repair.nodes(self._ahead(), self._pause):
+                self._pause(error, next(self._waits))
+        elif isinstance(error, (LostRowError, RecordError)):  # missing, old, or written over by another program
+            self._n_mended += 1
+            if self._n_mended > _MAX_MENDED:
+                return False
             if isinstance(error, ForeignPageError):
                 log.error("%s: every row of the node is compared", error)
-                repair.nodes(ahead(), pause, suspects=[error.address])
-            elif to_mend is not None:  # it is `mend` that found no way
-                raise
+                self._repair.nodes(self._ahead(), self._pause, suspects=[error.address])
+            elif self._to_mend is not None:  # it is `mend` that found no way
+                return False
             else:
-                to_mend = error
+                self._to_mend = error
+        else:
+            return False
+        return True
 
 
 MOST_BYTES = 128 << 20

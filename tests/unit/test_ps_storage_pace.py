@@ -16,7 +16,7 @@ from kvemb.errors import (
     UnsafeNodeError,
 )
 from kvemb.stores.server_errors import server_error
-from paramserver.engine.storage_pace import AheadOfIndex, Pause, until_stored
+from paramserver.engine.storage_pace import AheadOfIndex, Pause, Tries
 from tests.unit.lonely_engine import NoRepair
 
 AWAY, FULL, LOST, ROW = NodeUnavailableError("x: away"), NodeFullError("x: full"), NodeLostError("x: flushed"), LostRowError("row 7")
@@ -30,7 +30,7 @@ class Journey(NoRepair):
         self.done: list[object] = []
 
     def run(self) -> str:
-        return until_stored(self.call, self.pause, self, self.mend)
+        return stored(self, self.pause)
 
     def call(self) -> str:
         self.done.append("try")
@@ -50,6 +50,13 @@ class Journey(NoRepair):
     def nodes(self, ahead: AheadOfIndex, pause: Pause, *, suspects: Iterable[str] = ()) -> int:
         self.done.append(["repair", *suspects])
         return self.n_repaired
+
+
+def stored(it: Journey, pause: Pause) -> str:
+    for attempt in Tries(pause, it, it.mend):
+        with attempt:
+            found = it.call()
+    return found
 
 
 def test_a_node_that_is_away_or_full_is_waited_for_longer_and_longer() -> None:
@@ -116,4 +123,4 @@ def test_who_pauses_may_give_up() -> None:
         raise error
 
     with pytest.raises(NodeUnavailableError):
-        until_stored(it.call, stop, it, it.mend)
+        stored(it, stop)

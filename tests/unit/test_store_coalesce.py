@@ -7,7 +7,7 @@ import pytest
 
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.pages import page_layout, paged_keys
-from kvemb.stores.node_batch import read_coalesced, write_coalesced
+from kvemb.stores.node_batch import CoalescedWrite, read_coalesced
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 
 SIZE = 76
@@ -79,7 +79,8 @@ def test_writes_of_small_parts_that_lie_alike_are_one() -> None:
     parts.append(WritePart(keys_of(b"fff", 8), rows_of(keys_of(b"fff", 8), SIZE)))
     parts.append(WritePart(keys_of(b"ggg", 9), rows_of(keys_of(b"ggg", 9), 20), np.zeros(9, np.uint64)))
     rows = Rows(ordered=True)
-    results = write_coalesced(parts, rows.write)
+    coalesced = CoalescedWrite(parts)
+    results = coalesced.results(rows.write(coalesced.parts))
     assert sorted(rows.asked) == sorted([20 + 300, 5000, 50 + 3, 8, 9])
     for part, result in zip(parts, results, strict=True):
         np.testing.assert_array_equal(result.stored, part.keys.ids % 2 == 0)
@@ -90,5 +91,5 @@ def test_writes_of_small_parts_that_lie_alike_are_one() -> None:
 def test_on_one_node_only_rows_in_pages_are_joined_to_be_written() -> None:
     keys = [keys_of(b"aaa", 20), keys_of(b"bbb", 30), keys_of(b"ccc", 40, paged=True), keys_of(b"ddd", 50, paged=True)]
     rows = Rows(ordered=True)
-    write_coalesced([WritePart(one, rows_of(one, SIZE)) for one in keys], rows.write, one_node=True)
+    rows.write(CoalescedWrite([WritePart(one, rows_of(one, SIZE)) for one in keys], one_node=True).parts)
     assert rows.asked == [20, 30, 90]

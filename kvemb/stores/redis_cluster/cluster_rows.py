@@ -17,7 +17,7 @@ from kvemb.schema.bucket_limits import BucketLimits
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.marked_nodes import RepairLane
-from kvemb.stores.node_batch import write_coalesced
+from kvemb.stores.node_batch import CoalescedWrite
 from kvemb.stores.read_retry import ReadRetry
 from kvemb.stores.redis_cluster.cluster_batch import ClusterBatch, EraseBatch, NodeShare, ReadBatch, Redirects, WriteBatch
 from kvemb.stores.redis_cluster.primary_links import exchange
@@ -53,12 +53,8 @@ class ClusterRounds:
 
     def write(self, parts: Sequence[WritePart], deadline: Deadline, lane: RepairLane | None = None) -> list[WriteResult]:
         """Write parts."""
-
-        def run(coalesced: Sequence[WritePart]) -> list[WriteResult]:
-            self.run(WriteBatch(coalesced), deadline, lane)
-            return [WriteResult(np.ones(len(part.keys), dtype=bool)) for part in coalesced]
-
-        return write_coalesced(parts, run)
+        self.run(WriteBatch(CoalescedWrite(parts).parts), deadline, lane)
+        return [WriteResult(np.ones(len(part.keys), dtype=bool)) for part in parts]
 
     def erase(self, parts: Sequence[WritePart], deadline: Deadline, lane: RepairLane | None = None) -> list[NDArray[np.bool_]]:
         """Delete the rows of parts."""

@@ -20,7 +20,7 @@ from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.move_plan import CLEANING
 from kvemb.stores.marked_nodes import RepairLane
-from kvemb.stores.node_batch import Grouped, NodeSteps, closed_under, group_by_node, raise_row_errors, unexpected_value, write_coalesced
+from kvemb.stores.node_batch import CoalescedWrite, Grouped, NodeSteps, closed_under, group_by_node, raise_row_errors, unexpected_value
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.standalone.node_links import NodeLinks, value_of
 from kvemb.stores.standalone.nodes_view import NodesView, moved_meanwhile
@@ -72,16 +72,11 @@ class NodeRows:
         self, parts: Sequence[WritePart], deadline: Deadline, lane: RepairLane | None = None, owners: SlotOwners | None = None
     ) -> list[WriteResult]:
         """Write parts."""
-        one_node = self._links.view.map.n_nodes == 1
-        return write_coalesced(parts, lambda coalesced: self._write(coalesced, deadline, lane, owners), one_node=one_node)
-
-    def _write(
-        self, parts: Sequence[WritePart], deadline: Deadline, lane: RepairLane | None, owners: SlotOwners | None
-    ) -> list[WriteResult]:
+        coalesced = CoalescedWrite(parts, one_node=self._links.view.map.n_nodes == 1)
         plan: Plan = []
         outs: list[tuple[Grouped, NDArray[np.uint8], NDArray[np.uint64] | None]] = []
         view = self._links.view
-        for part in parts:
+        for part in coalesced.parts:
             kinds = self._codec.write_kinds(part.keys, part.tokens)
             grouped = group_by_node(part.keys, _nodes_of(part.keys, view, lane, owners), kinds)
             out = np.zeros(len(part.records), dtype=np.uint8)
@@ -93,7 +88,9 @@ class NodeRows:
                 steps = self._codec.write_steps(keys[rows], records[rows], None if tokens is None else tokens[rows], out[rows])
                 plan.append((node, NodeSteps(view.places[node], grouped.keys[rows], steps)))
         self._run(view, plan, deadline, lane, owner_last=self._cas and lane is None)
-        return [WriteResult(_ungroup(g, out == 0), None if tokens is None else _ungroup(g, tokens)) for g, out, tokens in outs]
+        return coalesced.results(
+            [WriteResult(_ungroup(g, out == 0), None if tokens is None else _ungroup(g, tokens)) for g, out, tokens in outs]
+        )
 
     def erase(
         self, parts: Sequence[WritePart], deadline: Deadline, lane: RepairLane | None = None, owners: SlotOwners | None = None
