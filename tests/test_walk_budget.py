@@ -29,9 +29,9 @@ BUDGET = {
     "pull: functions": 80,
     "pull: files": 22,
     "pull: frames to the socket": 11,
-    "push: functions": 343,
-    "push: files": 73,
-    "apply: frames to the socket": 14,
+    "push: functions": 341,
+    "push: files": 72,
+    "apply: frames to the socket": 11,
 }
 
 ROOT = Path(__file__).parent.parent
