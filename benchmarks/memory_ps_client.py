@@ -17,8 +17,9 @@ from kvemb.init import Initializer
 from kvemb.net.deadline import Deadline
 from kvemb.optim import OptimizerSpec
 from kvemb.protocol.message_format import TableRows
-from kvemb.protocol.messages import CreateTableRequest, Empty
+from kvemb.protocol.messages import CREATE_TABLE, CreateTableRequest, Empty
 from kvemb.protocol.shard_routing import route
+from kvemb.protocol.verb import EVERYBODY, Verb
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.table_def import TableDef
 from trainer.lookahead.cluster_ports import Prefetched
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from trainer.lookahead.cluster_ports import ClusterPort, TablePort
 
 TIMEOUT_S = 120.0
+_PULL, _PUSH = Verb("Pull", PullRows, PulledRows, EVERYBODY), Verb("Push", PushRows, Empty, EVERYBODY)
 
 
 class MemoryAck:
@@ -36,13 +38,13 @@ class MemoryAck:
     failure_seen = False
     changed_rows = None
 
-    def __init__(self, parts: Sequence[PendingCall]) -> None:
-        self._parts: deque[PendingCall] = deque(parts)
+    def __init__(self, parts: Sequence[PendingCall[Empty]]) -> None:
+        self._parts: deque[PendingCall[Empty]] = deque(parts)
 
     def wait_applied(self, timeout_s: float | None = None) -> None:
         """Wait for the answers; the deadline is the one that the push was sent with."""
         while self._parts:
-            self._parts.popleft().result(Empty)
+            self._parts.popleft().result()
 
     def wait_released(self, timeout_s: float | None = None) -> None:
         """The same."""
@@ -96,7 +98,7 @@ class MemoryPsCluster:
         definition = TableDef(name, dim, optimizer, initializer, seed=seed, reduce=reduce)
         request = CreateTableRequest(definition.to_dict(), exist_ok)
         for channel in self._channels:
-            channel.call("CreateTable", request, Empty, Deadline.after(TIMEOUT_S))
+            channel.call(CREATE_TABLE, request, Deadline.after(TIMEOUT_S))
         return self._tables.setdefault(name, MemoryPsTable(self, definition))
 
     def pull_versions(
@@ -111,9 +113,9 @@ class MemoryPsCluster:
         for channel in self._channels:
             places = {name: np.flatnonzero(owners[name] == channel.shard) for name in wanted}
             asked = [self._rows(name, wanted[name].take(at), np.empty((len(at), 0), np.float32)) for name, at in places.items()]
-            calls.append((places, channel.start("Pull", PullRows(asked), deadline)))
+            calls.append((places, channel.start(_PULL, PullRows(asked), deadline)))
         for places, call in calls:
-            for name, got in zip(places, call.result(PulledRows).tables, strict=True):
+            for name, got in zip(places, call.result().tables, strict=True):
                 rows[name][places[name]] = got.rows
         return {name: (some, np.zeros(len(some), np.uint64)) for name, some in rows.items()}
 
@@ -131,7 +133,7 @@ class MemoryPsCluster:
         deadline = Deadline.after(TIMEOUT_S)
         rows = [self._rows(name, self._bits(name, ids), grads, dict((hyper or {}).get(name, {}))) for name, (ids, grads) in tables.items()]
         routed = [route(one, self._map) for one in rows]
-        parts = [channel.start("Push", PushRows([shares[channel.shard] for shares in routed]), deadline) for channel in self._channels]
+        parts = [channel.start(_PUSH, PushRows([shares[channel.shard] for shares in routed]), deadline) for channel in self._channels]
         self._last = MemoryAck(parts)
         return self._last
 

@@ -7,17 +7,7 @@ import grpc
 
 from kvemb.errors import KvembError, from_wire
 from kvemb.protocol.message_format import MAX_MESSAGE_BYTES, Message
-from kvemb.protocol.messages import (
-    SERVICE,
-    DescribeReply,
-    Empty,
-    HelloReply,
-    HelloRequest,
-    PushPart,
-    PushReply,
-    Reply,
-    StatusReply,
-)
+from kvemb.protocol.messages import SERVICE, DescribeReply, Empty, HelloReply, HelloRequest, PushPart, PushReply, Reply, StatusReply
 
 PATIENCE_S = 90.0
 M = TypeVar("M", bound=Message)

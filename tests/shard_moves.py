@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,8 @@ from kvemb.net.deadline import Deadline
 from kvemb.net.tls_files import TlsFiles
 from kvemb.protocol.message_format import Message
 from kvemb.protocol.messages import Empty
-from kvemb.protocol.move_messages import AbortMoveRequest, MoveRequest, MoveStatusReply
+from kvemb.protocol.move_messages import ABORT_MOVE, MOVE_SLOTS, MOVE_STATUS, AbortMoveRequest, MoveRequest, MoveStatusReply
+from kvemb.protocol.verb import Verb
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.slots import runs_of
 
@@ -42,10 +44,10 @@ class ShardMoves:
 
     def begin(self, owners: np.ndarray, **extra: list) -> ClusterMap:
         request = MoveRequest(self.now().version, b"", [], [], 0, runs_of(owners.astype(np.uint16)), **extra)
-        return ClusterMap.decode(self._channel.call("MoveSlots", request, MoveStatusReply, Deadline.after(PATIENCE_S)).cluster_map)
+        return ClusterMap.decode(self._channel.call(MOVE_SLOTS, request, Deadline.after(PATIENCE_S)).cluster_map)
 
     def abort(self) -> None:
-        self._channel.call("AbortMove", AbortMoveRequest("a test"), MoveStatusReply, Deadline.after(PATIENCE_S))
+        self._channel.call(ABORT_MOVE, AbortMoveRequest("a test"), Deadline.after(PATIENCE_S))
 
     def wait(self, until: Callable[[ClusterMap], bool] = lambda now: now.plan is None) -> ClusterMap:
         deadline = Deadline.after(PATIENCE_S)
@@ -54,14 +56,14 @@ class ShardMoves:
             time.sleep(0.005)
         return now
 
-    def ask_shard_0(self, method: str, request: Message) -> None:
-        self._channel.call(method, request, Empty, Deadline.after(PATIENCE_S))
+    def ask_shard_0(self, verb: Verb[Any, Any], request: Message) -> None:
+        self._channel.call(verb, request, Deadline.after(PATIENCE_S))
 
     def close(self) -> None:
         self._channel.close()
 
     def _status(self) -> MoveStatusReply:
-        return self._channel.call("MoveStatus", Empty(), MoveStatusReply, Deadline.after(PATIENCE_S))
+        return self._channel.call(MOVE_STATUS, Empty(), Deadline.after(PATIENCE_S))
 
 
 class HastyTrainer:

@@ -16,13 +16,14 @@ from typing import Any
 import msgpack
 
 from kvemb.checkpoint.chain import Chain, open_chain
+from kvemb.checkpoint.checkpoint_messages import LOAD_CHECKPOINT, LoadRequest
 from kvemb.checkpoint.format.checkpoint_manifest import CheckpointManifest
 from kvemb.checkpoint.verify import verify_chain
 from kvemb.client.all_shards import AllShards
 from kvemb.coordination.replicated_values import DamagedCopyError, intact_copies
 from kvemb.errors import CheckpointError, InvalidInputError, KvembError, ParameterServerError, ProtocolError, StorageError
 from kvemb.net.deadline import Deadline, checked_timeout
-from kvemb.protocol.messages import CreateTableRequest, DescribeReply, Empty, LoadRequest, TableReply
+from kvemb.protocol.messages import CREATE_TABLE, DESCRIBE, CreateTableRequest, DescribeReply, Empty
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.store import Store
 
@@ -164,14 +165,14 @@ def load(
     load_id = secrets.token_hex(16)
     request = LoadRequest(load_id, url, save_id, False, list(names))
     try:
-        loading.servers.call_each("Load", request, Empty, _deadline())  # of two loads at once one is refused by shard 0
+        loading.servers.call_each(LOAD_CHECKPOINT, request, _deadline())  # of two loads at once one is refused by shard 0
         _create_tables(loading, chain)
         _decide(loading.store, Decision(_next_serial(loading.store, loading.timeout_s), load_id, url, save_id, names), loading.timeout_s)
     except BaseException:
         with suppress(KvembError):
-            loading.servers.try_each("Load", LoadRequest(load_id, "", save_id, False), Empty, Deadline.after(_GIVE_UP_S))
+            loading.servers.try_each(LOAD_CHECKPOINT, LoadRequest(load_id, "", save_id, False), Deadline.after(_GIVE_UP_S))
         raise
-    for reply in loading.servers.try_each("Load", LoadRequest(load_id, url, save_id, True), Empty, _deadline()).values():
+    for reply in loading.servers.try_each(LOAD_CHECKPOINT, LoadRequest(load_id, url, save_id, True), _deadline()).values():
         if isinstance(reply, Exception) and not isinstance(reply, ParameterServerError):
             raise reply  # a shard that does not answer now loads when it is started
     reports = _watch(loading, load_id, stall_timeout_s, progress)
@@ -220,7 +221,7 @@ def _create_tables(loading: Loading, chain: Chain) -> None:
     for table in chain.newest.tables:
         if table.definition.name not in loading.tables:
             request = CreateTableRequest(table.definition.with_tag_attempt(0).to_dict(), True)
-            loading.servers.call(0, "CreateTable", request, TableReply, _deadline())
+            loading.servers.call(0, CREATE_TABLE, request, _deadline())
 
 
 def _next_serial(store: Store, timeout_s: float) -> int:
@@ -286,7 +287,7 @@ def _reports(loading: Loading) -> list[Report | None]:
 
 
 def _all_serve(loading: Loading) -> bool:
-    replies = loading.servers.try_each("Describe", Empty(), DescribeReply, Deadline.after(loading.timeout_s))
+    replies = loading.servers.try_each(DESCRIBE, Empty(), Deadline.after(loading.timeout_s))
     return all(isinstance(reply, DescribeReply) for reply in replies.values())
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvemb.checkpoint.chain import Checkpoint, open_checkpoint
+from kvemb.checkpoint.checkpoint_messages import SAVE_CHECKPOINT, SAVE_STATUS, SaveReply, SaveRequest, SaveStatusRequest
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage, absolute_url
 from kvemb.checkpoint.format.checkpoint_manifest import MANIFEST, SAVING, BaseCheckpoint, CheckpointManifest, check_name, fragment_path
 from kvemb.checkpoint.format.manifest_json import check_extra, decode_manifest, encode_manifest, read_hex
@@ -23,7 +24,6 @@ from kvemb.checkpoint.writer import SaveInfo, assemble, read_fragment
 from kvemb.client.all_shards import AllShards
 from kvemb.errors import BaseOutdatedError, CheckpointError, InvalidInputError, ShardUnavailableError, n_of
 from kvemb.net.deadline import Deadline, checked_timeout
-from kvemb.protocol.messages import SaveReply, SaveRequest, SaveStatusRequest
 from kvemb.schema.slots import N_SLOTS
 
 _POLL_S, _LONGEST_POLL_S, _POLL_SHARE, _CALL_S, _AWAY_S, _SILENT_S = 0.01, 0.2, 0.05, 10.0, 60.0, 30.0
@@ -74,14 +74,14 @@ def save(
     shards = saving.servers.numbers
     requests = {shard: SaveRequest(info.save_id, storage.url, cuts.get(shard, 0), weights_only, timeout_s) for shard in shards}
     with _said_when_slow(f"{storage!r}: shards have not begun to save; their logs and `kvemb status` say what they wait for"):
-        saving.servers.call_each("Save", requests, SaveReply, Deadline.after(timeout_s))
+        saving.servers.call_each(SAVE_CHECKPOINT, requests, Deadline.after(timeout_s))
     info = replace(info, cut_s=math.ceil(time.time()))
     _require_same_shares(saving.servers, info, timeout_s)
     _wait(saving.servers, info.save_id, shards, progress)
     manifest = _finish(storage, info, shards, below)
     told = dict.fromkeys(shards, SaveStatusRequest(info.save_id, True))
     saving.servers.try_each(
-        "SaveStatus", told, SaveReply, Deadline.after(_CALL_S)
+        SAVE_STATUS, told, Deadline.after(_CALL_S)
     )  # for their figures; a shard that does not hear it reports the one before
     return SaveResult(storage.url, manifest, time.monotonic() - begun)
 
@@ -171,7 +171,7 @@ def _wait(servers: AllShards, save_id: str, shards: Sequence[int], progress: Sav
     asked = dict.fromkeys(shards, SaveStatusRequest(save_id, False))
     begun = time.monotonic()
     while True:
-        replies = servers.try_each("SaveStatus", asked, SaveReply, Deadline.after(_CALL_S))
+        replies = servers.try_each(SAVE_STATUS, asked, Deadline.after(_CALL_S))
         now = time.monotonic()
         for shard, reply in replies.items():
             if isinstance(reply, SaveReply):

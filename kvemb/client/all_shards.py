@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from kvemb.client.shard_channel import ShardChannel
 from kvemb.config import Config, ServersConfig
@@ -28,14 +28,13 @@ from kvemb.net.deadline import Deadline
 from kvemb.net.tls_config import TlsConfig
 from kvemb.net.tls_files import TlsFiles
 from kvemb.process import interrupts
-from kvemb.protocol.message_format import Message
-from kvemb.protocol.messages import DescribeReply, Empty
-from kvemb.protocol.move_messages import MoveStatusReply
+from kvemb.protocol.messages import DESCRIBE, DescribeReply, Empty
+from kvemb.protocol.move_messages import MOVE_STATUS
 from kvemb.protocol.shard_routing import MapSource
+from kvemb.protocol.verb import Q, R, Verb
 from kvemb.schema.cluster_map import ClusterMap
 
 _LOOK_S, _LOOK_TIMEOUT_S = 0.02, 2.0
-M = TypeVar("M", bound=Message)
 log = logging.getLogger("kvemb")
 
 
@@ -114,7 +113,7 @@ class AllShards:
 
     def ask_map(self, deadline: Deadline) -> None:
         """Follow the map of shard 0, which kvemb.yaml always names: read it from storage, or from that shard where there is none."""
-        told = decode_map(self.call(0, "MoveStatus", Empty(), MoveStatusReply, deadline).cluster_map)
+        told = decode_map(self.call(0, MOVE_STATUS, Empty(), deadline).cluster_map)
         if self._maps is None:
             self.follow(told)
             return
@@ -135,7 +134,7 @@ class AllShards:
     def describe(self, config: Config, deadline: Deadline) -> DescribeReply:
         """Ask every shard to describe itself; return shard 0's answer. Another one that is away is named in the log: pulls go on."""
         channels = self.channels
-        replies = self.try_each("Describe", dict.fromkeys(channels, Empty()), DescribeReply, deadline)
+        replies = self.try_each(DESCRIBE, dict.fromkeys(channels, Empty()), deadline)
         first = replies[0]
         if isinstance(first, Exception):
             raise first
@@ -157,43 +156,41 @@ class AllShards:
                 )
         return first
 
-    def call(self, shard: int, method: str, request: Message, reply_type: type[M], deadline: Deadline) -> M:
+    def call(self, shard: int, verb: Verb[Q, R], request: Q, deadline: Deadline) -> R:
         """Call one shard; see `ShardChannel.call`."""
         self.check_usable()
         channel = self.channels.get(shard)
         if channel is None:
             raise SlotsMovedError(f"shard {shard} is none of the cluster's any more, which are {', '.join(map(str, self.numbers))}")
-        return channel.call(method, request, reply_type, deadline)
+        return channel.call(verb, request, deadline)
 
-    def call_each(self, method: str, requests: Message | Mapping[int, Message], reply_type: type[M], deadline: Deadline) -> dict[int, M]:
+    def call_each(self, verb: Verb[Q, R], requests: Q | Mapping[int, Q], deadline: Deadline) -> dict[int, R]:
         """Call shards concurrently; raise the first failure once all have answered.
 
         Returns:
             The answer of each shard that was called.
         """
-        results = self.try_each(method, requests, reply_type, deadline)
+        results = self.try_each(verb, requests, deadline)
         for result in results.values():
             if isinstance(result, BaseException):
                 raise result
         return {shard: result for shard, result in results.items() if not isinstance(result, BaseException)}
 
-    def try_each(
-        self, method: str, requests: Message | Mapping[int, Message], reply_type: type[M], deadline: Deadline
-    ) -> dict[int, M | Exception]:
+    def try_each(self, verb: Verb[Q, R], requests: Q | Mapping[int, Q], deadline: Deadline) -> dict[int, R | Exception]:
         """The same, with a shard's failure in the place of its answer."""
         self.check_usable()
         if not isinstance(requests, Mapping):
             self.look(deadline)
         channels = self.channels
         wanted = requests if isinstance(requests, Mapping) else dict.fromkeys(channels, requests)
-        pending = {shard: channels[shard].start(method, request, deadline) for shard, request in wanted.items()}
+        pending = {shard: channels[shard].start(verb, request, deadline) for shard, request in wanted.items()}
         for call in pending.values():  # all shards that are away are named before the first is waited for
             with suppress(Exception):  # its result raises it, too
                 call.say_who_is_away()
-        results: dict[int, M | Exception] = {}
+        results: dict[int, R | Exception] = {}
         for shard, call in pending.items():
             try:
-                results[shard] = call.result(reply_type)
+                results[shard] = call.result()
             except Exception as error:  # an answer among others: the caller decides
                 results[shard] = error
         return results

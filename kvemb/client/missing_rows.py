@@ -19,7 +19,7 @@ from kvemb.client.ack import copied
 from kvemb.client.all_shards import AllShards
 from kvemb.errors import KvembError, LostRowError, RowsRestoredWarning, TableDroppedError, n_of
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.messages import CompareRequest, CountReply
+from kvemb.protocol.messages import COMPARE, CompareRequest, CountReply
 from kvemb.protocol.shard_routing import places
 from kvemb.schema.table_def import TableDef
 
@@ -114,7 +114,7 @@ class MissingRows:
                 if len(share)
             }
             try:
-                replies = self._servers.try_each("Compare", requests, CountReply, Deadline.after(_TIMEOUT_S))
+                replies = self._servers.try_each(COMPARE, requests, Deadline.after(_TIMEOUT_S))
             except KvembError:  # the same
                 return
             with self._lock:

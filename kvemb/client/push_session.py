@@ -32,17 +32,19 @@ from kvemb.errors import (
 from kvemb.net.deadline import Deadline, pauses
 from kvemb.protocol.message_format import TableRows
 from kvemb.protocol.messages import (
+    BYE,
+    GET_STATUS,
+    GET_TABLE,
+    HELLO,
     ByeRequest,
     Empty,
     HelloReply,
     HelloRequest,
     PushPart,
-    StatusReply,
-    TableReply,
     TableRequest,
     digest_tables,
 )
-from kvemb.protocol.move_messages import LeftSessionRequest
+from kvemb.protocol.move_messages import LEFT_SESSION, LeftSessionRequest
 from kvemb.protocol.shard_routing import route, split
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.table_def import TableDef
@@ -228,10 +230,10 @@ class PushSession:
                 wait(stream, deadline)
 
     def _introduce(self, deadline: Deadline) -> None:
-        first = self._servers.call(0, "Hello", self._hello_request(), HelloReply, deadline)
+        first = self._servers.call(0, HELLO, self._hello_request(), deadline)
         self._incarnation = first.incarnation
         others = dict.fromkeys((shard for shard in self._servers.numbers if shard), self._hello_request())
-        replies = {0: first, **self._servers.call_each("Hello", others, HelloReply, deadline)}
+        replies = {0: first, **self._servers.call_each(HELLO, others, deadline)}
         self._introduced = True
         for shard, reply in replies.items():
             self._stream(shard, introduced=True)
@@ -284,9 +286,9 @@ class PushSession:
         def hello(deadline: Deadline) -> HelloReply:
             if shard not in self._servers.numbers:  # it has applied all parts that it took: it had drained when it left the cluster
                 request = LeftSessionRequest(shard, self.trainer, self._incarnation)
-                raise ShardLeftError(self._servers.call(0, "LeftSession", request, HelloReply, deadline).last_sequence)
+                raise ShardLeftError(self._servers.call(0, LEFT_SESSION, request, deadline).last_sequence)
             try:
-                reply = self._servers.call(shard, "Hello", self._hello_request(), HelloReply, deadline)
+                reply = self._servers.call(shard, HELLO, self._hello_request(), deadline)
                 if (reply.mode == "sync") != self.sync:  # a push would stop it for good; started again in order it takes them
                     raise ShardUnavailableError(
                         f"{self._streams[shard].where} was started in mode {reply.mode}, and this job runs in the other one. Start it "
@@ -423,7 +425,7 @@ class PushSession:
         found = list[TableRows]()
         for rows in push.tables:
             with suppress(TableDroppedError):  # what the other shards had taken is gone, too
-                reply = self._servers.call(0, "GetTable", TableRequest(rows.table, rows.schema), TableReply, deadline)
+                reply = self._servers.call(0, GET_TABLE, TableRequest(rows.table, rows.schema), deadline)
                 if not push.load_serial < reply.load_serial <= load_serial:
                     found.append(gradients_of_now(rows, TableDef.from_dict(reply.table)))
         return found
@@ -477,7 +479,7 @@ class PushSession:
         """Why a shard is late, as far as its stream and it itself can tell; asked only when a caller's time is nearly up."""
         told = [stream.trouble] if (stream := self._streams.get(shard)) is not None else []
         with suppress(KvembError):  # when it does not answer, the stream's own word must do
-            reply = self._servers.call(shard, "Status", Empty(), StatusReply, deadline)
+            reply = self._servers.call(shard, GET_STATUS, Empty(), deadline)
             told = [f"it is starting: {reply.starting}"] if reply.starting else [*told, reply.failure]
             told = [*filter(None, told)] or [reply.step]
         return "; ".join(filter(None, told))
@@ -492,7 +494,7 @@ class PushSession:
         if self._introduced:
             self._introduced = False
             with suppress(KvembError):
-                self._servers.try_each("Bye", ByeRequest(self.trainer, self._incarnation), Empty, Deadline.after(BYE_TIMEOUT_S))
+                self._servers.try_each(BYE, ByeRequest(self.trainer, self._incarnation), Deadline.after(BYE_TIMEOUT_S))
 
 
 def _send(numbered: Sequence[_Numbered], ack: Ack) -> None:

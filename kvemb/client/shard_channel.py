@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic
 
 import grpc
 
@@ -30,8 +30,9 @@ from kvemb.net.deadline import SAY_AFTER_S, Absence, Deadline, pauses
 from kvemb.net.tls_files import Stamp, TlsFiles
 from kvemb.net.tls_probe import FOREIGN, HANGS_UP, NOBODY, SILENT, SPEAKS_TLS, look_at_port, own_uris, why_refused
 from kvemb.process import interrupts
-from kvemb.protocol.message_format import MAX_MESSAGE_BYTES, Message
-from kvemb.protocol.messages import MAX_REQUEST_BYTES, SERVICE, Empty, Reply, StatusReply
+from kvemb.protocol.message_format import MAX_MESSAGE_BYTES
+from kvemb.protocol.messages import GET_STATUS, MAX_REQUEST_BYTES, SERVICE, Empty, Reply
+from kvemb.protocol.verb import Q, R, Verb
 
 _Options = tuple[tuple[str, object], ...]
 
@@ -64,15 +65,11 @@ _OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 0),  # an idle trainer sends nothing
     ("grpc.use_local_subchannel_pool", 1),  # two clusters opened in one process do not share sockets or their failures
     ("grpc.enable_http_proxy", 0),  # shards are cluster-internal addresses; a proxy of the environment is not for them
-    ("grpc.enable_retries", 0),  # `_REPEATABLE` decides instead: a blind retry of assign could undo a later push
+    ("grpc.enable_retries", 0),  # `Verb.repeatable` decides instead: a blind retry of assign could undo a later push
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),  # a pod that starts again has another address; gRPC would ask after 30 s
-)
-# Asking twice does no harm: these are asked again, within their deadline, when the connection breaks or the shard is about to stop.
-_REPEATABLE = frozenset(
-    {"Hello", "Describe", "GetTable", "Flush", "Count", "Ids", "Progress", "ShowRow", "Examine", "SampleIds", "Evictions"}
 )
 _LONGEST_WORDS = 4096
 _GRACE_S = 5.0  # gRPC keeps the deadline itself; where it does not, gRPC has failed and not the shard
@@ -85,18 +82,16 @@ log = logging.getLogger("kvemb")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
-M = TypeVar("M", bound=Message)
 
-
-class PendingCall:
+class PendingCall(Generic[R]):
     """A unary call to a shard under way: gRPC's future, to be waited for, or called again where that is safe."""
 
-    def __init__(self, channel: "ShardChannel", method: str, request: bytes, deadline: Deadline) -> None:
-        self._channel, self._method, self._request, self._deadline = channel, method, request, deadline
+    def __init__(self, channel: "ShardChannel", verb: Verb[Q, R], request: Q, deadline: Deadline) -> None:
+        self._channel, self._verb, self._method, self._request, self._deadline = channel, verb, verb.name, request.encode(), deadline
         self._closed = False
         self._future = self._send()
 
-    def result(self, reply_type: type[M]) -> M:
+    def result(self) -> R:
         """Wait for the answer; a verb that may be repeated is, while the shard goes away and comes back.
 
         Raises:
@@ -104,8 +99,8 @@ class PendingCall:
         """
         for pause_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
             try:
-                reply = reply_type.decode(self._answer())
-                if self._method != "Status":  # which a shard that starts answers, too
+                reply = self._verb.reply.decode(self._answer())
+                if self._verb is not GET_STATUS:  # which a shard that starts answers, too
                     self._channel.back()
                 return reply
             except ShardStartingError as error:  # nothing was taken, whatever it is
@@ -113,7 +108,7 @@ class PendingCall:
                 if self._deadline.remaining_s() <= pause_s:
                     raise
             except ShardUnavailableError:
-                if self._method not in _REPEATABLE or self._closed or self._deadline.remaining_s() <= pause_s:
+                if not self._verb.repeatable or self._closed or self._deadline.remaining_s() <= pause_s:
                     raise
             time.sleep(pause_s)
             self._future = self._send()
@@ -169,7 +164,7 @@ class PendingCall:
             self._looked = True
             if look_at_port(self._channel.address, Deadline.after(_GREETING_S)) in (NOBODY, SILENT, HANGS_UP):
                 self._channel.away(str(self._channel.unavailable(self._method, "no answer yet")), SAY_AFTER_S)
-            elif self._method != "Status" and (why := self._channel.trouble(self._deadline)):
+            elif self._verb is not GET_STATUS and (why := self._channel.trouble(self._deadline)):
                 self._channel.away(why, SAY_AFTER_S)
 
 
@@ -197,17 +192,17 @@ class ShardChannel:
     def trouble(self, deadline: Deadline) -> str:
         """Why the shard does not get on, as it says itself; "" where it does, or does not answer."""
         with suppress(KvembError):
-            reply = self.call("Status", Empty(), StatusReply, deadline.within(_PROBE_S))
+            reply = self.call(GET_STATUS, Empty(), deadline.within(_PROBE_S))
             return f"{self}: {reply.failure}" if reply.failure else ""
         return ""
 
-    def start(self, method: str, request: Message, deadline: Deadline) -> PendingCall:
+    def start(self, verb: Verb[Q, R], request: Q, deadline: Deadline) -> PendingCall[R]:
         """Send a unary request; it waits for a shard that is still starting, at most until the deadline."""
-        return PendingCall(self, method, request.encode(), deadline)
+        return PendingCall(self, verb, request, deadline)
 
-    def call(self, method: str, request: Message, reply_type: type[M], deadline: Deadline) -> M:
+    def call(self, verb: Verb[Q, R], request: Q, deadline: Deadline) -> R:
         """Send a unary request and wait for its answer; see `PendingCall.result`."""
-        return self.start(method, request, deadline).result(reply_type)
+        return self.start(verb, request, deadline).result()
 
     def unary(self, method: str) -> Any:
         """Return gRPC's callable of a verb."""

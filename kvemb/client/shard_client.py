@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import chain
-from typing import TypeVar
 
 from kvemb.client.ack import DEFAULT_TIMEOUT_S, Ack
 from kvemb.client.all_shards import AllShards
@@ -21,30 +20,33 @@ from kvemb.errors import DeadlineExceededError, ParameterServerError, SlotsMoved
 from kvemb.net.deadline import Deadline
 from kvemb.process import interrupts
 from kvemb.process.work_ahead import work_ahead
-from kvemb.protocol.message_format import Message, TableRows
+from kvemb.protocol.message_format import TableRows
 from kvemb.protocol.messages import (
+    ALTER_TABLE,
+    ASSIGN_ROWS,
+    CREATE_TABLE,
+    DROP_TABLE,
+    END_DROP,
+    ERASE_ROWS,
+    ERASE_TABLE,
+    FLUSH,
+    FOLLOW_ALTER,
     MAX_PART_BYTES,
-    AlterTableReply,
+    SET_POLICIES,
     AlterTableRequest,
-    CountReply,
     CreateTableRequest,
-    Empty,
-    EraseTableReply,
     EraseTableRequest,
-    FlushReply,
     FlushRequest,
     FollowAlterReply,
     FollowAlterRequest,
     RowsRequest,
     SetPoliciesRequest,
-    TableReply,
     TableRequest,
 )
 from kvemb.protocol.shard_routing import pieces, route
+from kvemb.protocol.verb import R, Verb
 from kvemb.schema.policies import NO_POLICIES, PolicyChange
 from kvemb.schema.table_def import TableDef
-
-M = TypeVar("M", bound=Message)
 
 _MESSAGE_BYTES = MAX_PART_BYTES // 2  # small enough for a shard to be at several steps of several messages at a time
 _AT_ONCE = 3  # messages to a shard: one is taken in and one journaled while one is applied
@@ -95,7 +97,7 @@ class ShardClient:
     def create_table(self, definition: TableDef, exist_ok: bool, policies: PolicyChange, timeout_s: float | None) -> TableDef:
         """Register a table with shard 0, or set the policies that are given of one that exists; return it as registered."""
         request = CreateTableRequest(definition.to_dict(), exist_ok, policies.to_dict())
-        reply = self.servers.call(0, "CreateTable", request, TableReply, self._deadline(timeout_s))
+        reply = self.servers.call(0, CREATE_TABLE, request, self._deadline(timeout_s))
         self.servers.heard(reply.tables_serial)
         table = TableDef.from_dict(reply.table)
         if request.policies and not reply.policies:
@@ -112,9 +114,9 @@ class ShardClient:
             ShardUnavailableError: they may have been changed. A shard that was not told reads them when a trainer's push names them.
         """
         deadline = self._deadline(timeout_s)
-        serial = self.servers.call(0, "SetPolicies", SetPoliciesRequest(name, policies.to_dict()), TableReply, deadline).tables_serial
+        serial = self.servers.call(0, SET_POLICIES, SetPoliciesRequest(name, policies.to_dict()), deadline).tables_serial
         self.servers.heard(serial)
-        self.servers.call_each("SetPolicies", SetPoliciesRequest(name, {}, serial), TableReply, deadline)
+        self.servers.call_each(SET_POLICIES, SetPoliciesRequest(name, {}, serial), deadline)
 
     def drop_table(self, name: str, timeout_s: float | None = None) -> int:
         """Drop a table, behind this process's own pushes; return how many rows were erased.
@@ -124,7 +126,7 @@ class ShardClient:
         """
         deadline = self._deadline(timeout_s)
         self._session.wait_applied(deadline)
-        table = TableDef.from_dict(self.servers.call(0, "DropTable", TableRequest(name), TableReply, deadline).table)
+        table = TableDef.from_dict(self.servers.call(0, DROP_TABLE, TableRequest(name), deadline).table)
         return self._end_drop(table.key, deadline, timeout_s)
 
     def _end_drop(self, key: str, deadline: Deadline, timeout_s: float | None) -> int:
@@ -133,9 +135,9 @@ class ShardClient:
         while left:
             deadline = deadline if timeout_s is not None else self._deadline(None)
             request = EraseTableRequest(key, _wait_s(deadline))
-            replies = self.servers.call_each("EraseTable", request, EraseTableReply, deadline).values()
+            replies = self.servers.call_each(ERASE_TABLE, request, deadline).values()
             n_erased, left = n_erased + sum(reply.n_erased for reply in replies), any(reply.n_left for reply in replies)
-        self.servers.call(0, "EndDrop", TableRequest(key), Empty, deadline)
+        self.servers.call(0, END_DROP, TableRequest(key), deadline)
         return n_erased
 
     def begin_alter(self, old: TableDef, wanted: TableDef, timeout_s: float | None) -> TableDef:
@@ -145,11 +147,11 @@ class ShardClient:
         deadline = self._deadline(timeout_s)
         self._session.wait_applied(deadline)
         request = AlterTableRequest(old.name, "begin", old.key, wanted.to_dict())
-        return TableDef.from_dict(self.servers.call(0, "AlterTable", request, AlterTableReply, deadline).staged)
+        return TableDef.from_dict(self.servers.call(0, ALTER_TABLE, request, deadline).staged)
 
     def copy_rows(self, rows: TableRows, timeout_s: float | None) -> None:
         """Set rows of a table that is filled. Not behind this process's own pushes, as `assign`: these may wait for the end of the copy."""
-        self._change_rows("Assign", rows, Empty, timeout_s, behind_pushes=False)
+        self._change_rows(ASSIGN_ROWS, rows, timeout_s, behind_pushes=False)
 
     def hold_for_alter(
         self, old: TableDef, staged: TableDef, timeout_s: float | None, *, begin: bool, steps: bool = False
@@ -161,7 +163,7 @@ class ShardClient:
         deadline, last, level = self._deadline(timeout_s), 0, False
         while True:
             request = FollowAlterRequest(old.key, staged.key, begin and level, steps, last, _wait_s(deadline))
-            replies = self.servers.call_each("FollowAlter", request, FollowAlterReply, deadline)
+            replies = self.servers.call_each(FOLLOW_ALTER, request, deadline)
             before, furthest = level, max(reply.last_step for reply in replies.values())
             level = furthest == last and not any(reply.coming for reply in replies.values())
             if level and (before or not begin):
@@ -176,7 +178,7 @@ class ShardClient:
     def end_alter(self, name: str, step: str, key: str, timeout_s: float | None) -> int:
         """Switch to the table that was filled, or abort; erase the rows that are left, and return how many these were."""
         deadline = self._deadline(timeout_s)
-        left = self.servers.call(0, "AlterTable", AlterTableRequest(name, step, key), AlterTableReply, deadline).left
+        left = self.servers.call(0, ALTER_TABLE, AlterTableRequest(name, step, key), deadline).left
         return sum(self._end_drop(one, deadline, timeout_s) for one in left)
 
     def take_place(self, timeout_s: float | None = None) -> None:
@@ -194,7 +196,7 @@ class ShardClient:
         """Wait until this process's pushes, and all that the shards had accepted from others, are applied; log the pushes left out."""
         deadline = self._deadline(timeout_s)
         self._session.wait_applied(deadline)
-        for shard, reply in self.servers.call_each("Flush", FlushRequest(_wait_s(deadline)), FlushReply, deadline).items():
+        for shard, reply in self.servers.call_each(FLUSH, FlushRequest(_wait_s(deadline)), deadline).items():
             if reply.left_out:
                 log.info("a flush left out on shard %d %s", shard, reply.left_out)
 
@@ -204,11 +206,11 @@ class ShardClient:
         Raises:
             ShardUnavailableError, DeadlineExceededError: some of the rows may have been set, or may still be.
         """
-        self._change_rows("Assign", rows, Empty, timeout_s)
+        self._change_rows(ASSIGN_ROWS, rows, timeout_s)
 
     def erase(self, rows: TableRows, timeout_s: float | None = None) -> int:
         """Erase rows, behind this process's own pushes; return how many existed. Raises as `assign` does."""
-        return sum(reply.n_rows for reply in self._change_rows("Erase", rows, CountReply, timeout_s))
+        return sum(reply.n_rows for reply in self._change_rows(ERASE_ROWS, rows, timeout_s))
 
     @property
     def forked(self) -> bool:
@@ -233,21 +235,19 @@ class ShardClient:
             self.servers.close()
             self.missing.close()
 
-    def _change_rows(
-        self, method: str, rows: TableRows, reply_type: type[M], timeout_s: float | None, *, behind_pushes: bool = True
-    ) -> list[M]:
+    def _change_rows(self, verb: Verb[RowsRequest, R], rows: TableRows, timeout_s: float | None, *, behind_pushes: bool = True) -> list[R]:
         """Send each shard its rows, a few messages ahead; unless the caller gave a timeout, each message has the whole default time."""
         deadline = self._deadline(timeout_s)
         if behind_pushes:
             self._session.wait_accepted(deadline)
 
-        def send(heads: dict[int, TableRows]) -> list[tuple[TableRows, M | Exception]]:
+        def send(heads: dict[int, TableRows]) -> list[tuple[TableRows, R | Exception]]:
             until = deadline if timeout_s is not None else self._deadline(None)
             requests = {shard: RowsRequest(head, _wait_s(until)) for shard, head in heads.items()}
-            answers = self.servers.try_each(method, requests, reply_type, until)
+            answers = self.servers.try_each(verb, requests, until)
             return [(heads[shard], answer) for shard, answer in answers.items()]
 
-        replies, queues = list[M](), self._queues([rows])
+        replies, queues = list[R](), self._queues([rows])
         while queues:
             moved: list[TableRows] = []
             ahead = rows.size_bytes > _MESSAGE_BYTES  # a small change is one message: it needs no threads

@@ -4,7 +4,6 @@ Thread-safe; not fork-safe.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,21 +11,19 @@ from numpy.typing import NDArray
 from kvemb.client.all_shards import AllShards
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import (
-    CountReply,
+    COUNT,
+    GET_STATUS,
+    GET_TABLE,
+    LIST_IDS,
+    PROGRESS,
+    STEP,
     Empty,
-    EvictionsReply,
-    EvictionsRequest,
-    IdsReply,
     IdsRequest,
     ProgressReply,
-    SampleIdsRequest,
-    ShowRowReply,
-    ShowRowRequest,
     StatusReply,
-    StepReply,
-    TableReply,
     TableRequest,
 )
+from kvemb.protocol.verb import Q, R, Verb
 from kvemb.schema.policies import NO_POLICIES, Policies
 from kvemb.schema.table_def import TableDef
 
@@ -45,27 +42,27 @@ class ShardQuestions:
 
     def get_table(self, name: str, timeout_s: float | None = None) -> TableDef:
         """Return a registered table; UnknownTableError lists the others."""
-        reply = self._servers.call(0, "GetTable", TableRequest(name), TableReply, self._deadline(timeout_s))
+        reply = self._servers.call(0, GET_TABLE, TableRequest(name), self._deadline(timeout_s))
         self._servers.heard(reply.tables_serial)
         return TableDef.from_dict(reply.table)
 
     def policies(self, name: str, timeout_s: float | None = None) -> Policies:
         """Return the newest policies of a table."""
-        return NO_POLICIES.updated(self._servers.call(0, "GetTable", TableRequest(name), TableReply, self._deadline(timeout_s)).policies)
+        return NO_POLICIES.updated(self._servers.call(0, GET_TABLE, TableRequest(name), self._deadline(timeout_s)).policies)
 
     def count(self, table: str, timeout_s: float | None = None) -> int:
         """Return the number of rows that exist, over all shards."""
-        replies = self._servers.call_each("Count", TableRequest(table), CountReply, self._deadline(timeout_s))
+        replies = self._servers.call_each(COUNT, TableRequest(table), self._deadline(timeout_s))
         return sum(reply.n_rows for reply in replies.values())
 
     def step(self, table: str, timeout_s: float | None = None) -> int:
         """Return how often the optimizer was applied to a table, on the shard where that is most."""
-        replies = self._servers.call_each("Step", TableRequest(table), StepReply, self._deadline(timeout_s))
+        replies = self._servers.call_each(STEP, TableRequest(table), self._deadline(timeout_s))
         return max(reply.step for reply in replies.values())
 
     def rows_applied(self, table: str) -> int:
         """Return how many rows of a table were applied, by all shards since each of them was started."""
-        replies = self._servers.call_each("Step", TableRequest(table), StepReply, self._deadline(None))
+        replies = self._servers.call_each(STEP, TableRequest(table), self._deadline(None))
         return sum(reply.rows_applied for reply in replies.values())
 
     def ids(self, table: str, timeout_s: float | None = None) -> Iterator[NDArray[np.uint64]]:
@@ -74,39 +71,32 @@ class ShardQuestions:
         for shard in self._servers.numbers:
             request = IdsRequest(table, True, 0, PAGE_IDS)
             while True:
-                reply = self._servers.call(shard, "Ids", request, IdsReply, self._deadline(timeout_s))
+                reply = self._servers.call(shard, LIST_IDS, request, self._deadline(timeout_s))
                 page = np.frombuffer(reply.ids, "<u8").astype(np.uint64, copy=False)
                 yield page
                 if len(page) < PAGE_IDS:
                     break
                 request = IdsRequest(table, False, int(page[-1]), PAGE_IDS)
 
-    def sample_ids(self, table: str, limit: int, timeout_s: float | None = None) -> NDArray[np.uint64]:
-        """Return some ids of rows that exist, at most `limit` of each shard, in no order."""
-        replies = self._servers.call_each("SampleIds", SampleIdsRequest(table, limit), IdsReply, self._deadline(timeout_s))
-        return np.concatenate([np.frombuffer(reply.ids, "<u8") for reply in replies.values()]).astype(np.uint64, copy=False)
+    def ask(self, shard: int, verb: Verb[Q, R], request: Q, timeout_s: float | None = None) -> R:
+        """Return a shard's answer."""
+        return self._servers.call(shard, verb, request, self._deadline(timeout_s))
+
+    def ask_each(self, verb: Verb[Q, R], request: Q, timeout_s: float | None = None) -> dict[int, R]:
+        """Return every shard's answer."""
+        return self._servers.call_each(verb, request, self._deadline(timeout_s))
 
     def status(self, timeout_s: float | None = None) -> dict[int, StatusReply | Exception]:
         """Return each shard's state, or why it could not be asked."""
-        return self._servers.try_each("Status", Empty(), StatusReply, self._deadline(timeout_s))
-
-    def show_row(self, shard: int, table: str, row_id: int, timeout_s: float | None = None) -> ShowRowReply:
-        """Return a shard's knowledge of a row."""
-        return self._servers.call(shard, "ShowRow", ShowRowRequest(table, row_id), ShowRowReply, self._deadline(timeout_s))
-
-    def evictions(self, timeout_s: float, *, dry_run: bool = False) -> dict[int, list[dict[str, Any]]]:
-        """Return what each shard has erased by policies, or in a dry run would erase now: see `EvictionsReply`."""
-        deadline = Deadline.of_caller(timeout_s)
-        request = EvictionsRequest(dry_run, deadline.timeout_s)
-        return {shard: reply.tables for shard, reply in self._servers.call_each("Evictions", request, EvictionsReply, deadline).items()}
+        return self._servers.try_each(GET_STATUS, Empty(), self._deadline(timeout_s))
 
     def progress(self, timeout_s: float | None = None) -> list[ProgressReply]:
         """Return how far each shard has come."""
-        return list(self._servers.call_each("Progress", Empty(), ProgressReply, self._deadline(timeout_s)).values())
+        return list(self._servers.call_each(PROGRESS, Empty(), self._deadline(timeout_s)).values())
 
     def heads(self, timeout_s: float | None = None) -> dict[int, int]:
         """Return how far each shard that has slots has come: k."""
-        replies = self._servers.call_each("Progress", Empty(), ProgressReply, self._deadline(timeout_s))
+        replies = self._servers.call_each(PROGRESS, Empty(), self._deadline(timeout_s))
         return {shard: reply.k for shard, reply in replies.items() if shard in self._servers.cluster_map.writing_shards}
 
     def _deadline(self, timeout_s: float | None) -> Deadline:

@@ -18,9 +18,19 @@ from kvemb.coordination.shard_notes import newest_report
 from kvemb.errors import InvalidInputError, MoveRefusedError, ShardUnavailableError, n_of
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_files import TlsFiles
-from kvemb.protocol.message_format import Message
-from kvemb.protocol.messages import DescribeReply, Empty
-from kvemb.protocol.move_messages import AbortMoveRequest, MoveRequest, MoveStatusReply, ReplaceNodeRequest, SlotSizesReply
+from kvemb.protocol.messages import DESCRIBE, DescribeReply, Empty
+from kvemb.protocol.move_messages import (
+    ABORT_MOVE,
+    MOVE_SLOTS,
+    MOVE_STATUS,
+    REPLACE_NODE,
+    SLOT_SIZES,
+    AbortMoveRequest,
+    MoveRequest,
+    MoveStatusReply,
+    ReplaceNodeRequest,
+)
+from kvemb.protocol.verb import Q, Verb
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import ABORTING, NODES, SHARDS
 from kvemb.schema.slot_dealing import SlotPlan, SlotSizes, deal, shares_of
@@ -87,20 +97,20 @@ class SlotMoves:
 
     def state(self) -> MoveState:
         """Return the nodes and how far a move is."""
-        return state_of(self._ask("MoveStatus", Empty()))
+        return state_of(self._ask(MOVE_STATUS, Empty()))
 
     def sizes(self) -> SlotSizes:
         """Return the rows and bytes in each slot, by all shards' indexes."""
         deadline = Deadline.after(self._timeout_s)
         self._servers.ask_map(deadline)
-        replies = self._servers.call_each("SlotSizes", Empty(), SlotSizesReply, deadline).values()
+        replies = self._servers.call_each(SLOT_SIZES, Empty(), deadline).values()
         rows = np.stack([np.frombuffer(reply.rows, "<u8") for reply in replies]).sum(axis=0, dtype=np.uint64)
         record_bytes = np.stack([np.frombuffer(reply.record_bytes, "<u8") for reply in replies]).sum(axis=0, dtype=np.uint64)
         return SlotSizes(rows, record_bytes)
 
     def abort(self, why: str = "") -> MoveState:
         """Take the move under way back; raises MoveRefusedError where there is none, or it is past that."""
-        return self._change("AbortMove", AbortMoveRequest(why))
+        return self._change(ABORT_MOVE, AbortMoveRequest(why))
 
     def wait(self, *, timeout_s: float | None = None, progress: Progress = lambda state: None) -> MoveState:
         """Look on until nothing moves any more; `MoveState.map` tells the result."""
@@ -130,18 +140,18 @@ class SlotMoves:
                 raise ShardUnavailableError(f"the move is not done after {timeout_s:g} s (phase {state.phase}); it goes on")
             time.sleep(_LOOK_S)
 
-    def _change(self, method: str, request: Message) -> MoveState:
+    def _change(self, verb: Verb[Q, MoveStatusReply], request: Q) -> MoveState:
         """Ask shard 0 to begin something, or to take it back."""
         try:
-            return state_of(self._ask(method, request))
+            return state_of(self._ask(verb, request))
         except ShardUnavailableError as error:
             raise ShardUnavailableError(
                 f"{error} Whether it has begun that is not known: once it answers, `kvemb moves` and `kvemb nodes` show it. What has begun "
                 "goes on by itself; else ask again."
             ) from error
 
-    def _ask(self, method: str, request: Message) -> MoveStatusReply:
-        return self._servers.call(0, method, request, MoveStatusReply, Deadline.after(self._timeout_s))
+    def _ask(self, verb: Verb[Q, MoveStatusReply], request: Q) -> MoveStatusReply:
+        return self._servers.call(0, verb, request, Deadline.after(self._timeout_s))
 
 
 class NodeMoves(SlotMoves):
@@ -192,11 +202,11 @@ class NodeMoves(SlotMoves):
             StorageError: a new node cannot be used; nothing was changed.
         """
         runs, max_bytes = runs_of(plan.after), math.ceil(max_mb_per_s * 1e6)
-        return self._change("MoveSlots", MoveRequest(plan.basis.version, runs, list(plan.join), list(plan.leave), max_bytes))
+        return self._change(MOVE_SLOTS, MoveRequest(plan.basis.version, runs, list(plan.join), list(plan.leave), max_bytes))
 
     def replace_dead(self, old: str, new: str) -> MoveState:
         """Let a node that is gone for good be at another, empty address; the shards bring its rows back there."""
-        return self._change("ReplaceNode", ReplaceNodeRequest(self.state().map.version, old, new))
+        return self._change(REPLACE_NODE, ReplaceNodeRequest(self.state().map.version, old, new))
 
     def _plan(
         self, *, join: Sequence[str] = (), leave: Sequence[str] = (), weights: Mapping[str, float] | None = None
@@ -250,7 +260,7 @@ class ShardScaling(SlotMoves):
         """
         leaving = [number for number, address in self.addresses().items() if address in plan.leave]
         request = MoveRequest(plan.basis.version, b"", [], [], 0, runs_of(plan.after), list(plan.join), leaving)
-        return self._change("MoveSlots", request)
+        return self._change(MOVE_SLOTS, request)
 
     def _plan(
         self, *, join: Sequence[str] = (), leave: Sequence[str] = (), weights: Mapping[str, float] | None = None
@@ -262,7 +272,7 @@ class ShardScaling(SlotMoves):
             raise InvalidInputError(
                 f"shard {there[0]}: is shard 0, which carries moves and stays; nothing was changed. Remove another one."
             )
-        ours = self._servers.call(0, "Describe", Empty(), DescribeReply, Deadline.after(self._timeout_s))
+        ours = self._servers.call(0, DESCRIBE, Empty(), Deadline.after(self._timeout_s))
         for number, address in joining.items():
             self._require_next(address, number, ours)
         owners = deal(now.slot_shards, sizes.record_bytes, shares)
@@ -273,7 +283,7 @@ class ShardScaling(SlotMoves):
         deadline, tls = Deadline.after(min(self._timeout_s, _ANSWER_S)), self._servers.tls
         channel = ShardChannel(number, address, None, None if tls is None else TlsFiles(tls, "parameter_servers.tls"))
         try:
-            theirs = channel.call("Describe", Empty(), DescribeReply, deadline)
+            theirs = channel.call(DESCRIBE, Empty(), deadline)
         except ShardUnavailableError as error:
             raise ShardUnavailableError(
                 f"{error} Nothing was changed. Start the shard there, and ask again: kvemb shard --config kvemb.yaml --shard {number} "

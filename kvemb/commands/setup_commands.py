@@ -20,7 +20,8 @@ from kvemb.net.deadline import Deadline
 from kvemb.net.name_lookup import is_loopback
 from kvemb.net.tls_link import connector_of
 from kvemb.process.extras import require_extra
-from kvemb.protocol.roles import ADMIN, SCHEME, SHARD, TRAINER
+from kvemb.protocol.roles import SCHEME
+from kvemb.protocol.verb import ADMIN, SHARD, TRAINER
 from kvemb.stores.redis_server.acl_users import ACL_USERS, check_user
 from kvemb.stores.redis_server.redis_login import RedisAccess
 

@@ -24,7 +24,7 @@ from kvemb.operate.cluster_status import ClusterStatus, ShardStatus, healthy, su
 from kvemb.operate.examination import examine
 from kvemb.operate.findings import ERROR, STOPPED
 from kvemb.protocol.message_format import installed_version
-from kvemb.protocol.messages import Empty, RepairReply, RepairRequest, StatusReply
+from kvemb.protocol.messages import GET_STATUS, REPAIR, Empty, RepairReply, RepairRequest
 from kvemb.stores.row_io import HeldRows
 from kvemb.stores.store_nodes import NodeStats
 
@@ -184,18 +184,18 @@ def repair(config: Config, addresses: Sequence[str] = (), *, all_nodes: bool = F
         request = RepairRequest(list(addresses), all_nodes, max(timeout_s - _ANSWER_MARGIN_S, timeout_s / 2))
         deadline = Deadline.after(timeout_s)
         _require_all(servers, deadline)
-        return servers.call_each("Repair", request, RepairReply, deadline)
+        return servers.call_each(REPAIR, request, deadline)
     finally:
         servers.close()
 
 
 def _require_all(servers: AllShards, deadline: Deadline) -> None:
     """Find out which shards exist, and require that each is present; one that is starting counts, and is waited for."""
-    replies = servers.try_each("Status", Empty(), StatusReply, deadline.within(_PRESENT_S))
+    replies = servers.try_each(GET_STATUS, Empty(), deadline.within(_PRESENT_S))
     if not isinstance(replies.get(0), ShardUnavailableError):
         servers.ask_map(deadline)
         joined = {shard: Empty() for shard in servers.numbers if shard not in replies}
-        replies |= servers.try_each("Status", joined, StatusReply, deadline.within(_PRESENT_S))
+        replies |= servers.try_each(GET_STATUS, joined, deadline.within(_PRESENT_S))
     away = [str(replies[shard]) for shard in servers.numbers if isinstance(replies[shard], ShardUnavailableError)]
     if away:
         raise ShardUnavailableError(f"away: {len(away)} of {n_of(len(servers.numbers), 'shard')}. Nothing was begun: {' '.join(away)}")

@@ -14,8 +14,8 @@ from kvemb.arrays.ids import normalize
 from kvemb.commands.terminal_output import ProgressMeter, agreed, text_table
 from kvemb.errors import InvalidInputError, StorageError, n_of
 from kvemb.net.deadline import Deadline
+from kvemb.operate.inspection_messages import EVICTIONS, SHOW_ROW, EvictionsRequest, ShowRowReply, ShowRowRequest
 from kvemb.optim import OptimizerSpec
-from kvemb.protocol.messages import ShowRowReply
 from kvemb.schema.altered_table import AlteredTable, TableChanges
 from kvemb.schema.record import split_version
 from kvemb.schema.table_def import TableDef
@@ -41,7 +41,8 @@ def tables_command(args: argparse.Namespace) -> int:
 
 def _evictions(args: argparse.Namespace) -> int:
     with connect(args.config) as cluster:
-        by_shard = cluster.questions.evictions(args.timeout, dry_run=args.dry_run)
+        asked = cluster.questions.ask_each(EVICTIONS, EvictionsRequest(args.dry_run, args.timeout), args.timeout)
+    by_shard = {shard: reply.tables for shard, reply in asked.items()}
     found = sorted(({"shard": shard, **one} for shard, tables in by_shard.items() for one in tables), key=lambda one: one["table"])
     if args.json:
         print(json.dumps(found))
@@ -109,7 +110,7 @@ def _row(cluster: Cluster, name: str, given: int) -> dict[str, Any]:
     ids, _ = normalize([given], definition.id_dtype, name, definition.num_ids, minus_one=True)
     slot = int(definition.placement.slots(ids)[0])
     shard = int(cluster.store.nodes.cluster_map.slot_shards[slot])
-    known = cluster.questions.show_row(shard, name, int(ids[0]))
+    known = cluster.questions.ask(shard, SHOW_ROW, ShowRowRequest(name, int(ids[0])))
     store, record = cluster.store, definition.record
     keys = definition.keys(ids, pages=store.capabilities.pages)
     where = {

@@ -10,7 +10,7 @@ from kvemb.coordination.registry_format import META_NAME, newest_registry
 from kvemb.coordination.shard_notes import newest_note, note_name, of_another
 from kvemb.errors import ConfigError, KvembError, StorageError, WrongNodeError, n_of
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.messages import Empty, StatusReply
+from kvemb.protocol.messages import GET_STATUS, Empty, StatusReply
 from kvemb.stores.row_io import HeldRows
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
@@ -93,7 +93,7 @@ def ask_all(servers: "AllShards", timeout_s: float) -> tuple[dict[int, StatusRep
         Each shard's answer, or its error; and a fault of kvemb.yaml's shards, "" for none.
     """
     asked = {shard: servers.channels[shard].address for shard in servers.numbers}
-    replies = servers.try_each("Status", Empty(), StatusReply, Deadline.after(timeout_s))
+    replies = servers.try_each(GET_STATUS, Empty(), Deadline.after(timeout_s))
     first, unknown = replies.get(0), ""
     if isinstance(first, StatusReply) and not first.starting:
         try:
@@ -103,7 +103,7 @@ def ask_all(servers: "AllShards", timeout_s: float) -> tuple[dict[int, StatusRep
         except KvembError:
             pass  # it was there a moment ago
         elsewhere = {shard: Empty() for shard in servers.numbers if servers.channels[shard].address != asked.get(shard)}
-        replies |= servers.try_each("Status", elsewhere, StatusReply, Deadline.after(timeout_s))
+        replies |= servers.try_each(GET_STATUS, elsewhere, Deadline.after(timeout_s))
     return {shard: replies[shard] for shard in servers.numbers}, unknown
 
 

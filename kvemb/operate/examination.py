@@ -40,8 +40,9 @@ from kvemb.operate.findings import (
     unusable_files,
     warning,
 )
+from kvemb.operate.inspection_messages import EXAMINE
 from kvemb.protocol.message_format import Message
-from kvemb.protocol.messages import DescribeReply, Empty, ExamineReply, StatusReply
+from kvemb.protocol.messages import DESCRIBE, DescribeReply, Empty, StatusReply
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
@@ -98,7 +99,7 @@ def examine(config: Config, our_version: str) -> Examination:
                 found.append(error("shard-count", "parameter_servers.shards", unknown, mend))
             # Only shards that serve: each question would wait for the others again.
             serving = {shard: Empty() for shard, reply in statuses.items() if isinstance(reply, StatusReply) and not reply.starting}
-            described = servers.try_each("Describe", serving, DescribeReply, Deadline.after(timeout_s))
+            described = servers.try_each(DESCRIBE, serving, Deadline.after(timeout_s))
             found = [*_another_clusters(store, described, config), *found]  # first whether they are another cluster's, then advice
             found += [*_hash_limits(store, described, found, timeout_s), *_move(store, servers, serving, timeout_s)]
             found += _growing(servers, described, nodes, timeout_s)
@@ -214,7 +215,7 @@ def _shards(
     asked_s, of_cluster = time.time(), [*nodes, *(channel.address for channel in servers.channels.values())]
     own_nodes = () if config.storage.kind == "redis-cluster" else nodes  # there replicas may be named, too
     yield from judge_addresses(config, own_nodes, [channel.address for channel in servers.channels.values()])
-    examined = servers.try_each("Examine", dict.fromkeys(described, Empty()), ExamineReply, Deadline.after(config.storage.timeout_s))
+    examined = servers.try_each(EXAMINE, dict.fromkeys(described, Empty()), Deadline.after(config.storage.timeout_s))
     for shard, status in statuses.items():
         facts = ShardFacts(shard, servers.channels[shard].address, asked_s=asked_s, of_cluster=of_cluster)
         if isinstance(status, Exception):

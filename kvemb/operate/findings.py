@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from kvemb.client.shard_channel import HANGS, LAST_WORDS
 from kvemb.config import Config
 from kvemb.errors import n_of
-from kvemb.protocol.messages import DescribeReply, ExamineReply, StatusReply
+from kvemb.operate.inspection_messages import ExamineReply
+from kvemb.protocol.messages import DescribeReply, StatusReply
 from kvemb.schema.bucket_limits import BucketLimits, misfits
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.store_nodes import NodeStats

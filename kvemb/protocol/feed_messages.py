@@ -4,6 +4,7 @@ from dataclasses import field
 from typing import Any, NamedTuple
 
 from kvemb.protocol.message_format import Message, TableRows
+from kvemb.protocol.verb import EVERYBODY, Verb
 
 NOW, START, POSITION, MOVE = "now", "start", "position", "move"
 BEGIN, ROW, CAUGHT_UP, REFUSED = "begin", "row", "caught-up", "refused"
@@ -63,3 +64,6 @@ class FeedReply(Message):
     def size_bytes(self) -> int:
         """Bytes of the arrays, about."""
         return 256 + sum(rows.size_bytes for rows in self.tables)
+
+
+FEED = Verb("Feed", FeedRequest, FeedReply, EVERYBODY)  # a stream of replies

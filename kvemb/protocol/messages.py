@@ -1,4 +1,4 @@
-"""The messages between trainers and parameter servers. Pure."""
+"""The messages between trainers and parameter servers, and the verbs that they belong to. Those of a capability are in its folder. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import field
@@ -9,14 +9,13 @@ import xxhash
 
 from kvemb.errors import MessageError
 from kvemb.protocol.message_format import ChangedRowsBlock, Message, TableRows
+from kvemb.protocol.verb import ADMINS, EVERYBODY, TRAINERS, WRITERS, Verb
 
 SERVICE = "kvemb.ParameterServer"
 MAX_PART_BYTES = 16 << 20
 """Of the arrays in one message of a push; rows that the trainer holds may take as much again."""
 MAX_REQUEST_BYTES = 2 * MAX_PART_BYTES + (4 << 20)
 """The longest message that a shard takes."""
-MAX_SAMPLED_IDS = 1 << 18
-"""Of one `SampleIdsRequest`."""
 _MOST_ROWS = 1 << 48
 
 
@@ -318,103 +317,6 @@ class ByeRequest(Message):
     incarnation: int
 
 
-class SaveRequest(Message):
-    """Cut the shard and save it; two requests under one id are one save. `base_version`: the shard's cut in the base, 0 without one."""
-
-    save_id: str
-    url: str
-    base_version: int
-    weights_only: bool
-    timeout_s: float
-
-
-class SaveStatusRequest(Message):
-    """Ask how far a save is on this shard; or tell it that the checkpoint is `whole`: its manifest is written."""
-
-    save_id: str
-    whole: bool
-
-
-class SaveReply(Message):
-    """How far a save is: state "running", "done", "failed" (with the error) or "unknown"."""
-
-    state: str
-    error: str
-    rows_done: int
-    rows: int
-    bytes_done: int
-
-
-class LoadRequest(Message):
-    """A load: check that this shard could (`begin` false), or begin: it is decided, and stands on the storage nodes.
-
-    `tables` are the names of those to be loaded; none: all. Without a URL a load that was checked is given up: another one may come.
-    """
-
-    load_id: str
-    url: str
-    save_id: str
-    begin: bool
-    tables: list[str] = field(default_factory=list)
-
-
-class ShowRowRequest(Message):
-    """Ask for the shard's knowledge of one row. The id as uint64."""
-
-    table: str
-    id: int
-
-
-class ShowRowReply(Message):
-    """One row as its shard knows it, between two batches.
-
-    Args:
-        trainers: of the pushes that were merged into the batch which wrote the row last; [] where the journal does not have it any more.
-    """
-
-    version: int
-    cached: bytes
-    k: int
-    trainers: list[str] = field(default_factory=list)
-
-
-class ExamineReply(Message):
-    """A shard's process and host, as `kvemb doctor` wants to know them."""
-
-    version: str
-    now_s: float
-    shards: list[str]
-    nodes: list[str]
-    durability: str
-    sync_s: float
-    disk_free: int
-    disk_bytes: int
-    open_files: int
-    most_files: int
-    journal_max_bytes: int
-    lacks: str = ""
-
-
-class SampleIdsRequest(Message):
-    """Some ids of a table on this shard, at most `limit`, from anywhere: costs it no look at the others."""
-
-    table: str
-    limit: int
-
-
-class EvictionsRequest(Message):
-    """Ask for what a shard has erased by the policies of its tables, or for what these would erase now."""
-
-    dry_run: bool
-    timeout_s: float
-
-
-class EvictionsReply(Message):
-    """Evictions of the tables that have a policy, or of which rows have gone by one since the shard was started."""
-
-    tables: list[dict[str, Any]]
-
-
 def digest_tables(tables: list[TableRows], prefetched: Sequence[TableRows] = ()) -> int:
     """Return the xxh3-64 digest of the arrays of a push part."""
     state = xxhash.xxh3_64()
@@ -427,3 +329,27 @@ def digest_tables(tables: list[TableRows], prefetched: Sequence[TableRows] = ())
             state.update(np.ascontiguousarray(array).data)
         state.update(repr(sorted(rows.hyper.items())).encode())
     return state.intdigest()
+
+
+HELLO = Verb("Hello", HelloRequest, HelloReply, TRAINERS, repeatable=True)
+BYE = Verb("Bye", ByeRequest, Empty, TRAINERS)
+PUSH = Verb("Push", PushPart, PushReply, TRAINERS)  # a stream both ways
+DESCRIBE = Verb("Describe", Empty, DescribeReply, EVERYBODY, repeatable=True)
+GET_TABLE = Verb("GetTable", TableRequest, TableReply, EVERYBODY, repeatable=True)
+CREATE_TABLE = Verb("CreateTable", CreateTableRequest, TableReply, WRITERS, waits=True)
+SET_POLICIES = Verb("SetPolicies", SetPoliciesRequest, TableReply, ADMINS, waits=True)
+DROP_TABLE = Verb("DropTable", TableRequest, TableReply, ADMINS, waits=True)
+ERASE_TABLE = Verb("EraseTable", EraseTableRequest, EraseTableReply, ADMINS, waits=True)
+END_DROP = Verb("EndDrop", TableRequest, Empty, ADMINS, waits=True)
+ALTER_TABLE = Verb("AlterTable", AlterTableRequest, AlterTableReply, ADMINS, waits=True)
+FOLLOW_ALTER = Verb("FollowAlter", FollowAlterRequest, FollowAlterReply, ADMINS, waits=True)
+ASSIGN_ROWS = Verb("Assign", RowsRequest, Empty, WRITERS, waits=True)
+ERASE_ROWS = Verb("Erase", RowsRequest, CountReply, ADMINS, waits=True)
+FLUSH = Verb("Flush", FlushRequest, FlushReply, WRITERS, repeatable=True, waits=True)
+COUNT = Verb("Count", TableRequest, CountReply, EVERYBODY, repeatable=True)
+STEP = Verb("Step", TableRequest, StepReply, EVERYBODY)
+LIST_IDS = Verb("Ids", IdsRequest, IdsReply, EVERYBODY, repeatable=True)
+GET_STATUS = Verb("Status", Empty, StatusReply, EVERYBODY)
+PROGRESS = Verb("Progress", Empty, ProgressReply, EVERYBODY, repeatable=True)
+COMPARE = Verb("Compare", CompareRequest, CountReply, EVERYBODY, waits=True)
+REPAIR = Verb("Repair", RepairRequest, RepairReply, ADMINS, waits=True)

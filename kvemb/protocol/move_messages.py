@@ -4,6 +4,8 @@ from dataclasses import field
 from typing import Any
 
 from kvemb.protocol.message_format import Message
+from kvemb.protocol.messages import Empty, HelloReply
+from kvemb.protocol.verb import ADMINS, EVERYBODY, SHARDS, TRAINERS, Verb
 
 
 class MoveRequest(Message):
@@ -97,3 +99,15 @@ class LeftSessionRequest(Message):
     shard: int
     trainer: str
     incarnation: int
+
+
+MOVE_SLOTS = Verb("MoveSlots", MoveRequest, MoveStatusReply, ADMINS, waits=True)
+REPLACE_NODE = Verb("ReplaceNode", ReplaceNodeRequest, MoveStatusReply, ADMINS, waits=True)
+ABORT_MOVE = Verb("AbortMove", AbortMoveRequest, MoveStatusReply, ADMINS, waits=True)
+MOVE_STATUS = Verb("MoveStatus", Empty, MoveStatusReply, EVERYBODY, waits=True)
+MOVE_NEWS = Verb("MoveNews", Empty, Empty, SHARDS)
+SLOT_SIZES = Verb("SlotSizes", Empty, SlotSizesReply, EVERYBODY, waits=True)
+SLOT_ENTRIES = Verb("SlotEntries", SlotEntriesRequest, SlotEntriesReply, SHARDS, waits=True)
+WATERMARKS = Verb("Watermarks", WatermarksRequest, WatermarksReply, SHARDS)
+LEFT_SESSIONS = Verb("LeftSessions", LeftSessionsRequest, WatermarksReply, SHARDS)
+LEFT_SESSION = Verb("LeftSession", LeftSessionRequest, HelloReply, TRAINERS)

@@ -1,4 +1,4 @@
-"""The name and roles of a shards' client by its certificate, and what each role may do. Pure.
+"""The name and roles of a shards' client by its certificate, as verbs ask for them. Pure.
 
 A certificate says it in URIs among its subject alternative names, `kvemb://CLUSTER/ROLE/NAME`, as many as it has roles:
 
@@ -11,29 +11,14 @@ A certificate says it in URIs among its subject alternative names, `kvemb://CLUS
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import unquote
 
 from kvemb.errors import AccessDeniedError
+from kvemb.protocol.verb import ADMIN, READER, SHARD, TRAINER, Verb
 
 SCHEME = "kvemb://"
-TRAINER, ADMIN, READER, SHARD = "trainer", "admin", "reader", "shard"
 ROLES = (TRAINER, ADMIN, READER, SHARD)
-
-_EVERYBODY = frozenset({TRAINER, ADMIN, READER})
-_WRITERS = frozenset({TRAINER, ADMIN})
-MAY_CALL = {
-    **dict.fromkeys(
-        ("Describe", "GetTable", "Count", "Step", "Ids", "Status", "Progress", "Compare", "ShowRow", "Examine", "SampleIds", "Evictions"),
-        _EVERYBODY,
-    ),
-    **dict.fromkeys(("MoveStatus", "SlotSizes", "Feed"), _EVERYBODY),
-    **dict.fromkeys(("CreateTable", "Assign", "Flush", "Save", "SaveStatus"), _WRITERS),
-    **dict.fromkeys(("Hello", "Push", "Bye", "LeftSession"), frozenset({TRAINER})),
-    **dict.fromkeys(("Erase", "DropTable", "EraseTable", "EndDrop", "Load", "Repair"), frozenset({ADMIN})),
-    **dict.fromkeys(("AlterTable", "FollowAlter", "SetPolicies", "MoveSlots", "ReplaceNode", "AbortMove"), frozenset({ADMIN})),
-    **dict.fromkeys(("SlotEntries", "Watermarks", "LeftSessions", "MoveNews"), frozenset({SHARD})),
-}
-"""Verb of the shards' service: roles that may call it."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +33,11 @@ class Caller:
     shown: str
     grants: tuple[tuple[str, str], ...]
 
-    def require(self, verb: str) -> None:
+    def require(self, verb: Verb[Any, Any]) -> None:
         """Raise unless the caller may call a verb."""
-        roles = MAY_CALL[verb]
-        if not any(role in roles for role, _ in self.grants):
-            raise AccessDeniedError(
-                f"{verb}: {self.shown} may not do this; it takes the role {' or '.join(sorted(roles))}. Nothing was changed."
-            )
+        if not any(role in verb.roles for role, _ in self.grants):
+            needed = " or ".join(sorted(verb.roles))
+            raise AccessDeniedError(f"{verb.name}: {self.shown} may not do this; it takes the role {needed}. Nothing was changed.")
 
     def require_seat(self, trainer: str) -> None:
         """Raise unless the caller may push as this trainer.

@@ -16,7 +16,7 @@ from kvemb.coordination.markers import Identity
 from kvemb.coordination.registry_format import META_NAME
 from kvemb.errors import ConfigError, JournalBehindError, ShardUnavailableError, StorageError
 from kvemb.net.deadline import Deadline, WhyWaiting
-from kvemb.protocol.move_messages import LeftSessionsRequest, WatermarksReply
+from kvemb.protocol.move_messages import LEFT_SESSIONS, LeftSessionsRequest
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.storage_kinds import open_store
@@ -197,7 +197,7 @@ class _Start:
         request, left_s = LeftSessionsRequest(self._shard), self._start_timeout_s
 
         def ask() -> bytes:
-            return shards.call(0, "LeftSessions", request, WatermarksReply, Deadline.after(left_s)).sessions
+            return shards.call(0, LEFT_SESSIONS, request, Deadline.after(left_s)).sessions
 
         with closing(shards):
             return sessions_in(again(ask, (ShardUnavailableError,)))

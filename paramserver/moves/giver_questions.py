@@ -10,7 +10,7 @@ import numpy as np
 from kvemb.client.all_shards import AllShards
 from kvemb.errors import KvembError
 from kvemb.net.deadline import Deadline, WhyWaiting
-from kvemb.protocol.move_messages import SlotEntriesReply, SlotEntriesRequest
+from kvemb.protocol.move_messages import SLOT_ENTRIES, SlotEntriesReply, SlotEntriesRequest
 from kvemb.schema.table_def import TableDef
 
 from .slot_entries import SlotEntries, put_together
@@ -89,7 +89,7 @@ class GiverQuestions:
         n_had, n_rows = 0, 1
         while n_had < n_rows or not pages:
             request = SlotEntriesRequest(version, self._shard, n_had)
-            page = self._shards.call(giver, "SlotEntries", request, SlotEntriesReply, Deadline.after(_CALL_S))
+            page = self._shards.call(giver, SLOT_ENTRIES, request, Deadline.after(_CALL_S))
             if not page.ready or (pages and (page.epoch, page.tables) != (pages[0].epoch, pages[0].tables)):
                 return None
             pages.append(page)

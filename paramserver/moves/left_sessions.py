@@ -12,7 +12,7 @@ import msgpack
 from kvemb.client.all_shards import AllShards
 from kvemb.errors import KvembError, ParameterServerError
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.move_messages import WatermarksReply, WatermarksRequest
+from kvemb.protocol.move_messages import WATERMARKS, WatermarksRequest
 
 from ..recovery.shard_parts import ShardParts
 
@@ -52,7 +52,7 @@ class LeftSessions:
             if kept.get(shard, [0])[0] == version:
                 continue
             try:
-                reply = self._shards.call(shard, "Watermarks", WatermarksRequest(version), WatermarksReply, deadline)
+                reply = self._shards.call(shard, WATERMARKS, WatermarksRequest(version), deadline)
             except KvembError as error:
                 log.warning("shard %d does not say yet what it has taken of trainers: %s", shard, error)
                 return False

@@ -16,6 +16,7 @@ from kvemb.coordination.shard_notes import MAX_TROUBLE, MoveReport, report_name
 from kvemb.errors import FencedError, KvembError
 from kvemb.net.deadline import Deadline, WhyWaiting
 from kvemb.protocol.messages import Empty
+from kvemb.protocol.move_messages import MOVE_NEWS
 from kvemb.schema.cluster_map import ClusterMap
 
 from ..recovery.join_cluster import keep_map
@@ -49,7 +50,7 @@ class MapFollower:
         self._kept_nodes: tuple[tuple[str, ...], Mapping[int, str]] = (), {}
         self._told: MoveReport | None = None
         self._told_s, self._waiting = 0.0, WhyWaiting()
-        self._news: dict[int, PendingCall] = {}  # gRPC cancels calls that nobody holds
+        self._news: dict[int, PendingCall[Empty]] = {}  # gRPC cancels calls that nobody holds
         self.thread = OwnedThread(self._run, name="kvemb-map", wakes=(self._due.set,))
 
     def _run(self) -> None:
@@ -93,7 +94,7 @@ class MapFollower:
         for shard in shards:
             with suppress(KvembError):
                 if (channel := self._shards.channels.get(shard)) is not None:
-                    self._news[shard] = channel.start("MoveNews", Empty(), Deadline.after(_NEWS_TIMEOUT_S))
+                    self._news[shard] = channel.start(MOVE_NEWS, Empty(), Deadline.after(_NEWS_TIMEOUT_S))
 
     def _report(self, cluster_map: ClusterMap) -> None:
         """Tell the nodes how far this shard is, at once when the plan waits for that."""

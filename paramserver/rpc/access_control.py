@@ -13,7 +13,8 @@ from kvemb.config import Config
 from kvemb.errors import AccessDeniedError, ConfigError
 from kvemb.net.tls_files import Stamp, TlsFiles
 from kvemb.net.tls_probe import own_uris
-from kvemb.protocol.roles import ANYBODY, SHARD, Caller, caller_of
+from kvemb.protocol.roles import ANYBODY, Caller, caller_of
+from kvemb.protocol.verb import SHARD
 
 # A connection lives no longer than this, so that a certificate that is no longer good has an end, too. Streams are opened again by their
 # trainers, and nothing is lost.

@@ -3,13 +3,24 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
+from typing import Any, ClassVar
 
 import numpy as np
 
+from kvemb.checkpoint.checkpoint_messages import (
+    LOAD_CHECKPOINT,
+    SAVE_CHECKPOINT,
+    SAVE_STATUS,
+    LoadRequest,
+    SaveReply,
+    SaveRequest,
+    SaveStatusRequest,
+)
 from kvemb.checkpoint.load import Decision
 from kvemb.errors import (
     CheckpointError,
@@ -20,7 +31,26 @@ from kvemb.errors import (
     WrongNodeError,
 )
 from kvemb.net.deadline import Deadline
+from kvemb.protocol.feed_messages import FEED
+from kvemb.protocol.message_format import Message
 from kvemb.protocol.messages import (
+    ASSIGN_ROWS,
+    BYE,
+    COMPARE,
+    COUNT,
+    CREATE_TABLE,
+    DESCRIBE,
+    ERASE_ROWS,
+    FLUSH,
+    GET_STATUS,
+    GET_TABLE,
+    HELLO,
+    LIST_IDS,
+    PROGRESS,
+    PUSH,
+    REPAIR,
+    SET_POLICIES,
+    STEP,
     ByeRequest,
     CompareRequest,
     CountReply,
@@ -33,20 +63,17 @@ from kvemb.protocol.messages import (
     HelloRequest,
     IdsReply,
     IdsRequest,
-    LoadRequest,
     ProgressReply,
     RepairReply,
     RepairRequest,
     RowsRequest,
-    SaveReply,
-    SaveRequest,
-    SaveStatusRequest,
     SetPoliciesRequest,
     StatusReply,
     StepReply,
     TableReply,
     TableRequest,
 )
+from kvemb.protocol.verb import Handled, Verb
 from kvemb.schema.move_plan import refuses
 from kvemb.schema.policies import NO_POLICIES
 from kvemb.schema.table_def import TableDef
@@ -89,10 +116,11 @@ class Handlers:
         feeds: FeedStreams,
     ) -> None:
         self._parts, self._repairs, self._comparisons, self._scrub, self._evictor = parts, repairs, comparisons, scrub, evictor
-        self.moves, self.checkpoints, self.feeds = moves, checkpoints, feeds
+        self.feeds = feeds
         self._in_hand = BytesInHand()
-        self.inspection = InspectionHandlers(parts, evictor)
-        self.tables = TableChanging(parts, no_shard_move=moves.no_shard_move, tell=feeds.tell)
+        self._tables = TableChanging(parts, no_shard_move=moves.no_shard_move, tell=feeds.tell)
+        handlers: tuple[Any, ...] = (self, self._tables, InspectionHandlers(parts, evictor), moves, checkpoints)
+        self.answers: Answers = {verb: partial(answer, one) for one in handlers for verb, answer in one.verbs.items()}
 
     def hello(self, request: HelloRequest, deadline: Deadline) -> HelloReply:
         """Let a trainer in; both sides must mean the same cluster."""
@@ -240,7 +268,7 @@ class Handlers:
             cache_bytes=cache.used_bytes,
             cache_lookups=cache.n_lookups,
             cache_hits=cache.n_hits,
-            failure=parts.ingest.state.why_failed or parts.ingest.state.waits_for or self.tables.unfinished,
+            failure=parts.ingest.state.why_failed or parts.ingest.state.waits_for or self._tables.unfinished,
             journal_bytes=parts.fenced_log.journal.size_bytes,
             recovered_rows=parts.recovered.rows,
             recovery_s=parts.recovered.seconds,
@@ -253,6 +281,25 @@ class Handlers:
         cluster_map = self._parts.maps.cluster_map
         rows = check_rows(request.rows, self._parts.registry.find, self._parts.shard, cluster_map, kind)
         return self._parts.ingest.submit_rows(RowsWork(kind, rows), deadline.within(request.timeout_s), cluster_map.shards_serial)
+
+    verbs: ClassVar[Handled] = {
+        HELLO: hello,
+        BYE: bye,
+        DESCRIBE: describe,
+        GET_TABLE: get_table,
+        CREATE_TABLE: create_table,
+        SET_POLICIES: set_policies,
+        ASSIGN_ROWS: assign,
+        ERASE_ROWS: erase,
+        FLUSH: flush,
+        COUNT: count,
+        STEP: step,
+        LIST_IDS: ids,
+        GET_STATUS: status,
+        PROGRESS: progress,
+        COMPARE: compare,
+        REPAIR: repair,
+    }
 
 
 @dataclass(frozen=True)
@@ -335,3 +382,19 @@ class CheckpointHandlers:
                 f"a load {what} from {undone.url} is decided and not carried out here; nothing was changed. Start this shard again, which "
                 "carries it out, and load then"
             )
+
+    verbs: ClassVar[Handled] = {SAVE_CHECKPOINT: save, SAVE_STATUS: status, LOAD_CHECKPOINT: load}
+
+
+Answer = Callable[[Any, Deadline], Message]
+Answers = Mapping[Verb[Any, Any], Answer]
+_HANDLED: tuple[Handled, ...] = (
+    Handlers.verbs,
+    TableChanging.verbs,
+    InspectionHandlers.verbs,
+    MoveHandlers.verbs,
+    CheckpointHandlers.verbs,
+)
+_VERBS: list[Verb[Any, Any]] = [PUSH, FEED, *chain.from_iterable(_HANDLED)]
+VERBS = {verb.name: verb for verb in _VERBS}
+"""Every verb, by its name."""

@@ -7,25 +7,30 @@ import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
 from kvemb.errors import InvalidInputError, ParameterServerError
 from kvemb.evict import never
 from kvemb.net.deadline import Deadline
-from kvemb.process.extras import missing_for_checkpoints
-from kvemb.protocol.message_format import installed_version
-from kvemb.protocol.messages import (
+from kvemb.operate.inspection_messages import (
+    EVICTIONS,
+    EXAMINE,
     MAX_SAMPLED_IDS,
-    Empty,
+    SAMPLE_IDS,
+    SHOW_ROW,
     EvictionsReply,
     EvictionsRequest,
     ExamineReply,
-    IdsReply,
     SampleIdsRequest,
     ShowRowReply,
     ShowRowRequest,
 )
+from kvemb.process.extras import missing_for_checkpoints
+from kvemb.protocol.message_format import installed_version
+from kvemb.protocol.messages import Empty, IdsReply
+from kvemb.protocol.verb import Handled
 
 from ..eviction.evictor import Evictor, TableEvictions
 from ..journal.batch_search import trainers_of
@@ -99,6 +104,8 @@ class InspectionHandlers:
             journal_max_bytes=servers.journal_max_mb << 20,
             lacks=missing_for_checkpoints(),
         )
+
+    verbs: ClassVar[Handled] = {SHOW_ROW: show_row, EXAMINE: examine, SAMPLE_IDS: sample_ids, EVICTIONS: evictions}
 
 
 def _sync_s(folder: Path) -> float:

@@ -1,6 +1,7 @@
 """The shard's end of moves: messages in, messages out. The work is in `paramserver.moves`."""
 
 from contextlib import AbstractContextManager
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,16 @@ from kvemb.errors import InvalidInputError, MoveRefusedError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import Empty, HelloReply
 from kvemb.protocol.move_messages import (
+    ABORT_MOVE,
+    LEFT_SESSION,
+    LEFT_SESSIONS,
+    MOVE_NEWS,
+    MOVE_SLOTS,
+    MOVE_STATUS,
+    REPLACE_NODE,
+    SLOT_ENTRIES,
+    SLOT_SIZES,
+    WATERMARKS,
     AbortMoveRequest,
     LeftSessionRequest,
     LeftSessionsRequest,
@@ -22,6 +33,7 @@ from kvemb.protocol.move_messages import (
     WatermarksReply,
     WatermarksRequest,
 )
+from kvemb.protocol.verb import Handled
 from kvemb.schema.move_plan import NODES, SHARDS
 from kvemb.schema.slots import N_SLOTS, from_runs
 
@@ -107,6 +119,19 @@ class MoveHandlers:
         """Tell a trainer its last part that a shard which has left had taken."""
         last = self._on_shard_0().left.find(request.shard, request.trainer, request.incarnation)
         return HelloReply(request.incarnation, last, self._parts.config.servers.mode)
+
+    verbs: ClassVar[Handled] = {
+        MOVE_SLOTS: begin,
+        REPLACE_NODE: replace_node,
+        ABORT_MOVE: abort,
+        MOVE_STATUS: status,
+        MOVE_NEWS: news,
+        SLOT_SIZES: slot_sizes,
+        SLOT_ENTRIES: slot_entries,
+        WATERMARKS: watermarks,
+        LEFT_SESSIONS: left_sessions,
+        LEFT_SESSION: left_session,
+    }
 
     def _on_shard_0(self) -> MoveCarrier:
         if self._carrier is None:

@@ -17,12 +17,18 @@ to hold or to refuse, and from its journal which rows are erased.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from typing import ClassVar
 
 import numpy as np
 
 from kvemb.errors import InvalidInputError, ParameterServerError, SlotsMovedError, TableAlteredError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import (
+    ALTER_TABLE,
+    DROP_TABLE,
+    END_DROP,
+    ERASE_TABLE,
+    FOLLOW_ALTER,
     AlterTableReply,
     AlterTableRequest,
     Empty,
@@ -33,6 +39,7 @@ from kvemb.protocol.messages import (
     TableReply,
     TableRequest,
 )
+from kvemb.protocol.verb import Handled
 from kvemb.schema.table_def import TableDef
 
 from ..ingest.sync_steps import COMING
@@ -152,6 +159,14 @@ class TableChanging:
             self._tell(EventEntry(ALTER, staged.key))
             self._submit(RowsWork(ASSIGN, _without_values(staged, np.empty(0, np.uint64), staged.dim)), deadline)
         return FollowAlterReply(old.n_rows, new.n_rows, parts.engine.epoch, held.last, False)
+
+    verbs: ClassVar[Handled] = {
+        DROP_TABLE: begin_drop,
+        ERASE_TABLE: erase,
+        END_DROP: end_drop,
+        ALTER_TABLE: alter,
+        FOLLOW_ALTER: follow_alter,
+    }
 
     def _submit(self, work: RowsWork, deadline: Deadline) -> int:
         return self._parts.ingest.submit_rows(work, deadline, self._parts.maps.cluster_map.shards_serial)

@@ -17,7 +17,7 @@ import kvemb.optim
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import TableRows
-from kvemb.protocol.messages import MAX_REQUEST_BYTES, Empty, RowsRequest
+from kvemb.protocol.messages import ASSIGN_ROWS, MAX_REQUEST_BYTES, RowsRequest
 
 N_ROWS, DIM = 24_000, 4
 SLOW = Flow(bytes_per_s=512 << 10)  # to read the rows of one batch takes several seconds, the timeout is one
@@ -157,5 +157,5 @@ def test_the_largest_message_is_applied_on_the_slowest_storage(slow: FaultyClust
     ids = np.arange(n_rows, dtype=np.uint64)
     rows = TableRows(table.name, table.definition.schema, ids, np.full((n_rows, DIM), 3, np.float32))
     shards = table.cluster._connection.require_shards("assign")
-    shards.servers.call(0, "Assign", RowsRequest(rows, 1000.0), Empty, Deadline.after(1000))
+    shards.servers.call(0, ASSIGN_ROWS, RowsRequest(rows, 1000.0), Deadline.after(1000))
     check(slow, table, ids.astype(np.int64), 3)

@@ -11,7 +11,7 @@ import grpc
 
 from kvemb.client.shard_channel import ShardChannel
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.messages import SERVICE, Empty, Reply
+from kvemb.protocol.messages import DESCRIBE, SERVICE, Empty, Reply
 
 NAME = "shard-0.moves.test"
 HOSTS = Path("/etc/hosts")
@@ -38,7 +38,7 @@ def main(port: str) -> None:
     channel = ShardChannel(0, f"{NAME}:{port}")
     for host in ("127.0.0.2", "127.0.0.3"):
         server = serve(f"{host}:{port}")
-        channel.call("Describe", Empty(), Empty, Deadline.after(PATIENCE_S))
+        channel.call(DESCRIBE, Empty(), Deadline.after(PATIENCE_S))
         print(f"reached at {host}", flush=True)
         server.stop(0).wait()
 

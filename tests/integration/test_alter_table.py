@@ -32,7 +32,7 @@ from kvemb.errors import (
 )
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.messages import StepReply, TableRequest
+from kvemb.protocol.messages import STEP, TableRequest
 from kvemb.schema.altered_table import AlteredTable, TableChanges
 from kvemb.stores.row_io import ReadPart, WritePart
 from kvemb.testing.real_servers import redis_client
@@ -559,7 +559,7 @@ def test_a_sync_job_waits_and_either_goes_on_or_connects_again(require_server: C
 
         def steps() -> set[int]:
             servers = cluster._connection.require_shards("steps").servers
-            return {reply.step for reply in servers.call_each("Step", TableRequest("moments"), StepReply, Deadline.after(60)).values()}
+            return {reply.step for reply in servers.call_each(STEP, TableRequest("moments"), Deadline.after(60)).values()}
 
         def run(n_steps: int) -> list[StepTrainer]:
             trainers = [StepTrainer(local.url, "user", number, n_steps) for number in range(2)]

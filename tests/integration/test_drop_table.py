@@ -17,7 +17,7 @@ from kvemb.cli import main
 from kvemb.errors import CheckpointError, InvalidInputError, ShardUnavailableError, TableDroppedError, UnknownTableError
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.messages import EraseTableReply, EraseTableRequest, TableReply, TableRequest
+from kvemb.protocol.messages import DROP_TABLE, ERASE_TABLE, EraseTableRequest, TableRequest
 from kvemb.schema.table_def import TableDef
 from kvemb.testing.real_servers import redis_client
 from tests.integration.table_clusters import names, start
@@ -170,9 +170,9 @@ def test_a_drop_that_was_broken_off_refuses_and_is_completed_by_the_next_call(lo
     name = next(names)
     table = old_table(cluster, name)
     servers = cluster._connection.require_shards("drop").servers
-    asked = servers.call(0, "DropTable", TableRequest(name), TableReply, Deadline.after(10))
+    asked = servers.call(0, DROP_TABLE, TableRequest(name), Deadline.after(10))
     key = TableDef.from_dict(asked.table).key
-    erased = servers.call(0, "EraseTable", EraseTableRequest(key, 10.0), EraseTableReply, Deadline.after(10))
+    erased = servers.call(0, ERASE_TABLE, EraseTableRequest(key, 10.0), Deadline.after(10))
     assert (0 < erased.n_erased < N, erased.n_left) == (True, 0)
     restart(local)
     with pytest.raises(TableDroppedError, match="is being dropped"):

@@ -16,6 +16,7 @@ import kvemb
 from kvemb import evict
 from kvemb.errors import InvalidInputError
 from kvemb.local_cluster import LocalCluster
+from kvemb.operate.inspection_messages import EVICTIONS, EvictionsRequest
 from tests.integration.counting_trainers import KINDS
 from tests.integration.table_clusters import new_table
 from tests.shard_moves import ShardMoves
@@ -70,7 +71,9 @@ def test_a_table_is_held_at_its_rows_and_those_that_went_begin_anew_once_though_
         for part in np.split(IDS, 6):
             push(table, part)
         push(table, IDS[:500])  # the first ones are young again
-        dry = cluster.questions.evictions(WAIT_S, dry_run=True)
+        dry = {
+            shard: reply.tables for shard, reply in cluster.questions.ask_each(EVICTIONS, EvictionsRequest(True, WAIT_S), WAIT_S).items()
+        }
         assert all(one["table"] != table.name for tables in dry.values() for one in tables)  # it has no policy yet
         table.set_policies(eviction=evict.keep(2000))
         until(lambda: len(table) <= 2010)

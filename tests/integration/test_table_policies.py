@@ -12,7 +12,7 @@ from kvemb import admit, evict
 from kvemb.errors import InvalidInputError, UnknownTableError
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.messages import SetPoliciesRequest, TableReply
+from kvemb.protocol.messages import SET_POLICIES, SetPoliciesRequest
 from kvemb.schema.policies import Policies
 from tests.integration.counting_trainers import KINDS, N_IDS, PATIENCE_S, Trainer, wait_for
 from tests.integration.table_clusters import new_table
@@ -107,7 +107,7 @@ def test_a_shard_that_was_not_told_of_a_change_reads_it_when_a_push_names_it(loc
     with kvemb.connect(local.url) as cluster:
         table, servers = new_table(cluster), cluster._connection.require_shards("test").servers
         request = SetPoliciesRequest(table.name, {"admission": {"kind": "after", "n": 2}})
-        servers.heard(servers.call(0, "SetPolicies", request, TableReply, Deadline.after(30)).tables_serial)  # and no other shard is told
+        servers.heard(servers.call(0, SET_POLICIES, request, Deadline.after(30)).tables_serial)  # and no other shard is told
         ack = table.push(IDS, np.ones((200, 4)))
         ack.wait_applied()
         assert ack.held_back == 200

@@ -12,10 +12,10 @@ from shard_moves import IDS, PATIENCE_S, HastyTrainer, ShardMoves
 import kvemb
 import kvemb.init
 import kvemb.optim
+from kvemb.checkpoint.checkpoint_messages import LOAD_CHECKPOINT, SAVE_CHECKPOINT, LoadRequest, SaveRequest
 from kvemb.errors import CheckpointError, MoveRefusedError, ShardUnavailableError
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.messages import LoadRequest, SaveRequest
 from kvemb.schema.cluster_map import equal_runs
 
 SERVERS = {"redis": "redis-server", "memcached": "memcached"}
@@ -68,9 +68,9 @@ def test_while_slots_move_between_shards_no_table_is_dropped_and_nothing_is_load
             with pytest.raises(MoveRefusedError, match=r"between shards \(phase moving\), and nothing was changed"):
                 cluster.drop_table("t", timeout_s=PATIENCE_S)
             with pytest.raises(CheckpointError, match=r"between shards \(phase moving\), and nothing was changed"):
-                moves.ask_shard_0("Load", LoadRequest("load", saved.url, saved.manifest.save_id, True))
+                moves.ask_shard_0(LOAD_CHECKPOINT, LoadRequest("load", saved.url, saved.manifest.save_id, True))
             with pytest.raises(CheckpointError, match=r"between shards \(phase moving\), and nothing was changed"):
-                moves.ask_shard_0("Save", SaveRequest("save", saved.url, 0, False, PATIENCE_S))
+                moves.ask_shard_0(SAVE_CHECKPOINT, SaveRequest("save", saved.url, 0, False, PATIENCE_S))
         moves.wait()
         table.push(IDS, ONES).wait_applied(PATIENCE_S)
         assert np.unique(table.pull(IDS)).tolist() == [-2]

@@ -16,7 +16,7 @@ from kvemb.errors import AccessDeniedError, ConfigError, ShardUnavailableError
 from kvemb.net.certificate_authority import Authority, Issued
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import TableRows
-from kvemb.protocol.messages import ByeRequest, Empty, HelloReply, HelloRequest, PushPart, PushReply, digest_tables
+from kvemb.protocol.messages import BYE, HELLO, ByeRequest, HelloRequest, PushPart, PushReply, digest_tables
 from tests.integration.shard_processes import PATIENCE_S, until
 from tests.integration.tls_clusters import NAME, TlsCluster, running
 from tests.integration.tls_storage import start_tls_servers
@@ -64,10 +64,10 @@ def test_a_part_in_anothers_name_is_refused_whatever_the_hello_said(secured: Tls
         try:
             deadline = Deadline.after(PATIENCE_S)
             about = servers.describe(config, deadline)
-            hello = servers.call(0, "Hello", HelloRequest("mallory", 0, about.cluster_id, 1), HelloReply, deadline)
+            hello = servers.call(0, HELLO, HelloRequest("mallory", 0, about.cluster_id, 1), deadline)
             definition = next(table for table in about.tables if table["name"] == "parts")
             with pytest.raises(AccessDeniedError, match="alice"):
-                servers.call(0, "Bye", ByeRequest("alice", hello.incarnation - 1), Empty, deadline)
+                servers.call(0, BYE, ByeRequest("alice", hello.incarnation - 1), deadline)
             schema = kvemb.schema.table_def.TableDef.from_dict(definition).schema
             rows = [TableRows("parts", schema, np.array([2], np.uint64), np.ones((1, 4), np.float32))]
             part = PushPart("alice", hello.incarnation - 1, 2, 2, False, rows, digest_tables(rows))

@@ -20,7 +20,16 @@ from kvemb.local_cluster.launcher import LocalCluster
 from kvemb.local_cluster.processes import free_ports
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import TableRows
-from kvemb.protocol.messages import DescribeReply, Empty, HelloReply, HelloRequest, PushPart, PushReply, StatusReply, digest_tables
+from kvemb.protocol.messages import (
+    DESCRIBE,
+    GET_STATUS,
+    HELLO,
+    Empty,
+    HelloRequest,
+    PushPart,
+    PushReply,
+    digest_tables,
+)
 from kvemb.schema.cluster_map import equal_runs
 from kvemb.schema.slots import N_SLOTS
 from kvemb.stores.storage_kinds import open_store
@@ -56,11 +65,11 @@ def test_it_says_who_it_is_and_takes_no_row(local: LocalCluster, waiting: ShardC
     with kvemb.connect(local.url) as cluster:
         table = cluster.create_table("t", dim=2, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
         cluster_id, definition = cluster.cluster_id, table.definition
-    described = waiting.call("Describe", Empty(), DescribeReply, Deadline.after(PATIENCE_S))
+    described = waiting.call(DESCRIBE, Empty(), Deadline.after(PATIENCE_S))
     assert (described.shard, described.n_shards, described.cluster_id) == (2, 2, cluster_id)
-    status = waiting.call("Status", Empty(), StatusReply, Deadline.after(PATIENCE_S))
+    status = waiting.call(GET_STATUS, Empty(), Deadline.after(PATIENCE_S))
     assert (status.n_rows, status.failure) == (0, "")
-    hello = waiting.call("Hello", HelloRequest("a", 7, cluster_id, 1), HelloReply, Deadline.after(PATIENCE_S))
+    hello = waiting.call(HELLO, HelloRequest("a", 7, cluster_id, 1), Deadline.after(PATIENCE_S))
     rows = [TableRows("t", definition.schema, IDS.astype(np.uint64), np.ones((len(IDS), 2), np.float32))]
     part = PushPart("a", hello.incarnation, 1, 1, False, rows, digest_tables(rows), map_serial=1)
     (answer,) = [PushReply.decode(data) for data in waiting.push_stream(iter([part.encode()]))]
@@ -179,7 +188,7 @@ def test_the_next_owner_of_a_number_knows_what_the_last_one_had_taken(local: Loc
         moves.begin(thirds, join_shards=[waiting.address])
         serial = moves.wait().shards_serial
         ids = IDS[thirds[definition.placement.slots(IDS.astype(np.uint64))] == 2].astype(np.uint64)
-        hello = waiting.call("Hello", HelloRequest("a", 7, cluster_id, serial), HelloReply, Deadline.after(PATIENCE_S))
+        hello = waiting.call(HELLO, HelloRequest("a", 7, cluster_id, serial), Deadline.after(PATIENCE_S))
         rows = [TableRows("t", definition.schema, ids, np.ones((len(ids), 2), np.float32))]
         part = PushPart("a", hello.incarnation, 1, 1, False, rows, digest_tables(rows), map_serial=serial)
         stream = waiting.push_stream(iter([part.encode()]))
@@ -192,7 +201,7 @@ def test_the_next_owner_of_a_number_knows_what_the_last_one_had_taken(local: Loc
         moves.begin(thirds, join_shards=[waiting.address])
         moves.wait()
         moves.close()
-        again = waiting.call("Hello", HelloRequest("a", 7, cluster_id, serial), HelloReply, Deadline.after(PATIENCE_S))
+        again = waiting.call(HELLO, HelloRequest("a", 7, cluster_id, serial), Deadline.after(PATIENCE_S))
         assert again.last_sequence == 1
         assert [PushReply.decode(data).state for data in waiting.push_stream(iter([part.encode()]))][-1] == "applied"  # its first answer
         np.testing.assert_array_equal(table.pull(ids), -1)

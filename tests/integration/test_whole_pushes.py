@@ -18,7 +18,7 @@ from kvemb.client.shard_client import ShardClient
 from kvemb.errors import KvembError, TableAlteredError, TableDroppedError
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.messages import TableReply, TableRequest
+from kvemb.protocol.messages import DROP_TABLE, TableRequest
 from kvemb.schema.altered_table import AlteredTable, TableChanges
 from kvemb.schema.table_def import TableDef
 from tests.integration.table_clusters import new_table, start
@@ -87,7 +87,7 @@ def test_a_push_of_which_one_shard_has_taken_its_part_is_taken_by_all_when_a_tab
     table, beside = new_table(cluster), new_table(cluster)
     cluster.push({table.name: (IDS, 0 * ONES)}).wait_applied(60)
     with kvemb.connect(local.url) as other:
-        gone = shards_of(other).servers.call(0, "DropTable", TableRequest(table.name), TableReply, Deadline.after(30))
+        gone = shards_of(other).servers.call(0, DROP_TABLE, TableRequest(table.name), Deadline.after(30))
         acks = [cluster.push({table.name: (IDS, ONES), beside.name: (IDS, ONES)}) for _ in range(2)]
         alone = cluster.push({table.name: (IDS, ONES)})
         for ack in (*acks, alone):
@@ -152,7 +152,7 @@ def test_a_step_that_a_restarted_shard_has_not_had_is_taken_by_it_without_what_i
         if verb == "alter":
             shards_of(cluster).begin_alter(change.old, change.new, None)
         else:
-            shards_of(cluster).servers.call(0, "DropTable", TableRequest(table.name), TableReply, Deadline.after(30))
+            shards_of(cluster).servers.call(0, DROP_TABLE, TableRequest(table.name), Deadline.after(30))
         local.start_shard(1)
         if verb == "alter":
             cluster.alter_table(table.name, optimizer=change.new.optimizer)

@@ -4,12 +4,14 @@ import json
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from kvemb.api import Cluster
+from kvemb.checkpoint.checkpoint_messages import SaveReply, SaveRequest
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
 from kvemb.checkpoint.format.checkpoint_manifest import MANIFEST, Cut, fragment_path
 from kvemb.checkpoint.format.strict_json import encode
@@ -21,7 +23,7 @@ from kvemb.config import parse
 from kvemb.connection import Connection
 from kvemb.errors import CheckpointError, ShardUnavailableError
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.messages import SaveReply, SaveRequest
+from kvemb.protocol.verb import Verb
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.record import make_version
 from tests.unit import checkpoint_files
@@ -46,8 +48,8 @@ class NoShard:
     def describe(self, config: object, deadline: Deadline) -> SimpleNamespace:
         return SimpleNamespace(cluster_id=bytes.fromhex(CLUSTER_ID))
 
-    def call_each(self, method: str, requests: dict[int, SaveRequest], reply_type: object, deadline: Deadline) -> None:
-        self.asked.append((method, requests[0].timeout_s, deadline.timeout_s))
+    def call_each(self, verb: Verb[Any, Any], requests: dict[int, SaveRequest], deadline: Deadline) -> None:
+        self.asked.append((verb.name, requests[0].timeout_s, deadline.timeout_s))
         raise ShardUnavailableError("shard 0: no answer")
 
 
@@ -91,7 +93,7 @@ class QuickShard(NoShard):
         super().__init__()
         self._format = fragment_format
 
-    def call_each(self, method: str, requests: dict[int, SaveRequest], reply_type: object, deadline: Deadline) -> None:
+    def call_each(self, verb: Verb[Any, Any], requests: dict[int, SaveRequest], deadline: Deadline) -> None:
         request = requests[0]
         storage = CheckpointStorage(request.url)
         with ShardWriter(storage, request.save_id, Cut(0, 1, 5), weights_only=False) as writer:
@@ -101,7 +103,7 @@ class QuickShard(NoShard):
         del tree["checksum"]
         storage.write(fragment_path(0), encode(tree | {"format": self._format}))
 
-    def try_each(self, method: str, requests: object, reply_type: object, deadline: Deadline) -> dict[int, SaveReply]:
+    def try_each(self, verb: object, requests: object, deadline: Deadline) -> dict[int, SaveReply]:
         return {0: SaveReply("done", "", 100, 100, 1)}
 
 

@@ -12,7 +12,7 @@ from kvemb.client.outbox import WINDOW_PARTS
 from kvemb.client.shard_channel import SAY_AFTER_S, ShardChannel
 from kvemb.errors import ClosedError, FencedError, MessageError, PushRejectedError, ShardFailedError, ShardUnavailableError, to_wire
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.messages import DescribeReply, Empty, PushPart, PushReply, Reply
+from kvemb.protocol.messages import DESCRIBE, Empty, PushPart, PushReply, Reply
 from tests.unit.fake_shard import WAIT_S, Connections, FakeShard, accept, apply, owned, refuse_once, rows_of, silent, soon
 
 
@@ -331,5 +331,5 @@ def test_a_call_that_ends_well_and_without_an_answer_is_an_error_of_ours(monkeyp
     channel = ShardChannel(0, "127.0.0.1:1")
     monkeypatch.setattr(channel, "unary", lambda method: Ended())
     with pytest.raises(MessageError, match=r"shard 0.*without an answer"):
-        channel.call("Describe", Empty(), DescribeReply, Deadline.after(1))
+        channel.call(DESCRIBE, Empty(), Deadline.after(1))
     channel.close()

@@ -6,7 +6,8 @@ import pytest
 
 from kvemb import config
 from kvemb.operate.findings import ShardFacts, judge_addresses, judge_node, judge_shard
-from kvemb.protocol.messages import DescribeReply, ExamineReply, StatusReply
+from kvemb.operate.inspection_messages import ExamineReply
+from kvemb.protocol.messages import DescribeReply, StatusReply
 from kvemb.stores.store_nodes import NodeStats
 
 CONFIG = config.parse({"cluster": "c", "storage": {"kind": "redis", "nodes": ["n:1"]}, "parameter_servers": {"shards": ["s:1"]}}, {})

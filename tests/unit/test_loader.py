@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from kvemb import optim
+from kvemb.checkpoint.checkpoint_messages import LoadRequest
 from kvemb.checkpoint.format.checkpoint_manifest import part_path
 from kvemb.checkpoint.load import META_NAME, Decision, newest_report, report_name
 from kvemb.config import Config, parse
 from kvemb.errors import CheckpointError, FencedError, KvembError, TableMismatchError
 from kvemb.init import uniform
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.messages import LoadRequest
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart

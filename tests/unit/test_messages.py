@@ -16,7 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvemb.arrays.rounding import round_nearest
+from kvemb.checkpoint import checkpoint_messages as checkpoints
 from kvemb.errors import MessageError
+from kvemb.operate import inspection_messages as inspection
 from kvemb.protocol import feed_messages as feed
 from kvemb.protocol import messages as m
 from kvemb.protocol import move_messages as moves
@@ -76,15 +78,15 @@ EXAMPLES: dict[str, Message] = {
     "RepairRequest": m.RepairRequest(["n:1", "n:2"], False, 60.0),
     "RepairReply": m.RepairReply(1, 2**40, 0.5),
     "ByeRequest": m.ByeRequest("trainer-0", 3),
-    "SaveRequest": m.SaveRequest("1" * 32, "s3://bucket/run", 2**63, False, 1.5),
-    "SaveStatusRequest": m.SaveStatusRequest("1" * 32, True),
-    "SaveReply": m.SaveReply("running", "", 3, 2**40, 5),
-    "ShowRowRequest": m.ShowRowRequest("user", 2**63),
-    "ShowRowReply": m.ShowRowReply(1 << 48 | 7, b"\x01" * 16, 9, ["anna"]),
-    "ExamineReply": m.ExamineReply("0.1.0", 1.75e9, ["h:1"], ["n:1", "n:2"], "fsync", 0.002, 2**33, 2**34, 90, 1024, 2**32),
-    "SampleIdsRequest": m.SampleIdsRequest("user", 1000),
-    "EvictionsRequest": m.EvictionsRequest(True, 600.0),
-    "EvictionsReply": m.EvictionsReply([{"table": "user", "evicted": 2**40, "by_policy": {"keep(10)": 2**40}, "oldest_s": 0.5}]),
+    "SaveRequest": checkpoints.SaveRequest("1" * 32, "s3://bucket/run", 2**63, False, 1.5),
+    "SaveStatusRequest": checkpoints.SaveStatusRequest("1" * 32, True),
+    "SaveReply": checkpoints.SaveReply("running", "", 3, 2**40, 5),
+    "ShowRowRequest": inspection.ShowRowRequest("user", 2**63),
+    "ShowRowReply": inspection.ShowRowReply(1 << 48 | 7, b"\x01" * 16, 9, ["anna"]),
+    "ExamineReply": inspection.ExamineReply("0.1.0", 1.75e9, ["h:1"], ["n:1", "n:2"], "fsync", 0.002, 2**33, 2**34, 90, 1024, 2**32),
+    "SampleIdsRequest": inspection.SampleIdsRequest("user", 1000),
+    "EvictionsRequest": inspection.EvictionsRequest(True, 600.0),
+    "EvictionsReply": inspection.EvictionsReply([{"table": "user", "evicted": 2**40, "by_policy": {"keep(10)": 2**40}, "oldest_s": 0.5}]),
     "MoveRequest": moves.MoveRequest(7, bytes(4), ["n:3"], ["n:1"], 2**33, b"", ["s:3"], [0, 2]),
     "ReplaceNodeRequest": moves.ReplaceNodeRequest(7, "n:1", "n:4"),
     "AbortMoveRequest": moves.AbortMoveRequest("too slow"),
@@ -101,7 +103,7 @@ EXAMPLES: dict[str, Message] = {
     "FeedReply": feed.FeedReply("apply", True, 2, 10, 1, 3, 8192, [rows(2, 0, versions=False)]),
     "FeedReply of a move": feed.FeedReply("moved", True, 2, 10, 2, 3, 8300, [], {"gone": [[1, b"\x07\x00"]], "came": [], "left": False}),
     "LeftSessionRequest": moves.LeftSessionRequest(2, "trainer-0", 3),
-    "LoadRequest": m.LoadRequest("2" * 32, "s3://bucket/run", "1" * 32, True),
+    "LoadRequest": checkpoints.LoadRequest("2" * 32, "s3://bucket/run", "1" * 32, True),
 }
 
 
@@ -150,7 +152,7 @@ def test_fields_that_an_earlier_release_did_not_send_have_their_defaults_and_oth
 def test_every_message_type_has_a_golden() -> None:
     assert {type(example).__name__ for example in EXAMPLES.values()} == {
         name
-        for name, kind in {**vars(m), **vars(moves), **vars(feed)}.items()
+        for name, kind in {**vars(m), **vars(moves), **vars(feed), **vars(checkpoints), **vars(inspection)}.items()
         if isinstance(kind, type) and issubclass(kind, Message) and kind is not Message
     }
     assert set(GOLDEN) == set(EXAMPLES)

@@ -12,7 +12,7 @@ import kvemb.init
 import kvemb.optim
 from kvemb.client.missing_rows import IDS_AT_ONCE, PAUSE_S, MissingRows
 from kvemb.errors import LostRowError, RowsRestoredWarning, ShardUnavailableError, TableDroppedError
-from kvemb.protocol.messages import CompareRequest, CountReply
+from kvemb.protocol.messages import COMPARE, CompareRequest, CountReply
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.table_def import TableDef
 from tests.owners import shard_of
@@ -34,8 +34,8 @@ class TwoShards:
     def look(self, deadline: Any) -> None:
         self.cluster_map = self.newest
 
-    def try_each(self, method: str, requests: dict[int, CompareRequest], reply_type: type, deadline: Any) -> dict[int, Any]:
-        assert (method, reply_type) == ("Compare", CountReply)
+    def try_each(self, verb: object, requests: dict[int, CompareRequest], deadline: Any) -> dict[int, Any]:
+        assert verb is COMPARE
         for shard, request in requests.items():
             ids = np.frombuffer(request.ids, "<u8")
             assert (shard_of(ids.astype(np.uint64), self.cluster_map.n_shards) == shard).all()

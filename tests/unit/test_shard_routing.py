@@ -74,7 +74,7 @@ class OneShard:
     def wait_accepted(self, deadline: Deadline) -> None:
         self.sent.append((0, deadline.at_s))
 
-    def try_each(self, method: str, requests: dict[int, RowsRequest], reply_type: object, deadline: Deadline) -> dict[int, CountReply]:
+    def try_each(self, verb: object, requests: dict[int, RowsRequest], deadline: Deadline) -> dict[int, CountReply]:
         self.sent.append((len(requests[0].rows.ids), deadline.at_s))
         return {0: CountReply(len(requests[0].rows.ids))}
 

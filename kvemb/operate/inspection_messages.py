@@ -1,0 +1,74 @@
+"""The messages by which operators look at a shard. Pure."""
+
+from dataclasses import field
+from typing import Any
+
+from kvemb.protocol.message_format import Message
+from kvemb.protocol.messages import Empty, IdsReply
+from kvemb.protocol.verb import EVERYBODY, Verb
+
+MAX_SAMPLED_IDS = 1 << 18
+"""Of one `SampleIdsRequest`."""
+
+
+class ShowRowRequest(Message):
+    """Ask for the shard's knowledge of one row. The id as uint64."""
+
+    table: str
+    id: int
+
+
+class ShowRowReply(Message):
+    """One row as its shard knows it, between two batches.
+
+    Args:
+        trainers: of the pushes that were merged into the batch which wrote the row last; [] where the journal does not have it any more.
+    """
+
+    version: int
+    cached: bytes
+    k: int
+    trainers: list[str] = field(default_factory=list)
+
+
+class ExamineReply(Message):
+    """A shard's process and host, as `kvemb doctor` wants to know them."""
+
+    version: str
+    now_s: float
+    shards: list[str]
+    nodes: list[str]
+    durability: str
+    sync_s: float
+    disk_free: int
+    disk_bytes: int
+    open_files: int
+    most_files: int
+    journal_max_bytes: int
+    lacks: str = ""
+
+
+class SampleIdsRequest(Message):
+    """Some ids of a table on this shard, at most `limit`, from anywhere: costs it no look at the others."""
+
+    table: str
+    limit: int
+
+
+class EvictionsRequest(Message):
+    """Ask for what a shard has erased by the policies of its tables, or for what these would erase now."""
+
+    dry_run: bool
+    timeout_s: float
+
+
+class EvictionsReply(Message):
+    """Evictions of the tables that have a policy, or of which rows have gone by one since the shard was started."""
+
+    tables: list[dict[str, Any]]
+
+
+SHOW_ROW = Verb("ShowRow", ShowRowRequest, ShowRowReply, EVERYBODY, repeatable=True, waits=True)
+EXAMINE = Verb("Examine", Empty, ExamineReply, EVERYBODY, repeatable=True, waits=True)
+SAMPLE_IDS = Verb("SampleIds", SampleIdsRequest, IdsReply, EVERYBODY, repeatable=True)
+EVICTIONS = Verb("Evictions", EvictionsRequest, EvictionsReply, EVERYBODY, repeatable=True, waits=True)
