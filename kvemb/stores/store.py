@@ -53,10 +53,12 @@ class OtherNodes(Protocol):
 
     Attributes:
         written: whether rows are written there, too; otherwise they are only erased there.
+        flipped: whether that is where the slots were; otherwise they go there.
         slots: bool [16384], those that have another node, one that stays in the cluster.
     """
 
     written: bool
+    flipped: bool
     slots: NDArray[np.bool_]
 
     def has(self, keys: RowKeys) -> NDArray[np.bool_]:

@@ -121,15 +121,15 @@ class RowAccess:
     def write(self, parts: Sequence[WritePart]) -> list[WriteResult]:
         """Write records under the tokens that they carry; conflicts are in the results.
 
-        Rows whose slots move between nodes are written to their other node first. So a row that is found written needs nothing more.
+        Rows whose slots move between nodes are written to both: first to the new one, as readers go from the old one to that.
         """
         if not parts:
             return []
-        if (second := self._second) is not None:
+        if (second := self._second) is not None and not second.flipped:
             for part in parts:
                 self._write_second(second, part)
         results = self._calls.write(parts, self.deadline())
-        if (now := self._second) is not None and now is not second:
+        if (now := self._second) is not None and (now.flipped or now is not second):
             # Another thread follows the map. Where slots flipped between the two writes, both went to one node; no plan goes on from there
             # before this batch is over.
             for part, result in zip(parts, results, strict=True):

@@ -67,6 +67,8 @@ class State:
         repairs: by node how often it was repaired, which its marker says too (the nonce).
         shards: both.
         read: the trainer's.
+        seen: the newest version that the trainer was given, 0 once it is confirmed, and the node by whose map: it takes no older map then.
+            No later read is older, unless a node is lost in the middle of the move: then only what is confirmed is sure.
         losses: how often a node may still lose everything.
         batches: how many more pushes may come.
     """
@@ -77,6 +79,7 @@ class State:
     repairs: tuple[int, int] = (0, 0)
     shards: tuple[Shard, Shard] = (Shard(), Shard())
     read: Read | None = None
+    seen: tuple[int, int] = (0, OLD)
     losses: int = 0
     batches: int = 0
 
@@ -93,14 +96,16 @@ def home_of(phase: str) -> int:
 
 
 class WrongReadError(AssertionError):
-    """A read was accepted that is older than a version confirmed before it began."""
+    """A read was accepted that is older than a version confirmed before it began, or given by one that had ended."""
 
 
 def steps(state: State) -> Iterator[tuple[str, State]]:
     """Yield every step that a process can take, with its name."""
     yield from _plan_steps(state)
     for number in (0, 1):
-        yield from ((f"shard {number}: {name}", after) for name, after in _shard_steps(state, number))
+        for name, after in _shard_steps(state, number):
+            confirmed = after.seen[0] <= after.shards[0].confirmed
+            yield f"shard {number}: {name}", replace(after, seen=(0, after.seen[1])) if confirmed and after.seen[0] else after
     yield from _trainer_steps(state)
     yield from _node_steps(state)
 
@@ -141,6 +146,8 @@ def _shard_steps(state: State, number: int) -> Iterator[tuple[str, State]]:
         pushed = shard._replace(version=shard.version + 1, pending=frozenset(shard.targets))
         yield "batch", replace(_with(state, number, pushed), batches=state.batches - 1)
     for node in shard.pending:
+        if node != writes_first(shard):
+            continue  # the other one is written before
         left = shard.pending - {node}
         written = shard._replace(pending=left, confirmed=shard.confirmed if left else shard.version)
         if state.markers[node] is not None:  # a node in repair takes nothing but the repair's writes
@@ -166,6 +173,11 @@ def _shard_steps(state: State, number: int) -> Iterator[tuple[str, State]]:
         targets = _targets(state.phase)
         again = Shard(targets, shard.version, frozenset(targets), shard.confirmed, seen=state.phase, crashes=shard.crashes - 1)
         yield "crash and start", _with(state, number, again)
+
+
+def writes_first(shard: Shard) -> int:
+    """The one of the nodes that a row is written to next: who has read the old node may read the new one next, and not the other way."""
+    return max(shard.pending)
 
 
 def _may_follow(shard: Shard, phase: str) -> bool:
@@ -194,14 +206,16 @@ def _trainer_steps(state: State) -> Iterator[tuple[str, State]]:
     read = state.read
     if read is None:
         for node in {OLD, state.home}:  # a map that was read before the flip may be used long after it
-            if state.phase not in OVER:
-                yield f"read begins at node {node}", replace(state, read=Read(node, state.repairs[node], state.shards[0].confirmed))
+            if state.phase not in OVER and node >= state.seen[1]:
+                calm = state.phase == NONE or state.repairs == (0, 0)
+                least = max(state.shards[0].confirmed, state.seen[0] if calm else 0)
+                yield f"read begins at node {node}", replace(state, read=Read(node, state.repairs[node], least))
     elif read.got is None:
         yield "row is read", replace(state, read=read._replace(got=state.rows[read.node][0]))
     elif state.markers[read.node] == read.node and state.repairs[read.node] == read.repairs:  # the marker names the trainer's map
         if read.got < read.least:
-            raise WrongReadError(f"got version {read.got} where {read.least} was confirmed: {state}")
-        yield "read ends", replace(state, read=None)
+            raise WrongReadError(f"got version {read.got} where {read.least} was confirmed, or read before: {state}")
+        yield "read ends", replace(state, read=None, seen=(read.got * (read.got > state.shards[0].confirmed), read.node))
     else:
         yield "read is given up: map and marker are looked at again", replace(state, read=None)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from kvemb.schema.move_plan import CLEANING, FLIPPED, MOVING
+from tests.models import slot_move
 from tests.models.carried import ABORTED, DONE
 from tests.models.search import reachable, stuck
 from tests.models.slot_move import (
@@ -84,3 +85,32 @@ def test_the_search_finds_what_is_wrong_with_lesser_protocols(wrong: Steps, loss
     with pytest.raises((WrongReadError, AssertionError)) as found:
         reachable(first(crashes=1, losses=losses), wrong, require_sound)
     assert "plan" in found.value.__notes__[0]
+
+
+def test_the_search_finds_reads_that_go_back_where_the_node_that_the_map_does_not_name_is_always_written_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def second_first(shard: Shard) -> int:
+        return min(shard.pending) if shard.seen == FLIPPED else max(shard.pending)
+
+    monkeypatch.setattr(slot_move, "writes_first", second_first)
+    with pytest.raises(WrongReadError, match="read before"):
+        reachable(first(), steps, require_sound)
+
+
+def test_the_search_finds_reads_that_go_back_where_a_repair_leaves_out_the_batch_that_is_being_written() -> None:
+    def by_the_index_alone(state: State) -> Iterator[tuple[str, State]]:
+        for name, after in steps(state):
+            number = int(name[6]) if "restore on node" in name else None
+            if number is None or not state.shards[number].pending:
+                yield name, after
+                continue
+            node, shard = int(name[-1]), state.shards[number]
+            rows = [list(one) for one in after.rows]
+            rows[node][number] = shard.version - 1
+            restored = shard._replace(restored=shard.restored | {node}, pending=shard.pending | {node})
+            both = (restored, state.shards[1]) if number == 0 else (state.shards[0], restored)
+            yield name, replace(after, rows=((rows[0][0], rows[0][1]), (rows[1][0], rows[1][1])), shards=both)
+
+    with pytest.raises(WrongReadError, match="read before"):
+        reachable(first(losses=1), by_the_index_alone, require_sound)

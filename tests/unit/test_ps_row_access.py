@@ -32,7 +32,7 @@ class Node:
         self.rows: dict[bytes, bytes] = {}
         self.tokens: dict[bytes, int] = {}
         self.next_token = first_token
-        self.written = True
+        self.written, self.flipped = True, False
         self.before: Callable[[], None] = lambda: None  # called before the next write
         self.after: Callable[[], None] = lambda: None  # called after the next write or erase
 
@@ -97,6 +97,7 @@ class MovingSlots:
 
     def flip(self) -> None:
         self.first, self.moving = self.new, self.old
+        self.old.flipped = True
 
     def clean(self) -> None:
         """The map names the new node alone, and rows on the old one are being erased."""
@@ -129,6 +130,16 @@ def test_a_write_in_the_middle_of_which_slots_flip_reaches_both_nodes(store: Mov
     assert result.stored.all()
     assert store.old.rows == store.new.rows
     assert len(store.old.rows) == len(IDS)
+
+
+@pytest.mark.parametrize("flipped", [False, True], ids=["before the flip", "behind it"])
+def test_the_new_node_has_a_row_first_since_readers_go_from_the_old_one_to_it(store: MovingSlots, flipped: bool) -> None:
+    access, order = RowAccess(store, 5.0), list[str]()  # type: ignore[arg-type]
+    if flipped:
+        store.flip()
+    store.old.after, store.new.after = lambda: order.append("old"), lambda: order.append("new")
+    access.write([part(access)])
+    assert order == ["new", "old"]
 
 
 @pytest.mark.parametrize("blindly", [False, True])

@@ -190,7 +190,7 @@ class MovingRows:
         plan = cluster_map.plan
         assert plan is not None
         self._rows, self._owners = rows, plan.slot_owners
-        self.written = plan.writes_both
+        self.written, self.flipped = plan.writes_both, plan.flipped
         self.slots = cluster_map.slot_nodes != self._owners
         if not self.written:  # a node on its way out keeps its rows, and need not be there any more
             self.slots &= ~np.isin(self._owners, plan.leaving if plan.phase == CLEANING else plan.joining)
