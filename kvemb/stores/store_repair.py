@@ -103,12 +103,18 @@ class StoreRepair:
                 return None
             lane = RepairLane(address, state.process, state.nonce or self._next_nonce(state), state.places)
             changes = self._to_repairing(state, lane)
+            open_ = [at for at, one in enumerate(state.judged) if at in changes or one == ("repairing", lane.nonce)]
+            lane = replace(lane, places=state.places[open_])  # a slot may come back to a repair that is over for all others
             first = min(changes, default=None)  # it decides whose nonce it is; then all the others follow
             decided = first is None or self._nodes.swap(state, {first: changes.pop(first)}, deadline)
             if decided and self._nodes.swap(state, changes, deadline):
                 self._lanes[address] = lane
                 return lane.nonce
         raise ProtocolError(f"node {address}: its markers changed {MAX_TRIES} times while a repair was to begin there")
+
+    def begun_with(self, address: str) -> bytes:
+        """What tells the repair that this process takes part in from one of the same nonce that slots have come to since."""
+        return self._lanes[address].places.tobytes()
 
     def _next_nonce(self, state: MarkedState) -> str:
         """A nonce above those of all repairs of the node that are known: the time, and chance behind it."""

@@ -120,7 +120,7 @@ class Repairer:
             LostRowError: a row cannot be reconstructed; its node stays out of use.
         """
         started_s, before, self._own_s = time.monotonic(), self.figures.rows, 0.0
-        asked, restored = set(suspects), dict[str, str]()
+        asked, restored = set(suspects), dict[str, tuple[str, bytes]]()
         for pause_s in pauses(_PAUSE_S, _LONGEST_PAUSE_S):
             looked_s = time.monotonic() - self._own_s
             try:
@@ -184,7 +184,7 @@ class Repairer:
                       name, n_rows, first)  # fmt: skip
         return n_rows
 
-    def _restore_all(self, asked: set[str], restored: dict[str, str], ahead: AheadOfIndex) -> list[str]:
+    def _restore_all(self, asked: set[str], restored: dict[str, tuple[str, bytes]], ahead: AheadOfIndex) -> list[str]:
         """Restore this shard's rows on every lost node and try to finish; return the nodes that still wait for other shards."""
         lost = {node.address for node in self._store.repair.lost_nodes(self._access.deadline())}
         still_open = []
@@ -193,12 +193,13 @@ class Repairer:
             asked.discard(address)
             if nonce is None:
                 continue
-            reported = restored.get(address) != nonce
+            begun = nonce, self._store.repair.begun_with(address)
+            reported = restored.get(address) != begun
             if reported:
                 begun_s = time.monotonic()
                 self._restore_node(address, nonce, ahead)
                 self._own_s += time.monotonic() - begun_s
-                restored[address] = nonce
+                restored[address] = begun
             if self._store.repair.finish(address, nonce, self._store.nodes.cluster_map.shard_numbers, self._access.deadline()):
                 continue
             if not reported:  # another program may have written over our report

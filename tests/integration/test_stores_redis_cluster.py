@@ -525,6 +525,26 @@ def test_a_repair_of_a_node_that_another_has_replaced_meanwhile_ends_by_name(sto
         give(mover, source, its)
 
 
+def test_a_slot_that_was_on_its_way_when_the_repair_of_its_node_ended_is_repaired_behind_it(
+    store: Store, running: ServerNodes, mover: Mover
+) -> None:
+    running.restart(mover.owner(SLOT))
+    address, client, key = lost(store)[0].address, mover.clients[mover.owner(SLOT)], marker_keys()[SLOT]
+    nonce = begun(store, address)
+    in_repair = client.get(key)
+    store.repair.report(address, nonce, 0, within())
+    assert store.repair.finish(address, nonce, range(1), within())
+    client.set(key, in_repair)  # as it comes back: another shard had taken it into the repair, and it was left out at the end
+    with running.store() as other:
+        other.open(within(), Identity(CLUSTER, GENERATION, store.nodes.cluster_map))
+        (found,) = lost(other)
+        assert (found.address, found.why) == (address, "repairing")
+        assert begun(other, address) == nonce
+        other.repair.report(address, nonce, 0, within())
+        assert other.repair.finish(address, nonce, range(1), within())
+        assert not other.repair.lost_nodes(within())
+
+
 def give(mover: Mover, to: int, ranges: list[list[int]]) -> None:
     """Let a node have slots without what is stored in them, and wait until every node has heard of it."""
     words = [slot for ends in ranges for slot in ends]

@@ -207,6 +207,27 @@ def test_a_flush_in_the_middle_starts_the_repair_over(shard: Shard) -> None:
     assert shard.read(ADAM, IDS)[1].tobytes() == before.tobytes()
 
 
+def test_a_repair_to_which_slots_have_come_is_made_again_before_it_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = addresses()
+    provision(nodes, n_shards=2)
+    shard, n_restored, n_pauses = Shard(nodes, 0, 2).open(), list[str](), list[float]()
+    shard.apply(ADAM, IDS)
+    memory_node(nodes[0]).flush()
+    restore = shard.repairer._restore_node
+    monkeypatch.setattr(shard.repairer, "_restore_node", lambda address, *how: (n_restored.append(address), restore(address, *how)))
+
+    def pause(error: StorageError, pause_s: float) -> None:  # the other shard does nothing
+        n_pauses.append(pause_s)
+        if len(n_pauses) == 2:
+            monkeypatch.setattr(shard.store.repair, "begun_with", lambda address: b"more slots")
+        if len(n_pauses) == 4:
+            raise error
+
+    with pytest.raises(NodeLostError):
+        shard.repairer.nodes(NO_BATCH, pause)
+    assert n_restored == [nodes[0]] * 2
+
+
 def test_single_lost_rows_are_restored_before_a_batch_is_applied_to_them(shard: Shard) -> None:
     before = shard.read(ADAM, IDS[:50])[1]
     rows = CheckedRows(ADAM, IDS[:50], np.ones((50, 2), np.float32), np.empty(0, np.uint64), ADAM.optimizer.check_hyper({}))
