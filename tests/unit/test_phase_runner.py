@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -39,11 +40,15 @@ def test_many_small_slices_do_not_wait_for_a_batch_each(monkeypatch: pytest.Monk
     first = ClusterMap.first(2, 1)
     moving = replace(first, version=first.version + 1, plan=MovePlan(NODES, MOVING, first.slot_nodes[::-1].copy()))
     work = _SmallSlices(clock)
-    runner = PhaseRunner(SimpleNamespace(cluster_map=moving), work, work, done=lambda: None)
+    engine = SimpleNamespace(k=0)
+    parts: Any = SimpleNamespace(maps=SimpleNamespace(cluster_map=moving), engine=engine)
+    flushes: Any = None
+    runner = PhaseRunner(parts, flushes, work, work, done=lambda: None)
     longest_s, batches = 0.0, 0
     while not (batches and runner.progress.done):
         before_s = clock.now_s
-        runner.step(loaded=True)
+        engine.k += 1
+        runner.step(lambda error, pause_s: None)
         longest_s = max(longest_s, clock.now_s - before_s)
         clock.now_s += _BATCH_S
         batches += 1
