@@ -13,12 +13,15 @@ from ..apply.applier import Applier
 from ..apply.background import BackgroundWork, Job
 from ..apply.changed_rows import ChangedRowsFinder
 from ..apply.committer import Committer, Handover
+from ..checkpoint.checkpoint_handlers import CheckpointHandlers, LoadPorts
 from ..checkpoint.loader import newest_undone
 from ..checkpoint.saver import Saver
 from ..eviction.evictor import Evictor
 from ..feed.feed_events import FeedEvents
+from ..feed.feed_streams import FeedStreams
 from ..ingest.admission import Admissions
 from ..journal.write_ahead_log import AppliedMark
+from ..moves.move_handlers import MoveHandlers
 from ..moves.shard_moves import ShardMoves
 from ..recovery.high_water_mark import HighWaterMarkReporter
 from ..recovery.shard_parts import ShardParts, state_of
@@ -26,9 +29,7 @@ from ..repair.node_watch import NodeWatch
 from ..repair.repair_jobs import Comparisons, Repairs
 from ..repair.scrub import Scrub
 from ..row_log.log_flush import FlushSchedule, LogFlush, from_storage
-from ..rpc.feed_streams import FeedStreams
-from ..rpc.handlers import CheckpointHandlers, Handlers, LoadPorts
-from ..rpc.move_handlers import MoveHandlers
+from ..rpc.handlers import Handlers
 from ..rpc.shard_metrics import ShardMetrics
 from ..shard_process.data_dir import mend
 from .front import Front

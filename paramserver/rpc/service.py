@@ -22,9 +22,9 @@ from kvemb.protocol.move_messages import LeftSessionRequest
 from kvemb.protocol.roles import Caller
 from kvemb.protocol.verb import Verb
 
+from ..feed.feed_streams import MAX_FEEDS, FeedStreams
 from ..recovery.start_report import StartReport
 from .access_control import AccessControl
-from .feed_streams import MAX_FEEDS, FeedStreams
 from .handlers import VERBS, Answer, Answers, Handlers
 from .push_streams import MAX_STREAMS, PushReceiver, Streams, connection_options
 

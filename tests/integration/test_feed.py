@@ -30,7 +30,7 @@ from kvemb.protocol.feed_messages import FeedReply, FeedRequest
 from kvemb.protocol.messages import SERVICE
 from kvemb.schema.cluster_map import equal_runs
 from kvemb.schema.slots import N_SLOTS
-from paramserver.rpc.feed_streams import MAX_FEEDS
+from paramserver.feed.feed_streams import MAX_FEEDS
 from tests.integration.counting_trainers import PATIENCE_S, Trainer, wait_for
 from tests.integration.feed_log import FeedLog, ids_of
 from tests.integration.tls_clusters import TlsCluster, running

@@ -24,12 +24,12 @@ from kvemb.stores.row_io import ReadPart
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
 from paramserver.checkpoint import unconditional_writer
+from paramserver.checkpoint.checkpoint_handlers import CheckpointHandlers, LoadPorts
 from paramserver.lifecycle.shard import Shard
 from paramserver.lifecycle.start import start
 from paramserver.model.batch import CheckedRows, RowsWork
 from paramserver.row_log.run_merge import merged
 from paramserver.row_log.sorted_run import Part
-from paramserver.rpc.handlers import CheckpointHandlers, LoadPorts
 from tests.unit.checkpoint_files import USER, block_of, ids_of, save
 
 pytestmark = pytest.mark.usefixtures("memory_kind")

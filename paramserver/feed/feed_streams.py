@@ -15,11 +15,11 @@ import grpc
 from kvemb.errors import KvembError, MessageError
 from kvemb.protocol.feed_messages import FeedRequest
 
-from ..feed.feed_events import FeedEvents
-from ..feed.shard_changes import ShardChanges
 from ..journal import EventEntry
 from ..journal.write_ahead_log import AppliedMark
 from ..recovery.shard_parts import ShardParts
+from .feed_events import FeedEvents
+from .shard_changes import ShardChanges
 
 MAX_FEEDS = 32
 LONGEST_UNREAD_S = 30.0

@@ -37,11 +37,11 @@ from kvemb.protocol.verb import Handled
 from kvemb.schema.move_plan import NODES, SHARDS
 from kvemb.schema.slots import N_SLOTS, from_runs
 
-from ..moves.left_sessions import pack_sessions
-from ..moves.move_carrier import MoveCarrier
-from ..moves.move_planner import WantedMove
-from ..moves.shard_moves import ShardMoves
 from ..recovery.shard_parts import ShardParts
+from .left_sessions import pack_sessions
+from .move_carrier import MoveCarrier
+from .move_planner import WantedMove
+from .shard_moves import ShardMoves
 
 
 class MoveHandlers:
