@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import resource
+import runpy
 import signal
 import socket
 import struct
@@ -22,6 +23,7 @@ from typing import Any
 PR_SET_PDEATHSIG = 1
 _ROOT = Path(__file__).resolve().parents[1]
 _OF_OTHERS = {"torch", "keras", "tensorflow", "jax", "own", "testing"}  # what brings a framework or pytest, or looks elsewhere
+MAINS = {"kvemb.cli": "kvemb.cli", "paramserver": "paramserver.__main__"}
 Job = dict[str, Any]
 
 
@@ -81,7 +83,7 @@ def become(job: Job, fds: list[int]) -> None:
     os.environ.clear()
     os.environ.update(job["env"])
     time.tzset()
-    sys.argv[1:] = job["words"]
+    sys.argv[:] = job["words"]
 
 
 def import_all() -> None:
@@ -96,8 +98,19 @@ def import_all() -> None:
     gc.freeze()
 
 
+def run(is_module: bool, program: str) -> None:
+    """Do what Python does with `-m` and a module, or with a script."""
+    if program in MAINS:  # imported already, which runpy warns of
+        sys.exit(import_module(MAINS[program]).main())
+    elif is_module:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(program).resolve().parent))
+        runpy.run_path(program, run_name="__main__")
+
+
 if __name__ == "__main__":
     import_all()
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing in what is forked"
     job = next_job(socket.socket(fileno=int(sys.argv.pop())))
-    sys.exit(import_module(job["module"]).main())
+    run(job["module"], sys.argv[0])

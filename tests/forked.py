@@ -23,8 +23,9 @@ from typing import Any
 from kvemb.local_cluster import processes
 
 ROOT = Path(__file__).resolve().parents[1]
-MODULES = {"kvemb.cli": "kvemb.cli", "paramserver": "paramserver.__main__"}
-"""By the name behind -m: where its `main` is."""
+MODULES = ("kvemb.cli", "paramserver", "chaos.trainer", "chaos.serving_reader", "chaos.subscriber")
+"""What is forked as `python -m` starts it; and so are scripts in these folders, which import little but ours."""
+FOLDERS = (ROOT / "tests" / "faults", ROOT / "tests" / "integration")
 
 _PR_SET_CHILD_SUBREAPER = 36
 _START = subprocess.Popen._execute_child  # type: ignore[attr-defined]
@@ -135,21 +136,29 @@ def _job(asked: dict[str, Any]) -> dict[str, Any] | None:
     """What to tell the server; None where a process is wanted that it cannot give."""
     if _paused or not isinstance(asked["args"], (list, tuple)) or any(asked[name] != usual for name, usual in _USUAL.items()):
         return None
-    words, session = [os.fspath(word) for word in asked["args"]], asked["start_new_session"]
+    words, session = [os.fsdecode(word) for word in asked["args"]], asked["start_new_session"]
     if words[1:4] == ["-S", "-c", processes._LAUNCHER]:  # it would ask for a death with this process, and become the program behind it
         words = words[5:]
     in_root, words = words[1:2] == ["-P"] or Path(asked["cwd"] or os.getcwd()) == ROOT, [word for word in words if word != "-P"]
     env = dict(os.environ if asked["env"] is None else asked["env"])
-    if words[:2] != [sys.executable, "-m"] or words[2] not in MODULES or not in_root or not server().may_serve(env):
+    module = in_root and _is_module(words[1:])
+    if words[:1] != [sys.executable] or not (module or _is_script(words[1:])) or not server().may_serve(env):
         return None
-    cwd = str(asked["cwd"] or os.getcwd())
     return {
-        "module": MODULES[words[2]],
-        "words": words[3:],
+        "module": module,
+        "words": words[2 if module else 1 :],
         "env": env,
-        "cwd": cwd,
+        "cwd": str(asked["cwd"] or os.getcwd()),
         "session": session,
         "parent": os.getpid(),
         "most_files": resource.getrlimit(resource.RLIMIT_NOFILE),
         "umask": re.search(r"Umask:\s*(\d+)", Path("/proc/self/status").read_text())[1],  # type: ignore[index]
     }
+
+
+def _is_module(words: Sequence[str]) -> bool:
+    return any(words[:2] == ["-m", name] for name in MODULES)
+
+
+def _is_script(words: Sequence[str]) -> bool:
+    return words[:1] != [] and words[0].endswith(".py") and Path(words[0]).resolve().parent in FOLDERS
