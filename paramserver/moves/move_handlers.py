@@ -9,18 +9,9 @@ from numpy.typing import NDArray
 from kvemb.coordination.shard_notes import MoveReport
 from kvemb.errors import InvalidInputError, MoveRefusedError
 from kvemb.net.deadline import Deadline
+from kvemb.protocol import move_messages
 from kvemb.protocol.messages import Empty, HelloReply
 from kvemb.protocol.move_messages import (
-    ABORT_MOVE,
-    LEFT_SESSION,
-    LEFT_SESSIONS,
-    MOVE_NEWS,
-    MOVE_SLOTS,
-    MOVE_STATUS,
-    REPLACE_NODE,
-    SLOT_ENTRIES,
-    SLOT_SIZES,
-    WATERMARKS,
     AbortMoveRequest,
     LeftSessionRequest,
     LeftSessionsRequest,
@@ -121,16 +112,16 @@ class MoveHandlers:
         return HelloReply(request.incarnation, last, self._parts.config.servers.mode)
 
     verbs: ClassVar[Handled] = {
-        MOVE_SLOTS: begin,
-        REPLACE_NODE: replace_node,
-        ABORT_MOVE: abort,
-        MOVE_STATUS: status,
-        MOVE_NEWS: news,
-        SLOT_SIZES: slot_sizes,
-        SLOT_ENTRIES: slot_entries,
-        WATERMARKS: watermarks,
-        LEFT_SESSIONS: left_sessions,
-        LEFT_SESSION: left_session,
+        move_messages.MOVE_SLOTS: begin,
+        move_messages.REPLACE_NODE: replace_node,
+        move_messages.ABORT_MOVE: abort,
+        move_messages.MOVE_STATUS: status,
+        move_messages.MOVE_NEWS: news,
+        move_messages.SLOT_SIZES: slot_sizes,
+        move_messages.SLOT_ENTRIES: slot_entries,
+        move_messages.WATERMARKS: watermarks,
+        move_messages.LEFT_SESSIONS: left_sessions,
+        move_messages.LEFT_SESSION: left_session,
     }
 
     def _on_shard_0(self) -> MoveCarrier:

@@ -18,26 +18,10 @@ from kvemb.errors import (
     WrongNodeError,
 )
 from kvemb.net.deadline import Deadline
+from kvemb.protocol import messages
 from kvemb.protocol.feed_messages import FEED
 from kvemb.protocol.message_format import Message
 from kvemb.protocol.messages import (
-    ASSIGN_ROWS,
-    BYE,
-    COMPARE,
-    COUNT,
-    CREATE_TABLE,
-    DESCRIBE,
-    ERASE_ROWS,
-    FLUSH,
-    GET_STATUS,
-    GET_TABLE,
-    HELLO,
-    LIST_IDS,
-    PROGRESS,
-    PUSH,
-    REPAIR,
-    SET_POLICIES,
-    STEP,
     ByeRequest,
     CompareRequest,
     CountReply,
@@ -264,22 +248,22 @@ class Handlers:
         return self._parts.ingest.submit_rows(RowsWork(kind, rows), deadline.within(request.timeout_s), cluster_map.shards_serial)
 
     verbs: ClassVar[Handled] = {
-        HELLO: hello,
-        BYE: bye,
-        DESCRIBE: describe,
-        GET_TABLE: get_table,
-        CREATE_TABLE: create_table,
-        SET_POLICIES: set_policies,
-        ASSIGN_ROWS: assign,
-        ERASE_ROWS: erase,
-        FLUSH: flush,
-        COUNT: count,
-        STEP: step,
-        LIST_IDS: ids,
-        GET_STATUS: status,
-        PROGRESS: progress,
-        COMPARE: compare,
-        REPAIR: repair,
+        messages.HELLO: hello,
+        messages.BYE: bye,
+        messages.DESCRIBE: describe,
+        messages.GET_TABLE: get_table,
+        messages.CREATE_TABLE: create_table,
+        messages.SET_POLICIES: set_policies,
+        messages.ASSIGN_ROWS: assign,
+        messages.ERASE_ROWS: erase,
+        messages.FLUSH: flush,
+        messages.COUNT: count,
+        messages.STEP: step,
+        messages.LIST_IDS: ids,
+        messages.GET_STATUS: status,
+        messages.PROGRESS: progress,
+        messages.COMPARE: compare,
+        messages.REPAIR: repair,
     }
 
 
@@ -292,6 +276,6 @@ _HANDLED: tuple[Handled, ...] = (
     MoveHandlers.verbs,
     CheckpointHandlers.verbs,
 )
-_VERBS: list[Verb[Any, Any]] = [PUSH, FEED, *chain.from_iterable(_HANDLED)]
+_VERBS: list[Verb[Any, Any]] = [messages.PUSH, FEED, *chain.from_iterable(_HANDLED)]
 VERBS = {verb.name: verb for verb in _VERBS}
 """Every verb, by its name."""

@@ -23,12 +23,8 @@ import numpy as np
 
 from kvemb.errors import InvalidInputError, ParameterServerError, SlotsMovedError, TableAlteredError
 from kvemb.net.deadline import Deadline
+from kvemb.protocol import messages
 from kvemb.protocol.messages import (
-    ALTER_TABLE,
-    DROP_TABLE,
-    END_DROP,
-    ERASE_TABLE,
-    FOLLOW_ALTER,
     AlterTableReply,
     AlterTableRequest,
     Empty,
@@ -161,11 +157,11 @@ class TableChanging:
         return FollowAlterReply(old.n_rows, new.n_rows, parts.engine.epoch, held.last, False)
 
     verbs: ClassVar[Handled] = {
-        DROP_TABLE: begin_drop,
-        ERASE_TABLE: erase,
-        END_DROP: end_drop,
-        ALTER_TABLE: alter,
-        FOLLOW_ALTER: follow_alter,
+        messages.DROP_TABLE: begin_drop,
+        messages.ERASE_TABLE: erase,
+        messages.END_DROP: end_drop,
+        messages.ALTER_TABLE: alter,
+        messages.FOLLOW_ALTER: follow_alter,
     }
 
     def _submit(self, work: RowsWork, deadline: Deadline) -> int:
