@@ -50,7 +50,6 @@ BEGIN_FIRST = (
     "tests/faults/test_faults_shard_moves.py",
     "tests/integration/test_slot_moves.py",
     "tests/torch/test_sync_equality.py",
-    "tests/upgrade/test_rolling_upgrade.py",
 )
 
 

@@ -137,9 +137,8 @@ FULL = (
     "tests/integration/test_tables_while_shards_move.py::test_no_slots_move",
     "tests/integration/test_trainer_restart.py::test_a_stopped_trainer_cannot_push_into_rows_that_its_successor_has_loaded[async",
     "tests/integration/test_trainer_restart.py::test_what_a_stopped_trainer_sends_after_its_successor_came_is_not_applied[async",
-    # Two releases at work together: test_golden_data.py and test_refusals.py say what a release takes of another one's.
+    # What a release takes of another one's is said by the rest of tests/upgrade.
     "tests/upgrade/test_refusals.py::test_the_way_that_a_refusal_gives",
-    "tests/upgrade/test_rolling_upgrade.py",
     # Users, passwords and certificates that change while a cluster works.
     "tests/integration/test_tls.py::test_a_token_opens",
     "tests/integration/test_tls.py::test_certificates_are_renewed",

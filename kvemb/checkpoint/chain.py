@@ -32,7 +32,7 @@ class Checkpoint:
 
     def rows(self, definition: TableDef, shard: int) -> Iterator[RowBlock]:
         """Yield the rows that one shard saved of a table, in order."""
-        last, order = -1, self.manifest.order(definition)
+        last, order = -1, definition.order.keys
         for entry, data, where in self._contents(self.manifest.files_of(definition.name, shard)):
             for block in decode_rows(definition, data, entry, self.manifest.weights_only, where, order):
                 last = _check_ends(order(block.ids[[0, -1]]), last, where) if len(block) else last
@@ -40,7 +40,7 @@ class Checkpoint:
 
     def ids(self, definition: TableDef, shard: int, role: str) -> Iterator[NDArray[np.uint64]]:
         """Yield the ids of one shard's files of this role, in order; raises as `rows`."""
-        last, order = -1, self.manifest.order(definition)
+        last, order = -1, definition.order.keys
         for entry, data, where in self._contents(self.manifest.files_of(definition.name, shard, role)):
             for ids in decode_ids(definition, data, entry, where, order):
                 last = _check_ends(order(ids[[0, -1]]), last, where) if len(ids) else last
@@ -107,7 +107,7 @@ class Chain:
 
     def rows_of(self, definition: TableDef, shards: Sequence[int]) -> Iterator[RowBlock]:
         """Yield the rows that several shards had of a table, in order; raises as `rows`."""
-        order = self.newest.order(definition)
+        order = definition.order.keys
         streams = [_BlockCursor(self.rows(definition, shard), order) for shard in shards]
         while filled := [stream for stream in streams if stream.fill()]:
             bound = min(stream.last for stream in filled)
@@ -143,7 +143,7 @@ def _check_link(upper: Checkpoint, lower: Checkpoint) -> None:
     assert above.base is not None
     if below.save_id != above.base.save_id:
         raise CheckpointError(f"{where}: built on save {above.base.save_id}; {lower.storage!r} now holds save {below.save_id}")
-    same = [(one.cluster_id, one.n_shards, one.slots, one.weights_only, one.by_key) for one in (above, below)]
+    same = [(one.cluster_id, one.n_shards, one.slots, one.weights_only) for one in (above, below)]
     if same[0] != same[1]:
         raise CheckpointError(f"{where}: of another cluster, other shards or another kind than its base {lower.storage!r}")
     if any(ours.version < theirs.version for ours, theirs in zip(above.cuts, below.cuts, strict=True)):
@@ -202,7 +202,7 @@ class _Level:
 
     @staticmethod
     def of(level: Checkpoint, definition: TableDef, shard: int) -> "_Level":
-        has_ids, order = bool(level.manifest.files_of(definition.name, shard, IDS)), level.manifest.order(definition)
+        has_ids, order = bool(level.manifest.files_of(definition.name, shard, IDS)), definition.order.keys
         return _Level(
             _BlockCursor(level.rows(definition, shard), order),
             _BlockCursor(level.ids(definition, shard, ERASED), order),

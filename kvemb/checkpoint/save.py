@@ -119,8 +119,6 @@ def _open_base(saving: Saving, storage: CheckpointStorage, base: str, weights_on
             f"{below.storage!r}: of cluster {manifest.cluster_id} with {n_of(manifest.n_shards, 'shard')}, which may have owned "
             "other rows; not a base for this one. Save without a base."
         )
-    if not manifest.by_key:
-        raise BaseOutdatedError(f"{below.storage!r}: saved by an earlier release, with rows in another order; save without a base, once")
     if manifest.weights_only != weights_only:
         raise InvalidInputError("weights_only must be as in the base")
     return below

@@ -101,9 +101,9 @@ def _ids_of(chain: Chain, level: Checkpoint, entry: FileEntry) -> tuple[int, int
     placement, slot_shards = table.definition.placement, manifest.slot_shards
 
     def is_own(ids: NDArray[np.uint64]) -> bool:
-        return slot_shards is None or bool((slot_shards[placement.slots(ids)] == entry.shard).all())
+        return bool((slot_shards[placement.slots(ids)] == entry.shard).all())
 
-    first, last, order = None, None, manifest.order(table.definition)
+    first, last, order = None, None, table.definition.order.keys
     if entry.role == ROWS:
         low, high = _versions_between(chain, level, entry.shard)
         for block in decode_rows(table.definition, data, entry, manifest.weights_only, where, order):

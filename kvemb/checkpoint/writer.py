@@ -25,7 +25,7 @@ from kvemb.checkpoint.format.strict_json import MAX_DOCUMENT_BYTES, decode, enco
 from kvemb.errors import CheckpointError, InvalidInputError
 from kvemb.schema.table_def import TableDef
 
-FORMAT = "kvemb-checkpoint-shard-2"  # without a number: of 0.1, whose rows stand in the order of their ids
+FORMAT = "kvemb-checkpoint-shard-2"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class SaveInfo:
     weights_only: bool
     base: BaseCheckpoint | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
-    slots: tuple[int, ...] = ()
+    slots: tuple[int, ...] = (0, 0)
     cut_s: int | None = None
 
 

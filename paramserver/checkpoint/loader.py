@@ -195,7 +195,7 @@ class Loader:
             rows: list[RunWriter] = []
             if (found := saved.get(definition.key)) is not None:
                 definition.require_same(found.definition)
-                in_order = newest.by_key and found.definition.order == definition.order
+                in_order = found.definition.order == definition.order
                 rows = self._rows_of(checkpoint, definition, decision.load_id, in_order=in_order)
             writers += [*rows, self._gone(definition, rows, version, touched.get(definition.key, _NONE))]
             step = 0 if found is None else self._step(newest, found)

@@ -4,7 +4,7 @@ Claiming fences older processes.
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -39,11 +39,10 @@ from ..moves.left_sessions import sessions_in
 from ..recovery.claim_shard import CLUSTER_NAME, Claim, claim_shard
 from ..recovery.high_water_mark import require_reached
 from ..recovery.join_cluster import StoppedError, StorageWait, join_cluster, keep_identity
-from ..recovery.known_rows import Ids, known_tables
+from ..recovery.known_rows import known_tables
 from ..recovery.replay import Recovered, Recovery
 from ..recovery.shard_parts import ShardParts, state_of
 from ..recovery.start_report import CLAIMING, JOINING, LOADING, READING, REPLAYING, StartReport
-from ..recovery.upgrade import SNAPSHOT, image_of, remove_old_files
 from ..repair.repairer import Repairer
 from ..row_log import Reconstructor, Runs
 from ..row_log.state_file import SavedState, ShardState
@@ -51,10 +50,9 @@ from ..shard_process.data_dir import DataDir, folder_of, for_writes, named
 from .front import Front
 from .shard import Shard
 
-JOURNAL = "journal"  # the folder in the data folder
+JOURNAL, RUNS = "journal", "snapshot"  # the folders in the data folder
 _LARGEST_SEGMENT = 256 << 20
 _ISSUED_BEHIND_THE_END = 1 << 20
-Image = Mapping[str, tuple[Ids, Ids]]
 OnClaimed = Callable[[Callable[[], int], Callable[[], ClusterMap]], None]
 log = logging.getLogger("paramserver")
 
@@ -155,8 +153,7 @@ class _Start:
         journal = self._open_journal()
         try:
             saved = SavedState(self._data, state, claim.require)
-            runs = Runs(self._data.path / SNAPSHOT, saved, epoch=state.epoch)
-            runs.upgrade()
+            runs = Runs(self._data.path / RUNS, saved, epoch=state.epoch)
             known = Replaceable(self._shard, registry, runs, saved, FencedLog(journal, claim.require), claim)
             return self._loaded(known, state, identity.cluster_id)
         except JournalBehindError:
@@ -219,29 +216,28 @@ class _Start:
 
     def _loaded(self, known: Replaceable, state: ShardState, cluster_id: bytes) -> ShardParts:
         """Read a load that was decided; recover; write the load to storage."""
-        image, report = image_of(self._data), self._report
+        report = self._report
         recovery = Recovery(known.fenced_log.journal, state.journal, state.k, known.registry.find_key)
         report.enter(READING, recovery.looked_through)
         recovery.scan()
         loader = Loader(known, self._store, self._data, self._timeout_s, self._retry_until())
         report.enter(LOADING, loader.how_far)
-        settled = recovery.is_done and image is None
-        if settled and not self._roll_back:
+        if recovery.is_done and not self._roll_back:
             loader.read()
         report.enter(READING)
-        parts = self._replayed(known, state, recovery, image, cluster_id)
-        if not settled:
+        parts = self._replayed(known, state, recovery, cluster_id)
+        if not recovery.is_done:
             self._settle(parts)
         report.enter(LOADING, loader.how_far)
         loader.finish(parts)
         parts.ingest.loads.carried_out(carried_out(self._data))
         return parts
 
-    def _replayed(self, known: Replaceable, state: ShardState, recovery: Recovery, image: Image | None, cluster_id: bytes) -> ShardParts:
+    def _replayed(self, known: Replaceable, state: ShardState, recovery: Recovery, cluster_id: bytes) -> ShardParts:
         """Apply the journal's end to tables and storage."""
         servers, registry, journal, saved = self._config.servers, known.registry, known.fenced_log.journal, known.saved.now
         budget, index_bytes = CacheBudget(servers.cache_mb << 20), servers.index_mb << 20
-        rows = known_tables(saved, known.runs, journal, registry.find_key, budget=budget, index_bytes=index_bytes, image=image)
+        rows = known_tables(saved, known.runs, journal, registry.find_key, budget=budget, index_bytes=index_bytes)
         tables = Tables(rows, budget, log=known.runs, index_bytes=index_bytes)
         sessions = Sessions(self._shard == 0, state.next_incarnation + self._skipped_incarnations, list(state.sessions))
         timeline = Timeline(state.epoch, recovery.k, self._where, roll_back=self._roll_back)
@@ -315,7 +311,6 @@ class _Start:
     def _settle(self, parts: ShardParts) -> None:
         """Save the recovered state, so that the next start need not replay it again."""
         parts.runs.publish([], state_of(parts, parts.fenced_log.journal.end))
-        remove_old_files(self._data)
 
     def _retry_until(self) -> Pause:
         """Wait between tries of a batch; give up when storage has not answered for as long as a start may wait."""

@@ -63,7 +63,7 @@ class RowsAtStart:
     rows: RowIndex
     gone: RowIndex
     in_memory: bool
-    n_rows: int | None
+    n_rows: int
 
 
 def all_of(portions: Iterable[tuple[Ids, Ids]]) -> tuple[Ids, Ids]:
@@ -105,7 +105,7 @@ class TableState:
         self.goes_whole = False
         if rows is not None:
             self._index.put(*rows)
-        self.n_rows = len(self._index) if known is None or known.n_rows is None else known.n_rows
+        self.n_rows = len(self._index) if known is None else known.n_rows
 
     def let_go(self) -> None:
         """From now on erased rows may stay in storage: the table is being dropped, and its buckets are deleted in the end."""

@@ -23,9 +23,8 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.record import MAX_EPOCH, make_version
 from kvemb.stores.store import Store
 
-from ..row_log.state_file import STATE, ShardState, encode_state
+from ..row_log.state_file import STATE, ShardState, encode_state, read_state
 from ..shard_process.data_dir import DataDir, for_writes, sweep
-from .upgrade import read_state
 
 CLUSTER_NAME = "cluster-name"  # the file that keeps the name by which trainers know the cluster
 EPOCH = "epoch"

@@ -6,7 +6,7 @@ Tables are taken into memory whole, the small ones first, as long as the memory 
 newer than the log are there at first; the rest comes as it is used.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvemb.arrays.hashing import KeyOrder
 from kvemb.arrays.record_cache import CacheBudget
 from kvemb.arrays.row_index import END, RowIndex
-from kvemb.errors import ParameterServerError, n_of
+from kvemb.errors import n_of
 from kvemb.schema.table_def import TableDef
 
 from ..journal import Journal
@@ -72,7 +72,6 @@ def known_tables(
     *,
     budget: CacheBudget,
     index_bytes: int | None,
-    image: Mapping[str, tuple[Ids, Ids]] | None = None,
 ) -> list[TableState]:
     """Return the tables of a saved state."""
     late: dict[str, _Late] = {}
@@ -85,7 +84,7 @@ def known_tables(
         say()
         for rows in entry.batch.tables:
             late.setdefault(rows.definition.key, _Late(rows.definition.order)).change(entry.batch.kind, rows.ids, entry.version)
-    states, whole = [], _in_memory(state, index_bytes if image is None else None)
+    states, whole = [], _in_memory(state, index_bytes)
     for table in state.tables:
         definition = find(table.definition.key, table.definition.schema)
         state.of(definition)  # the same one
@@ -93,11 +92,8 @@ def known_tables(
         known.compare(runs, definition, say)
         if definition.key in whole:
             known.take(runs, definition, say)
-        n_rows = table.n_rows if image is None else None
-        at_start = RowsAtStart(runs.cut, known.rows, known.gone, definition.key in whole, n_rows)
+        at_start = RowsAtStart(runs.cut, known.rows, known.gone, definition.key in whole, table.n_rows)
         states.append(TableState(definition, table.step, budget=budget, log=runs, known=at_start))
-        if image and definition.key in image:
-            _require_image(states[-1], *image[definition.key])
     return states
 
 
@@ -106,14 +102,3 @@ def _in_memory(state: ShardState, index_bytes: int | None) -> set[str]:
     tables = sorted(state.tables, key=lambda one: one.n_rows)
     sums = accumulate(_ROW_BYTES * one.n_rows for one in tables)
     return {one.definition.key for one, size in zip(tables, sums, strict=True) if index_bytes is None or size <= index_bytes}
-
-
-def _require_image(state: TableState, ids: Ids, versions: Ids) -> None:
-    wrong = state.versions(ids) != versions
-    if wrong.any():
-        definition = state.definition
-        raise ParameterServerError(
-            f"table {definition.name!r}, id {definition.shown_id(int(ids[np.argmax(wrong)]))}: the state that release 0.1 has saved and "
-            f"its local snapshot do not agree ({int(wrong.sum())} such rows). Nothing was changed. Start the shard with release 0.1, stop "
-            "it with SIGTERM, and start this one again."
-        )

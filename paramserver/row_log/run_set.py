@@ -206,19 +206,6 @@ class Runs:
         runs = (*entries[:first], *([entry] if entry else []), *behind)
         self._replace(self._saved.now.with_table(replace(table, runs=runs, erased_since=max(table.erased_since, int(forgotten)))))
 
-    def upgrade(self) -> None:
-        """Bring runs of format 1 into the present one, once. The state that is saved next names them."""
-        for table in self._saved.now.tables:
-            new: list[RunEntry] = []
-            for entry, run in zip(table.runs, self.view.of(table.definition), strict=True):
-                if run.format > 1:
-                    new.append(entry)
-                    continue
-                with dropped_on_error(self.in_order(table.definition, merged([run], forget_up_to=0))) as writers:
-                    new += [one for writer in writers if (one := writer.finish()) is not None]
-            self._saved.assume(self._saved.now.with_table(replace(table, runs=tuple(new))))
-        self.view = self._viewed()
-
     def close(self) -> None:
         """Close the runs; those that somebody still reads are closed when that ends."""
         self._open.clear()

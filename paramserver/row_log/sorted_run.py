@@ -17,8 +17,6 @@ which are 16 times as large. Before the first look at pairs or filters of a bloc
 run does not change once it is written. Erased ids are kept because the journal's entry that erased a row may be discarded while an older
 run still has the row: created again later, it must begin with its first value.
 
-Format 2 has no filters, and one checksum less of a block. Format 1 (kvemb 0.1.0) has ids in their own order in the place of keys, and no
-fences. Such a run can be read from end to end (`blocks`).
 """
 
 import struct
@@ -34,7 +32,6 @@ from numpy.typing import NDArray
 from kvemb.arrays.id_filter import filter_words, group_words, passes
 from kvemb.arrays.ids import as_items, as_rows
 from kvemb.errors import JournalDamagedError, other_format
-from kvemb.schema.record import RecordFormat
 
 from ..journal.segment import ReadAt
 
@@ -49,11 +46,9 @@ Part = tuple[int, Ids, Ids, Bytes]
 ROWS, ERASED = 0, 1
 MAGIC, END_MAGIC = b"kvembrun", b"runkvemb"
 FORMAT_VERSION = 3
-_READS = (1, 2, FORMAT_VERSION)
 BLOCK_ROWS, BLOCK_BYTES, FENCE_ROWS = 4096, 512 << 10, 64
 """Of a block that is written: at most so many rows, of about so many bytes; and rows from one fence to the next. Powers of two."""
 HEAD = struct.Struct("<8sIIII")
-_HEAD_1 = 16  # bytes of the header of format 1
 TAIL = struct.Struct("<QQQ8s")
 _KIND, _OFFSET, _N, _FIRST, _LAST, _PAIRS_SUM, _REST_SUM, _FILTER_SUM = range(8)
 COLUMNS = 8
@@ -95,9 +90,6 @@ class SortedRun:
         """Yield the rows, or the erased ids, block by block."""
         blocks = self._blocks[kind]
         for block in blocks[int(np.searchsorted(blocks[:, _LAST], np.uint64(low))) :]:
-            if self.format == 1:
-                yield self._block_1(kind, block)
-                continue
             pairs = self._pairs(block)
             some = np.empty((len(pairs), self.record_bytes if records and kind == ROWS else 0), np.uint8)
             if some.size and (not above or bool((pairs[:, 1] > np.uint64(above)).any())):
@@ -120,7 +112,7 @@ class SortedRun:
             return _NOTHING
         rows = (np.searchsorted(fences, keys, side="right") - 1) * self._fence_rows  # int64 [n]: the only 64 rows that may have the key
         n_asked, may = len(keys), None
-        if self._filter_words and self._absent[kind] > _FEW_ABSENT:
+        if self._absent[kind] > _FEW_ABSENT:
             may = self._may_have(kind, keys, rows)  # intp [m]: of the keys that may be here
             keys, rows = keys[may], rows[may]
         at, rows, versions = self._find(kind, keys, rows) if len(keys) else _NOTHING
@@ -179,15 +171,12 @@ class SortedRun:
         head = self._read_at(0, HEAD.size)
         if len(head) < HEAD.size or head[:8] != MAGIC:
             raise self._damaged(0, "it is no run of rows, or cut off")
-        _, self.format, self.record_bytes, self._block_rows, self._fence_rows = HEAD.unpack(head)
-        if self.format not in _READS:
-            raise JournalDamagedError(other_format(f"{self.where}: offset {len(MAGIC)}: the run of rows", self.format, _READS))
-        self._filter_words, self._columns = (group_words(self._fence_rows), COLUMNS) if self.format > 2 else (0, COLUMNS - 1)
-        if self.format == 1:
-            self._fence_rows = self._block_rows = 1
-            return head[:_HEAD_1]
+        _, version, self.record_bytes, self._block_rows, self._fence_rows = HEAD.unpack(head)
+        if version != FORMAT_VERSION:
+            raise JournalDamagedError(other_format(f"{self.where}: offset {len(MAGIC)}: the run of rows", version, (FORMAT_VERSION,)))
         if not 0 < self._fence_rows <= self._block_rows or any(n & (n - 1) for n in (self._fence_rows, self._block_rows)):
             raise self._damaged(0, "its header claims blocks that cannot be")
+        self._filter_words = group_words(self._fence_rows)
         return self._read_at(0, 16 * self._fence_rows)
 
     def _read_footer(self, head: bytes) -> tuple[NDArray[Any], Ids]:
@@ -197,22 +186,22 @@ class SortedRun:
             raise self._damaged(at, "it does not end as a run")
         offset, n_blocks, checksum, _ = TAIL.unpack(tail)
         size = at - offset
-        if offset < len(head) or n_blocks > self.size_bytes or size < 8 * self._columns * n_blocks or size % 8:
+        if offset < len(head) or n_blocks > self.size_bytes or size < 8 * COLUMNS * n_blocks or size % 8:
             raise self._damaged(at, "its tail claims a footer that does not fit")
         data = self._read_at(offset, size)
         if xxhash.xxh3_64_intdigest(head + data + tail[:16]) != checksum:
             raise self._damaged(offset, "the checksum of its header and footer does not match")
         numbers = np.frombuffer(data, "<u8").astype(np.uint64, copy=False)
-        n = self._columns * n_blocks
-        return numbers[:n].reshape(n_blocks, self._columns), numbers[n:]
+        n = COLUMNS * n_blocks
+        return numbers[:n].reshape(n_blocks, COLUMNS), numbers[n:]
 
     def _check_footer(self, footer: NDArray[Any], start: int, fences_bytes: int) -> None:
         """Check that blocks follow each other without gaps, and in order: allocation and search in a reader rely on it."""
         kinds, offsets, counts = footer[:, _KIND], footer[:, _OFFSET], footer[:, _N]
         if (kinds > ERASED).any() or (offsets > self.size_bytes).any():
             raise self._damaged(0, "its footer claims blocks that there cannot be")
-        pair, align = (8, 1) if self.format == 1 else (16, 16 * self._fence_rows)
-        row_bytes = np.array([pair + self.record_bytes, 16], np.uint64)[kinds]
+        align = 16 * self._fence_rows
+        row_bytes = np.array([16 + self.record_bytes, 16], np.uint64)[kinds]
         if (counts == 0).any() or (counts > np.uint64(self.size_bytes) // row_bytes).any():
             raise self._damaged(0, "its footer claims a block that does not fit")
         ends = offsets + (counts * row_bytes + self._filter_bytes(counts) + np.uint64(align - 1)) // np.uint64(align) * np.uint64(align)
@@ -222,16 +211,14 @@ class SortedRun:
         for blocks in (footer[kinds == kind] for kind in (ROWS, ERASED)):
             if (blocks[:, _FIRST] > blocks[:, _LAST]).any() or (blocks[1:, _FIRST] <= blocks[:-1, _LAST]).any():
                 raise self._damaged(0, "its blocks are not in order")
-            if self.format > 1 and ((blocks[:-1, _N] != self._block_rows).any() or (blocks[-1:, _N] > self._block_rows).any()):
+            if (blocks[:-1, _N] != self._block_rows).any() or (blocks[-1:, _N] > self._block_rows).any():
                 raise self._damaged(0, "its blocks are not full")
 
     def _split_fences(self, fences: Ids) -> list[Ids]:
-        n, n_erased = (0 if self.format == 1 else -(-n // self._fence_rows) for n in self.n_rows)
+        n, n_erased = (-(-n // self._fence_rows) for n in self.n_rows)
         both = [fences[:n], fences[n:]]
         if len(fences) != n + n_erased:
             raise self._damaged(0, "its footer claims fences that there cannot be")
-        if self.format == 1:
-            return []
         for some, blocks in zip(both, self._blocks, strict=True):
             firsts = some[:: self._block_rows // self._fence_rows]
             if not np.array_equal(firsts, blocks[:, _FIRST]) or (some[1:] <= some[:-1]).any() or (some[-1:] > blocks[-1:, _LAST]).any():
@@ -271,16 +258,6 @@ class SortedRun:
         start = offset + 16 * n + self._filter_bytes(n)
         data = self._read(start, -(-(start + size) // align) * align - start, block[_REST_SUM], "records")
         return data[:size].reshape(n, self.record_bytes)
-
-    def _block_1(self, kind: int, block: NDArray[Any]) -> Part:
-        """Rows, or erased ids, of a block of format 1, with ids in the place of keys."""
-        offset, n = int(block[_OFFSET]), int(block[_N])
-        ids = self._read(offset, 8 * n, block[_PAIRS_SUM], "ids").view("<u8").astype(np.uint64, copy=False)
-        width = self.record_bytes if kind == ROWS else 8
-        rest = self._read(offset + 8 * n, n * width, block[_REST_SUM], "records").reshape(n, width)
-        if kind == ROWS:
-            return kind, ids, RecordFormat.versions(rest), rest
-        return kind, ids, rest.view("<u8")[:, 0].astype(np.uint64, copy=False), rest[:, :0]
 
     def _read(self, offset: int, size: int, checksum: int, what: str) -> Bytes:
         data = self._read_at(offset, size)

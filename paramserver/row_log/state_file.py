@@ -7,7 +7,7 @@ up to that position; so the state has none. A file that no state names does not 
 """
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,8 +23,6 @@ from ..shard_process.data_dir import DataDir
 STATE = "state"  # the file
 MAGIC = b"kvembsst"
 FORMAT_VERSION = 4
-OF_0_1 = (2, 3)
-"""Formats of release 0.1, which `paramserver.recovery.upgrade` reads."""
 HEAD = struct.Struct("<8sII")
 _SUM = struct.Struct("<Q")
 _MAX_BYTES = 256 << 20
@@ -125,10 +123,6 @@ class SavedState:
     def __init__(self, data: DataDir, now: ShardState, still_ours: Callable[[], None] = lambda: None) -> None:
         self._data, self.now, self._still_ours = data, now, still_ours
 
-    def assume(self, state: ShardState) -> None:
-        """Go on from a state that says the same in another form, which the next `replace` writes."""
-        self.now = state
-
     def replace(self, state: ShardState) -> None:
         """Put another state in its place, durably.
 
@@ -154,51 +148,43 @@ def encode_state(state: ShardState) -> bytes:
     return data + _SUM.pack(xxhash.xxh3_64_intdigest(data))
 
 
+def read_state(data: DataDir) -> ShardState | None:
+    """Return the saved state in a shard's folder, None where there is none; raises as `decode_state`."""
+    raw = data.read(STATE)
+    return None if raw is None else decode_state(raw, str(data.path / STATE))
+
+
 def decode_state(data: bytes, where: str) -> ShardState:
     """Read a state file.
 
     Raises:
         ParameterServerError: truncated, changed, or of another format; nothing of it was used.
     """
-    version = format_of(data, where)
+    if len(data) < HEAD.size + _SUM.size or data[:8] != MAGIC:
+        raise damaged_state(where, "it is no state file, or cut off")
+    _, version, size = HEAD.unpack_from(data)
     if version != FORMAT_VERSION:
-        raise ParameterServerError(other_format(f"{where}: the shard's saved state", version, (*OF_0_1, FORMAT_VERSION)))
-    _, _, size = HEAD.unpack_from(data)
+        raise ParameterServerError(other_format(f"{where}: the shard's saved state", version, (FORMAT_VERSION,)))
     if size > _MAX_BYTES or len(data) != HEAD.size + size + _SUM.size:
         raise damaged_state(where, f"{len(data)} bytes, expected {HEAD.size + size + _SUM.size}")
     if xxhash.xxh3_64_intdigest(data[: -_SUM.size]) != _SUM.unpack(data[-_SUM.size :])[0]:
         raise damaged_state(where, "its checksum does not match")
     try:
         fields = msgpack.unpackb(data[HEAD.size : -_SUM.size])
-        loading = fields["loading"]
+        loading, (segment, offset) = fields["loading"], fields["journal"] or START
         return ShardState(
-            **fields_of_all_formats(fields),
+            **{key: fields[key] for key in _KEYS},
+            sessions=tuple((str(t), _count(i), _count(s)) for t, i, s in fields["sessions"]),
+            members=tuple((str(t), _count(i)) for t, i in fields["members"]),
+            journal=Position(_count(segment), _count(offset)),
             tables=tuple(_table(*entry) for entry in fields["tables"]),
             cut=_count(fields["cut"]),
             loading=None if loading is None else (_count(loading[0]), str(loading[1]), tuple(map(str, loading[2]))),
-            points=_pairs(fields.get("points", ())),  # states have been written without
-            since=_pairs(fields.get("since", ())),
+            points=_pairs(fields["points"]),
+            since=_pairs(fields["since"]),
         )
     except Exception as error:  # whatever bad bytes do to msgpack and to the lines above
         raise damaged_state(where, f"{type(error).__name__}: {error}") from error
-
-
-def fields_of_all_formats(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `ShardState` that states of release 0.1 have, too."""
-    segment, offset = fields["journal"] or START
-    return {
-        **{key: fields[key] for key in _KEYS},
-        "sessions": tuple((str(t), _count(i), _count(s)) for t, i, s in fields["sessions"]),
-        "members": tuple((str(t), _count(i)) for t, i in fields["members"]),
-        "journal": Position(_count(segment), _count(offset)),
-    }
-
-
-def format_of(data: bytes, where: str) -> int:
-    """Return the format of a state file; raises as `decode_state`."""
-    if len(data) < HEAD.size + _SUM.size or data[:8] != MAGIC:
-        raise damaged_state(where, "it is no state file, or cut off")
-    return int(HEAD.unpack_from(data)[1])
 
 
 def damaged_state(where: str, why: str) -> ParameterServerError:

@@ -1,8 +1,6 @@
 """Makes checkpoints of made-up rows for tests, without a cluster; also those of earlier formats."""
 
-import json
 from collections.abc import Iterator
-from dataclasses import replace
 
 import fsspec
 import numpy as np
@@ -14,7 +12,6 @@ from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
 from kvemb.checkpoint.format.checkpoint_manifest import ERASED, IDS, MANIFEST, BaseCheckpoint, CheckpointManifest, Cut
 from kvemb.checkpoint.format.manifest_json import decode_manifest, encode_manifest
 from kvemb.checkpoint.format.parquet_blocks import RowBlock
-from kvemb.checkpoint.format.strict_json import encode
 from kvemb.checkpoint.writer import Fragment, SaveInfo, ShardWriter, assemble
 from kvemb.init import uniform
 from kvemb.optim import adam
@@ -64,18 +61,14 @@ def save(
     cluster: str = "demo",
     part_bytes: int = 64 << 20,
     step_rows: int = 1 << 16,
-    format_version: int = 3,
     slots: tuple[int, ...] = (),
 ) -> CheckpointManifest:
     """Write a whole checkpoint; its rows have version (1, k) and the value k unless given. Return its manifest.
 
-    Formats 1 and 2 have rows in the order of their ids, and 1 does not say who owned what. Slots are those of a new cluster unless given,
-    as runs. Its save began at second k, and the shards were cut at k + 1.
+    Slots are those of a new cluster unless given, as runs. Its save began at second k, and the shards were cut at k + 1.
     """
     slots = slots or ClusterMap.first(0, n_shards).shard_runs
     storage, save_id = CheckpointStorage(url, pause=lambda _: None), f"{k:032x}"
-    by_key = format_version == 3
-    cut_s = k + 1 if by_key else None
     fragments = [
         _shard(
             storage,
@@ -91,17 +84,12 @@ def save(
             weights_only,
             part_bytes,
             step_rows,
-            by_key,
             slots,
         )
         for shard in range(n_shards)
     ]
-    manifest = assemble(SaveInfo(save_id, cluster, CLUSTER_ID, k, weights_only, base, {"step": k}, slots, cut_s), fragments)
-    data = encode_manifest(replace(manifest, by_key=by_key))
-    if format_version == 1:
-        tree = json.loads(data)
-        del tree["checksum"], tree["slots"]
-        data = encode(tree | {"format_version": 1})
+    manifest = assemble(SaveInfo(save_id, cluster, CLUSTER_ID, k, weights_only, base, {"step": k}, slots, k + 1), fragments)
+    data = encode_manifest(manifest)
     storage.write(MANIFEST, data)
     return decode_manifest(data, MANIFEST)
 
@@ -109,12 +97,12 @@ def save(
 def _shard(
     storage: CheckpointStorage, save_id: str, shard: int, n_shards: int, definition: TableDef, k: int, ids: object, erased: object,
     all_ids: object | None, value: float | None, weights_only: bool, part_bytes: int, step_rows: int,
-    by_key: bool, slots: tuple[int, ...],
+    slots: tuple[int, ...],
 ) -> Fragment:  # fmt: skip
     owners = from_runs(np.array(slots, "<u2").tobytes(), n_shards)
 
     def own(values: object) -> NDArray[np.uint64]:
-        them = in_order(values, definition) if by_key else ids_of(values)
+        them = in_order(values, definition)
         return them[owners[definition.placement.slots(them)] == shard]
 
     with ShardWriter(storage, save_id, Cut(shard, 1, k), weights_only=weights_only, part_bytes=part_bytes) as writer:
@@ -157,7 +145,7 @@ def taken(chain: Chain, definition: TableDef, blocks: Iterator[RowBlock]) -> dic
     found: dict[int, float] = {}
     last = -1
     for block in blocks:
-        keys = definition.order.keys(block.ids) if chain.newest.by_key else block.ids
+        keys = definition.order.keys(block.ids)
         assert int(keys[0]) > last, "blocks are not in order"
         assert (keys[1:] > keys[:-1]).all()
         last = int(keys[-1])

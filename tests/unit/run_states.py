@@ -1,6 +1,5 @@
 """States of a table as a run holds them, and a row log in a folder of its own."""
 
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +7,6 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-import xxhash
 from hypothesis import strategies as st
 
 import kvemb.init
@@ -63,44 +61,6 @@ def encoded(state: State) -> bytes:
             return b""
         assert path.stat().st_size == writer.size_bytes
         return path.read_bytes()
-
-
-def encoded_1(state: State) -> bytes:
-    """A run of format 1, as kvemb 0.1.0 wrote it: by ids, in blocks of three."""
-    head, blocks, data = struct.pack("<8sII", b"kvembrun", 1, RECORD.size_bytes), [], b""
-    for kind in (ERASED, ROWS):
-        ids = sorted(i for i in state if state[i][1] is (kind == ROWS))
-        for some in (ids[at : at + 3] for at in range(0, len(ids), 3)):
-            versions = [state[i][0] for i in some]
-            parts = u64(some).tobytes(), (records(some, versions) if kind == ROWS else u64(versions)).tobytes()
-            sums = (xxhash.xxh3_64_intdigest(part) for part in parts)
-            blocks.append([kind, len(head + data), len(some), some[0], some[-1], *sums])
-            data += b"".join(parts)
-    footer = u64(number for block in blocks for number in block).tobytes()
-    place = struct.pack("<QQ", len(head + data), len(blocks))
-    return head + data + footer + place + struct.pack("<Q8s", xxhash.xxh3_64_intdigest(head + footer + place), b"runkvemb")
-
-
-def encoded_2(state: State) -> bytes:
-    """A run of format 2: without filters, and their checksums."""
-    data = encoded(state)
-    if not data:
-        return b""
-    run, fences, align = opened(data), [], 16 * sorted_run.FENCE_ROWS
-    head = bytearray(data[:align])
-    head[8:12] = struct.pack("<I", 2)
-    blocks, body = [], b""
-    for kind in (ROWS, ERASED):
-        for _, keys, versions, rows in run.blocks(kind):
-            pairs, rest = np.stack([keys, versions], axis=1).tobytes(), rows.tobytes()
-            rest += bytes(-len(pairs + rest) % align)
-            sums = xxhash.xxh3_64_intdigest(pairs), xxhash.xxh3_64_intdigest(rest)
-            blocks.append([kind, align + len(body), len(keys), int(keys[0]), int(keys[-1]), *sums])
-            body += pairs + rest
-            fences += keys[:: sorted_run.FENCE_ROWS].tolist()
-    footer = u64(number for block in blocks for number in block).tobytes() + u64(fences).tobytes()
-    place = struct.pack("<QQ", align + len(body), len(blocks))
-    return bytes(head) + body + footer + place + struct.pack("<Q8s", xxhash.xxh3_64_intdigest(bytes(head) + footer + place), b"runkvemb")
 
 
 def state_of(run: SortedRun) -> State:

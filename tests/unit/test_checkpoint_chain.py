@@ -1,13 +1,11 @@
 """Checkpoints on top of each other are read as one; prune never breaks a chain."""
 
-import json
 import shutil
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import fsspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +27,7 @@ from kvemb.optim import adam, sgd
 from kvemb.schema.slots import N_SLOTS
 from kvemb.schema.table_def import TableDef
 from tests.matrix import examples
-from tests.unit.checkpoint_files import USER, base_of, contents, ids_of, memory, save
+from tests.unit.checkpoint_files import USER, base_of, contents, memory, save
 
 __all__ = ["memory"]  # the fixture
 DENSE = TableDef("user", 4, adam(), uniform(), num_ids=1 << 40)  # neighbouring ids share a slot: its keys are no mixed ids
@@ -76,9 +74,9 @@ def dealt(n_shards: int) -> tuple[int, ...]:
 @given(st.data())
 def test_any_chain_reads_as_the_rows_that_were_there(data: st.DataObject) -> None:
     fsspec.filesystem("memory").store.clear()
-    definition, format_version = data.draw(st.sampled_from([USER, UNSIGNED, DENSE])), data.draw(st.sampled_from([3, 3, 2, 1]))
+    definition = data.draw(st.sampled_from([USER, UNSIGNED, DENSE]))
     some = st.sets(st.sampled_from(_LOW if definition is DENSE else _WIDE))
-    options = {"definition": definition, "format_version": format_version, "n_shards": data.draw(st.integers(1, 3)), "part_bytes": 1}
+    options = {"definition": definition, "n_shards": data.draw(st.integers(1, 3)), "part_bytes": 1}
     options["step_rows"] = data.draw(st.integers(1, 9))
     options["slots"] = data.draw(st.sampled_from([(), dealt(options["n_shards"])]))
     full, later = data.draw(some), data.draw(st.lists(st.tuples(some, some, st.booleans()), min_size=1, max_size=4))
@@ -94,12 +92,11 @@ def test_any_chain_reads_as_the_rows_that_were_there(data: st.DataObject) -> Non
     verify(f"memory://any/{name}").require_good()
 
 
-@pytest.mark.parametrize("format_version", [3, 2, 1])
 @pytest.mark.parametrize("definition", [USER, UNSIGNED, DENSE], ids=["signed", "unsigned", "dense"])
-def test_a_chain_of_many_parts_and_shards_is_merged_in_its_own_order(memory: str, definition: TableDef, format_version: int) -> None:
+def test_a_chain_of_many_parts_and_shards_is_merged_in_its_own_order(memory: str, definition: TableDef) -> None:
     top = 1 << 40 if definition is DENSE else 1 << 64  # its upper half is negative
     everywhere, more = [*range(500), *range(top - 500, top)], [*range(top // 2 - 100, top // 2 + 100)]
-    options = {"definition": definition, "format_version": format_version, "n_shards": 3, "part_bytes": 1000, "step_rows": 17}
+    options = {"definition": definition, "n_shards": 3, "part_bytes": 1000, "step_rows": 17}
     options["slots"] = dealt(3)
     first = save(memory + "/a", everywhere, k=1, **options)  # type: ignore[arg-type]
     second = save(memory + "/b", [*more, *everywhere[::3]], k=2, base=base_of(first, "a"), erased=everywhere[1::3], **options)  # type: ignore[arg-type]
@@ -109,33 +106,8 @@ def test_a_chain_of_many_parts_and_shards_is_merged_in_its_own_order(memory: str
     expected = {i: value for i, value in expected.items() if i in left} | dict.fromkeys(everywhere[4::15], 3.0)
     assert contents(memory + "/c", definition) == expected
     assert verify(memory + "/c").require_good().n_checkpoints == 3
-    assert [level.manifest.by_key for level in open_chain(memory + "/c").levels] == [format_version == 3] * 3
     assert all(len(level.files_of("user", shard)) > 1 for level in (first, second) for shard in range(3)), "one part a shard"
     assert all(second.files_of("user", shard, ERASED) and third.files_of("user", shard, IDS) for shard in range(3))
-
-
-@pytest.mark.parametrize("format_version", [2, 1])
-def test_a_checkpoint_in_the_order_of_ids_is_read_listed_and_deleted_as_before(tmp_path: Path, format_version: int) -> None:
-    ids, root = [*range(50), *range((1 << 64) - 50, 1 << 64)], str(tmp_path)
-    old = save(root + "/1", ids, k=1, format_version=format_version, part_bytes=1000, step_rows=3)
-    assert not old.by_key
-    assert json.loads((tmp_path / "1" / MANIFEST).read_bytes())["format_version"] == format_version
-    assert contents(root + "/1") == dict.fromkeys(ids, 1.0)
-    per_shard = [np.concatenate([block.ids for block in open_chain(root + "/1").rows(USER, shard)]) for shard in range(2)]
-    assert all((them[1:] > them[:-1]).all() for them in per_shard)
-    assert np.array_equal(np.concatenate([block.ids for block in open_chain(root + "/1").rows_of(USER, [0, 1])]), ids_of(ids))
-    save(root + "/2", ids, k=2)
-    assert [(one.name, one.problem) for one in list_checkpoints(root)] == [("1", ""), ("2", "")]
-    assert prune(root, keep=1) == ["1"]
-
-
-@pytest.mark.parametrize(("below", "above"), [(2, 3), (3, 2), (1, 3), (1, 2)])
-def test_checkpoints_whose_rows_have_different_orders_or_owners_are_never_merged(memory: str, below: int, above: int) -> None:
-    first = save(memory + "/a", range(10), k=1, format_version=below)
-    save(memory + "/b", range(5), k=2, base=base_of(first, "a"), format_version=above)
-    for read in (open_chain, verify):
-        with pytest.raises(CheckpointError, match="of another cluster, other shards or another kind than its base"):
-            read(memory + "/b")
 
 
 def test_a_base_that_was_replaced_is_refused(memory: str) -> None:
@@ -225,7 +197,6 @@ def test_the_checkpoint_of_a_moment_is_the_newest_that_was_cut_before_it(tmp_pat
     root = str(tmp_path)
     with pytest.raises(CheckpointError, match=r"no checkpoint of .* or before: there is none that says its moment"):
         checkpoint_at(root, at(100))
-    save(f"{root}/old", range(10), k=1, format_version=2)  # a release that does not say its moment
     for k, name in ((10, "b"), (20, "a"), (30, "c")):
         save(f"{root}/{name}", range(10), k=k)
     save(f"{root}/export", range(10), k=25, weights_only=True)

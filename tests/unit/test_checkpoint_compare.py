@@ -64,15 +64,14 @@ def test_every_row_is_compared(changes: dict[int, tuple[int, float]], cluster_id
     assert (gone[0].n_missing, gone[0].good) == (10, False)
 
 
-@pytest.mark.parametrize(("format_version", "first"), [(3, 8), (2, 2), (1, 2)])
-def test_rows_are_compared_in_the_order_in_which_they_stand_and_the_first_of_them_is_named(format_version: int, first: int) -> None:
+def test_rows_are_compared_in_the_order_in_which_they_stand_and_the_first_of_them_is_named() -> None:
     assert in_order([2, 8]).tolist() == [8, 2]  # one shard's
     fsspec.filesystem("memory").store.clear()
-    save("memory://compare/a", range(10), k=1, format_version=format_version)
+    save("memory://compare/a", range(10), k=1)
     with stored({2: (1, 7.0), 8: (0, 0.0)}) as store:
         chain = open_chain("memory://compare/a")
         found = compare(chain, store, {"user": USER}, cluster_id=CLUSTER_ID, timeout_s=5.0, progress=lambda *how: None)
-    assert found == [Comparison("user", 10, 8, n_different=1, n_missing=1, first=first)]
+    assert found == [Comparison("user", 10, 8, n_different=1, n_missing=1, first=8)]
 
 
 class Terminal(io.StringIO):

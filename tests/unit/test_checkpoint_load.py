@@ -8,9 +8,7 @@ from uuid import uuid4
 import pytest
 from memory_store import MemoryStore
 
-from kvemb.checkpoint.format.checkpoint_manifest import MANIFEST
-from kvemb.checkpoint.format.manifest_json import encode_manifest
-from kvemb.checkpoint.load import META_NAME, Loading, _watch, decide, newest_decision
+from kvemb.checkpoint.load import Loading, _watch, decide
 from kvemb.config import StorageConfig
 from kvemb.errors import CheckpointError
 from kvemb.net.deadline import Deadline
@@ -44,21 +42,3 @@ def test_what_an_export_cannot_bring_back_is_told_before_the_load_begins(
         decide(store, {"user": definition}, url, timeout_s=5, progress=lambda *_: at_first.append(caplog.text))
     assert told in at_first[0]
     assert bool(at_first[0]) == bool(told)
-
-
-@pytest.mark.parametrize("format_version", [3, 2, 1])
-def test_a_load_is_decided_of_rows_in_the_order_that_their_manifest_says_and_of_no_others(tmp_path: Path, format_version: int) -> None:
-    url = str(tmp_path / "a")
-    manifest = save(url, range(100), k=3, format_version=format_version)
-    with MemoryStore(StorageConfig("memory", (f"{uuid4().hex}:1",)), role="trainer") as store:
-        store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
-        store.open(Deadline.after(5))
-        for crooked in (True, False):
-            (tmp_path / "a" / MANIFEST).write_bytes(encode_manifest(replace(manifest, by_key=manifest.by_key != crooked)))
-            if crooked:
-                with pytest.raises(CheckpointError, match="ids are not in order, or one stands twice"):
-                    decide(store, {"user": USER}, url, timeout_s=5)
-            else:
-                assert decide(store, {"user": USER}, url, timeout_s=5).save_id == manifest.save_id
-            decided = newest_decision(store.values.get(META_NAME, Deadline.after(5)), store.values.copies_on(META_NAME))
-            assert (decided is None) == crooked

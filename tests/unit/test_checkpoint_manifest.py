@@ -4,11 +4,9 @@ import json
 from contextlib import suppress
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.testing import assert_array_equal
 
 from kvemb.checkpoint.format.checkpoint_manifest import (
     ERASED,
@@ -51,45 +49,14 @@ INCREMENTAL = replace(
 
 @pytest.mark.parametrize(
     "manifest",
-    [
-        *(FULL, INCREMENTAL, replace(FULL, files=(), weights_only=True), replace(FULL, cut_s=1700000001)),
-        *(replace(FULL, by_key=False), replace(INCREMENTAL, by_key=False)),
-    ],
+    [FULL, INCREMENTAL, replace(FULL, files=(), weights_only=True), replace(FULL, cut_s=1700000001)],
 )
 def test_a_manifest_comes_back_as_it_went(manifest: CheckpointManifest) -> None:
     assert decode_manifest(encode_manifest(manifest), "m") == manifest
 
 
-def in_format(version: int) -> object:
-    """Makes a manifest one of an earlier release; 1 is without slots."""
-    return lambda tree: (tree.update(format_version=version), version == 1 and tree.pop("slots"))
-
-
-def test_a_manifest_of_the_first_format_does_not_say_who_owned_what() -> None:
-    found = decode_manifest(crooked(in_format(1)), "m")
-    assert found == replace(FULL, slots=(), by_key=False)
-    assert found.slot_shards is None
-    assert FULL.slot_shards is not None
+def test_a_manifest_says_who_owned_what() -> None:
     assert FULL.slot_shards.tolist() == [0] * 8192 + [1] * 8192
-
-
-@pytest.mark.parametrize(("version", "by_key"), [(1, False), (2, False), (3, True)])
-def test_rows_stand_in_the_order_of_their_keys_or_in_an_earlier_format_of_their_ids(version: int, by_key: bool) -> None:
-    found, ids = decode_manifest(crooked(in_format(version)), "m"), np.array([0, 1, 1 << 63, 2**64 - 1], np.uint64)
-    assert found.by_key == by_key
-    for table in (USER, replace(USER, num_ids=1 << 40, n_buckets=None)):
-        expected = table.order.keys(ids) if by_key else ids
-        assert_array_equal(found.order(table)(ids), expected)
-        assert by_key == (table.order.keys(ids).tolist() == found.order(table)(ids).tolist())
-
-
-def test_only_the_format_tells_a_manifest_with_rows_in_the_order_of_their_ids_from_others() -> None:
-    for manifest in (FULL, INCREMENTAL):
-        new, old = (json.loads(encode_manifest(replace(manifest, by_key=by_key))) for by_key in (True, False))
-        assert (new.pop("format_version"), old.pop("format_version")) == (3, 2)
-        assert new.pop("checksum") != old.pop("checksum")
-        assert new == old
-        assert decode_manifest(crooked(in_format(2), manifest), "m") == replace(manifest, by_key=False)
 
 
 FRAGMENT = Fragment("1" * 32, Cut(1, 2, 3), True, ((USER, 4),), (FILES[1],))
@@ -142,10 +109,8 @@ def set_file(**fields: object) -> object:
         (set_file(role=ERASED, path=part_path("user", 0, 0, ERASED)), "in a full checkpoint"),
         (set_file(more=1), "unknown or missing fields: more"),
         (lambda tree: tree["files"].append(tree["files"][0]), "twice"),
-        (lambda tree: tree.update(format_version=4), "format version 4, this release reads 1 to 3"),
-        (lambda tree: tree.update(format_version=0), "format version 0, this release reads 1 to 3"),
-        (lambda tree: tree.update(format_version=1), "unknown or missing fields: slots"),
-        (lambda tree: (tree.update(format_version=2), tree.pop("slots")), "unknown or missing fields: slots"),
+        (lambda tree: tree.update(format_version=4), "format version 4, this release reads 3"),
+        (lambda tree: tree.update(format_version=0), "format version 0, this release reads 3"),
         (lambda tree: tree.pop("slots"), "unknown or missing fields: slots"),
         (lambda tree: tree.update(format="zip"), "format is 'zip'"),
         (lambda tree: tree.update(more=1), "unknown or missing fields: more"),

@@ -22,7 +22,7 @@ from kvemb.checkpoint.writer import SaveInfo, ShardWriter, assemble
 from kvemb.errors import CheckpointError
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.record import make_version
-from tests.unit.checkpoint_files import USER, base_of, block_of, contents, ids_of, in_order, save
+from tests.unit.checkpoint_files import USER, base_of, block_of, contents, in_order, save
 
 
 @pytest.fixture
@@ -55,10 +55,9 @@ def test_missing_and_truncated_files_are_named(url: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("format_version", [3, 2])
-def test_files_that_changed_places_are_found(tmp_path: Path, format_version: int) -> None:
+def test_files_that_changed_places_are_found(tmp_path: Path) -> None:
     url = str(tmp_path / "a")
-    save(url, range(500), k=1, part_bytes=4000, step_rows=50, format_version=format_version)
+    save(url, range(500), k=1, part_bytes=4000, step_rows=50)
     manifest = list_checkpoints(url)[0].manifest
     assert manifest is not None
     first, second = manifest.files_of("user", 0)[:2]
@@ -94,24 +93,6 @@ def test_files_of_ids_that_changed_places_are_found(tmp_path: Path, monkeypatch:
         list(open_chain(url).rows(USER, 0))
 
 
-@pytest.mark.parametrize(("written", "said"), [(2, 3), (3, 2)])
-def test_rows_in_another_order_than_the_manifest_says_are_found_in_every_file(tmp_path: Path, written: int, said: int) -> None:
-    options = {"format_version": written, "part_bytes": 6000, "step_rows": 50}
-    first = save(str(tmp_path / "a"), range(500), k=1, **options)
-    erased = save(str(tmp_path / "b"), range(100), k=2, base=base_of(first, "a"), erased=range(100, 200), **options)
-    listed = save(str(tmp_path / "c"), range(100), k=3, base=base_of(erased, "b"), all_ids=range(90), **options)
-    verify(str(tmp_path / "c")).require_good()
-    n_files = 0
-    for name, manifest in (("a", first), ("b", erased), ("c", listed)):
-        Path(tmp_path, name, MANIFEST).write_bytes(encode_manifest(replace(manifest, by_key=said == 3)))
-        n_files += len(manifest.files)
-    faults = verify(str(tmp_path / "c")).faults
-    assert len(faults) == n_files
-    assert all(fault.endswith(".parquet: ids are not in order, or one stands twice") for fault in faults)
-    with pytest.raises(CheckpointError, match="ids are not in order"):
-        contents(str(tmp_path / "c"))
-
-
 @pytest.mark.parametrize("change", [[1, 0], [0, 0, 1], [0, 1, 1]], ids=["two changed places", "the first one twice", "the last one twice"])
 def test_one_row_that_is_out_of_order_is_found(tmp_path: Path, change: list[int]) -> None:
     storage, ids = CheckpointStorage(str(tmp_path)), in_order(range(100))
@@ -126,15 +107,14 @@ def test_one_row_that_is_out_of_order_is_found(tmp_path: Path, change: list[int]
             assert found == ([] if ordered else ["ids are not in order, or one stands twice"])
 
 
-@pytest.mark.parametrize("by_key", [True, False], ids=["by key", "by id"])
-def test_parts_that_overlap_are_found(tmp_path: Path, by_key: bool) -> None:
-    storage, ids = CheckpointStorage(str(tmp_path)), (in_order if by_key else ids_of)(range(100))
+def test_parts_that_overlap_are_found(tmp_path: Path) -> None:
+    storage, ids = CheckpointStorage(str(tmp_path)), in_order(range(100))
     for begin, good in ((60, True), (59, False), (30, False)):
         with ShardWriter(storage, "1" * 32, Cut(0, 1, 5), weights_only=False) as writer:
             for rows in (ids[:60], ids[begin:]):
                 writer.add_rows(USER, [block_of(USER, rows, make_version(1, 5), 5.0)])
             share = writer.finish([(USER, 1)])
-        manifest = replace(assemble(SaveInfo("1" * 32, "demo", "c" * 32, 1, False), [share]), by_key=by_key)
+        manifest = assemble(SaveInfo("1" * 32, "demo", "c" * 32, 1, False), [share])
         storage.write(MANIFEST, encode_manifest(manifest))
         says = "part-1.parquet: its ids are not behind those of the part before"
         assert [says in fault for fault in verify(str(tmp_path)).faults] == [True] * (not good)

@@ -72,7 +72,6 @@ def test_what_is_written_now_has_its_rows_in_the_order_of_their_keys(tmp_path: P
     share = read_fragment(storage, 0)
     assert share is not None
     manifest = assemble(SaveInfo("1" * 32, "demo", "c" * 32, 1, False), [share])
-    assert manifest.by_key
     assert json.loads(encode_manifest(manifest))["format_version"] == 3
 
 

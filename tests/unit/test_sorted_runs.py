@@ -21,11 +21,10 @@ from kvemb.arrays.id_filter import filter_of
 from kvemb.errors import JournalDamagedError, JournalFullError, ParameterServerError, RecordError
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
-from paramserver.row_log import run_set
 from paramserver.row_log.run_merge import merge_from, merged
 from paramserver.row_log.run_writer import RunWriter
-from paramserver.row_log.sorted_run import ERASED, FORMAT_VERSION, ROWS, SortedRun
-from paramserver.row_log.state_file import STATE, LoggedTable, RunEntry, ShardState, encode_state
+from paramserver.row_log.sorted_run import ERASED, ROWS, SortedRun
+from paramserver.row_log.state_file import STATE
 from tests.unit.run_states import (
     FEW_STATES,
     RECORD,
@@ -35,8 +34,6 @@ from tests.unit.run_states import (
     check,
     count,
     encoded,
-    encoded_1,
-    encoded_2,
     in_order,
     log_in,
     opened,
@@ -56,11 +53,11 @@ def test_a_run_is_read_back(state: State) -> None:
         assert state_of(opened(encoded(state))) == state
 
 
-@given(STATES, st.lists(st.integers(0, 2**64 - 1), max_size=10), st.sampled_from(["filters asked", "filters left out", "format 2"]))
+@given(STATES, st.lists(st.integers(0, 2**64 - 1), max_size=10), st.sampled_from(["filters asked", "filters left out"]))
 def test_rows_are_found(state: State, others: list[int], by: str) -> None:
     if not state:
         return
-    run, ids = opened(encoded_2(state) if by == "format 2" else encoded(state)), in_order({*others, *list(state)[::2]})
+    run, ids = opened(encoded(state)), in_order({*others, *list(state)[::2]})
     run._absent = [float(by != "filters left out")] * 2
     for kind in (ROWS, ERASED):
         at, rows, versions = run.find(kind, TABLE.order.keys(u64(ids)))
@@ -101,33 +98,30 @@ def test_filters_are_asked_while_many_ids_are_new() -> None:
 
 
 DATA = encoded({i * 3: (i + 1, i % 4 > 0) for i in range(20)})
-OLD = encoded_1({i * 3: (i + 1, i % 4 > 0) for i in range(20)})
 
 
 def read_all(run: SortedRun) -> None:
     parts = list(merged([run], forget_up_to=0))
-    for kind in (ROWS, ERASED) if run.format > 1 else ():  # filters, too
+    for kind in (ROWS, ERASED):  # filters, too
         run.find(kind, np.concatenate([keys for one, keys, _, _ in parts if one == kind]))
 
 
-@given(st.booleans(), st.integers(0, 8 * max(len(DATA), len(OLD)) - 1))
-def test_a_flipped_bit_is_refused_or_fills_up_a_block(old: bool, bit: int) -> None:
-    run = OLD if old else DATA
-    data = bytearray(run)
-    data[bit // 8 % len(run)] ^= 1 << bit % 8
-    if run[bit // 8 % len(run)] == 0 and not old:
+@given(st.integers(0, 8 * len(DATA) - 1))
+def test_a_flipped_bit_is_refused_or_fills_up_a_block(bit: int) -> None:
+    data = bytearray(DATA)
+    data[bit // 8] ^= 1 << bit % 8
+    if DATA[bit // 8] == 0:
         with suppress(JournalDamagedError):
-            assert state_of(opened(bytes(data))) == state_of(opened(run))
+            assert state_of(opened(bytes(data))) == state_of(opened(DATA))
         return
     with pytest.raises(JournalDamagedError, match=r"the/run: offset \d+: "):
         read_all(opened(bytes(data)))
 
 
-@given(st.booleans(), st.integers(0, max(len(DATA), len(OLD)) - 1))
-def test_a_truncated_run_is_refused(old: bool, size: int) -> None:
-    run = OLD if old else DATA
+@given(st.integers(0, len(DATA) - 1))
+def test_a_truncated_run_is_refused(size: int) -> None:
     with pytest.raises(JournalDamagedError, match="the/run"):
-        opened(run[: size % len(run)])
+        opened(DATA[:size])
 
 
 def test_a_page_that_was_torn_is_noticed_by_the_first_look_at_it(tmp_path: Path) -> None:
@@ -392,52 +386,6 @@ def test_a_part_of_the_rows_is_listed(tmp_path: Path) -> None:
         high = keys[end] if end < 30 else 1 << 64
         listed = [i for some, _ in runs.between(TABLE, keys[first], high) for i in some.tolist()]
         assert listed == [i for at, i in enumerate(ids) if first <= at < end and at % 3]
-    runs.close()
-
-
-@given(st.lists(FEW_STATES, min_size=1, max_size=4))
-def test_runs_of_the_release_before_are_brought_into_order_once(
-    tmp_path_factory: pytest.TempPathFactory, states: list[dict[int, bool]]
-) -> None:
-    folder, history = tmp_path_factory.mktemp("runs"), [state for state in histories(states) if state]
-    entries = []
-    for number, state in enumerate(history, 1):
-        data = encoded_1(state)
-        (folder / f"{number:012d}.run").write_bytes(data)
-        entries.append(RunEntry(number, len(data), 1 << 50))
-    saved = ShardState(b"c" * 16, 0, 1, tables=(LoggedTable(TABLE, runs=tuple(entries)),), cut=7)
-    (folder / STATE).write_bytes(encode_state(saved))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_set, "_SORTED_BYTES", 60)
-        for saves in (False, True, False):  # a process that dies before it has saved its state leaves the old runs
-            runs = log_in(folder)
-            runs.upgrade()
-            check(runs, newest(history))
-            assert runs.cut == 7
-            if saves:
-                runs.publish([], runs._saved.now)
-            runs.close()
-    assert {path.read_bytes()[8] for path in folder.glob("*.run")} <= {FORMAT_VERSION}
-
-
-def test_a_disk_that_is_full_while_old_runs_are_brought_into_order_leaves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = encoded_1(state := {i: (5, True) for i in range(15)})
-    (tmp_path / "000000000001.run").write_bytes(data)
-    saved = ShardState(b"c" * 16, 0, 1, tables=(LoggedTable(TABLE, runs=(RunEntry(1, len(data), 9),)),), cut=7)
-    (tmp_path / STATE).write_bytes(encode_state(saved))
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    runs = log_in(tmp_path)
-    for name in ("segment_files.write_all", "segment_files.sync", "segment_files.create"):
-        with monkeypatch.context() as patch:
-            patch.setattr(f"paramserver.journal.{name}", full)
-            with pytest.raises(JournalFullError, match="No space left"):
-                runs.upgrade()
-        assert (tmp_path / "000000000001.run").read_bytes() == data
-    runs.upgrade()
-    check(runs, state)
     runs.close()
 
 

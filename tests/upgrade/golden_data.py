@@ -1,16 +1,14 @@
 """All that a cluster of one release keeps, small: data folders, what its storage nodes hold, checkpoints, kvemb.yaml, and the rows by it.
 
-    python tests/upgrade/golden_data.py RELEASE       writes golden/RELEASE-redis.tar.xz and golden/RELEASE-memcached.tar.xz
+    python tests/upgrade/golden_data.py RELEASE       writes golden/RELEASE.tar.xz
 
-Run it once for a release, by the release itself, and keep the files: every later build starts from them (test_golden_data.py). The shards
-were killed behind acknowledged pushes that storage never saw. There are notes behind a saved state, a local snapshot, a dropped table, and
-slots that moved.
+Run it once for a release, by the release itself, and keep the file: every later build starts from it (test_golden_data.py). The shards
+were killed after acknowledged pushes that storage never saw. There are runs of the row log, a dropped table, and slots that moved.
 """
 
 import os
 import shutil
 import signal
-import socket
 import sys
 import tarfile
 import tempfile
@@ -18,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote_to_bytes
 
 import msgpack
 import numpy as np
@@ -27,7 +24,7 @@ import yaml
 import kvemb
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.storage_servers import StorageServer
-from kvemb.testing.real_servers import memcached_client, redis_client
+from kvemb.testing.real_servers import redis_client
 
 GOLDEN = Path(__file__).with_name("golden")
 IDS = {"user": np.arange(-40, 200) * 2**33, "item": np.arange(300), "half": np.arange(120) * 7}
@@ -41,13 +38,12 @@ class KeptCluster(LocalCluster):
     """A local cluster whose kvemb.yaml names a table, and that may begin with another one's nodes and folders.
 
     Args:
-        kind: of its storage.
         start_from: a folder of golden data, unpacked; None for a new cluster.
     """
 
-    def __init__(self, kind: str, start_from: Path | None = None) -> None:
+    def __init__(self, start_from: Path | None = None) -> None:
         self._from = start_from
-        super().__init__(kind, 2, shards=2, memory_mb=64, journal_max_mb=1)
+        super().__init__("redis", 2, shards=2, memory_mb=64, journal_max_mb=1)
 
     def _start_servers(self, store: str, n: int, folder: Path, memory_mb: int) -> list[StorageServer]:
         servers = super()._start_servers(store, n, folder, memory_mb)
@@ -95,31 +91,15 @@ def rows_of(client: kvemb.Cluster) -> dict[str, bytes]:
 
 def dump(server: StorageServer) -> Values:
     """Return all that a storage server holds."""
-    if server.kind == "memcached":
-        with closing(memcached_client(server)) as nodes:
-            return [[key, nodes.get(key)] for key in sorted(_memcached_keys(server.port))]
     with closing(redis_client(server)) as redis:
         return [[key, redis.hgetall(key) if redis.type(key) == b"hash" else redis.get(key)] for key in sorted(redis.keys())]
 
 
 def fill(server: StorageServer, values: Values) -> None:
     """Put values that `dump` returned into an empty storage server."""
-    if server.kind == "memcached":
-        with closing(memcached_client(server)) as nodes:
-            for key, value in values:
-                nodes.set(key, value, noreply=False)
-        return
     with closing(redis_client(server)) as redis:
         for key, value in values:
             redis.hset(key, mapping=value) if isinstance(value, Mapping) else redis.set(key, value)
-
-
-def _memcached_keys(port: int) -> list[bytes]:
-    with socket.create_connection(("127.0.0.1", port)) as connection, connection.makefile("rwb") as stream:
-        stream.write(b"lru_crawler metadump hash\r\n")
-        stream.flush()
-        lines = iter(stream.readline, b"END\r\n")
-        return [unquote_to_bytes(line.split()[0].removeprefix(b"key=")) for line in lines]
 
 
 def _push(client: kvemb.Cluster, grad: float, part: slice = slice(None)) -> Any:
@@ -127,23 +107,23 @@ def _push(client: kvemb.Cluster, grad: float, part: slice = slice(None)) -> Any:
     return client.push({name: (ids[part], np.full((len(ids[part]), dims[name]), grad)) for name, ids in _WRITTEN.items()})
 
 
-def make(kind: str, archive: Path) -> None:
+def make(archive: Path) -> None:
     """Make golden data by this release."""
-    with tempfile.TemporaryDirectory() as temporary, KeptCluster(kind) as cluster:
+    with tempfile.TemporaryDirectory() as temporary, KeptCluster() as cluster:
         folder = Path(temporary)
         saved = folder / "checkpoints"
         with kvemb.connect(cluster.url, trainer="golden") as client:
             client.create_table("item", dim=3, optimizer=kvemb.optim.adagrad(lr=0.1), initializer=kvemb.init.uniform(-1, 1), num_ids=300)
             client.create_table(
                 "half", dim=8, optimizer=kvemb.optim.rowwise_adagrad(lr=0.1), initializer=kvemb.init.normal(std=0.1), dtype="bfloat16",
-                **({} if kind == "memcached" else {"expected_rows": 2000, "layout": "compact"}),
+                expected_rows=2000, layout="compact",
             )  # fmt: skip
             gone = client.create_table("gone", dim=2, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
             gone.push(np.arange(50), np.ones((50, 2))).wait_applied()
             client.drop_table("gone")
             _push(client, 0.5).wait_applied()
             client.save((saved / "first").as_uri())
-            while not all((path / "snapshot" / "manifest").exists() for path in (cluster.folder / "shards").glob("shard-*")):
+            while not all(any((path / "snapshot").glob("*.run")) for path in (cluster.folder / "shards").glob("shard-*")):
                 _push(client, 0.25).wait_applied()
             client.table("user").erase(_WRITTEN["user"][:10])
             client.save((saved / "second").as_uri(), base=(saved / "first").as_uri())
@@ -180,5 +160,4 @@ def _pack(folder: Path, archive: Path) -> None:
 
 if __name__ == "__main__":
     os.umask(0o077)
-    for chosen in ("redis", "memcached"):
-        make(chosen, GOLDEN / f"{sys.argv[1]}-{chosen}.tar.xz")
+    make(GOLDEN / f"{sys.argv[1]}.tar.xz")

@@ -15,9 +15,9 @@ from paramserver.row_log import sorted_run, state_file
 NAMES: dict[str, tuple[ModuleType | type, dict[str, object]]] = {
     "marker": (markers, {"_VERSION": 7, "_REPAIRED_VERSION": 8}),
     "map": (cluster_map, {"FORMAT_VERSION": 4, "_FIELDS": {4: 12}}),
-    "state": (state_file, {"FORMAT_VERSION": 5, "OF_0_1": ()}),
+    "state": (state_file, {"FORMAT_VERSION": 5}),
     "segment": (segment, {"FORMAT_VERSION": 2}),
-    "run": (sorted_run, {"FORMAT_VERSION": 4, "_READS": (4,)}),
+    "run": (sorted_run, {"FORMAT_VERSION": 4}),
 }
 """Formats that this release does not read."""
 

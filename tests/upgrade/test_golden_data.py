@@ -1,4 +1,4 @@
-"""Data that release 0.1 has left: this build starts from them, and rows are what they were. golden_data.py says what they are."""
+"""Data that releases have left: this build starts from them, and rows are what they were. golden_data.py says what they are."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,22 +12,16 @@ from kvemb import config
 RELEASES = ("0.1",)
 
 
-@pytest.fixture(params=["redis", "memcached"])
-def kind(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> str:
-    name = str(request.param)
-    require_server("memcached" if name == "memcached" else "redis-server")
-    return name
-
-
 @pytest.fixture(params=RELEASES)
-def golden(kind: str, request: pytest.FixtureRequest) -> Iterator[Path]:
-    with unpacked(GOLDEN / f"{request.param}-{kind}.tar.xz") as folder:
+def golden(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> Iterator[Path]:
+    require_server("redis-server")
+    with unpacked(GOLDEN / f"{request.param}.tar.xz") as folder:
         yield folder
 
 
-def test_shards_start_from_the_folders_and_nodes_of_an_older_release_and_its_checkpoints_load(kind: str, golden: Path) -> None:
+def test_shards_start_from_the_folders_and_nodes_of_an_older_release_and_its_checkpoints_load(golden: Path) -> None:
     kept = facts(golden)
-    with KeptCluster(kind, golden) as cluster, kvemb.connect(cluster.url, trainer="golden") as client:
+    with KeptCluster(golden) as cluster, kvemb.connect(cluster.url, trainer="golden") as client:
         client.flush()
         assert rows_of(client) == kept["rows"]
         assert client.tables() == ["half", "item", "user"]

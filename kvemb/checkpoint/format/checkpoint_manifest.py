@@ -94,10 +94,6 @@ class FileEntry:
 SortKeys = Callable[[NDArray[np.uint64]], NDArray[np.uint64]]
 
 
-def _by_id(ids: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    return ids
-
-
 @dataclass(frozen=True)
 class SavedTable:
     """A table as it was: its definition and, per shard, the optimizer's step at the cut."""
@@ -129,9 +125,7 @@ class CheckpointManifest:
         files: data files, sorted by (table, role, shard, part).
         base: of an incremental checkpoint; None: it is full.
         extra: the user's own values.
-        slots: which shard wrote which slot, as runs: of each its first slot and its shard; () where that is not known: in an earlier
-            release shards owned ranges of a hash.
-        by_key: whether the rows of a shard stand in the order of their keys (`TableDef.order`); before 0.2 they stood in that of their ids.
+        slots: which shard wrote which slot, as runs: of each its first slot and its shard.
         cut_s: seconds since 1970 when every shard had been cut, rounded up: nothing that was pushed later is in it. None: not known.
     """
 
@@ -145,18 +139,13 @@ class CheckpointManifest:
     files: tuple[FileEntry, ...]
     base: BaseCheckpoint | None = None
     extra: dict[str, Any] = field(default_factory=dict)
-    slots: tuple[int, ...] = ()
-    by_key: bool = True
+    slots: tuple[int, ...] = (0, 0)
     cut_s: int | None = None
 
-    def order(self, definition: TableDef) -> SortKeys:
-        """Return the function by whose results the rows of a table ascend: ids uint64 [n] -> uint64 [n]."""
-        return definition.order.keys if self.by_key else _by_id
-
     @cached_property
-    def slot_shards(self) -> NDArray[np.uint16] | None:
-        """The shard that wrote each slot: uint16 [16384]; None of an earlier release."""
-        return from_runs(np.array(self.slots, dtype="<u2").tobytes(), self.n_shards) if self.slots else None
+    def slot_shards(self) -> NDArray[np.uint16]:
+        """The shard that wrote each slot: uint16 [16384]."""
+        return from_runs(np.array(self.slots, dtype="<u2").tobytes(), self.n_shards)
 
     @property
     def n_shards(self) -> int:
@@ -166,7 +155,7 @@ class CheckpointManifest:
     @property
     def n_writers(self) -> int:
         """Shards that had slots."""
-        return self.n_shards if self.slot_shards is None else len(np.unique(self.slot_shards))
+        return len(np.unique(self.slot_shards))
 
     @cached_property
     def n_rows(self) -> int:

@@ -27,7 +27,6 @@ from kvemb.schema.slots import N_SLOTS, from_runs
 from kvemb.schema.table_def import TableDef, check_table_name
 
 FORMAT, FORMAT_VERSION = "kvemb-checkpoint", 3
-_WITHOUT_SLOTS, _BY_ID = 1, 2  # earlier formats; both have rows in the order of their ids
 MAX_EXTRA_BYTES = 64 << 10
 MAX_FILES = 200_000
 MAX_FILE_BYTES = 1 << 30
@@ -42,7 +41,7 @@ def encode_manifest(manifest: CheckpointManifest) -> bytes:
     return encode(
         {
             "format": FORMAT,
-            "format_version": FORMAT_VERSION if manifest.by_key else _BY_ID,
+            "format_version": FORMAT_VERSION,
             "save_id": manifest.save_id,
             "cluster": manifest.cluster,
             "cluster_id": manifest.cluster_id,
@@ -55,7 +54,7 @@ def encode_manifest(manifest: CheckpointManifest) -> bytes:
             "files": [file_fields(file) for file in manifest.files],
             "totals": {"files": len(manifest.files), "rows": manifest.n_rows, "bytes": manifest.size_bytes},
             "extra": manifest.extra,
-            **({"cut_s": manifest.cut_s} if manifest.by_key and manifest.cut_s is not None else {}),
+            **({"cut_s": manifest.cut_s} if manifest.cut_s is not None else {}),
         }
     )
 
@@ -70,13 +69,13 @@ def decode_manifest(data: bytes, where: str) -> CheckpointManifest:
     if fields.text("format") != FORMAT:
         raise fields.wrong("format", repr(FORMAT))
     version = fields.integer("format_version", 0, 1 << 31)
-    if version not in (FORMAT_VERSION, _WITHOUT_SLOTS, _BY_ID):
-        reads = f"{_WITHOUT_SLOTS} to {FORMAT_VERSION}"
-        raise CheckpointError(f"{where}: format version {version}, this release reads {reads}; load it with a later one (docs/upgrade.md)")
-    cut_known = version == FORMAT_VERSION and fields.has("cut_s")
+    if version != FORMAT_VERSION:
+        reads = f"this release reads {FORMAT_VERSION}"
+        raise CheckpointError(f"{where}: format version {version}, {reads}; load it with the release that saved it (docs/upgrade.md)")
+    cut_known = fields.has("cut_s")
     fields.only(
         "format", "format_version", "save_id", "cluster", "cluster_id", "created_s", "weights_only", "base", "cuts", "tables", "files",
-        "totals", "extra", *([] if version == _WITHOUT_SLOTS else ["slots"]), *(["cut_s"] if cut_known else []),
+        "totals", "extra", "slots", *(["cut_s"] if cut_known else []),
     )  # fmt: skip
     cuts = tuple(read_cut(item) for item in fields.objects("cuts", MAX_SHARDS))
     if not cuts or [cut.shard for cut in cuts] != list(range(len(cuts))):
@@ -93,8 +92,7 @@ def decode_manifest(data: bytes, where: str) -> CheckpointManifest:
         files=tuple(read_file(item) for item in fields.objects("files", MAX_FILES)),
         base=_read_base(fields.maybe("base")),
         extra=_read_extra(fields),
-        slots=() if version == _WITHOUT_SLOTS else _read_slots(fields, len(cuts)),
-        by_key=version == FORMAT_VERSION,
+        slots=_read_slots(fields, len(cuts)),
         cut_s=fields.integer("cut_s", 0, _MAX_COUNT) if cut_known else None,
     )
     _check_agreement(manifest, fields, where)
@@ -182,8 +180,6 @@ def _read_base(fields: Fields | None) -> BaseCheckpoint | None:
 
 def _read_slots(fields: Fields, n_shards: int) -> tuple[int, ...]:
     slots = fields.integers("slots", None, N_SLOTS - 1)
-    if not slots:
-        return slots
     try:
         from_runs(np.array(slots, dtype="<u2").tobytes(), n_shards)
     except ValueError as error:
