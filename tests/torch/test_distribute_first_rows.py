@@ -1,4 +1,4 @@
-"""What a table begins with where its weights are not simply assigned: read off, asked for, or there already. Several trainers."""
+"""What a table begins with where its weights are not simply assigned: asked for, or there already. Several trainers."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +18,6 @@ import kvemb
 from kvemb import init, optim
 from kvemb.errors import InvalidInputError, TableMismatchError
 from trainer.torch import distribute
-from trainer.torch.conversion.recognized_embeddings import read_off
 
 N = 20_000
 
@@ -62,74 +61,22 @@ def run(model: nn.Module, cluster: kvemb.Cluster, name: str, **options: Any) -> 
     return distribute(model, cluster, names={"0": name}, **given)
 
 
-DRAWN: dict[str, tuple[Callable[[torch.Tensor], Any], init.Initializer]] = {
-    "zeros": (nn.init.zeros_, init.zeros()),
-    "constant": (lambda w: w.fill_(-0.5), init.constant(-0.5)),
-    "uniform": (lambda w: w.uniform_(-0.25, 0.25), init.uniform(-0.25, 0.25)),
-    "between": (lambda w: w.uniform_(3.0, 4.0), init.uniform(3.0, 4.0)),
-    "normal": (lambda w: w.normal_(0, 0.02), init.normal(std=0.02)),
-    "xavier": (nn.init.xavier_uniform_, init.uniform(-((6 / (N + 2)) ** 0.5), (6 / (N + 2)) ** 0.5)),
-}
-
-
 @pytest.mark.usefixtures("at_most_100_rows")
-@pytest.mark.parametrize("kind", DRAWN)
-def test_of_weights_that_are_too_many_the_initializer_is_read_off_and_padding_is_kept(cluster: kvemb.Cluster, name: str, kind: str) -> None:
-    draw, expected = DRAWN[kind]
-    done = run(model_of(draw, padding_idx=3), cluster, name)
-    found = done.tables[0].definition.initializer
-    assert found.kind == expected.kind
-    np.testing.assert_allclose([v for _, v in found.params], [v for _, v in expected.params], rtol=0.02)
-    assert len(done.tables[0]) == 1, "nothing but the padding row was assigned"
-    assert done.tables[0].pull([3]).tolist() == [[9.0, 9.0]]
-    assert f"made; rows begin as {expected.kind}(" in str(done)
-    assert "read off the module's weights" in str(done)
-
-
-NOT_DRAWN: dict[str, Callable[[torch.Tensor], Any]] = {
-    "pretrained": lambda w: w.copy_(torch.linspace(-1, 1, 2 * N).reshape(N, 2)),
-    "truncated": lambda w: nn.init.trunc_normal_(w, std=0.02, a=-0.04, b=0.04),
-    "popular rows trained": lambda w: w.normal_(0, 0.01)[:400].add_(0.01),
-    "one row beyond the others": lambda w: w.uniform_(-0.1, 0.1)[5].fill_(0.11),
-    "a column of its own": lambda w: w.normal_(0, 0.01)[:, 1].add_(0.001),
-    "unit rows": lambda w: w.normal_().copy_(w / w.norm(dim=1, keepdim=True)),
-}
-
-
-@pytest.mark.usefixtures("at_most_100_rows")
-@pytest.mark.parametrize("kind", NOT_DRAWN)
-def test_weights_that_are_too_many_and_no_plain_draws_are_asked_about(cluster: kvemb.Cluster, name: str, kind: str) -> None:
-    model = model_of(NOT_DRAWN[kind])
-    with pytest.raises(InvalidInputError, match=r"first rows are not known of .*Give initializer=.*carry_weights=True.*leave=\["):
+def test_of_weights_that_are_too_many_the_initializer_is_asked_for_and_padding_is_kept(cluster: kvemb.Cluster, name: str) -> None:
+    model = model_of(nn.init.normal_, padding_idx=3)
+    asks = r"first rows are not known of .*too large to be assigned unasked.*Give initializer=.*carry_weights=True.*leave=\["
+    with pytest.raises(InvalidInputError, match=asks):
         run(model, cluster, name)
     assert name not in cluster.tables()
     assert type(model[0]) is nn.Embedding
+    (table,) = run(model, cluster, name, initializer=init.normal(std=1.0)).tables
+    assert len(table) == 1, "nothing but the padding row was assigned"
+    assert table.pull([3]).tolist() == [[9.0, 9.0]]
 
 
-@pytest.mark.usefixtures("at_most_100_rows")
-def test_weights_that_the_optimizer_has_trained_are_never_taken_for_draws(cluster: kvemb.Cluster, name: str) -> None:
-    model = model_of(lambda w: w.normal_(0, 0.01))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-6)
-    model(torch.tensor([1])).sum().backward()
-    optimizer.step()
-    with pytest.raises(InvalidInputError, match="the optimizer has trained it"):
-        run(model, cluster, name, optimizer=optimizer)
-
-
-def test_plain_draws_are_turned_down_rarely() -> None:
-    torch.manual_seed(0)
-    weights = [torch.empty(rows, dim) for rows in (10_000, 100_000) for dim in (1, 8)]
-    for _ in range(20):
-        for weight in weights:
-            assert read_off(weight.normal_(0, 0.3)).kind == "normal"
-            assert read_off(weight.uniform_(-0.3, 0.3)).kind == "uniform"
-
-
-def test_not_carrying_reads_off_what_is_small_too(cluster: kvemb.Cluster, name: str) -> None:
-    (table,) = run(model_of(lambda w: w.fill_(0.5)), cluster, name, carry_weights=False).tables
-    assert table.definition.initializer == init.constant(0.5)
-    with pytest.raises(InvalidInputError, match=r"not plainly draws of zeros, constant, uniform or normal\. Give initializer=") as refused:
-        run(model_of(NOT_DRAWN["pretrained"]), cluster, name + "2", carry_weights=False)
+def test_not_carrying_asks_for_the_initializer_of_what_is_small_too(cluster: kvemb.Cluster, name: str) -> None:
+    with pytest.raises(InvalidInputError, match=r"carry_weights is False\. Give initializer=") as refused:
+        run(model_of(lambda w: w.fill_(0.5)), cluster, name, carry_weights=False)
     assert "carry_weights=True" not in str(refused.value), "it was just said not to"
 
 
@@ -139,14 +86,15 @@ def test_the_smallest_tables_are_assigned_while_all_together_are_not_too_many(
     monkeypatch.setattr(import_module("trainer.torch.conversion.first_rows"), "CARRY_BYTES", 4 * (20_000 + 30_000))
     model = nn.ModuleList([nn.Embedding(n, 1) for n in (40_000, 20_000, 30_000)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    cluster.create_table(name + "0", dim=1, optimizer=optim.sgd(lr=0.5), num_ids=40_000)
     tables = distribute(model, cluster, optimizer=optimizer, names=lambda path: name + path, quiet=True).tables
     assert [len(table) for table in tables] == [0, 20_000, 30_000]
 
 
 @pytest.mark.usefixtures("at_most_100_rows")
 def test_who_resumes_finds_the_table_with_its_initializer_whatever_the_weights_are_then(cluster: kvemb.Cluster, name: str) -> None:
-    first = run(model_of(lambda w: w.normal_(0, 0.02)), cluster, name).tables[0].definition
-    for draw in (nn.init.zeros_, NOT_DRAWN["pretrained"]):
+    first = run(model_of(nn.init.normal_), cluster, name, initializer=init.normal(std=0.02)).tables[0].definition
+    for draw in (nn.init.zeros_, nn.init.normal_):
         done = run(model_of(draw), cluster, name)
         assert done.tables[0].definition == first
         assert "it existed and keeps its rows; the module's weights are not used; new rows begin as normal(mean=0, std=0.0" in str(done)

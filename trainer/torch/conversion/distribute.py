@@ -69,9 +69,8 @@ def distribute(
     made on the meta device: `with torch.device("meta"): nn.Embedding(10**9, 16)`.
 
     A table begins with the module's own weights. The trainer that makes it assigns them, while others wait until they are there.
-    Weights beyond 10 million rows or 1 GiB in all are not assigned. Where they plainly are draws of one of `kvemb.init`, the table gets
-    that initializer. Where neither can be, as on the meta device, it asks for `carry_weights` or `initializer`. A table that exists keeps
-    its rows.
+    Weights beyond 10 million rows or 1 GiB in all are not assigned unasked, nor those on the meta device: it asks for `initializer` or
+    `carry_weights`. A table that exists keeps its rows.
 
     Args:
         model: whose embeddings are replaced; modules that share a weight share the table.
@@ -125,8 +124,7 @@ def distribute(
     if optimizer is None:
         tables = [open_table(cluster, site) for site in plan.sites]
     else:
-        known = {site.table for site in trained}
-        first = first_rows(plan.sites, carry_weights, initializer, known, lambda site: exists(cluster, site))
+        first = first_rows(plan.sites, carry_weights, initializer, lambda site: exists(cluster, site))
         for site in plan.sites:
             if first[site.table].carried:
                 check_range(site, dtype)

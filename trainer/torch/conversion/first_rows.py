@@ -1,12 +1,11 @@
 """Where the first rows of a table come from: the module's weights, or an initializer. Decided before anything changes.
 
 Strategy: unless the user says otherwise, a table begins with the module's own weights. They are assigned, if all of a model's can be
-assigned in a minute or so. If they are too many, the initializer is read off them (`recognized_embeddings`). If that is not clear either,
-the user is asked. A table that exists needs no decision: it keeps its rows. Weights that a row cannot hold are refused before a table is
-made.
+assigned in a minute or so. If they are too many, the user is asked. A table that exists needs no decision: it keeps its rows. Weights
+that a row cannot hold are refused before a table is made.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -15,15 +14,12 @@ from kvemb.init import Initializer
 
 from ...bridge.filled_tables import CARRIED, Carry, First, chunk_rows
 from .distribute_plan import Site
-from .recognized_embeddings import read_off
 
 CARRY_ROWS, CARRY_BYTES = 10_000_000, 1 << 30
 """How much of a model is assigned without a request: about a minute's work for two shards on a machine of 2 cores."""
 
 
-def first_rows(
-    sites: Sequence[Site], carry: Carry, given: Initializer | None, trained: Collection[str], exists: Callable[[Site], bool]
-) -> dict[str, First]:
+def first_rows(sites: Sequence[Site], carry: Carry, given: Initializer | None, exists: Callable[[Site], bool]) -> dict[str, First]:
     """Decide how each table begins, by its name."""
     _check_dims(sites, given)
     if given is not None and not carry:
@@ -35,15 +31,13 @@ def first_rows(
             first[site.table] = First(True, CARRIED if given is None else given, "" if given is None else "given")
         elif exists(site):
             first[site.table] = First(False, None, "")
-        elif (found := _read_off(site, trained)) is not None:
-            first[site.table] = First(False, found, "read off")
         else:
-            unknown.append(f"{site}, {site.n_rows} x {site.dim}: {_why_unknown(site, carry, trained)}")
+            unknown.append(f"{site}, {site.n_rows} x {site.dim}: {_why_unknown(site, carry)}")
     if unknown:
         raise InvalidInputError(
             "nothing was changed: the first rows are not known of "
             + "; ".join(unknown)
-            + ". Give initializer=, as kvemb.init.normal(std=0.01), to draw them"
+            + ". Give initializer=, as kvemb.init.normal(std=1.0), which is nn.Embedding's own, to draw them"
             + _carry_hint(sites, unknown, carry)
             + ", or keep these local with leave=[their paths]"
         )
@@ -70,17 +64,12 @@ def _assignable(sites: Iterable[Site]) -> set[str]:
     return names
 
 
-def _read_off(site: Site, trained: Collection[str]) -> Initializer | None:
-    return None if _is_meta(site) or site.table in trained else read_off(site.weight, site.padding)
-
-
-def _why_unknown(site: Site, carry: Carry, trained: Collection[str]) -> str:
+def _why_unknown(site: Site, carry: Carry) -> str:
     if _is_meta(site):
         return "its weight is on the meta device and holds nothing"
-    bounds = f"beyond {CARRY_ROWS} rows or {CARRY_BYTES >> 20} MiB of the model"
-    many = "" if carry is False else f"too large to be assigned unasked ({bounds}), and "
-    values = "its values are not plainly draws of zeros, constant, uniform or normal"
-    return many + ("the optimizer has trained it" if site.table in trained else values)
+    if carry is False:
+        return "carry_weights is False"
+    return f"too large to be assigned unasked (beyond {CARRY_ROWS} rows or {CARRY_BYTES >> 20} MiB of the model)"
 
 
 def _carry_hint(sites: Iterable[Site], unknown: Sequence[str], carry: Carry) -> str:
