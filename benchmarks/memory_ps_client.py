@@ -17,7 +17,7 @@ from kvemb.init import Initializer
 from kvemb.net.deadline import Deadline
 from kvemb.optim import OptimizerSpec
 from kvemb.protocol.message_format import TableRows
-from kvemb.protocol.messages import CREATE_TABLE, CreateTableRequest, Empty
+from kvemb.protocol.messages import CreateTableRequest, Empty
 from kvemb.protocol.shard_routing import route
 from kvemb.protocol.verb import EVERYBODY, Verb
 from kvemb.schema.cluster_map import ClusterMap
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from trainer.lookahead.cluster_ports import ClusterPort, TablePort
 
 TIMEOUT_S = 120.0
+_CREATE = Verb("CreateTable", CreateTableRequest, Empty, EVERYBODY)
 _PULL, _PUSH = Verb("Pull", PullRows, PulledRows, EVERYBODY), Verb("Push", PushRows, Empty, EVERYBODY)
 
 
@@ -98,7 +99,7 @@ class MemoryPsCluster:
         definition = TableDef(name, dim, optimizer, initializer, seed=seed, reduce=reduce)
         request = CreateTableRequest(definition.to_dict(), exist_ok)
         for channel in self._channels:
-            channel.call(CREATE_TABLE, request, Deadline.after(TIMEOUT_S))
+            channel.call(_CREATE, request, Deadline.after(TIMEOUT_S))
         return self._tables.setdefault(name, MemoryPsTable(self, definition))
 
     def pull_versions(

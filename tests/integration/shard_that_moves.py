@@ -11,11 +11,13 @@ import grpc
 
 from kvemb.client.shard_channel import ShardChannel
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.messages import DESCRIBE, SERVICE, Empty, Reply
+from kvemb.protocol.messages import SERVICE, Empty, Reply
+from kvemb.protocol.verb import EVERYBODY, Verb
 
 NAME = "shard-0.moves.test"
 HOSTS = Path("/etc/hosts")
 PATIENCE_S = 15.0  # gRPC by itself looks a name up again after 30 s
+LOOK = Verb("Describe", Empty, Empty, EVERYBODY, repeatable=True)
 
 
 def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
@@ -38,7 +40,7 @@ def main(port: str) -> None:
     channel = ShardChannel(0, f"{NAME}:{port}")
     for host in ("127.0.0.2", "127.0.0.3"):
         server = serve(f"{host}:{port}")
-        channel.call(DESCRIBE, Empty(), Deadline.after(PATIENCE_S))
+        channel.call(LOOK, Empty(), Deadline.after(PATIENCE_S))
         print(f"reached at {host}", flush=True)
         server.stop(0).wait()
 
