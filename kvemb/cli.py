@@ -40,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verb, words = "", list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["shard"]:  # a server: its options, signals and exit codes are its own
         return _shard(words[1:])
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or gRPC says of each handshake that failed what our own line says
     try:
         exit_in_order()
         args = _parse(words)

@@ -385,7 +385,7 @@ def _secret(fields: Mapping[str, Any], key: str, at: str, environ: Mapping[str, 
 def is_address(text: str) -> bool:
     """Whether this is "host:port"."""
     host, _, port = text.rpartition(":")
-    return bool(host) and "/" not in host and port.isascii() and port.isdigit() and 0 < int(port) < 65536
+    return bool(host) and not set(host) & set("/ ,\t") and port.isascii() and port.isdigit() and 0 < int(port) < 65536
 
 
 def _addresses(fields: Mapping[str, Any], key: str, at: str) -> tuple[str, ...]:

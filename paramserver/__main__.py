@@ -58,13 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace, config: Config, stop: StopFlag, lines: "LogLines") -> int:
     lines.named(config.cluster)
     servers = config.servers
-    # Once shards have left, the file's order is not that of numbers; the address that the shard's own folder has kept comes first.
-    known = kept_place(Path(servers.data_dir), args.shard, servers.shards)
-    listen = args.listen or known or next(iter(servers.shards[args.shard : args.shard + 1]), "")
+    listen = args.listen or kept_place(Path(servers.data_dir), args.shard, servers.shards)
     if args.shard < 0 or not listen:
         raise ConfigError(
-            f"--shard {args.shard}: parameter_servers.shards has {len(servers.shards)} entries, counted from 0, and the shard's folder in "
-            f"{servers.data_dir} does not say where it was: give --listen host:port, as to a shard that is to join"
+            f"--shard {args.shard}: parameter_servers.shards has {len(servers.shards)} entries, counted from 0, and none is this shard's, "
+            f"as far as its folder in {servers.data_dir} says: give --listen host:port, as to a shard that is to join; kvemb shards shows "
+            "which there are"
         )
     require_encrypted(config, listen)
     AccessControl.of(config)  # raises for unusable settings before anything is started

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvemb.datapath.prefetched_rows import ChangedRows, PrefetchedRows, changed_rows_of, join_changed_rows
 from kvemb.errors import KvembError, ShardUnavailableError
-from kvemb.net.deadline import Deadline, checked_timeout
+from kvemb.net.deadline import SAY_AFTER_S, Deadline, checked_timeout
 from kvemb.protocol.message_format import ChangedRowsBlock
 
 DEFAULT_TIMEOUT_S = 30.0  # of one question to the shards
@@ -38,6 +38,7 @@ class PartAck:
         where: shard and address, for messages.
         n_rows: rows in it.
         trouble: returns the stream's trouble at the moment, or ""; within the deadline.
+        say_trouble: says in the log why the shard does not get on, if it does not.
         prefetched: the rows that it asked about, which the trainer holds for later steps.
         changed_rows: as its answer has them; empty while and where they are not known.
         released: whether its batch is computed; always so once it is applied.
@@ -48,6 +49,7 @@ class PartAck:
     where: str
     n_rows: int
     trouble: Callable[[Deadline], str] = lambda deadline: ""
+    say_trouble: Callable[[Deadline], None] = lambda deadline: None
     prefetched: Sequence[PrefetchedRows] = ()
     changed_rows: Sequence[ChangedRowsBlock] = ()
     accepted: bool = False
@@ -282,8 +284,11 @@ class Ack:
                 raise copied(self._error)
 
     def _wait_until(self, done: Callable[[PartAck], bool], state: str, timeout_s: float) -> None:
-        """Wait until all parts are done, or the push has failed. Shortly before the time is up, shards that are late are asked why."""
+        """Wait until all parts are done, or the push has failed. Late shards are asked why: after a while, and before the time is up."""
         deadline = Deadline.after(timeout_s)
+        if waits_s(deadline) > SAY_AFTER_S:
+            for part in {part.where: part for part in self._late(done, SAY_AFTER_S)}.values():
+                part.say_trouble(deadline)
         asked = self._late(done, waits_s(deadline))
         why = {where: part.trouble(deadline) for where, part in {part.where: part for part in asked}.items()}
         if asked and (late := self._late(done, deadline.remaining_s())):

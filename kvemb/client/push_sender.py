@@ -25,7 +25,7 @@ from kvemb.errors import (
     TableDroppedError,
     from_wire,
 )
-from kvemb.net.deadline import Deadline, pauses
+from kvemb.net.deadline import SAY_AFTER_S, Deadline, pauses
 from kvemb.protocol.message_format import ChangedRowsBlock
 from kvemb.protocol.messages import HelloReply, PushReply
 
@@ -167,14 +167,21 @@ class PushSender:
     # --- waiting
 
     def _wait(self, done: Callable[[], bool], deadline: Deadline, what: str) -> None:
+        def over(timeout_s: float) -> bool:
+            return self._changed.wait_for(lambda: self._is_final or done(), timeout_s)
+
         with self._changed:
-            over = self._changed.wait_for(lambda: self._is_final or done(), deadline.remaining_s())
+            late = not over(min(SAY_AFTER_S, deadline.remaining_s()))
+        if late:
+            self.channel.say_trouble(deadline)
+        with self._changed:
+            late = not over(deadline.remaining_s())
             if self._failure is not None and self._is_final:
                 error = copied(self._failure)
                 if isinstance(error, ShardFailedError) and not self._recovers:
                     error.add_note("Once the shard is mended, connect again, to take part in the next step of the sync job.")
                 raise error
-        if not over:
+        if late:
             why = self.trouble or "connected"
             raise ShardUnavailableError(f"{self.where}: within {deadline.timeout_s:g} s {what} ({why})")
 

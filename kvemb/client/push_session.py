@@ -252,7 +252,7 @@ class PushSession:
                 serials = _Serials(self._servers.cluster_map.shards_serial, 0, self._servers.load_serial)
                 body, part = (
                     self._part(stream.next_sequence(), [], False, step, serials),
-                    PartAck(stream.where, 0, partial(self._trouble, shard)),
+                    PartAck(stream.where, 0, partial(self._trouble, shard), stream.channel.say_trouble),
                 )
                 ack = Ack(f"empty part of step {step} of trainer {self.trainer!r}", [part], self._note_failure, self._timeout_s)
                 stream.send(body.sequence, Sent(body.encode(), part, ack))
@@ -329,7 +329,7 @@ class PushSession:
                 more = index + 1 < len(messages)
                 body = self._part(first + index, message, more, step, serials, prefetched)
                 n_rows = sum(len(rows.ids) for rows in message)
-                part = PartAck(stream.where, n_rows, partial(self._trouble, shard), prefetched)
+                part = PartAck(stream.where, n_rows, partial(self._trouble, shard), stream.channel.say_trouble, prefetched)
                 numbered.append(_Numbered(stream, body, part))
         return numbered
 

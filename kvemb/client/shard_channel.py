@@ -164,8 +164,8 @@ class PendingCall(Generic[R]):
             self._looked = True
             if look_at_port(self._channel.address, Deadline.after(_GREETING_S)) in (NOBODY, SILENT, HANGS_UP):
                 self._channel.away(str(self._channel.unavailable(self._method, "no answer yet")), SAY_AFTER_S)
-            elif self._verb is not GET_STATUS and (why := self._channel.trouble(self._deadline)):
-                self._channel.away(why, SAY_AFTER_S)
+            elif self._verb is not GET_STATUS:
+                self._channel.say_trouble(self._deadline)
 
 
 class ShardChannel:
@@ -180,14 +180,14 @@ class ShardChannel:
         self.absence = Absence()
 
     def away(self, why: str, for_s: float = 0.0) -> None:
-        """Record that the shard does not answer, or starts, and say it once it has lasted: waiting callers may wait for long."""
+        """Record that the shard does not answer, starts, or does not get on, and say it once it has lasted: callers may wait for long."""
         if (lasted_s := self.absence.lasts(for_s)) is not None:
-            log.warning("away for %.0f s, and waited for; pulls go on: %s", lasted_s, why)
+            log.warning("waiting for %.0f s; pulls go on: %s", lasted_s, why)
 
     def back(self) -> None:
-        """Record that the shard answers; where its absence was said, that is said, too."""
+        """Record that the shard answers; where it was said that it is waited for, that is said, too."""
         if (lasted_s := self.absence.over()) is not None:
-            log.warning("%s is back after %.0f s", self, lasted_s)
+            log.warning("%s goes on after %.0f s", self, lasted_s)
 
     def trouble(self, deadline: Deadline) -> str:
         """Why the shard does not get on, as it says itself; "" where it does, or does not answer."""
@@ -195,6 +195,11 @@ class ShardChannel:
             reply = self.call(GET_STATUS, Empty(), deadline.within(_PROBE_S))
             return f"{self}: {reply.failure}" if reply.failure else ""
         return ""
+
+    def say_trouble(self, deadline: Deadline) -> None:
+        """Say, once, why a shard does not get on that answers, and has kept a caller waiting for `SAY_AFTER_S`."""
+        if why := self.trouble(deadline):
+            self.away(why, SAY_AFTER_S)
 
     def start(self, verb: Verb[Q, R], request: Q, deadline: Deadline) -> PendingCall[R]:
         """Send a unary request; it waits for a shard that is still starting, at most until the deadline."""

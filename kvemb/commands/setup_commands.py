@@ -104,7 +104,7 @@ def certificates_command(args: argparse.Namespace) -> int:
     authority = Authority(beside / args.out)
     for name, uris, purposes, addresses in _holders(config):
         authority.issue(name, *uris, purposes=purposes, hosts=_hosts(addresses), days=args.days)
-    _say(args, beside / args.out, len(config.servers.shards))
+    _say(args, beside / args.out, config.servers.shards)
     return 0
 
 
@@ -127,12 +127,12 @@ def _hosts(addresses: Sequence[str]) -> list[str]:
     return list(hosts | local)
 
 
-def _say(args: argparse.Namespace, folder: Path, n_shards: int) -> None:
+def _say(args: argparse.Namespace, folder: Path, shards: Sequence[str]) -> None:
     section = _SECTION.format(ca=f"{args.out}/ca.pem")
     print(f"wrote certificates for {args.days:g} days, and all keys, the authority's too, to {folder}: for a trial, not for production.")
     print(f"In {args.config}, under storage: and under parameter_servers: (paths start at its folder):\n  {section}")
     print("In each process's environment its own:")
-    holders = [(f"shard-{n}", f"kvemb shard --config {args.config} --shard {n}") for n in range(n_shards)]
+    holders = [(f"shard-{n}", f"kvemb shard --config {args.config} --shard {n}: the one at {at}") for n, at in enumerate(shards)]
     for name, what in [*holders, ("trainer", "a trainer"), ("admin", "kvemb load, drop, repair, nodes, shards, moves")]:
         print(f"  KVEMB_TLS_CERT={args.out}/{name}.crt KVEMB_TLS_KEY={args.out}/{name}.key   # {what}")
     print(f"Storage nodes: {folder}/storage.crt and storage.key, with ca.pem as their authority (docs/security.md)")

@@ -18,7 +18,7 @@ from typing import Any
 from kvemb.client.all_shards import AllShards
 from kvemb.commands.terminal_output import text_table
 from kvemb.config import Config, load
-from kvemb.errors import ConfigError, ShardUnavailableError, n_of
+from kvemb.errors import ConfigError, NodeLostError, ShardUnavailableError, n_of
 from kvemb.net.deadline import Deadline
 from kvemb.operate.cluster_status import ClusterStatus, ShardStatus, healthy, survey
 from kvemb.operate.examination import examine
@@ -84,7 +84,8 @@ def render(status: ClusterStatus) -> str:
     lines = [f"storage nodes: {status.nodes_error}" if status.nodes_error else nodes]
     troubles = [f"shard {shard.shard}: {_trouble(shard)}" for shard in status.shards if _trouble(shard)]
     repairs = [f"shard {s.shard} repairs: {s.reply.repair}" for s in status.shards if s.reply is not None and s.reply.repair]
-    strangers = [f"not as kvemb.yaml says: {' '.join(status.strangers.split())}"] if status.strangers else []
+    told = " ".join(status.strangers.split())
+    strangers = [told if told.startswith(NodeLostError.__name__) else f"not as kvemb.yaml says: {told}"] if told else []
     unsafe = [node.unsafe for node in status.nodes if node.unsafe]
     change = [str(status.change)] if status.change is not None else []
     return "\n".join([*strangers, *lines, *_held_lines(status), *unsafe, *change, "", shards, *troubles, *repairs])

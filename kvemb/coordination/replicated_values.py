@@ -108,6 +108,7 @@ class ValueCell:
         self.update(lambda old: value)
 
     def mend(self, damaged: bytes | None, value: bytes) -> None:
-        """Put a value in the place of a damaged copy, if that still stands there."""
+        """Put a value in the place of a damaged or missing copy, if that still stands there."""
         if self.swap(damaged, value):
-            log.error("%s: the value under the key %s was damaged and has been put right", self.holder, self.name)
+            fault = "missing" if damaged is None else "damaged"
+            log.error("%s: the value under the key %s was %s and has been put right", self.holder, self.name, fault)

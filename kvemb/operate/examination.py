@@ -103,7 +103,8 @@ def examine(config: Config, our_version: str) -> Examination:
             found = [*_another_clusters(store, described, config), *found]  # first whether they are another cluster's, then advice
             found += [*_hash_limits(store, described, found, timeout_s), *_move(store, servers, serving, timeout_s)]
             found += _growing(servers, described, nodes, timeout_s)
-            found += _shards(servers, statuses, described, config, store.nodes.addresses, our_version)
+            known = () if nodes and all(node.error for node in nodes) else store.nodes.addresses  # else they are but the file's
+            found += _shards(servers, statuses, described, config, known, our_version)
     # If a server's certificate is not good, it is known why the server cannot be reached.
     kept = sorted((one for one in found if one.name not in _UNREACHED or one.where not in told), key=lambda finding: finding.level)
     return Examination(kept, len(nodes), len(statuses))
@@ -212,7 +213,7 @@ def _shards(
     nodes: Sequence[str],
     our_version: str,
 ) -> Iterator[Finding]:
-    asked_s, of_cluster = time.time(), [*nodes, *(channel.address for channel in servers.channels.values())]
+    asked_s, of_cluster = time.time(), [*nodes, *(channel.address for channel in servers.channels.values())] if nodes else ()
     own_nodes = () if config.storage.kind == "redis-cluster" else nodes  # there replicas may be named, too
     yield from judge_addresses(config, own_nodes, [channel.address for channel in servers.channels.values()])
     examined = servers.try_each(EXAMINE, dict.fromkeys(described, Empty()), Deadline.after(config.storage.timeout_s))

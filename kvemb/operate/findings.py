@@ -60,6 +60,12 @@ _READ_AHEAD_BYTES = 16 << 20  # what one connection may be sent at once: six ste
 _LACKS = "commands that it does not know"  # of the settings of a Redis or Valkey
 _SERVES_NOT = "does not serve now"  # of `kvemb.stores`, for a server that answers with an error
 _SILENT = "no complete answer within"  # the words of `kvemb.net.exchange` for a server with an open connection
+_PASSWORD = (
+    "Where all nodes refuse, set the variables that storage.username_env and password_env name, here and for shards and trainers; where "
+    "one does, give that node the users and passwords of the others."
+)
+_NO_TLS = "no TLS connection"  # the words of `kvemb.net.tls_link`
+_SPEAK_TLS = "See that it speaks TLS at this port, takes this process's certificate, and that the address is right."
 _WAITS = "It runs, and says why it does not serve. Shards wait for it and lose nothing; kvemb repair is not needed."
 _UNREACHED = "Start it, or put its address right in storage.nodes. Shards wait for it and lose nothing; kvemb repair is not needed."
 
@@ -107,7 +113,9 @@ def _unreached(where: str, why: str) -> Finding:
     if re.search(r"(?i)name or service|name resolution|not known|no address associated", why):
         return error("node-name", where, why, "Its host name has no address here: mend the name in storage.nodes, or DNS.")
     if re.search(r"(?i)NOAUTH|WRONGPASS|NOPERM|authent|password", why):
-        return error("node-password", where, why, "Set the variables that storage.username_env and password_env name.")
+        return error("node-password", where, why, _PASSWORD)
+    if _NO_TLS in why:
+        return error("tls-refused", where, why, _SPEAK_TLS)
     if _SILENT in why:
         return error("node-hangs", where, f"takes connections, and does not answer: {why}", f"It is stopped, or far too slow. {_SLOW}")
     return error("node-unreachable", where, why, _WAITS if _SERVES_NOT in why else _UNREACHED)
@@ -285,9 +293,8 @@ def _judge_identity(where: str, shard: int, says: DescribeReply, config: Config)
         what = f"belongs to cluster {says.cluster!r}, this file names {config.cluster!r}"
         yield error("cluster-name", where, what, "Use the kvemb.yaml of that cluster, or other addresses in parameter_servers.shards.")
     if says.shard != shard:
-        yield error(
-            "shard-swapped", where, f"answers as shard {says.shard}", "Put the addresses in parameter_servers.shards into their order."
-        )
+        mend = f"Put the addresses in parameter_servers.shards into their order. Where they are, end it, and start there: --shard {shard}."
+        yield error("shard-swapped", where, f"answers as shard {says.shard}", mend)
     if says.mode != config.servers.mode:
         yield error("shard-mode", where, f"runs in {says.mode} mode, this file says {config.servers.mode}", _SAME_FILE)
 

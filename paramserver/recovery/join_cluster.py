@@ -149,12 +149,20 @@ def keep_map(data: DataDir, nodes: StoreNodes, cluster_map: ClusterMap, check: C
 
 
 def kept_place(root: Path, shard: int, in_file: Sequence[str]) -> str:
-    """Return where a shard is, as its folder has kept the cluster's map; "" where it does not say. Nothing is opened for that."""
+    """Return where a shard is, as its folder has kept the cluster's map, else by its position in the file; "" where neither says.
+
+    Once shards have left, the file's order is not that of numbers: the place of another shard is none. Nothing is opened for that.
+    """
+    listed = next(iter(in_file[shard : shard + 1]), "")
     try:
         kept = _unpack((folder_of(root, shard) / CLUSTER).read_bytes(), "map", b"")
-        return decode_map(kept).place_of(shard, in_file) if kept else ""
+        if not kept:
+            return listed
+        cluster_map = decode_map(kept)
+        taken = {cluster_map.place_of(other, in_file) for other in cluster_map.shard_numbers}
+        return cluster_map.place_of(shard, in_file) or ("" if listed in taken else listed)
     except (OSError, KvembError):  # the start will raise it
-        return ""
+        return listed
 
 
 def _packed(known: Identity) -> bytes:

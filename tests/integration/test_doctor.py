@@ -168,7 +168,7 @@ def test_a_table_that_grows_towards_a_full_node_is_named_unless_a_policy_bounds_
 @pytest.mark.parametrize(
     ("section", "change", "found", "says"),
     [
-        ("parameter_servers", lambda s: s["shards"].reverse(), "shard-swapped", "into their order"),
+        ("parameter_servers", lambda s: s["shards"].reverse(), "shard-swapped", "into their order. Where they are, end it"),
         ("parameter_servers", lambda s: s["shards"].pop(), "shard-count", "were started with"),
         ("parameter_servers", lambda s: s.update(mode="sync", trainers=2), "shard-mode", "same kvemb.yaml"),
         ("storage", lambda s: s.update(nodes=[s["nodes"][0], "no-such-host.invalid:6379"], insecure=True), "node-name", "or DNS"),
@@ -204,6 +204,11 @@ def test_a_shard_that_was_started_with_another_file_is_told(cluster: LocalCluste
     assert not findings(path)
     far = changed(cluster, tmp_path, lambda tree: tree["storage"]["nodes"].append("127.0.0.1:1"))
     assert findings(far, "warning")["other-file"].what.endswith("; none of the cluster's: 127.0.0.1:1")
+
+
+def test_where_no_node_of_the_file_lives_nothing_is_said_of_the_clusters_own_addresses(cluster: LocalCluster, tmp_path: Path) -> None:
+    dead = changed(cluster, tmp_path, lambda tree: tree["storage"].update(nodes=["127.0.0.1:1"]))
+    assert "none of the cluster's" not in findings(dead, "warning")["other-file"].what
 
 
 def test_the_order_of_nodes_is_free(cluster: LocalCluster, tmp_path: Path) -> None:

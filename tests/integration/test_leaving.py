@@ -178,7 +178,7 @@ def test_a_program_that_could_not_deliver_says_how_many_pushes_and_ends_with_4(t
         done = run(IN_A_CHILD if child else DOWN, tmp_path, started.url, "t", str(started.shards[0].pid))
         os.kill(started.shards[0].pid, signal.SIGCONT)
     assert done.returncode == 4, done.stderr
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("away for ")]  # which is said of a shard that is waited for
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("waiting for ")]  # said of a shard that is waited for
     assert len(lines) == 1, done.stderr
     assert re.match(r"kvemb: the program ended and 3 pushes of trainer '.*' had not been acknowledged", lines[0]), done.stderr
     assert child or done.stdout == "the user's own function ran\n"

@@ -270,8 +270,8 @@ def test_the_certificates_of_a_trial_serve_every_process_of_the_cluster(
     try:
         own("admin")
         assert cli.main(["certificates", "--config", str(made.path), "--out", "trial", "--days", "3"]) == 0  # renews, by the same authority
-        shown = capsys.readouterr().out
-        assert f"KVEMB_TLS_CERT=trial/shard-0.crt KVEMB_TLS_KEY=trial/shard-0.key   # kvemb shard --config {made.path} --shard 0" in shown
+        shown, start = capsys.readouterr().out, f"kvemb shard --config {made.path} --shard 0: the one at 127.0.0.1:"
+        assert f"KVEMB_TLS_CERT=trial/shard-0.crt KVEMB_TLS_KEY=trial/shard-0.key   # {start}" in shown
         assert (trial / "ca.key").stat().st_mode & 0o777 == 0o600
         made.shards.append(made.launch(0, Issued(trial, "shard-0")))
         until((tmp_path / "ready-0").exists, made.shards[0])

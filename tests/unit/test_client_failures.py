@@ -1,14 +1,16 @@
 """Pushes that fail, shards that go away, and what the trainer hears of it."""
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import grpc
 import pytest
 
-from kvemb.client import push_session
+from kvemb.client import push_sender, push_session
+from kvemb.client.ack import Ack
 from kvemb.client.outbox import WINDOW_PARTS
+from kvemb.client.push_session import PushSession
 from kvemb.client.shard_channel import SAY_AFTER_S, ShardChannel
 from kvemb.errors import ClosedError, FencedError, MessageError, PushRejectedError, ShardFailedError, ShardUnavailableError, to_wire
 from kvemb.net.deadline import Deadline
@@ -25,9 +27,32 @@ def test_that_a_shard_is_away_is_said_once_and_that_it_is_back(caplog: pytest.Lo
     channel.back()
     channel.back()
     channel.close()
-    said = [line.split(" and waited")[0] for line in caplog.messages]
-    assert said == [f"away for {SAY_AFTER_S:.0f} s,", f"shard 3 (127.0.0.1:1) is back after {SAY_AFTER_S:.0f} s"]
+    said = [line.split("; pulls")[0] for line in caplog.messages]
+    assert said == [f"waiting for {SAY_AFTER_S:.0f} s", f"shard 3 (127.0.0.1:1) goes on after {SAY_AFTER_S:.0f} s"]
     assert "it replays" in caplog.messages[0]
+
+
+WAITS: dict[str, Callable[[PushSession, Ack], object]] = {
+    "for its place in the journal": lambda session, sent: sent.wait(0.2),
+    "for all that was sent": lambda session, sent: session.wait_applied(Deadline.after(0.2)),
+    "for room": lambda session, sent: session.push(rows_of(2), Deadline.after(0.2)),
+}
+
+
+@pytest.mark.parametrize("waits", list(WAITS))
+def test_why_a_shard_does_not_get_on_is_said_whoever_waits_for_it(
+    shards: list[FakeShard], connect: Connections, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, waits: str
+) -> None:
+    for module in ("ack", "push_sender"):
+        monkeypatch.setattr(f"kvemb.client.{module}.SAY_AFTER_S", 0.01)
+    monkeypatch.setattr(ShardChannel, "trouble", lambda channel, deadline: f"{channel}: JournalFullError: no space left")
+    monkeypatch.setattr(push_sender.Outbox, "has_room", property(lambda outbox: len(outbox) == 0))
+    shards[0].script = silent
+    session = connect()
+    sent = session.push(rows_of(1), soon())
+    with pytest.raises(ShardUnavailableError):
+        WAITS[waits](session, sent)
+    assert [line for line in caplog.messages if "pulls go on: shard 0" in line and line.endswith("JournalFullError: no space left")]
 
 
 @pytest.mark.parametrize("verb", ["push", "wait_applied", "close"])

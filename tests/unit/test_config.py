@@ -109,6 +109,7 @@ def test_a_shard_without_a_journal_is_refused_with_what_to_set_instead() -> None
         ("storage.nodes", ["a:65536"], r"storage.nodes\[0\]"),
         ("storage.nodes", ["a:-1"], r"storage.nodes\[0\]"),
         ("storage.nodes", [":6379"], r"storage.nodes\[0\]"),
+        ("storage.nodes", ["a:1 b:2"], r"storage.nodes\[0\]: got 'a:1 b:2', expected \"host:port\""),
         ("storage.nodes", ["redis://a:6379"], r"storage.nodes\[0\]: got 'redis://a:6379', expected \"host:port\""),
         ("storage.nodes", ["a:²"], r"storage.nodes\[0\]"),
         ("storage.nodes", [6379], r"storage.nodes\[0\]"),

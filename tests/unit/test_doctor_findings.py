@@ -85,6 +85,11 @@ def test_a_node_that_answers_with_an_error_is_not_to_be_started() -> None:
     assert (found.name, found.mend.startswith("Start it")) == ("node-unreachable", True)
 
 
+def test_a_node_that_speaks_no_tls_is_not_to_be_started() -> None:
+    (found,) = judge_node(replace(NODE, error="node n:1: no TLS connection: no answer to the handshake within 5 s."), {})
+    assert (found.name, found.mend.startswith("See that it speaks TLS")) == ("tls-refused", True)
+
+
 MEMCACHED = {"evictions": "off", "slab_reassign": "no", "cas_enabled": "yes", "memory_file": "(null)", "maxconns": "4096"}
 
 

@@ -30,11 +30,12 @@ from kvemb.errors import (
     WrongNodeError,
 )
 from kvemb.net.deadline import Deadline
+from kvemb.schema.cluster_map import BY_COMMAND, GONE, IN_FILE, ClusterMap, NodePlace
 from kvemb.schema.keys import table_tag
 from kvemb.schema.policies import KEPT_CHANGES
 from kvemb.schema.table_def import TableDef
 from paramserver.model.table_registry import Registry
-from paramserver.recovery.join_cluster import CLUSTER, INTENT, StorageWait, join_cluster, keep_identity
+from paramserver.recovery.join_cluster import CLUSTER, INTENT, StorageWait, join_cluster, keep_identity, kept_place
 from paramserver.recovery.start_report import StartReport
 from paramserver.shard_process.data_dir import DataDir
 
@@ -153,6 +154,17 @@ def test_a_folder_and_nodes_of_an_earlier_release_are_told_by_the_markers(folder
         join(nodes, data)
     with pytest.raises(NotProvisionedError, match=r"The data folder .* is an older cluster's. .* \(parameter_servers.data_dir\)"):
         join(addresses(), data)  # the checkpoint's new nodes, and the old folder
+
+
+def test_a_shard_that_has_left_is_not_where_another_one_is_whose_address_stands_at_its_position(folder: Folder, tmp_path: Path) -> None:
+    left = replace(ClusterMap.first(1, 3), shards=(NodePlace("", IN_FILE), NodePlace("", GONE), NodePlace("c:3", BY_COMMAND)))
+    for shard in (1, 2):
+        data = folder(tmp_path, shard)
+        keep_identity(data, Identity(b"c" * 16, b"g" * 8, left))
+    assert kept_place(tmp_path, 1, ("a:1", "c:3")) == ""
+    assert kept_place(tmp_path, 1, ("a:1", "b:2")) == "b:2"  # it is to join again
+    assert kept_place(tmp_path, 2, ("a:1", "c:3")) == "c:3"
+    assert kept_place(tmp_path / "empty", 1, ("a:1", "c:3")) == "c:3"
 
 
 def test_one_process_per_data_folder(folder: Folder, tmp_path: Path) -> None:

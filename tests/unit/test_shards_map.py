@@ -96,3 +96,10 @@ def test_without_a_copy_only_who_knows_the_map_can_open() -> None:
     with pytest.raises(NodeLostError, match="no cluster map"):
         following(Values(None))
     assert following(Values(None), known=SECOND).now is SECOND
+
+
+def test_a_copy_that_is_put_right_is_said_to_have_been_missing_or_damaged(caplog: pytest.LogCaptureFixture) -> None:
+    values = Values(None)
+    values.cell(MAP_NAME, within()).mend(None, b"whole")
+    values.cell(MAP_NAME, within()).mend(b"whole", b"whole again")
+    assert [line.split(" was ")[1] for line in caplog.messages] == ["missing and has been put right", "damaged and has been put right"]

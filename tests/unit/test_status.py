@@ -73,3 +73,9 @@ def test_what_is_of_another_cluster_stands_last_and_is_no_health() -> None:
     status = ClusterStatus((shard(0),), (), strangers="WrongNodeError: node n:1:\nis node 1")
     assert render(status).splitlines()[0] == "not as kvemb.yaml says: WrongNodeError: node n:1: is node 1"
     assert not healthy(status)
+
+
+def test_a_node_in_repair_is_as_kvemb_yaml_says() -> None:
+    status = ClusterStatus((shard(0),), (), strangers="NodeLostError: node n:1: lost its rows")
+    assert render(status).splitlines()[0] == "NodeLostError: node n:1: lost its rows"
+    assert not healthy(status)
