@@ -9,7 +9,7 @@ from kvemb.config import Config
 from kvemb.connection import Connection
 
 if TYPE_CHECKING:  # each is imported when it is used first
-    from kvemb.checkpoint.checkpoints import Checkpoints
+    from kvemb.checkpoint.checkpoint_verbs import Checkpoints
     from kvemb.checkpoint.load import LoadProgress, LoadResult
     from kvemb.checkpoint.save import SaveProgress, SaveResult
     from kvemb.client.slot_moves import NodeMoves, ShardScaling
@@ -28,7 +28,7 @@ class Capabilities:
     @property
     def checkpoints(self) -> Checkpoints:
         """The verbs save and load."""
-        from kvemb.checkpoint.checkpoints import Checkpoints
+        from kvemb.checkpoint.checkpoint_verbs import Checkpoints
 
         return Checkpoints(self._config, self._connection)
 

@@ -18,6 +18,7 @@ MODULES_TWICE = {
     "checkpoint": "a shard's part of saves and loads, and the files themselves: one idea, two packages",
     "columns": "a facade (kvemb.own): both are the same module",
     "engine": "the file for which its folder is named",
+    "feed": "a shard's part of the feed, and a subscriber's: one capability, two packages",
     "ingest": "the file for which its folder is named",
     "jax": "a facade (kvemb.own): both are the same module",
     "keras": "a facade (kvemb.own): both are the same module",

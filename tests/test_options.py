@@ -102,7 +102,7 @@ SHOWN_BY = {
         "dtype": f"{IMPORT}:test_weights_written_in_fewer_bits_come_back_within_the_stated_error",
         "progress": f"{IMPORT}:test_an_exported_table_comes_back_bit_for_bit",
     },
-    "kvemb/checkpoint/checkpoints.py:Checkpoints.save": {
+    "kvemb/checkpoint/checkpoint_verbs.py:Checkpoints.save": {
         "url": SAVED,
         "base": SAVED,
         "weights_only": f"{SAVES}:test_a_checkpoint_goes_to_another_number_of_shards_and_another_storage",
@@ -111,7 +111,7 @@ SHOWN_BY = {
         "timeout_s": "tests/unit/test_checkpoint_save.py:test_shards_and_caller_have_the_same_time_for_the_cut",
         "progress": SAVED,
     },
-    "kvemb/checkpoint/checkpoints.py:Checkpoints.load": {
+    "kvemb/checkpoint/checkpoint_verbs.py:Checkpoints.load": {
         "url": f"{SAVES}:test_a_load_brings_everything_back_while_trainers_wait",
         "tables": f"{SAVES}:test_a_load_asks_before_rows_go_and_takes_one_table_alone",
         "stall_timeout_s": f"{LOADED}:test_a_load_of_which_no_shard_comes_any_further_is_watched_no_longer_than_asked_for",
