@@ -13,11 +13,11 @@ if TYPE_CHECKING:  # each is imported when it is used first
     from kvemb.checkpoint.load import LoadProgress, LoadResult
     from kvemb.checkpoint.save import SaveProgress, SaveResult
     from kvemb.client.slot_moves import NodeMoves, ShardScaling
-    from kvemb.feed.cluster_feed import Feed
+    from kvemb.feed.cluster_feed import Feeds
     from kvemb.foreign.table_files import TableFiles
 
 
-class Capabilities:
+class Facets:
     """The facets of `kvemb.Cluster`. They share its connection."""
 
     def __init__(self, config: Config, connection: Connection) -> None:
@@ -73,11 +73,11 @@ class Capabilities:
     # --- feed ---------------------------------------------------------------------------------------------------------------------
 
     @property
-    def feed(self) -> Feed:
+    def feed(self) -> Feeds:
         """What the shards change, event by event."""
-        from kvemb.feed.cluster_feed import Feed
+        from kvemb.feed.cluster_feed import Feeds
 
-        return Feed(self._config, self._connection)
+        return Feeds(self._config, self._connection)
 
     # --- foreign rows -------------------------------------------------------------------------------------------------------------
 

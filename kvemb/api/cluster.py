@@ -16,7 +16,7 @@ from kvemb import init
 from kvemb.admit import Admission
 from kvemb.api.catalog import Catalog
 from kvemb.api.table import Table
-from kvemb.capabilities import Capabilities
+from kvemb.capabilities import Facets
 from kvemb.config import Config
 from kvemb.connection import Connection, TrainerMetrics
 from kvemb.errors import ConfigError, InvalidInputError, KvembError
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _LEAVE_S = 2.0  # how long a program that failed is kept because of pushes that are on their way
 
 
-class Cluster(Capabilities):
+class Cluster(Facets):
     """An open cluster: its tables, and the verbs that concern several of them.
 
     Made by `connect`. Close it, or use it as a context manager. Thread-safe.

@@ -65,7 +65,7 @@ class FeedEvent:
 
 
 class ClusterFeed:
-    """What the shards of a cluster change, as an iterator without an end; made by `Feed.open`.
+    """What the shards of a cluster change, as an iterator without an end; made by `Feeds.open`.
 
     One thread iterates, with `for` or `async for`; any may call `close`. Not fork-safe.
 
@@ -201,7 +201,7 @@ class ClusterFeed:
         return replace(event, weights=weights, versions=versions)
 
 
-class Feed:
+class Feeds:
     """The feed of an open cluster, as its users see it: `cluster.feed`. Thread-safe."""
 
     def __init__(self, config: Config, connection: Connection) -> None:
@@ -270,7 +270,7 @@ def open_feed(
     away_timeout_s: float,
     read: ReadRows | None = None,
 ) -> ClusterFeed:
-    """Open a feed; see `Feed.open`."""
+    """Open a feed; see `Feeds.open`."""
     from kvemb.feed.change_feed import ChangeFeed
 
     if not 0 < max_mb < 1 << 20:

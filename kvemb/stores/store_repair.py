@@ -39,7 +39,7 @@ class StoreRepair:
 
     Methods with a nonce raise NodeLostError when it does not stand on the node any more. Then the node has lost its data again, or the
     repair has been finished. Call `begin` then, which says which of the two it was. All of them may be called again after any
-    error.
+    error. One class of many methods: each step of a repair needs its nodes and nonces.
 
     Args:
         nodes: those that are repaired.
