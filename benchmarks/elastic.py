@@ -33,7 +33,7 @@ def elastic(options: argparse.Namespace) -> Report:
     sections: list[Section] = []
     versions: dict[str, str] = {}
     for store in options.store:
-        if parts := [part for part in options.parts if part != LOSSES]:
+        if parts := [part for part in options.parts if part == SHARDS or (part == NODES and store != "redis-cluster")]:  # redis-cli's
             sections += _measure(store, options, parts, versions)
         if LOSSES in options.parts:
             n_steps = check_losses(store, options.steps)
@@ -72,11 +72,11 @@ def _rounds_of_nodes(it: ElasticCluster, repeats: int) -> tuple[list[Line], Seri
     joins, leaves, moves, repairs = [], [], [], []
     for _ in range(repeats):
         with it.further_node() as third, it.load() as trainers:
-            joins.append(it.under_load(trainers, it.node_joins(third)))
-            leaves.append(it.under_load(trainers, it.node_leaves(third)))
+            joins.append(it.under_load(trainers, it.opened.nodes.add(third)))
+            leaves.append(it.under_load(trainers, it.opened.nodes.remove(third)))
         with it.further_node() as third:
-            moves.append(it.alone(it.node_joins(third)))
-            it.alone(it.node_leaves(third))
+            moves.append(it.alone(it.opened.nodes.add(third)))
+            it.alone(it.opened.nodes.remove(third))
         repairs.append(it.repair())
         it.check()
     ratio = Spread.of([move.rows_per_s / repair for move, repair in zip(moves, repairs, strict=True)])

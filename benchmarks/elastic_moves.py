@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,6 @@ from kvemb.local_cluster.processes import free_ports
 from kvemb.net.deadline import Deadline
 from kvemb.schema.move_plan import SHARDS
 from kvemb.schema.slot_dealing import SlotPlan
-from kvemb.stores.redis_cluster.scaling.node_scaling import NodeScaling
 from kvemb.stores.storage_kinds import open_store
 
 N_NODES, N_SHARDS = 2, 2
@@ -28,7 +26,6 @@ TABLE = "elastic"
 _OPEN_S = 20.0
 _CLUSTER = "redis-cluster"
 _POINT_S = 0.05  # of a picture: its longest step
-Plan = SlotPlan[Any]
 
 
 @dataclass(frozen=True)
@@ -105,14 +102,11 @@ class ElasticCluster:
         self._store, self._options = store, options
         self.n_nodes = N_NODES + (store == _CLUSTER)  # two of three can call the third failed
         self._counts = np.ones(options.rows, np.int64)
-        self._scaling: NodeScaling | None = None
 
     def __enter__(self) -> "ElasticCluster":
         with ExitStack() as stack:
             self.cluster = stack.enter_context(LocalCluster(self._store, self.n_nodes, shards=N_SHARDS))
             self.opened = stack.enter_context(kvemb.connect(self.cluster.url))
-            if self._store == _CLUSTER:  # which places its slots itself
-                self._scaling = stack.enter_context(NodeScaling(self.opened.config.storage))
             self.table = fill(self.opened, TABLE, self._options.rows, self._options.dim)
             self._stack = stack.pop_all()
         return self
@@ -133,15 +127,7 @@ class ElasticCluster:
         """Refuse a table whose rows are not the number of pushes that they got."""
         check_counts(self.table, self._counts)
 
-    def node_joins(self, address: str) -> Plan:
-        """A plan that a server joins."""
-        return self.opened.nodes.add(address) if self._scaling is None else self._scaling.plans.add(address)
-
-    def node_leaves(self, address: str) -> Plan:
-        """A plan that a node leaves."""
-        return self.opened.nodes.remove(address) if self._scaling is None else self._scaling.plans.remove(address)
-
-    def under_load(self, trainers: Trainers, plan: Plan) -> Change:
+    def under_load(self, trainers: Trainers, plan: SlotPlan) -> Change:
         """Let trainers train, and then the plan happen meanwhile."""
         with trainers.window() as before:
             time.sleep(self._options.seconds)
@@ -150,17 +136,13 @@ class ElasticCluster:
         n_after = 1 + (N_SHARDS if plan.kind == SHARDS else self.n_nodes)
         return Change(before[0], meanwhile[0], move, move.n_rows * n_after / self._options.rows)
 
-    def alone(self, plan: Plan) -> Move:
+    def alone(self, plan: SlotPlan) -> Move:
         """Let the plan happen."""
         start_s = time.perf_counter()
         if plan.kind == SHARDS:
             self.opened.shards.begin(plan)
-        elif self._scaling is None:
-            self.opened.nodes.begin(plan)
         else:
-            self._scaling.carry_out(plan)
-            n_rows = round(self._options.rows * plan.n_bytes / float(plan.sizes.record_bytes.sum()))
-            return Move(n_rows, time.perf_counter() - start_s)
+            self.opened.nodes.begin(plan)
         self.opened.nodes.wait(timeout_s=TIMEOUT_S)
         return Move(plan.n_rows, time.perf_counter() - start_s)
 
@@ -181,17 +163,12 @@ class ElasticCluster:
 
     def repair(self) -> float:
         """Restart a node empty; rows per second of its repair."""
-        if self._scaling is None:
-            state, sizes = self.opened.nodes.state(), self.opened.nodes.sizes()
-            n_rows = int(sizes.rows[state.map.slot_nodes == 0].sum())
-        else:
-            figures = self._scaling.plans.show()
-            part = [node.row_bytes for node in figures if node.address == self.cluster.servers[0].address]
-            n_rows = round(self._options.rows * sum(part) / sum(node.row_bytes for node in figures))
+        state, sizes = self.opened.nodes.state(), self.opened.nodes.sizes()
+        n_rows = int(sizes.rows[state.map.slot_nodes == 0].sum())
         store = open_store(self.opened.config.storage, role="shard:bench")
         try:
             store.open(Deadline.after(_OPEN_S))
-            self.cluster.servers[0].restart(member=self._scaling is not None)
+            self.cluster.servers[0].restart()
             seconds, _ = watch_repair(store.repair, Deadline.after(TIMEOUT_S))
         finally:
             store.close()

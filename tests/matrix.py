@@ -11,8 +11,6 @@ import pytest
 
 FULL = (
     # Redis Cluster beyond its contract: slots that move, and the programs that move them.
-    "tests/integration/test_cluster_scaling.py",
-    "tests/integration/test_slot_moves.py",
     "tests/integration/test_stores_redis_cluster.py",
     # The contract of stores once more, over TLS; that TLS holds strangers off is told by test_tls.py.
     "tests/integration/test_stores_tls.py",

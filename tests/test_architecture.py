@@ -54,7 +54,7 @@ ROOMS = {
         {"kvemb.datapath", "kvemb.local_cluster", "kvemb.stores.redis_server"},
         {"kvemb.client", "kvemb.stores.redis_cluster", "kvemb.stores.standalone"},
         {"kvemb.connection"},
-        {"kvemb.checkpoint", "kvemb.feed", "kvemb.operate", "kvemb.stores.redis_cluster.scaling", "kvemb.testing"},
+        {"kvemb.checkpoint", "kvemb.feed", "kvemb.operate", "kvemb.testing"},
         {"kvemb.foreign"},
         {"kvemb.alter", "kvemb.capabilities"},
         {"kvemb.api"},

@@ -37,7 +37,7 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ),
     ("Headroom of nodes", "bytes", ((f"min by (node) (kvemb_node_headroom_bytes{_OF})", "{{node}}"),)),
     ("Answer of nodes", "s", ((f"min by (node) (kvemb_node_answer_seconds{_OF})", "{{node}}"),)),
-    ("Slots that a change of nodes has still to move", "short", ((f"max(kvemb_nodes_slots_left{_OF})", "slots"),)),
+    ("Slots that stand open between two nodes", "short", ((f"max(kvemb_nodes_open_slots{_OF})", "slots"),)),
     (
         "Clocks of shards' hosts, from Prometheus's",
         "s",

@@ -162,9 +162,7 @@ def nodes(source: str | os.PathLike[str] | Mapping[str, Any]) -> Iterator[NodeMo
     config = load(source, os.environ)
     require_encrypted(config)
     if config.storage.kind == "redis-cluster":
-        raise ConfigError(
-            "a Redis Cluster moves its slots itself: use `kvemb nodes`, or kvemb.stores.redis_cluster.scaling.node_scaling.NodeScaling"
-        )
+        raise ConfigError("a Redis Cluster moves its slots itself: `kvemb nodes` prints the commands of redis-cli")
     servers = AllShards.of(config.servers)
     try:
         yield NodeMoves(servers)

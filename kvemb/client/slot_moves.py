@@ -160,7 +160,7 @@ class NodeMoves(SlotMoves):
     Args: those of `SlotMoves`.
     """
 
-    def add(self, *addresses: str, weights: Mapping[str, float] | None = None) -> SlotPlan[ClusterMap]:
+    def add(self, *addresses: str, weights: Mapping[str, float] | None = None) -> SlotPlan:
         """Work out a move by which empty nodes join.
 
         Args:
@@ -172,15 +172,15 @@ class NodeMoves(SlotMoves):
         """
         return self._plan(join=addresses, weights=weights)
 
-    def remove(self, *addresses: str, weights: Mapping[str, float] | None = None) -> SlotPlan[ClusterMap]:
+    def remove(self, *addresses: str, weights: Mapping[str, float] | None = None) -> SlotPlan:
         """Work out a move by which nodes leave: they have no slots when it is done, and may be switched off."""
         return self._plan(leave=addresses, weights=weights)
 
-    def rebalance(self, weights: Mapping[str, float] | None = None) -> SlotPlan[ClusterMap]:
+    def rebalance(self, weights: Mapping[str, float] | None = None) -> SlotPlan:
         """Work out a move that gives every node its share, by the bytes of the rows there are."""
         return self._plan(weights=weights)
 
-    def exchange(self, old: str, new: str) -> SlotPlan[ClusterMap]:
+    def exchange(self, old: str, new: str) -> SlotPlan:
         """Work out a move that brings all that is on one node to a new one, and lets the old one leave."""
         state, sizes = self.state(), self.sizes()
         if old not in state.nodes.values():
@@ -189,7 +189,7 @@ class NodeMoves(SlotMoves):
         owners = np.where(now == state.places.index(old), state.map.n_nodes, now).astype(np.uint16)
         return SlotPlan(NODES, state.map, now, owners, sizes, (new,), (old,))
 
-    def begin(self, plan: SlotPlan[ClusterMap], *, max_mb_per_s: float = 0.0) -> MoveState:
+    def begin(self, plan: SlotPlan, *, max_mb_per_s: float = 0.0) -> MoveState:
         """Begin a move; it goes on without this process.
 
         Args:
@@ -208,9 +208,7 @@ class NodeMoves(SlotMoves):
         """Let a node that is gone for good be at another, empty address; the shards bring its rows back there."""
         return self._change(REPLACE_NODE, ReplaceNodeRequest(self.state().map.version, old, new))
 
-    def _plan(
-        self, *, join: Sequence[str] = (), leave: Sequence[str] = (), weights: Mapping[str, float] | None = None
-    ) -> SlotPlan[ClusterMap]:
+    def _plan(self, *, join: Sequence[str] = (), leave: Sequence[str] = (), weights: Mapping[str, float] | None = None) -> SlotPlan:
         state, sizes = self.state(), self.sizes()
         now, joining = state.map, {state.map.n_nodes + at: address for at, address in enumerate(join)}
         owners = deal(now.slot_nodes, sizes.record_bytes, shares_of(NODES, state.nodes, joining, leave, weights))
@@ -230,7 +228,7 @@ class ShardScaling(SlotMoves):
         self._servers.ask_map(Deadline.after(self._timeout_s))
         return {shard: channel.address for shard, channel in self._servers.channels.items()}
 
-    def add(self, *addresses: str, weights: Mapping[str, float] | None = None) -> SlotPlan[ClusterMap]:
+    def add(self, *addresses: str, weights: Mapping[str, float] | None = None) -> SlotPlan:
         """Work out a move by which shards join.
 
         Args:
@@ -243,15 +241,15 @@ class ShardScaling(SlotMoves):
         """
         return self._plan(join=addresses, weights=weights)
 
-    def remove(self, *addresses: str, weights: Mapping[str, float] | None = None) -> SlotPlan[ClusterMap]:
+    def remove(self, *addresses: str, weights: Mapping[str, float] | None = None) -> SlotPlan:
         """Work out a move by which shards leave: they have no rows when it is done, and may be stopped. Shard 0 stays."""
         return self._plan(leave=addresses, weights=weights)
 
-    def rebalance(self, weights: Mapping[str, float] | None = None) -> SlotPlan[ClusterMap]:
+    def rebalance(self, weights: Mapping[str, float] | None = None) -> SlotPlan:
         """Work out a move that gives every shard its share, by the bytes of the rows there are."""
         return self._plan(weights=weights)
 
-    def begin(self, plan: SlotPlan[ClusterMap]) -> MoveState:
+    def begin(self, plan: SlotPlan) -> MoveState:
         """Begin a move; it goes on without this process.
 
         Raises:
@@ -262,9 +260,7 @@ class ShardScaling(SlotMoves):
         request = MoveRequest(plan.basis.version, b"", [], [], 0, runs_of(plan.after), list(plan.join), leaving)
         return self._change(MOVE_SLOTS, request)
 
-    def _plan(
-        self, *, join: Sequence[str] = (), leave: Sequence[str] = (), weights: Mapping[str, float] | None = None
-    ) -> SlotPlan[ClusterMap]:
+    def _plan(self, *, join: Sequence[str] = (), leave: Sequence[str] = (), weights: Mapping[str, float] | None = None) -> SlotPlan:
         there, now, sizes = self.addresses(), self.state().map, self.sizes()
         joining = dict(zip(now.free_shards(len(join)), join, strict=True))
         shares = shares_of(SHARDS, there, joining, leave, weights)

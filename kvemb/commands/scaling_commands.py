@@ -1,15 +1,15 @@
 """The verbs `kvemb nodes`, `shards`, `moves` and `config`: nodes and shards join, leave and take other shares.
 
-All go the same way: show, or work a plan out, print its effect, ask, carry it out. Three fronts hold the differences: nodes and shards,
-whose moves shard 0 carries (`kvemb.client.slot_moves`), and the nodes of a Redis Cluster, whose own commands this process drives.
+All go the same way: show, or work a plan out, print its effect, ask, and have shard 0 carry it out (`kvemb.client.slot_moves`). A Redis
+Cluster moves its slots itself: about its nodes the commands of redis-cli are printed.
 """
 
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import yaml
@@ -19,23 +19,21 @@ from kvemb.client.slot_moves import INDEX_BYTES, MoveState, NodeMoves, ShardScal
 from kvemb.commands.terminal_output import ProgressMeter, agreed, text_table
 from kvemb.commands.verb_options import words_of
 from kvemb.config import Config, StorageConfig, is_address, load
-from kvemb.errors import ConfigError, MoveRefusedError, ShardUnavailableError, n_of
+from kvemb.errors import ConfigError, MoveRefusedError, n_of
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_link import connector_of
 from kvemb.operate.cluster_status import survey
-from kvemb.operate.pull_rates import look_twice, traffic_between
-from kvemb.schema.cluster_map import GONE, ClusterMap
+from kvemb.operate.pull_rates import look_twice
+from kvemb.schema.cluster_map import GONE
 from kvemb.schema.slot_dealing import SlotPlan, SlotSizes
-from kvemb.stores.redis_cluster.node_change import NodeChange
-from kvemb.stores.redis_cluster.scaling.node_scaling import NodeScaling, Progress
-from kvemb.stores.redis_cluster.slot_map import ClusterTopology
+from kvemb.stores.redis_cluster.node_commands import node_commands
+from kvemb.stores.redis_cluster.slot_map import ClusterTopology, SlotMap
 from kvemb.stores.redis_server.redis_login import RedisAccess
 
 NODE_ACTIONS = ("show", "add", "remove", "replace", "rebalance")
 SHARD_ACTIONS = ("show", "add", "remove", "rebalance")
 MOVE_ACTIONS = ("show", "abort", "resume")
 REDIS_CLUSTER = "redis-cluster"
-_ASK_S = 5.0
 Weights = Mapping[str, float] | None
 
 
@@ -45,13 +43,13 @@ class _OwnersFront(Protocol):
     def table(self) -> str:
         """Return the owners, and the slots that move, as a table."""
 
-    def plan(self, action: str, words: Sequence[str], weights: Weights) -> SlotPlan[Any]:
+    def plan(self, action: str, words: Sequence[str], weights: Weights) -> SlotPlan:
         """Work out the plan of an action."""
 
-    def lines(self, plan: SlotPlan[Any]) -> list[str]:
+    def lines(self, plan: SlotPlan) -> list[str]:
         """Return the plan's effect in words."""
 
-    def carry_out(self, plan: SlotPlan[Any]) -> int:
+    def carry_out(self, plan: SlotPlan) -> int:
         """Carry the plan out; return the exit code."""
 
 
@@ -60,8 +58,9 @@ def nodes_command(args: argparse.Namespace) -> int:
     action, source, words = _addresses_of(args, NODE_ACTIONS)
     config = load(source, os.environ)
     if config.storage.kind == REDIS_CLUSTER:
-        with NodeScaling(config.storage, max_mb_per_s=args.max_mb_per_s or None) as nodes:
-            return _run(_RedisClusterFront(nodes), action, words, args)
+        if args.max_mb_per_s:
+            raise ConfigError("--max-mb-per-s: a Redis Cluster moves its slots itself; redis-cli has no such limit")
+        return _redis_cluster(action, words, config, weights_of(args.weights))
     with closing(AllShards.of(config.servers)) as servers:
         front = _NodesFront(NodeMoves(servers), config, args.max_mb_per_s)
         if action == "replace" and front.is_dead(words):
@@ -104,14 +103,6 @@ def moves_command(args: argparse.Namespace) -> int:
     if words:
         raise ConfigError(f"{' '.join(words)}: {action} takes nothing but the path of a kvemb.yaml")
     config = load(source, os.environ)
-    if config.storage.kind == REDIS_CLUSTER:
-        shards = _between_shards(config)
-        if action == "show" or not shards:
-            with NodeScaling(config.storage) as nodes:
-                code = _RedisClusterFront(nodes).moves(action)
-            if shards:
-                print(shards)
-            return code
     with closing(AllShards.of(config.servers)) as servers:
         moves = SlotMoves(servers)
         if action == "abort":
@@ -132,7 +123,7 @@ def config_command(args: argparse.Namespace) -> int:
     with closing(AllShards.of(config.servers)) as servers:
         state = SlotMoves(servers).state()
     shards = [address for address in state.map.shard_places(config.servers.shards) if address]
-    nodes = _cluster_addresses(config.storage) if config.storage.kind == REDIS_CLUSTER else state.nodes.values()
+    nodes = _cluster_map(config.storage).addresses if config.storage.kind == REDIS_CLUSTER else state.nodes.values()
     storage = {"kind": config.storage.kind, "nodes": list(nodes)}
     print(yaml.safe_dump({"cluster": config.cluster, "storage": storage, "parameter_servers": {"shards": shards}}, sort_keys=False), end="")
     return 0
@@ -160,14 +151,14 @@ class _NodesFront:
         gone = [number for number, place in enumerate(state.map.places) if place.said_by == GONE]
         return _with_gone(rows, "node", gone, state)
 
-    def plan(self, action: str, words: Sequence[str], weights: Weights) -> SlotPlan[ClusterMap]:
+    def plan(self, action: str, words: Sequence[str], weights: Weights) -> SlotPlan:
         return self._moves.exchange(*words) if action == "replace" else _planned(self._moves, "node", action, words, weights)
 
-    def lines(self, plan: SlotPlan[ClusterMap]) -> list[str]:
+    def lines(self, plan: SlotPlan) -> list[str]:
         least = f", {plan.n_bytes / 1e6 / self._max_mb_per_s:,.0f} s at least" if self._max_mb_per_s else ""
         return [f"{n_of(plan.n_slots, 'slot')} move, with {n_of(plan.n_rows, 'row')} of {_mb(plan.n_bytes)}{least}", *_who(plan)]
 
-    def carry_out(self, plan: SlotPlan[ClusterMap]) -> int:
+    def carry_out(self, plan: SlotPlan) -> int:
         self._moves.begin(plan, max_mb_per_s=self._max_mb_per_s)
         code = _look_on(self._moves)
         if plan.join or plan.leave:
@@ -203,10 +194,10 @@ class _ShardsFront:
         rows += [(shard, address, *_held(sizes, state.map.slot_shards == shard)) for shard, address in addresses.items()]
         return _with_gone(rows, "shard", sorted(set(range(state.map.n_shards)) - set(state.map.shard_numbers)), state)
 
-    def plan(self, action: str, words: Sequence[str], weights: Weights) -> SlotPlan[ClusterMap]:
+    def plan(self, action: str, words: Sequence[str], weights: Weights) -> SlotPlan:
         return _planned(self._shards, "shard", action, words, weights)
 
-    def lines(self, plan: SlotPlan[ClusterMap]) -> list[str]:
+    def lines(self, plan: SlotPlan) -> list[str]:
         told = f"shards tell each other {_mb(plan.n_rows * INDEX_BYTES)}"
         return [
             f"{n_of(plan.n_slots, 'slot')} to another shard, with {n_of(plan.n_rows, 'row')}, which stay where they are",
@@ -214,7 +205,7 @@ class _ShardsFront:
             *_who(plan),
         ]
 
-    def carry_out(self, plan: SlotPlan[ClusterMap]) -> int:
+    def carry_out(self, plan: SlotPlan) -> int:
         self._shards.begin(plan)
         code = _look_on(self._shards)
         if plan.join or plan.leave:
@@ -222,7 +213,7 @@ class _ShardsFront:
         return code
 
 
-def _planned(moves: NodeMoves | ShardScaling, noun: str, action: str, words: Sequence[str], weights: Weights) -> SlotPlan[ClusterMap]:
+def _planned(moves: NodeMoves | ShardScaling, noun: str, action: str, words: Sequence[str], weights: Weights) -> SlotPlan:
     if action == "rebalance":
         if words:
             raise ConfigError(f"rebalance: {' '.join(words)}: give shares as --weights ADDR=2,ADDR=1")
@@ -230,16 +221,6 @@ def _planned(moves: NodeMoves | ShardScaling, noun: str, action: str, words: Seq
     if not words:
         raise ConfigError(f"{action}: give host:port of the {noun}")
     return (moves.add if action == "add" else moves.remove)(*words, weights=weights)
-
-
-def _between_shards(config: Config) -> str:
-    """Return the move between the shards of a Redis Cluster in words, "" for none. Its nodes can be asked for theirs without shards."""
-    try:
-        with closing(AllShards.of(config.servers)) as servers:
-            state = SlotMoves(servers, _ASK_S).state()
-    except ShardUnavailableError:
-        return ""
-    return "" if state.map.plan is None else str(state)
 
 
 def _look_on(moves: SlotMoves, *, expected_back: bool = False) -> int:
@@ -270,75 +251,35 @@ def _look_on(moves: SlotMoves, *, expected_back: bool = False) -> int:
     return 0
 
 
-# --- what this process drives -------------------------------------------------------------------------------------------------------
+# --- a cluster that places its slots itself -------------------------------------------------------------------------------------------
 
 
-class _RedisClusterFront:
-    """Nodes of a Redis Cluster or a Valkey Cluster."""
-
-    def __init__(self, nodes: NodeScaling) -> None:
-        self._nodes = nodes
-
-    def table(self) -> str:
-        rows: list[tuple[object, ...]] = [("ADDRESS", "SLOTS", "ROWS' BYTES", "USED", "HEADROOM", "TRAFFIC", "REPLICAS", "STATE")]
-        traffic = traffic_between(self._nodes.plans.traffic_bytes)
-        for node in self._nodes.plans.show():
-            free = _mb(node.limit_bytes - node.used_bytes) if node.limit_bytes else "-"
-            sizes = (f"{node.n_slots:,}", _mb(node.row_bytes), _mb(node.used_bytes), free)
-            rows.append((node.address, *sizes, traffic.get(node.address, "-"), node.n_replicas, "failed" if node.failed else "ok"))
-        return "\n".join([text_table(rows), self._under_way()])
-
-    def plan(self, action: str, words: Sequence[str], weights: Weights) -> SlotPlan[NodeChange]:
-        n_words, plans = {"add": 1, "remove": 1, "replace": 2, "rebalance": 0}[action], self._nodes.plans
-        if len(words) != n_words or (weights and action != "rebalance"):
-            raise ConfigError(
-                f"kvemb nodes {action}: takes {n_of(n_words, 'address', 'addresses')} on a Redis Cluster, and --weights with rebalance only"
-            )
-        if action == "rebalance":
-            return plans.rebalance(weights)
-        return plans.replace(*words) if action == "replace" else (plans.add if action == "add" else plans.remove)(*words)
-
-    def lines(self, plan: SlotPlan[NodeChange]) -> list[str]:
-        return [f"{n_of(plan.n_slots, 'slot')} move, with about {_mb(plan.n_bytes)}", *_who(plan)]
-
-    def carry_out(self, plan: SlotPlan[NodeChange]) -> int:
-        print("\n".join(["done", *self._driven(lambda progress: self._nodes.carry_out(plan, progress))]))
+def _redis_cluster(action: str, words: Sequence[str], config: Config, weights: Weights) -> int:
+    """Show the primaries of a Redis Cluster, or the commands of redis-cli that change them."""
+    slot_map = _cluster_map(config.storage)
+    if action == "show":
+        print(_primaries(config.storage, slot_map))
         return 0
-
-    def moves(self, action: str) -> int:
-        """Show the change under way, take it back, or go on with it."""
-        if action == "show":
-            print(self._under_way())
-            return 0
-        begun = self._nodes.plans.under_way() is not None
-        remarks = self._driven(self._nodes.abort if action == "abort" else self._nodes.resume)
-        print("\n".join(["done", *remarks]) if begun or remarks else self._under_way())
-        return 0
-
-    def _under_way(self) -> str:
-        change = self._nodes.plans.under_way()
-        if change is None:
-            view = self._nodes.plans.view()
-            idle = [node.address for node in view.primaries if not view.n_slots(node.name)]
-            waits = (
-                f"; without slots: {', '.join(idle)} (`kvemb nodes add ADDRESS` gives it some, `kvemb nodes remove ADDRESS` takes it out)"
-            )
-            return f"nothing moves{waits if idle else ''}"
-        what, n_left = "being taken back" if change.aborting else "under way", self._nodes.n_left(change)
-        return f"a change of nodes ({change.kind}) is {what}, {n_of(n_left, 'slot')} to go: `kvemb moves resume`, or `kvemb moves abort`"
-
-    def _driven(self, carry_out: Callable[[Progress], list[str]]) -> list[str]:
-        try:
-            with ProgressMeter(sys.stdout, "B") as meter:
-                return carry_out(meter)
-        except KeyboardInterrupt:
-            print("\nstopped between two slots: `kvemb moves` says how far it came, and what goes on or takes it back", file=sys.stderr)
-            raise
+    dead = action == "replace" and not any(node.address in words[:1] and not node.error for node in survey(config).nodes)
+    lines = node_commands(action, words, weights or {}, slot_map, config.storage, dead=dead)
+    login = "" if config.storage.password is None else "export REDISCLI_AUTH, the administrator's password; "
+    print(f"a Redis Cluster moves its slots itself. Type, while training goes on ({login}docs/scaling.md):", *lines, sep="\n")
+    return 0
 
 
-def _cluster_addresses(config: StorageConfig) -> tuple[str, ...]:
-    """Return the primaries that hold slots now by the cluster itself: a shard's knowledge may be older."""
-    return ClusterTopology(RedisAccess(config, connector_of(config.tls))).refreshed(Deadline.after(config.timeout_s)).addresses
+def _primaries(config: StorageConfig, slot_map: SlotMap) -> str:
+    stats, traffic = look_twice(config)
+    rows: list[tuple[object, ...]] = [("ADDRESS", "SLOTS", "USED", "HEADROOM", "TRAFFIC", "STATE")]
+    for node in stats:
+        free = _mb(node.limit_bytes - node.used_bytes) if node.limit_bytes else "-"
+        slots = f"{int(slot_map.slots_of(node.address).sum()):,}"
+        rows.append((node.address, slots, _mb(node.used_bytes), free, traffic.get(node.address, "-"), node.error or "ok"))
+    return text_table(rows)
+
+
+def _cluster_map(config: StorageConfig) -> SlotMap:
+    """Ask the cluster itself: a shard's knowledge may be older."""
+    return ClusterTopology(RedisAccess(config, connector_of(config.tls))).refreshed(Deadline.after(config.timeout_s))
 
 
 # --- words --------------------------------------------------------------------------------------------------------------------------
@@ -358,7 +299,7 @@ def weights_of(text: str) -> dict[str, float] | None:
     return weights
 
 
-def _who(plan: SlotPlan[Any]) -> list[str]:
+def _who(plan: SlotPlan) -> list[str]:
     return [f"{word}: {', '.join(some)}" for word, some in (("joins", plan.join), ("leaves", plan.leave)) if some]
 
 

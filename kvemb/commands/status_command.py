@@ -20,7 +20,7 @@ from kvemb.commands.terminal_output import text_table
 from kvemb.config import Config, load
 from kvemb.errors import ConfigError, NodeLostError, ShardUnavailableError, n_of
 from kvemb.net.deadline import Deadline
-from kvemb.operate.cluster_status import ClusterStatus, ShardStatus, healthy, survey
+from kvemb.operate.cluster_status import ClusterStatus, ShardStatus, healthy, open_slots_line, survey
 from kvemb.operate.examination import examine
 from kvemb.operate.findings import ERROR, STOPPED
 from kvemb.protocol.message_format import installed_version
@@ -87,8 +87,8 @@ def render(status: ClusterStatus) -> str:
     told = " ".join(status.strangers.split())
     strangers = [told if told.startswith(NodeLostError.__name__) else f"not as kvemb.yaml says: {told}"] if told else []
     unsafe = [node.unsafe for node in status.nodes if node.unsafe]
-    change = [str(status.change)] if status.change is not None else []
-    return "\n".join([*strangers, *lines, *_held_lines(status), *unsafe, *change, "", shards, *troubles, *repairs])
+    open_slots = [open_slots_line(status.open_slots)] if status.open_slots else []
+    return "\n".join([*strangers, *lines, *_held_lines(status), *unsafe, *open_slots, "", shards, *troubles, *repairs])
 
 
 def _held_lines(status: ClusterStatus) -> list[str]:

@@ -1,7 +1,7 @@
 """The status of a cluster: every shard and node, or why one of them did not answer. Asks them, and changes nothing."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from kvemb.protocol.messages import GET_STATUS, Empty, StatusReply
 from kvemb.stores.row_io import HeldRows
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
-from kvemb.stores.store_nodes import NodeStats, UnfinishedChange
+from kvemb.stores.store_nodes import NodeStats
 
 if TYPE_CHECKING:  # they import gRPC
     from kvemb.client.all_shards import AllShards
@@ -49,7 +49,7 @@ class ClusterStatus:
     nodes_error: str = ""
     strangers: str = ""
     held: tuple[tuple[str, tuple[HeldRows | None, ...]], ...] = ()
-    change: UnfinishedChange | None = None
+    open_slots: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         n_shards, n_nodes = sum(one.reply is not None for one in self.shards), sum(not one.error for one in self.nodes)
@@ -75,7 +75,7 @@ def survey(config: Config) -> ClusterStatus:
         nodes_answer = not any(node.error for node in nodes)
         strangers = unknown or (_strangers(config, store, servers if serve else None) if nodes_answer else "")
         held = _held(store, config.storage.timeout_s) if serve and nodes_answer and not strangers else ()
-        return ClusterStatus(shards, nodes, strangers=strangers, held=held, change=_change(store, config.storage.timeout_s))
+        return ClusterStatus(shards, nodes, strangers=strangers, held=held, open_slots=_open_slots(store, config.storage.timeout_s))
     finally:
         servers.close()
         store.close()
@@ -126,11 +126,17 @@ def nodes_of_another(store: Store, config: Config, deadline: Deadline, served: C
     return of_another(store.nodes.addresses, cluster_id, note, config.cluster, time.time(), served)
 
 
-def _change(store: Store, timeout_s: float) -> UnfinishedChange | None:
+def open_slots_line(slots: Sequence[int]) -> str:
+    """Say which slots of a Redis Cluster stand open; "" for none."""
+    some = ", ".join(map(str, slots[:5])) + (", …" if len(slots) > 5 else "")
+    return f"slots stand open between two nodes, which serve them together ({some}): redis-cli moves them, or was stopped" if slots else ""
+
+
+def _open_slots(store: Store, timeout_s: float) -> tuple[int, ...]:
     try:
-        return store.nodes.unfinished_change(Deadline.after(timeout_s))
+        return tuple(store.nodes.open_slots(Deadline.after(timeout_s)))
     except KvembError:  # the fault stands beside the node
-        return None
+        return ()
 
 
 def _held(store: Store, timeout_s: float) -> tuple[tuple[str, tuple[HeldRows | None, ...]], ...]:

@@ -25,7 +25,7 @@ from kvemb.errors import (
 from kvemb.evict import never
 from kvemb.net.deadline import Deadline
 from kvemb.operate.certificate_findings import judge_certificates
-from kvemb.operate.cluster_status import ask_all, hasty, nodes_of_another
+from kvemb.operate.cluster_status import ask_all, hasty, nodes_of_another, open_slots_line
 from kvemb.operate.findings import (
     ERROR,
     NEARLY_FULL,
@@ -125,8 +125,9 @@ def _nodes(store: Store, stats: Sequence[NodeStats], timeout_s: float) -> Iterat
     if any(node.error for node in stats):
         return
     with suppress(KvembError):
-        if (change := store.nodes.unfinished_change(Deadline.after(timeout_s))) is not None:
-            yield warning("nodes-change", "storage", str(change), "kvemb moves resume, or kvemb moves abort (docs/scaling.md).")
+        if slots := store.nodes.open_slots(Deadline.after(timeout_s)):
+            mend = f"redis-cli --cluster fix {stats[0].address} --cluster-replace, once no other redis-cli moves slots (docs/scaling.md)."
+            yield warning("open-slots", "storage", open_slots_line(slots), mend)
     try:
         store.open(Deadline.after(timeout_s))
     except UnsafeNodeError:

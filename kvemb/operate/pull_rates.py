@@ -108,20 +108,14 @@ def look_twice(config: StorageConfig) -> tuple[Sequence[NodeStats], dict[str, No
 
     try:
         store.nodes.find(Deadline.after(config.timeout_s))
-        traffic = traffic_between(look)
-        return stats, traffic
+        before, begun_s = look(), time.monotonic()
+        time.sleep(BETWEEN_S)
+        after, took_s = look(), time.monotonic() - begun_s
+        return stats, shares_of(before, after, took_s)
     except StorageError:
         return stats, {}
     finally:
         store.close()
-
-
-def traffic_between(look: Callable[[], Mapping[str, int]]) -> dict[str, NodeTraffic]:
-    """Look twice, a second apart, and return each node's traffic in between."""
-    before, begun_s = look(), time.monotonic()
-    time.sleep(BETWEEN_S)
-    after, took_s = look(), time.monotonic() - begun_s
-    return shares_of(before, after, took_s)
 
 
 def shares_of(before: Mapping[str, int], after: Mapping[str, int], seconds: float) -> dict[str, NodeTraffic]:

@@ -1,6 +1,6 @@
 """Which slots move when owners come, go, or change their weights: as few as possible, and each table's rows as evenly as all rows. Pure.
 
-One dealer, and one kind of plan, for nodes under a cluster map, for a Redis Cluster's nodes, and for shards.
+One dealer, and one kind of plan, for nodes and for shards.
 
 Slots move in aligned groups of neighbours. The rows of a table of few buckets lie in every 64th slot or so: groups of that width have one
 such slot each, for any table. Groups are taken from all over the range, so that no table loses more than its share. A shard with too
@@ -9,19 +9,18 @@ much only gives, one with too little only takes: no shard can do both in one mov
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import InvalidInputError
+from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.slots import N_SLOTS
 
 _WIDEST_GROUP = 64
 _GROUPS_PER_OWNER = 16
 _EVEN_SHARE = 0.05  # of a slot's cost counts the slot itself, so that empty ones are dealt, too
 _GOLDEN = 0.6180339887498949
-Basis = TypeVar("Basis")
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,19 +32,19 @@ class SlotSizes:
 
 
 @dataclass(frozen=True, eq=False)
-class SlotPlan(Generic[Basis]):
+class SlotPlan:
     """A move of slots as it would be. Nothing is changed until it is begun.
 
     Args:
         kind: "nodes" or "shards", as of a `MovePlan`.
-        basis: of the plan: the cluster map; of a Redis Cluster's nodes the change as the cluster is to keep it.
+        basis: the cluster map that it begins with.
         before, after: uint16 [16384], the number of each slot's owner before and after the move.
         sizes: of the slots.
         join, leave: addresses.
     """
 
     kind: str
-    basis: Basis
+    basis: ClusterMap
     before: NDArray[np.uint16]
     after: NDArray[np.uint16]
     sizes: SlotSizes
@@ -65,12 +64,12 @@ class SlotPlan(Generic[Basis]):
 
     @property
     def n_rows(self) -> int:
-        """How many rows are in them; 0 on a Redis Cluster, whose nodes are not asked."""
+        """How many rows are in them."""
         return int(self.sizes.rows[self.moving].sum())
 
     @property
     def n_bytes(self) -> int:
-        """How many bytes of records are in them, without a server's overhead; on a Redis Cluster about their size in memory."""
+        """How many bytes of records are in them, without a server's overhead."""
         return int(self.sizes.record_bytes[self.moving].sum())
 
     @property
@@ -93,17 +92,6 @@ def shares_of(
     if not any(share > 0 for share in shares.values()):
         raise InvalidInputError(f"no {noun} would be left that has slots; a cluster needs one")
     return shares
-
-
-def kept_shares(
-    owners: NDArray[np.uint16], sizes: NDArray[np.uint64], numbers: Sequence[int], joining: int | None = None, leaving: int | None = None
-) -> dict[int, float]:
-    """Return shares by which owners keep their proportions when one joins, with the mean of the others, or leaves."""
-    held = np.bincount(owners, weights=_cost(sizes), minlength=max(numbers) + 1)
-    shares = {number: float(held[number]) for number in numbers if number not in (joining, leaving)}
-    if joining is not None:
-        shares[joining] = sum(shares.values()) / max(1, len(shares))
-    return shares if any(shares.values()) else dict.fromkeys(shares, 1.0)
 
 
 def deal(owners: NDArray[np.uint16], sizes: NDArray[np.uint64], weights: Mapping[int, float]) -> NDArray[np.uint16]:

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from kvemb.errors import KvembError, n_of
+from kvemb.errors import KvembError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
 
@@ -31,29 +31,6 @@ class NodeStats:
     traffic_bytes: int = 0
     unsafe: str = ""
     answer_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class UnfinishedChange:
-    """A change of the nodes of a cluster that places its slots itself, begun by a command and not ended.
-
-    Args:
-        kind: "add", "remove", "replace" or "rebalance".
-        n_left: slots that still have to move.
-        aborting: whether it is being taken back.
-    """
-
-    kind: str
-    n_left: int
-    aborting: bool
-
-    def __str__(self) -> str:
-        what = "is being taken back" if self.aborting else "has not ended"
-        return (
-            f"a change of nodes ({self.kind}) {what}: {n_of(self.n_left, 'slot')} to go. Unless a command is at it now, `kvemb moves "
-            "resume` goes on with it, `kvemb moves abort` gives every slot back; until then slots may stand open, and nodes have "
-            "unequal shares"
-        )
 
 
 class StoreNodes(ABC):
@@ -132,13 +109,13 @@ class StoreNodes(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has nodes that do not change")
 
-    def unfinished_change(self, deadline: Deadline) -> UnfinishedChange | None:
-        """The change of nodes that a command has begun and not ended, on a cluster that places its slots itself; None for none.
+    def open_slots(self, deadline: Deadline) -> list[int]:
+        """The slots that stand open between two nodes, on a cluster that places its slots itself.
 
         Raises:
-            StorageError: no node says.
+            StorageError: a node does not say.
         """
-        return None
+        return []
 
     def stats(self, deadline: Deadline) -> list[NodeStats]:
         """Ask every node for its size and headroom; one that does not answer leaves time for the others, and has its error there."""

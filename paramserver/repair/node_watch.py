@@ -38,14 +38,14 @@ class NodesSeen:
         lost: why a node is lost, by address.
         away: the addresses that gave the last look at the markers no answer.
         known: whether the last look at the markers came to an end; else `lost` says nothing.
-        slots_left: how many slots still have to move for a change of nodes that a command has begun, on a cluster that places its own.
+        open_slots: how many slots stand open between two nodes, and did so at the look before: none that is moving just now.
     """
 
     stats: Sequence[NodeStats] = ()
     lost: Mapping[str, str] = field(default_factory=dict)
     away: Collection[str] = ()
     known: bool = False
-    slots_left: int = 0
+    open_slots: int = 0
 
 
 Lost = Callable[[str, NodeLostError], None]
@@ -78,6 +78,7 @@ class NodeWatch:
         self._still_ours, self._whole, self._clock = still_ours, whole, clock
         self.thread = OwnedThread(self._run, name="kvemb-node-watch")
         self._before: dict[str, int] = {}
+        self._open_before = set[int]()
         self.seen = NodesSeen()
         self._asking = WhyWaiting()  # whose the shard is
         self._looking, self._copying = looking or WhyWaiting(), WhyWaiting()
@@ -93,7 +94,7 @@ class NodeWatch:
             nodes = self._store.nodes.stats(Deadline.after(min(self._timeout_s, _EVICTIONS_TIMEOUT_S * len(self._store.nodes.addresses))))
         except KvembError as error:
             nodes = [NodeStats(address, "-", 0, 0, 0, 0, error=str(error)) for address in self._store.nodes.addresses]
-        self.seen = replace(self.seen, stats=nodes, slots_left=self._slots_left())
+        self.seen = replace(self.seen, stats=nodes, open_slots=self._open_slots())
         for node in nodes:
             if node.error:
                 continue
@@ -112,12 +113,13 @@ class NodeWatch:
                 log.error("%s", lost)
                 self._evicted(node.address, lost)
 
-    def _slots_left(self) -> int:
+    def _open_slots(self) -> int:
         try:
-            change = self._store.nodes.unfinished_change(Deadline.after(self._timeout_s))
+            now = set(self._store.nodes.open_slots(Deadline.after(self._timeout_s)))
         except KvembError:
-            return self.seen.slots_left
-        return 0 if change is None else change.n_left
+            return self.seen.open_slots
+        before, self._open_before = self._open_before, now
+        return len(before & now)
 
     def look_for_lost_nodes(self) -> None:
         """Look at every node's marker."""

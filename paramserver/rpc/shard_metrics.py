@@ -49,8 +49,7 @@ def add_nodes(to: MetricFamilies, seen: NodesSeen) -> None:
     to.gauge("kvemb_node_unsafe", text, [(labels, bool(node.unsafe)) for labels, node in answered])
     text = "How long the node took, with the connection, to say all this."
     to.gauge("kvemb_node_answer_seconds", text, [(labels, node.answer_s) for labels, node in answered])
-    text = "Slots that still have to move for a change of nodes that a command has begun, on a Redis Cluster."
-    to.gauge("kvemb_nodes_slots_left", text, seen.slots_left)
+    to.gauge("kvemb_nodes_open_slots", "Slots of a Redis Cluster that stand open between two nodes, at two looks.", seen.open_slots)
     states = [({**labels, "state": state}, state == _marker(node, seen)) for labels, node in nodes for state in MARKER_STATES]
     to.gauge("kvemb_node_marker_state", "1 for the state that the node's marker is in.", states)
 

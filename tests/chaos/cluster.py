@@ -136,6 +136,12 @@ class FaultyCluster(LocalCluster):
         server.process.kill()
         proxy.close()
 
+    def drop_left(self) -> None:
+        """End the servers that have left a Redis Cluster, or never joined it."""
+        for server, proxy in list(zip(self.servers, self.node_proxies, strict=True)):
+            if server.process.poll() is None and len(_told(server)[1]) == 1:
+                self.drop_node(proxy.address)
+
     def node_at(self, address: str) -> int:
         """Where a storage server stands in the list of them."""
         return [proxy.address for proxy in self.node_proxies].index(address)

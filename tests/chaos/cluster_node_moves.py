@@ -1,36 +1,69 @@
-"""Faults of operators of a Redis Cluster: its nodes added, removed, exchanged, replaced when dead, rebalanced. There the command drives the
-change, so it runs beside the faults that follow, in a process of its own; some of them kill it, and another resumes it or takes it back.
+"""Faults of operators of a Redis Cluster: its nodes added, removed, exchanged, replaced when dead, rebalanced, with the commands of
+redis-cli that `kvemb nodes` prints. They run beside the faults that follow; some are killed, and then open slots are fixed.
 
-What must not live here: what a change does (the product's), and whether it came to its end (`__main__`).
+What must not live here: what the commands are (the product's), and whether a change came to its end (`__main__`).
 """
 
 import os
 import random
-import sys
+import subprocess
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from chaos import processes
 from chaos.cluster import FaultyCluster
 from kvemb.config import load
 from kvemb.errors import KvembError
-from kvemb.local_cluster.processes import LocalProcess, python_env
+from kvemb.local_cluster.processes import LocalProcess
 from kvemb.net.deadline import Deadline
-from kvemb.stores.redis_cluster.scaling.node_scaling import NodeScaling
+from kvemb.net.tls_link import connector_of
+from kvemb.stores.redis_cluster.node_commands import node_commands
+from kvemb.stores.redis_cluster.slot_map import ClusterTopology, SlotMap
+from kvemb.stores.redis_server.redis_login import RedisAccess
 
 _ANSWER_S = 60.0  # of a cluster in which something else has just been broken
-_FEWEST, _MOST = 3, 5  # with slots: two of three can call the third failed, one of two cannot
-_MB_PER_S = (1, 5, 50)  # a ledger has a few megabytes of slots with their markers
+_FEWEST, _MOST = 3, 5  # with slots: two of three can call the third failed
 _PAUSE_S = 0.2
 
 
-@dataclass(frozen=True)
-class _Members:
-    """Nodes of the cluster by address, how many slots each has, which are called failed, and whether a change was begun and not ended."""
+def typed(lines: Sequence[str], there: str) -> str:
+    """The commands as a patient operator types them: one that fails is tried again, with open slots fixed. They die with their shell."""
+    fix = f"setpriv --pdeathsig KILL redis-cli --cluster fix {there} --cluster-replace --cluster-yes"
+    tries = [f"done=; for n in 1 2 3 4 5; do setpriv --pdeathsig KILL {line} && done=1 && break; sleep 2; {fix}; done" for line in lines]
+    return "".join(f"{one}; [ $done ] || exit 1\n" for one in tries)
 
-    slots: dict[str, int]
-    failed: frozenset[str]
-    begun: bool
+
+def slot_map_of(config_path: str | os.PathLike[str]) -> SlotMap:
+    """Ask a cluster where its slots are until there is an answer."""
+    deadline = Deadline.after(_ANSWER_S)
+    while True:
+        try:
+            config = load(config_path, os.environ).storage
+            return ClusterTopology(RedisAccess(config, connector_of(config.tls))).refreshed(Deadline.after(config.timeout_s))
+        except KvembError:
+            if deadline.expired:
+                raise
+
+
+def name_of(address: str) -> str:
+    """The name by which a cluster knows the server at an address."""
+    host, _, port = address.rpartition(":")
+    return subprocess.run(
+        ["redis-cli", "-h", host, "-p", port, "cluster", "myid"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def require_failed(dead: str, other: str) -> None:
+    """Wait until another node of its cluster calls one failed."""
+    deadline = Deadline.after(_ANSWER_S)
+    host, _, port = other.rpartition(":")
+    asked = ["redis-cli", "-h", host, "-p", port, "cluster", "nodes"]
+    while not any(
+        dead in line and "fail" in line.split()[2].split(",")
+        for line in subprocess.run(asked, capture_output=True, text=True, check=False).stdout.splitlines()
+    ):
+        assert not deadline.expired, f"the cluster does not call its dead node {dead} failed"
+        time.sleep(_PAUSE_S)
 
 
 class ClusterOperator:
@@ -45,110 +78,100 @@ class ClusterOperator:
         self._cluster, self._random = cluster, chance
 
     def add(self) -> None:
-        """An empty node joins: one whose command was killed when it had only met the others, or a new one."""
-        if (members := self._free()) is None:
-            return
-        met = [address for address, n_slots in members.slots.items() if not n_slots]
-        if met or len(members.slots) < _MOST:
-            self._start("nodes", "add", met[0] if met else self._cluster.add_node())
+        """An empty node joins."""
+        slot_map = self._free()
+        if slot_map is not None and len(slot_map.addresses) < _MOST:
+            self._start("add", self._cluster.add_node())
 
     def remove(self) -> None:
         """A node leaves."""
-        if (members := self._free()) is not None and len(members.slots) > _FEWEST:
-            self._start("nodes", "remove", self._one_of(members))
+        slot_map = self._free()
+        if slot_map is not None and len(slot_map.addresses) > _FEWEST:
+            self._start("remove", self._random.choice(slot_map.addresses))
 
     def exchange(self) -> None:
-        """A node gives all that it has to a new one."""
-        if (members := self._free()) is not None:
-            self._start("nodes", "replace", self._one_of(members), self._cluster.add_node())
+        """A node gives its place to a new one."""
+        if (slot_map := self._free()) is not None:
+            self._start("replace", self._random.choice(slot_map.addresses), self._cluster.add_node())
 
     def rebalance(self) -> None:
         """Nodes get other shares."""
-        if (members := self._free()) is not None:
-            weights = ",".join(f"{address}={self._random.choice((0.5, 1, 2))}" for address in members.slots)
-            self._start("nodes", "rebalance", "--weights", weights)
+        if (slot_map := self._free()) is not None:
+            self._start("rebalance", weights={address: self._random.choice((0.5, 1.0, 2.0)) for address in slot_map.addresses})
 
     def replace_dead(self) -> None:
         """A node dies for good, and an empty one takes its place once the others call it failed."""
-        members = self._free()
-        if members is None or sum(n_slots > 0 for n_slots in members.slots.values()) < _FEWEST:
+        slot_map = self._free()
+        if slot_map is None or len(slot_map.addresses) < _FEWEST:
             return
-        dead, new, deadline = self._one_of(members), self._cluster.add_node(), Deadline.after(_ANSWER_S)
+        dead, new = self._random.choice(slot_map.addresses), self._cluster.add_node()
         processes.kill(self._cluster.servers[self._cluster.node_at(dead)].process)
-        while dead in (now := self._members()).slots and not deadline.expired:
-            if dead in now.failed:
-                self._start("nodes", "replace", dead, new)
-                self._end(deadline)
-            time.sleep(_PAUSE_S)
-        if dead in now.slots:  # the change did not go through
+        require_failed(dead, next(address for address in slot_map.addresses if address != dead))
+        self._start("replace", dead, new, dead=True)
+        self._end(Deadline.after(2 * _ANSWER_S))
+        if dead in slot_map_of(self._cluster.config_path).addresses:  # the change did not go through
             self._cluster.restart_nodes(self._cluster.node_at(dead))
-        self._tidy(self._members())
 
     def wait(self, timeout_s: float) -> str:
-        """Wait until nothing moves, and resume changes without a driver; return "", or the stuck ones."""
+        """Wait until nothing moves, and fix slots that nobody moves any more; return "", or why they stand open."""
         deadline = Deadline.after(timeout_s)
         self._end(deadline)
-        while self._members().begun:
+        while self._fix():
             if deadline.expired:
-                return f"a change of nodes is stuck:\n{self._said()}"
-            self._start("moves", "resume")
-            self._end(deadline)
+                return f"slots stand open:\n{self._said()}"
+            time.sleep(_PAUSE_S)
         return ""
 
     # --- inside -----------------------------------------------------------------------------------------------------------------
 
-    def _free(self) -> _Members | None:
-        """The cluster, if nothing moves there. Otherwise the change gets another fate, perhaps: killed, resumed, or taken back."""
+    def _free(self) -> SlotMap | None:
+        """The cluster, if nothing moves there. Otherwise the commands are killed, perhaps, and what they left open is fixed."""
         running = self._cluster.command
         if running is not None and running.poll() is None:
             if self._random.random() < 0.5:
                 return None
             processes.kill(running)
-        members = self._members()
-        if members.begun:
-            self._start("moves", self._random.choice(("resume", "abort")))
+        if self._fix():
             return None
-        self._tidy(members)
-        return members
+        slot_map = slot_map_of(self._cluster.config_path)
+        self._cluster.drop_left()
+        if self._random.random() < 0.5 or not set(slot_map.addresses) & set(self._cluster.named):
+            self._cluster.write_config(slot_map.addresses)  # at times kvemb.yaml says the present truth
+        return slot_map
 
-    def _start(self, *words: str) -> None:
-        """Begin a command: one that is refused, or fails because of another fault, must not leave anything half done either."""
-        verb, action, *rest = words
-        pace = ["--max-mb-per-s", str(self._random.choice(_MB_PER_S)), "--yes"] if verb == "nodes" else []
-        command = [sys.executable, "-P", "-m", "kvemb.cli", verb, action, str(self._cluster.config_path), *rest, *pace]
-        print(f"          {' '.join(words)}", flush=True)
-        self._cluster.command = LocalProcess("kvemb " + " ".join(words), command, self._cluster.folder / "operator.log", python_env())
+    def _start(self, action: str, *addresses: str, weights: dict[str, float] | None = None, dead: bool = False) -> None:
+        """Begin the commands of a change; one that fails because of another fault is tried a few times, after a fix."""
+        try:
+            lines = node_commands(
+                action,
+                addresses,
+                weights or {},
+                slot_map_of(self._cluster.config_path),
+                load(self._cluster.config_path, os.environ).storage,
+                dead=dead,
+            )
+        except KvembError as error:  # the cluster has changed since it was chosen
+            print(f"          {action}: {error}", flush=True)
+            return
+        print(f"          nodes {action} {' '.join(addresses)}", flush=True)
+        script = ["bash", "-c", typed(lines, slot_map_of(self._cluster.config_path).source)]
+        self._cluster.command = LocalProcess(f"nodes {action}", script, self._cluster.folder / "operator.log")
 
     def _end(self, deadline: Deadline) -> None:
-        """Wait for the command that runs, if any."""
+        """Wait for the commands that run, if any."""
         running = self._cluster.command
         while running is not None and running.poll() is None and not deadline.expired:
             time.sleep(_PAUSE_S)
 
+    def _fix(self) -> bool:
+        """Close slots that stand open, where nothing moves; return whether some stand open, or the cluster does not say."""
+        slot_map = slot_map_of(self._cluster.config_path)
+        told = subprocess.run(["redis-cli", "--cluster", "check", slot_map.source], capture_output=True, text=True, check=False)
+        if told.returncode == 0:
+            return False
+        fix = ["redis-cli", "--cluster", "fix", slot_map.source, "--cluster-replace", "--cluster-yes"]
+        subprocess.run(fix, capture_output=True, check=False, timeout=_ANSWER_S)
+        return True
+
     def _said(self) -> str:
         return "" if self._cluster.command is None else f"{self._cluster.command.name}:\n{self._cluster.command.log_tail()}"
-
-    def _members(self) -> _Members:
-        """Ask until there is an answer."""
-        deadline = Deadline.after(_ANSWER_S)
-        while True:
-            try:
-                with NodeScaling(load(self._cluster.config_path, os.environ).storage) as nodes:
-                    view = nodes.plans.view()
-                    failed = frozenset(node.address for node in view.primaries if node.failed)
-                    begun = bool(view.open_slots) or (not failed and nodes.plans.under_way() is not None)
-                    return _Members({node.address: view.n_slots(node.name) for node in view.primaries}, failed, begun)
-            except KvembError:
-                if deadline.expired:
-                    raise
-
-    def _one_of(self, members: _Members) -> str:
-        return self._random.choice(sorted(members.slots))
-
-    def _tidy(self, members: _Members) -> None:
-        """End the servers that are none of the cluster's any more; at times have kvemb.yaml say the present truth."""
-        present = set(members.slots)
-        for address in [proxy.address for proxy in self._cluster.node_proxies if proxy.address not in present]:
-            self._cluster.drop_node(address)
-        if self._random.random() < 0.5 or not present & set(self._cluster.named):
-            self._cluster.write_config(sorted(present))

@@ -17,7 +17,6 @@ from kvemb.client.slot_moves import MoveState, NodeMoves, SlotMoves
 from kvemb.config import load
 from kvemb.errors import KvembError
 from kvemb.net.deadline import Deadline
-from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.slot_dealing import SlotPlan
 
 MOVE_KINDS = ("valkey", "redis", "memcached")
@@ -42,7 +41,7 @@ class Operator:
     def add(self) -> None:
         """One or two empty nodes join."""
 
-        def plan(nodes: NodeMoves, state: MoveState) -> SlotPlan[ClusterMap] | None:
+        def plan(nodes: NodeMoves, state: MoveState) -> SlotPlan | None:
             n = min(self._random.choice((1, 1, 2)), _MOST - len(state.nodes))
             return nodes.add(*[self._cluster.add_node() for _ in range(n)]) if n > 0 else None
 
@@ -51,7 +50,7 @@ class Operator:
     def remove(self) -> None:
         """A node leaves."""
 
-        def plan(nodes: NodeMoves, state: MoveState) -> SlotPlan[ClusterMap] | None:
+        def plan(nodes: NodeMoves, state: MoveState) -> SlotPlan | None:
             return nodes.remove(self._one_of(state)) if len(state.nodes) > _FEWEST else None
 
         self._move(plan)
@@ -63,7 +62,7 @@ class Operator:
     def rebalance(self) -> None:
         """Nodes get other shares."""
 
-        def plan(nodes: NodeMoves, state: MoveState) -> SlotPlan[ClusterMap] | None:
+        def plan(nodes: NodeMoves, state: MoveState) -> SlotPlan | None:
             return nodes.rebalance({address: self._random.choice((0.5, 1.0, 2.0)) for address in state.nodes.values()})
 
         self._move(plan)
@@ -107,7 +106,7 @@ class Operator:
                 return f"a move is stuck in phase {state.phase}: {told}"
         return ""
 
-    def _move(self, plan: Callable[[NodeMoves, MoveState], SlotPlan[ClusterMap] | None]) -> None:
+    def _move(self, plan: Callable[[NodeMoves, MoveState], SlotPlan | None]) -> None:
         def begin(nodes: NodeMoves, state: MoveState) -> None:
             planned = plan(nodes, state)
             if planned is not None:

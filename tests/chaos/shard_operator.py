@@ -10,7 +10,6 @@ import numpy as np
 
 from chaos.node_moves import MOVE_KINDS, Operator
 from kvemb.client.slot_moves import MoveState, ShardScaling
-from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.slot_dealing import SlotPlan
 
 _FEWEST, _MOST = 1, 4
@@ -23,7 +22,7 @@ class ShardOperator(Operator):
     def add_shards(self) -> None:
         """One or two shards join."""
 
-        def plan(shards: ShardScaling, state: MoveState) -> SlotPlan[ClusterMap] | None:
+        def plan(shards: ShardScaling, state: MoveState) -> SlotPlan | None:
             n = min(self._random.choice((1, 1, 2)), _MOST - len(state.map.shard_numbers))
             return shards.add(*map(self._waiting, state.map.free_shards(n))) if n > 0 else None
 
@@ -32,7 +31,7 @@ class ShardOperator(Operator):
     def remove_shard(self) -> None:
         """A shard leaves; it is never shard 0."""
 
-        def plan(shards: ShardScaling, state: MoveState) -> SlotPlan[ClusterMap] | None:
+        def plan(shards: ShardScaling, state: MoveState) -> SlotPlan | None:
             there = state.map.shard_numbers
             return shards.remove(self._address(self._random.choice(there[1:]))) if len(there) > _FEWEST else None
 
@@ -41,7 +40,7 @@ class ShardOperator(Operator):
     def rebalance_shards(self) -> None:
         """Shards get other shares; some none."""
 
-        def plan(shards: ShardScaling, state: MoveState) -> SlotPlan[ClusterMap] | None:
+        def plan(shards: ShardScaling, state: MoveState) -> SlotPlan | None:
             return shards.rebalance({self._address(shard): self._random.choice(_SHARES) for shard in state.map.shard_numbers})
 
         self._move_shards(plan)
@@ -49,7 +48,7 @@ class ShardOperator(Operator):
     def empty_shard(self) -> None:
         """A shard keeps no slots, and stays; where one has none, all have the same share again."""
 
-        def plan(shards: ShardScaling, state: MoveState) -> SlotPlan[ClusterMap] | None:
+        def plan(shards: ShardScaling, state: MoveState) -> SlotPlan | None:
             there = state.map.shard_numbers
             all_write = len(there) == len(state.map.writing_shards)
             return shards.rebalance({self._address(self._random.choice(there)): 0.0} if all_write else {})
@@ -63,7 +62,7 @@ class ShardOperator(Operator):
             known.append(state.map.slot_shards)
         return state
 
-    def _move_shards(self, plan: Callable[[ShardScaling, MoveState], SlotPlan[ClusterMap] | None]) -> None:
+    def _move_shards(self, plan: Callable[[ShardScaling, MoveState], SlotPlan | None]) -> None:
         def begin(shards: ShardScaling, state: MoveState) -> None:
             planned = plan(shards, state)
             if planned is not None and (planned.n_slots or planned.join or planned.leave):

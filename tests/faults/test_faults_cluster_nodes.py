@@ -1,36 +1,31 @@
-"""Nodes of a Redis Cluster and of a Valkey Cluster come, go and die while trainers of the ledger push: nothing lost, nothing doubled."""
+"""Nodes of a Redis Cluster and of a Valkey Cluster come, go and die while trainers of the ledger push: nothing lost, nothing doubled.
 
-import os
-import time
+They are changed by stock redis-cli, with the commands that `kvemb nodes` prints.
+"""
+
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from chaos import processes
 from chaos.cluster import FaultyCluster
+from chaos.cluster_node_moves import name_of, require_failed, slot_map_of, typed
 from chaos.run import LedgerRun
 from chaos.storage import snapshot
-from jobs import PATIENCE_S
 from matrix import one_of
 from training import Training
 
-from kvemb.config import load
+from kvemb.cli import main
 from kvemb.local_cluster import storage_servers
-from kvemb.net.deadline import Deadline
-from kvemb.schema.slot_dealing import SlotPlan
-from kvemb.stores.redis_cluster.node_change import NodeChange
-from kvemb.stores.redis_cluster.scaling.node_scaling import NodeScaling
-from kvemb.stores.redis_cluster.scaling.scaling_plans import ScalingPlanner
 
-Plan = Callable[[ScalingPlanner], SlotPlan[NodeChange]]
-
-
-class Stopped(BaseException):
-    """The command was stopped."""
+_CHANGE_S = 600.0
+_FEW = 0.02  # the share of nodes that come and go
 
 
 @pytest.fixture(scope="module", params=one_of("redis", "valkey"))
 def ledger(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> Iterator[Training]:
+    require_server("redis-cli")
     program = require_server("redis-server") if request.param == "redis" else storage_servers.find_server("valkey")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage_servers, "find_server", lambda kind: program)
@@ -39,56 +34,44 @@ def ledger(request: pytest.FixtureRequest, require_server: Callable[[str], str])
             yield Training(run, Path())
 
 
-def scaling(ledger: Training) -> NodeScaling:
-    return NodeScaling(load(ledger.cluster.config_path, os.environ).storage, max_mb_per_s=20)
+@pytest.mark.timeout(2000)
+def test_nodes_join_leave_and_are_replaced_when_dead_by_redis_cli_and_every_acknowledged_push_counts_once(
+    ledger: Training, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster, path = ledger.cluster, str(ledger.cluster.config_path)
 
+    def change(*words: str) -> None:
+        capsys.readouterr()
+        assert main(["nodes", words[0], path, *words[1:]]) == 0
+        lines = capsys.readouterr().out.splitlines()[1:]
+        few.extend([name_of(words[-1])] if words[0] != "remove" else [])
+        shares = " ".join(f"{name}={_FEW}" for name in few)
+        lines = [
+            f"{line}{'' if '--cluster-weight' in line else ' --cluster-weight'} {shares}" if " rebalance " in line else line
+            for line in lines
+        ]
+        script = typed(lines, cluster.named[0])
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=_CHANGE_S, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        ledger.goes_on()
 
-def change(ledger: Training, plan: Plan, *, stop_after: int | None = None) -> list[str]:
-    """Carry a change out; or stop it after so many groups of slots, and have another command resume it."""
-    told = 0
-
-    def progress(*_: object) -> None:
-        nonlocal told
-        told += 1
-        if told == stop_after:
-            raise Stopped
-
-    with scaling(ledger) as nodes:
-        try:
-            return nodes.carry_out(plan(nodes.plans), progress)
-        except Stopped:
-            pass
+    few: list[str] = []  # names of nodes with few slots: redis-cli moves slot after slot, and servers sync their file of nodes for each
     ledger.goes_on()
-    with scaling(ledger) as nodes:
-        return nodes.resume()
+    fourth, fifth, sixth = (cluster.add_node() for _ in range(3))
+    change("add", fourth)
+    change("add", fifth)
+    del few[0]
+    change("remove", fourth)
+    cluster.drop_node(fourth)
+    assert set(slot_map_of(path).addresses) == {*cluster.named, fifth}
 
-
-@pytest.mark.timeout(600)
-def test_nodes_join_leave_and_are_replaced_when_dead_and_every_acknowledged_push_counts_once(ledger: Training) -> None:
-    cluster = ledger.cluster
-    first, second, third = cluster.named
-    ledger.goes_on()
-    fourth, fifth = (cluster.add_node() for _ in range(2))
-    assert change(ledger, lambda plans: plans.add(fourth), stop_after=20) == []
-    ledger.goes_on()
-    assert change(ledger, lambda plans: plans.remove(first)) == []
-    cluster.drop_node(first)
-    ledger.goes_on()
-
-    processes.kill(cluster.servers[cluster.node_at(second)].process)
-    deadline = Deadline.after(PATIENCE_S)
-    with scaling(ledger) as nodes:
-        while not any(node.failed for node in nodes.plans.view().primaries):
-            assert not deadline.expired, "the cluster does not call its dead node failed"
-            time.sleep(0.2)
-    (told,) = change(ledger, lambda plans: plans.replace(second, fifth))
-    assert "shards are bringing the rows" in told
-    ledger.goes_on()
-    with scaling(ledger) as nodes:
-        view = nodes.plans.view()
-        assert {node.address for node in view.primaries} == {third, fourth, fifth}
-        assert nodes.plans.under_way() is None
-        assert view.open_slots == ()
+    processes.kill(cluster.servers[cluster.node_at(fifth)].process)
+    require_failed(fifth, cluster.named[0])
+    few.clear()
+    change("replace", fifth, sixth)
+    assert set(slot_map_of(path).addresses) == {*cluster.named, sixth}
+    check = subprocess.run(["redis-cli", "--cluster", "check", sixth], capture_output=True, text=True, check=False)
+    assert check.returncode == 0, check.stdout
     ledger.is_kept()
 
 

@@ -22,6 +22,7 @@ class CountingStore:
     """A store and its nodes, with counters that a test sets."""
 
     counters: tuple[int, ...] = ()
+    addresses = ("node-0:1", "node-1:1")
     moved = 0  # of each node
     unsafe = ""
 
@@ -29,8 +30,8 @@ class CountingStore:
     def nodes(self) -> "CountingStore":
         return self
 
-    def unfinished_change(self, deadline: object) -> None:
-        """No node is on its way."""
+    def open_slots(self, deadline: object) -> list[int]:
+        return []
 
     def stats(self, deadline: object) -> list[NodeStats]:
         return [

@@ -96,7 +96,7 @@ ELSEWHERE = {
     "kvemb drop TABLE --yes": "test_drop_table.py",
     "kvemb plan": "tests/unit/test_capacity.py",
     "kvemb status --watch": "below",
-    "kvemb moves abort": "test_cluster_scaling.py: it takes a change that was broken off",
+    "kvemb moves abort": "test_nodes_command.py: it takes a move",
     "kvemb doctor --conformance redis://HOST:PORT": "test_conformance.py: it takes a server that is of no cluster",
     "kvemb acl --check shard": "test_redis_users.py: it takes a user that may do no more",
 }

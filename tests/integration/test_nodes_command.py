@@ -6,22 +6,23 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
 import yaml
 from matrix import one_of
 from moving_load import further_node
+from moving_slots import Mover
 
 import kvemb
 import kvemb.init
 import kvemb.optim
 from kvemb.errors import InvalidInputError, StorageError
 from kvemb.local_cluster import LocalCluster, storage_servers
-from kvemb.local_cluster.processes import accepts, free_ports
-from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer
-from kvemb.net.deadline import Deadline
+from kvemb.local_cluster.processes import free_ports
+from kvemb.local_cluster.storage_servers import StorageServer
+from kvemb.schema.slots import N_SLOTS
 from kvemb.testing.real_servers import memcached_client, redis_client
 
 IDS = np.arange(5000)
@@ -170,33 +171,39 @@ def cluster(require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
         yield running
 
 
-def test_a_node_joins_a_redis_cluster_and_leaves_it(require_server: Callable[[str], str]) -> None:
+def test_of_a_redis_cluster_the_commands_of_redis_cli_are_printed_and_slots_that_stand_open_are_told(
+    require_server: Callable[[str], str],
+) -> None:
     require_server("redis-server")
-    with LocalCluster("redis-cluster", 3, shards=1, memory_mb=64) as local:
-        rows, path = fill(local), str(local.config_path)
-        fourth = StorageServer("redis-cluster", free_ports(1)[0], local.folder, 64)
-        try:
-            fourth.process.wait_until(lambda: accepts(fourth.port), Deadline.after(START_TIMEOUT_S))
-            assert "slots move" in run("nodes", "add", path, fourth.address, "--dry-run").stdout
-            with redis_client(local.servers[0]) as member, redis_client(fourth) as client:  # as a command that was stopped early leaves it
-                bus_port = member.config_get("cluster-port")["cluster-port"]
-                client.execute_command("CLUSTER", "MEET", *local.servers[0].address.split(":"), bus_port)
-                deadline = Deadline.after(START_TIMEOUT_S)
-                while "without slots" not in run("moves", path).stdout:
-                    assert not deadline.expired
-            for action in ("resume", "abort"):
-                assert f"nothing moves; without slots: {fourth.address} (`kvemb nodes add" in run("moves", action, path).stdout
-            done = run("nodes", "add", path, fourth.address, "--yes")
-            assert done.returncode == 0, done.stderr
-            assert fourth.address in run("nodes", path).stdout
-            assert fourth.address in run("config", "show", path).stdout
-            require_rows(local, rows)
-            assert run("nodes", "remove", path, fourth.address, "--yes").returncode == 0
-            assert yaml.safe_load(run("config", "show", path).stdout)["storage"]["nodes"] == sorted(node.address for node in local.servers)
-            assert fourth.address not in run("nodes", path).stdout
-            assert run("moves", path).stdout == "nothing moves\n"
-        finally:
-            fourth.process.kill()
+    with LocalCluster("redis-cluster", 3, shards=1, memory_mb=64) as local, ExitStack() as stack:
+        rows, path, mover = fill(local), str(local.config_path), Mover(local, stack)
+        there, leaving = (server.address for server in local.servers[:2])
+        name = mover.names[1]
+        printed = {words[0]: run("nodes", words[0], path, *words[1:]).stdout.splitlines()[1:] for words in (
+            ("add", "127.0.0.1:1"), ("remove", leaving), ("replace", leaving, "127.0.0.1:1"), ("rebalance", "--weights", f"{leaving}=2"))
+        }  # fmt: skip
+        start = "redis-cli --cluster"
+        joins = [f"{start} add-node 127.0.0.1:1 {there}", "sleep 15", f"{start} rebalance {there} --cluster-use-empty-masters"]
+        assert printed["add"] == joins
+        leaves = [f"{start} rebalance {there} --cluster-weight {name}=0", f"{start} del-node {there} {name}"]
+        assert printed["remove"] == leaves
+        assert printed["replace"] == [*joins[:2], f"{joins[2]} --cluster-weight {name}=0", leaves[1]]
+        assert printed["rebalance"] == [f"{start} rebalance {there} --cluster-weight {name}=2"]
+        refused = run("nodes", "remove", path, "127.0.0.1:1")
+        assert refused.returncode != 0
+        assert "is no primary that has slots" in refused.stderr
+        assert leaving in run("nodes", path).stdout
+
+        slot = 5 + N_SLOTS // 3
+        mover.begin(slot, 0)
+        told = run("doctor", path).stdout
+        assert f"stand open between two nodes, which serve them together ({slot})" in " ".join(told.split())
+        assert f"({slot})" in run("status", path).stdout
+        require_rows(local, rows)
+        fix = re.search(r"redis-cli --cluster fix \S+ --cluster-replace", told)
+        assert fix is not None, told
+        subprocess.run([*fix[0].split(), "--cluster-yes"], check=True, capture_output=True, timeout=PATIENCE_S)
+        assert "stand open" not in run("doctor", path).stdout
         require_rows(local, rows)
 
 
@@ -218,6 +225,8 @@ def test_shards_and_trainers_go_on_where_no_node_is_left_that_the_file_names(kin
             push(0)
             removed = run("nodes", "remove", str(path), named.address, "--yes")
             assert removed.returncode == 0, removed.stderr
+            for command in removed.stdout.splitlines()[1:] if kind == "redis-cluster" else ():
+                subprocess.run(command.split(), check=True, capture_output=True, timeout=900)
             named.process.kill()
             push(1)
             for server in local.servers[1:]:  # every connection has an error

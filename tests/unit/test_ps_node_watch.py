@@ -29,8 +29,8 @@ class SlowStore:
     def stats(self, deadline: Deadline) -> list[NodeStats]:
         return []
 
-    def unfinished_change(self, deadline: Deadline) -> None:
-        return None
+    def open_slots(self, deadline: Deadline) -> list[int]:
+        return []
 
     def looks_lost(self, deadline: Deadline) -> bool:
         self.n_glances += 1

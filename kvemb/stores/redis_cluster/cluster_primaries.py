@@ -4,6 +4,8 @@ The cluster places its slots itself, and has one copy of that map, under a key. 
 primary. Shards know the map, and put it back. The highest version counts.
 """
 
+import re
+
 from kvemb.coordination.map_copies import MAP_NAME, map_in_force, newest_map, put_newer
 from kvemb.coordination.markers import Identity
 from kvemb.errors import StorageError
@@ -12,11 +14,13 @@ from kvemb.net.pool import LinkPool
 from kvemb.process import ForkLock
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.stores.redis_cluster.cluster_values import ClusterValues
-from kvemb.stores.redis_cluster.node_change import CHANGE_NAME, NodeChange
 from kvemb.stores.redis_cluster.slot_map import ClusterTopology
 from kvemb.stores.redis_server import redis_admin
-from kvemb.stores.redis_server.redis_login import RedisAccess
-from kvemb.stores.store_nodes import NodeStats, StoreNodes, UnfinishedChange
+from kvemb.stores.redis_server.redis_commands import ask, text_of
+from kvemb.stores.redis_server.redis_login import RedisAccess, logged_in
+from kvemb.stores.store_nodes import NodeStats, StoreNodes
+
+_OPEN = re.compile(r"\[(\d{1,5})-[<>]-")  # in CLUSTER NODES
 
 
 class ShardsMap:
@@ -87,13 +91,13 @@ class ClusterPrimaries(StoreNodes):
     def renew_markers(self, deadline: Deadline) -> list[str]:
         return []  # they name no map
 
-    def unfinished_change(self, deadline: Deadline) -> UnfinishedChange | None:
-        data = self._values.look(CHANGE_NAME, deadline)
-        if data is None:
-            return None
-        change, slot_map = NodeChange.decode(data), self._topology.refreshed(deadline)
-        names = [slot_map.names.get(address, "") for address in slot_map.addresses]
-        return UnfinishedChange(change.kind, change.left([names[node] for node in slot_map.nodes.tolist()]), change.aborting)
+    def open_slots(self, deadline: Deadline) -> list[int]:
+        found: set[str] = set()
+        for address, share in deadline.shared(self._topology.refreshed(deadline).addresses):
+            with logged_in(address, self._access, share) as link:
+                told = text_of(link, ask(link, share, "CLUSTER", "NODES"), "CLUSTER NODES")
+            found.update(_OPEN.findall(told))  # a node tells its own only
+        return sorted(map(int, found))
 
     def stats(self, deadline: Deadline) -> list[NodeStats]:
         self._pool.require_open()

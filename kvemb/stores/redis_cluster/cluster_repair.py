@@ -6,7 +6,7 @@ A slot that stands open is of the primary that gives it, also where its marker a
 moves slots may have been broken off for good, and until another one goes on with it, a loss at either of the two must be mended.
 
 One loss is not seen: of a process that is demoted, promoted again and serves, all while a client has an idle connection to it. And one
-comparison is needless: a primary that another tool than `scaling` added to the cluster and gave slots is compared once.
+comparison is needless: a primary that has just joined the cluster, once it has slots.
 """
 
 import logging

@@ -16,7 +16,10 @@ from kvemb.stores.server_errors import server_error
 from kvemb.wire.resp.resp_value import ErrorLine
 
 _KEYS = ("kvemb:*", "?" * TAG_SIZE + "{*}*")  # small values; buckets and pages
-_TO_CONNECT = ("auth", "ping", "info", "dbsize", "asking", "client|id", "client|setname", "cluster|slots", "acl|whoami", "acl|dryrun")
+_TO_CONNECT = (
+    *("auth", "ping", "info", "dbsize", "asking", "client|id", "client|setname"),
+    *("cluster|slots", "cluster|nodes", "acl|whoami", "acl|dryrun"),
+)
 _TO_READ = ("get", "hmget", "hlen", "getrange")
 _TO_WRITE = (
     *("set", "del", "unlink", "hset", "hdel", "setrange", "strlen", "type", "eval"),
@@ -77,7 +80,7 @@ ACL_USERS = {"trainer": TRAINER, "shard": SHARD}
 """By role."""
 
 
-_SPARED = frozenset({"auth", "ping", "asking", "cluster|slots", "acl|whoami", "acl|dryrun", "config|get"})
+_SPARED = frozenset({"auth", "ping", "asking", "cluster|slots", "cluster|nodes", "acl|whoami", "acl|dryrun", "config|get"})
 """Commands without which every path still goes; on a cluster, its start has sent those about slots already."""
 
 
