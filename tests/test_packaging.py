@@ -256,7 +256,9 @@ def test_a_script_is_valid_shell(script: str) -> None:
 
 def test_the_ci_script_runs_what_the_command_of_the_readme_runs_and_the_rest() -> None:
     makefile = read("Makefile")
-    selections = dict(re.findall(r"^(test|test-all): setup\n\t@sh .*\n\t@\$\(PYTEST\) (\$\(QUICK\)|-m 'not long') ", makefile, re.MULTILINE))
+    selections = dict(
+        re.findall(r"^(test|test-all): setup\n\t@sh .*\n\t@\$\(PYTEST\) (\$\(QUICK\)|-m 'not long') ", makefile, re.MULTILINE)
+    )
     assert selections == {"test": "$(QUICK)", "test-all": "-m 'not long'"}
     assert "\nQUICK := -m 'not full and not long' " in makefile
     assert "step tests 3000 make test ARGS=" in read(".ci/run")
