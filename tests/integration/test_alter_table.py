@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import kvemb
-from kvemb.api import Cluster, table_alteration
+from kvemb.alter import table_alteration
+from kvemb.api import Cluster
 from kvemb.api.table import Table
 from kvemb.cli import main
 from kvemb.client.all_shards import AllShards
@@ -32,7 +33,7 @@ from kvemb.errors import (
 )
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.messages import STEP, TableRequest
+from kvemb.protocol.messages import ALTER_TABLE, STEP, TableRequest
 from kvemb.schema.altered_table import AlteredTable, TableChanges
 from kvemb.stores.row_io import ReadPart, WritePart
 from kvemb.testing.real_servers import redis_client
@@ -245,7 +246,7 @@ DEATHS = [
 ALTER_AND_DIE = """
 import os, signal, sys
 import kvemb
-from kvemb.api import table_alteration
+from kvemb.alter import table_alteration
 from kvemb.client.shard_client import ShardClient
 
 url, name, method, nth, before = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5] == "True"
@@ -323,9 +324,9 @@ def test_a_command_that_hears_no_answer_lets_pushes_go_on(
     table = trained(cluster, name)
     call, follow = AllShards.call, ShardClient.hold_for_alter
 
-    def unheard(self: AllShards, shard: int, method: str, request: Any, *arguments: Any) -> Any:
-        reply = call(self, shard, method, request, *arguments)
-        if method == "AlterTable" and request.step == step:
+    def unheard(self: AllShards, shard: int, verb: Any, request: Any, *arguments: Any) -> Any:
+        reply = call(self, shard, verb, request, *arguments)
+        if verb is ALTER_TABLE and request.step == step:
             raise ShardUnavailableError("no answer")
         return reply
 
