@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import redis
 from pymemcache.client.base import Client
@@ -122,17 +123,16 @@ class ServerNodes(Nodes):
             super().save(index)
         with redis_client(server) as client:
             client.save()
-            self._kept[index] = {key: client.dump(key) for key in client.scan_iter(count=1000)}
+            keys = list(client.scan_iter(count=1000))
+            self._kept[index] = dict(zip(keys, self._each(client, [("DUMP", key) for key in keys]), strict=True))
         self._saved[index] = server.snapshot_path.with_suffix(".saved")
         shutil.copyfile(server.snapshot_path, self._saved[index])
 
     def go_back(self, index: int) -> None:
         """See `Nodes.go_back`."""
         self.flush(index)
-        with redis_client(self.servers[index]) as client, client.pipeline(transaction=False) as pipeline:
-            for key, dumped in self._kept[index].items():
-                pipeline.restore(key, 0, dumped)
-            pipeline.execute()
+        with redis_client(self.servers[index]) as client:
+            self._each(client, [("RESTORE", key, 0, dumped) for key, dumped in self._kept[index].items()])
 
     def stop(self, index: int) -> None:
         """See `Nodes.stop`."""
@@ -150,6 +150,15 @@ class ServerNodes(Nodes):
         with ExitStack() as stack:
             clients = [stack.enter_context(redis_client(server)) for server in self.servers]
             return all(client.cluster("INFO")["cluster_state"] == "ok" for client in clients)
+
+    def _each(self, client: "redis.Redis", commands: Sequence[tuple[str | bytes | int, ...]]) -> list[Any]:
+        """Return the answers to commands about keys; of a slot that is on its way to a node, that one answers only whoever asks for it."""
+        asking = [] if self.own_map else [("ASKING",)]
+        with client.pipeline(transaction=False) as pipeline:
+            for command in commands:
+                for words in (*asking, command):
+                    pipeline.execute_command(*words)
+            return pipeline.execute()[len(asking) :: len(asking) + 1]
 
     def _put(self, server: StorageServer, key: bytes, value: bytes) -> None:
         if server.kind == "memcached":
