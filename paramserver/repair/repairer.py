@@ -154,12 +154,11 @@ class Repairer:
             for block in self._blocks(rows.definition, len(rows.ids)):
                 ids = rows.ids[block]
                 wanted = state.versions(ids)
-                if ahead.tail is not None:
+                if ahead.tail is not None:  # 0: a row that is to be erased; a foreign value there would keep it from that
                     wanted = ahead.tail.wanted(rows.definition, ids, wanted)
-                    ids, wanted = ids[wanted != 0], wanted[wanted != 0]  # others are erased later on
                 found.append((state, ids, wanted, self._differs(state, ids, wanted, ahead, self._access)))
         self._bring_back([(state, ids[wrong], wanted[wrong]) for state, ids, wanted, wrong in found], self._access)
-        n_rows = sum(int(wrong.sum()) for *_, wrong in found)
+        n_rows = sum(int((wrong & (wanted != 0)).sum()) for *_, wanted, wrong in found)
         if n_rows:
             log.error("%d rows of a batch were missing, old or overwritten in storage and have been restored", n_rows)
         return n_rows
