@@ -63,7 +63,7 @@ quick: setup
 
 test: setup
 	@sh scripts/servers.sh
-	@$(PYTEST) $(QUICK) --most-starts 5000 $(ARGS) \
+	@$(PYTEST) $(QUICK) --most-starts 2500 $(ARGS) \
 		&& echo 'Each promise was kept once. The slow tests and every other storage kind: make test-all' \
 		|| { code=$$?; echo 'To run what failed again: make test ARGS="-n 0 --lf". A test that fails beside others only has a defect, too.'; exit $$code; }
 

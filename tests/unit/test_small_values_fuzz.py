@@ -18,7 +18,6 @@ from kvemb.errors import KvembError, ParameterServerError, ProtocolError
 from kvemb.init import uniform
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.redis_cluster.whole_primaries import decode_members, encode_members
-from paramserver.recovery import upgrade
 from paramserver.row_log import state_file
 
 TABLE = TableDef("user", 4, optim.adam(), uniform())
@@ -45,7 +44,6 @@ VALUES: dict[str, tuple[Callable[[bytes], object], bytes, type[KvembError]]] = {
 }
 FILES: dict[str, Callable[[bytes], object]] = {
     "state": lambda data: state_file.decode_state(data, "state"),
-    "state of 0.1": lambda data: upgrade._read_image(data, "state"),
 }
 MANY = b"\xdd" + struct.pack(">I", 2**32 - 1)
 BOMBS = {
