@@ -40,8 +40,8 @@ class ClusterStatus:
 
     Args:
         held: of each table (name, the rows on each node, None where storage cannot tell), as far as `survey` has looked.
-        change: of nodes, that a command has begun and not ended; None if there is none, or it was not looked for.
         strangers: the shard or node that is not the one that kvemb.yaml names, as far as `survey` has looked; "" for none.
+        open_slots: of a Redis Cluster, those that stand open between two nodes.
     """
 
     shards: tuple[ShardStatus, ...]
