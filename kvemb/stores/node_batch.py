@@ -153,10 +153,11 @@ class CoalescedWrite:
 
     def __init__(self, parts: Sequence[WritePart], *, one_node: bool = False) -> None:
         self._parts, self._groups = parts, list[list[int]]()
+        self.parts = parts
         if len(parts) > 1:
             self._groups = _groups([part.keys for part in parts], [_write_group(part, one_node) for part in parts])
-        joins = len(self._groups) < len(parts) and len(parts) > 1
-        self.parts = [_coalesced_write([parts[i] for i in group]) for group in self._groups] if joins else parts
+            if len(self._groups) < len(parts):
+                self.parts = [_coalesced_write([parts[i] for i in group]) for group in self._groups]
 
     def results(self, written: list[WriteResult]) -> list[WriteResult]:
         """Return the result of each part that was given."""

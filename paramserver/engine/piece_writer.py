@@ -1,7 +1,6 @@
 """One piece of a batch on its way to storage: its rows are looked up, compared with the index, computed and written, or erased.
 
-A row that meets a conflict goes the same way again. Nor which rows make a piece, how an error of storage is met, and when the index learns
-of it (`paramserver.engine.engine`).
+A row that meets a conflict goes the same way again. Which rows make a piece, and how an error is met, `paramserver.engine.engine` says.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """Where did the step go? The report of a training run: times per step, the setting to change, scalars for TensorBoard, a progress line.
 
-Nor the measuring: code that makes the training thread wait does it (`trainer.report.step_times`). One thread: the one that trains. The
+Code that makes the training thread wait measures it (`trainer.report.step_times`). One thread: the one that trains. The
 staleness of the pushed batches' rows comes from the acks of their pushes: the newest known, and means.
 """
 
