@@ -64,6 +64,7 @@ class MarkedState:
         places: int64 [n], as of `RepairLane`.
         values: n values in the places of markers, None where there is none.
         judged: of each None where it is in order, else why not, and the nonce of the repair that goes on for this process.
+        elsewhere: the numbers of those whose markers may be at another node: they do not say what this one has lost.
     """
 
     address: str
@@ -71,6 +72,12 @@ class MarkedState:
     places: NDArray[np.int64]
     values: list[bytes | None]
     judged: list[tuple[Why, str | None] | None]
+    elsewhere: Collection[int] = ()
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether the node itself is not in order."""
+        return any(one is not None and at not in self.elsewhere for at, one in enumerate(self.judged))
 
     @property
     def nonce(self) -> str | None:
@@ -149,11 +156,11 @@ class MarkedNodes(ABC):
     def keep(self, whole: Sequence[MarkedState], deadline: Deadline) -> None:
         """Put small values right that whole nodes should have."""
 
-    def restored(self, lane: RepairLane, deadline: Deadline) -> None:  # noqa: B027 - most kinds note nothing
-        """Every shard has brought its rows back; the markers are renewed next."""
+    def begun(self, lane: RepairLane, deadline: Deadline) -> None:  # noqa: B027 - most kinds note nothing
+        """Whatever the node has lost is in repair: what comes to it from now on is as good as its marker."""
 
     def over(self, lane: RepairLane, shards: Collection[int], deadline: Deadline) -> None:  # noqa: B027
-        """The markers have been renewed."""
+        """The markers of these places have been renewed."""
 
     @abstractmethod
     def keys_on(self, address: str, slots: NDArray[np.bool_], deadline: Deadline) -> Iterator[RowKeys] | None:

@@ -6,9 +6,10 @@ All state of a repair stands on the damaged node, so that losing its data once m
     2. every shard rewrites its rows there, then reports the nonce
     3. a shard that sees all reports puts new markers in the place of `repairing <nonce>`, if that still stands there
 
-A node has one marker, or one per slot that it holds. Until step 3 every batch that touches the node fails, except those below. They name
-the nonce and check it last on the connection, as normal batches check the marker. A server process that starts again in the middle of it
-ends the repair: a nonce is good for one process. How markers and small values are reached, each kind of storage knows.
+A node has one marker, or one per slot that it holds. A repair is of all that it holds when the first shard begins; of what comes to it
+later only what comes lost. Until step 3 every batch that touches these places fails, except those below. They name the nonce and check it
+last on the connection, as normal batches check the marker. A server process that starts again in the middle of it ends the repair: a nonce
+is good for one process. How markers and small values are reached, each kind of storage knows.
 """
 
 import math
@@ -97,17 +98,20 @@ class StoreRepair:
         Returns:
             The nonce, 16 hex digits; None when the marker is in order and there is nothing to repair.
         """
+        joins = True
         for _ in range(MAX_TRIES):
             state = self._state_now(address, deadline)
+            joins &= state.nonce is not None
             if state.lost is None and not even_if_whole:
                 return None
             lane = RepairLane(address, state.process, state.nonce or self._next_nonce(state), state.places)
-            changes = self._to_repairing(state, lane)
+            changes = self._to_repairing(state, lane, joins=joins, even_if_whole=even_if_whole)
             open_ = [at for at, one in enumerate(state.judged) if at in changes or one == ("repairing", lane.nonce)]
             lane = replace(lane, places=state.places[open_])  # a slot may come back to a repair that is over for all others
             first = min(changes, default=None)  # it decides whose nonce it is; then all the others follow
             decided = first is None or self._nodes.swap(state, {first: changes.pop(first)}, deadline)
             if decided and self._nodes.swap(state, changes, deadline):
+                self._nodes.begun(lane, deadline)
                 self._lanes[address] = lane
                 return lane.nonce
         raise ProtocolError(f"node {address}: its markers changed {MAX_TRIES} times while a repair was to begin there")
@@ -122,11 +126,13 @@ class StoreRepair:
         drawn = int(time.time() * 1000) << 16 | int.from_bytes(os.urandom(2))
         return f"{max(drawn, int(last or '0', 16) + 1):016x}"
 
-    def _to_repairing(self, state: MarkedState, lane: RepairLane) -> dict[int, Marker]:
-        """The markers that do not have the nonce yet; those that this repair has finished stay as they are."""
-        changes = {}
+    def _to_repairing(self, state: MarkedState, lane: RepairLane, *, joins: bool, even_if_whole: bool) -> dict[int, Marker]:
+        """The markers that are to have the nonce and do not yet; those that this repair has finished stay as they are."""
+        changes, has_lost = {}, state.has_lost
         for at, (value, judged) in enumerate(zip(state.values, state.judged, strict=True)):
-            if judged == ("repairing", lane.nonce):
+            newcomer = joins and at not in state.elsewhere
+            whole = judged is None and not even_if_whole and (newcomer or not has_lost)
+            if whole or judged == ("repairing", lane.nonce):
                 continue
             expected = self._nodes.expected(state, at)
             if value != lane.ended(expected).encode():
@@ -160,10 +166,9 @@ class StoreRepair:
         reports = (self._nodes.cell(address, self._nodes.report(lane, shard)[0], lane.process, deadline).read() for shard in shards if left)
         if not all(self._nodes.covers(report, lane, state.places[list(left)]) for report in reports):
             return False
-        self._nodes.restored(lane, deadline)  # before any store can see its markers in order
         if not self._nodes.swap(state, {at: lane.ended(self._nodes.expected(state, at)) for at in left}, deadline):
             return False  # another shard is finishing it, or it is over: the next call tells
-        self._nodes.over(lane, shards, deadline)
+        self._nodes.over(replace(lane, places=state.places[list(left)]), shards, deadline)
         del self._lanes[address]
         return True
 

@@ -405,7 +405,7 @@ def test_an_importing_node_without_slots_vouches_by_the_marker_of_the_slot(runni
         assert isinstance(store, RedisClusterStore)
         markers, settled = store._markers, store._markers.any_settled_slot
         here = f"127.0.0.1:{mover.ports[to]}"
-        markers.any_settled_slot = lambda address, slot_map: None if address == here else settled(address, slot_map)  # type: ignore[method-assign]
+        markers.any_settled_slot = lambda address, *more: None if address == here else settled(address, *more)  # type: ignore[method-assign]
         mover.begin(SLOT, to)
         mover.migrate(source, to, encoded(written))
         require_rows(store, written, records_of(written))  # a row that is found is a row
@@ -543,6 +543,46 @@ def test_a_slot_that_was_on_its_way_when_the_repair_of_its_node_ended_is_repaire
         other.repair.report(address, nonce, 0, within())
         assert other.repair.finish(address, nonce, range(1), within())
         assert not other.repair.lost_nodes(within())
+
+
+def test_slots_that_keep_coming_to_a_node_in_repair_do_not_keep_that_from_its_end(store: Store, running: ServerNodes, mover: Mover) -> None:
+    to = mover.owner(SLOT)
+    source, coming = (to + 1) % 3, iter(range(N_SLOTS * ((to + 1) % 3) // 3 + 800, N_SLOTS))
+    running.restart(to)
+    address, moved = lost(store)[0].address, list[int]()
+    with running.store() as other:
+        other.open(within(), Identity(CLUSTER, GENERATION, store.nodes.cluster_map))
+        for shard in (0, 1) * 3:  # each begins behind a slot that the other has not reported
+            one = (store, other)[shard]
+            if (nonce := one.repair.begin(address, within())) is not None:
+                one.repair.report(address, nonce, shard, within())
+                one.repair.finish(address, nonce, range(2), within())
+            moved.append(next(coming))
+            assert mover.owner(moved[-1]) == source
+            mover.move(moved[-1], to)
+        assert not store.repair.lost_nodes(within())
+        assert not other.repair.lost_nodes(within())
+    for slot in moved:  # other tests rely on their node
+        mover.move(slot, source)
+
+
+def test_a_slot_that_came_to_a_node_after_its_loss_does_not_vouch_for_what_that_has_lost(
+    store: Store, running: ServerNodes, mover: Mover
+) -> None:
+    to = mover.owner(SLOT)
+    source, came = (to + 1) % 3, N_SLOTS * ((to + 1) % 3) // 3 + 800
+    inside, new = rows_in(SLOT), rows_in(came)
+    assert mover.owner(came) == source
+    keys = keys_of(np.concatenate([inside.ids, new.ids]))
+    write(store, keys, records_of(keys))
+    running.flush(to)
+    mover.move(came, to)
+    try:
+        for both in (new, keys, keys_of(keys.ids[::-1])):
+            with pytest.raises(NodeLostError):
+                read(store, both)
+    finally:
+        mover.move(came, source)
 
 
 def give(mover: Mover, to: int, ranges: list[list[int]]) -> None:

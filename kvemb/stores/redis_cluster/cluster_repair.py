@@ -1,7 +1,9 @@
 """Repair of a Redis Cluster's primary: a marker per slot, the same nonce in all slots that it holds, and the list of whole primaries.
 
 A repair is of the slots that a primary held when it began. A slot that moves meanwhile takes its state with it: it is repaired where it
-is then. So a shard reports the slots whose rows it has brought back, and only slots that every shard has reported are given new markers.
+is then, and one in order stays so: `redis-cli` may bring slots for as long as it likes. So a shard reports the slots whose rows it has
+brought back, and only slots that every shard has reported are given new markers.
+
 A slot that stands open is of the primary that gives it, also where its marker and rows are with the one that takes it: a command that
 moves slots may have been broken off for good, and until another one goes on with it, a loss at either of the two must be mended.
 
@@ -106,9 +108,12 @@ class SlotsOfPrimaries(MarkedNodes):
                 judged[at] = verdict
             if verdict is None:  # perhaps renewed by another shard
                 self._markers.renew(some, found_there)
-        if not any(judged) and lane is None and not self._whole.has(process, deadline):
-            judged = [("suspect", None)] * len(slots)
-        return MarkedState(address, process, slots, values, judged)
+        if lane is None and None in judged and process not in self._whole.known:
+            if self._whole.has(process, deadline):  # since a moment ago, perhaps, and its markers were changed before that
+                return self.state(address, deadline)
+            judged = [one or ("suspect", None) for one in judged]
+        elsewhere = np.flatnonzero(np.isin(slots, list(self._topology.on_the_way)))
+        return MarkedState(address, process, slots, values, judged, frozenset(elsewhere.tolist()))
 
     def _one_settled(self, lane: RepairLane, deadline: Deadline) -> tuple[NDArray[np.int64], list[bytes | bool | None]]:
         """The first slot of a repair that is not on its way, and the value in the place of its marker."""
@@ -162,11 +167,11 @@ class SlotsOfPrimaries(MarkedNodes):
             self._fence.keep(self._values.cell(self._fence.name, deadline))
             self._map.keep(deadline)
 
-    def restored(self, lane: RepairLane, deadline: Deadline) -> None:
-        if lane.process not in self._whole.known:  # it may have brought old rows back, also of slots that are on their way to it
+    def begun(self, lane: RepairLane, deadline: Deadline) -> None:
+        if not self._whole.has(lane.process, deadline):  # it may have brought old rows back, also of slots that are on their way to it
             for slot in self._markers.coming_to(lane.address, deadline):
                 self._values.drop(marker_keys()[slot].decode(), deadline)  # they are repaired with the node that gives them
-        self._whole.admit({lane.process}, deadline)  # a store that misses it on the list would call it suspect
+        self._whole.admit({lane.process}, deadline)
 
     def over(self, lane: RepairLane, shards: Collection[int], deadline: Deadline) -> None:
         self._markers.changed.add(lane.address)

@@ -85,7 +85,7 @@ class ClusterRounds:
         by_node: dict[str, list[Step]] = {}
         for share in shares:
             by_node.setdefault(share.address, []).extend(share.steps.steps)
-        checks = self._checks(batch, shares, slot_map, lane)
+        checks, places = self._checks(batch, shares, slot_map, lane), None if lane is None else lane.places
         for address in {check.address for check in checks}:
             by_node.setdefault(address, []).extend(merged_steps([check.step for check in checks if check.address == address]))
         run_ids = {} if lane is None else {lane.address: run_id_in(lane.process)}
@@ -94,7 +94,7 @@ class ClusterRounds:
         )
         for check in checks:
             if check.good and not check.importing and lane is None:
-                self._topology.vouched[check.slot] = self._topology.number(check.address)
+                self._topology.vouch([check.slot], check.address)
         wrong = [check for check in checks if check.wrong]
         self._markers.changed.update(at for check in wrong for at in (check.address, slot_map.address_of(check.slot)))  # perhaps repaired
         for check in wrong:
@@ -106,7 +106,7 @@ class ClusterRounds:
             line = check.reply.error or b""
             redirected.last = line or redirected.last
             redirected.unclear |= line.startswith(NOT_NOW)
-            redirected.wait |= line.startswith(b"-ASK ") and self._markers.any_settled_slot(check.address, slot_map) is None
+            redirected.wait |= line.startswith(b"-ASK ") and self._markers.any_settled_slot(check.address, slot_map, places) is None
             if line.startswith(b"-MOVED "):
                 redirected.moved[check.slot] = redirect_target(line, check.address)
         return redirected
@@ -119,9 +119,10 @@ class ClusterRounds:
             for slot in markers.unvouched(address, slot_map) if lane is None else ():  # a repair has written all of its slots' markers
                 leaving = slot in self._topology.on_the_way
                 checks[address, slot] = markers.check(address, slot, markers.expected(slot), leaving=leaving)
-            slot = markers.settled_slot(address, used_slot, slot_map)
-            expected = markers.expected(slot) if lane is None else lane.begun(markers.expected(slot))
-            checks[address, slot] = markers.check(address, slot, expected)
+            for slot in markers.vouching(address, used_slot, slot_map, None if lane is None else lane.places):
+                expected = markers.expected(slot) if lane is None else lane.begun(markers.expected(slot))
+                leaving = lane is not None and slot in self._topology.on_the_way  # all that is in repair, perhaps
+                checks[address, slot] = markers.check(address, slot, expected, leaving=leaving)
         for share in shares:
             if not share.asking:
                 continue

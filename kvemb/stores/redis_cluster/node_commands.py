@@ -37,7 +37,6 @@ def node_commands(
     if leaving and dead:  # its slots go to others, empty: the shards bring the rows back
         lines.append(f"yes yes | {cluster} fix {there} --cluster-fix-with-unreachable-masters")  # it asks, also with --cluster-yes
         lines.append(f"{cluster} call {there} CLUSTER FORGET {_name(leaving, slot_map)}")
-        lines.append("# Now wait until `kvemb status` ends with 0: slots that come to a node in repair keep it in repair, and pushes wait.")
     elif leaving:
         shares[_name(leaving, slot_map)] = 0.0
     lines += [f"{cluster} add-node {address} {there}" for address in joining]

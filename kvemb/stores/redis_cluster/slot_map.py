@@ -4,7 +4,7 @@ Also the keys of the per-slot markers.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -21,6 +21,7 @@ from kvemb.wire.resp.resp_value import Value
 
 _ANSWER_TIMEOUT_S = 1.0  # with a node that does not tell the map while there are others to ask
 _MANY = 64  # slots that one batch found elsewhere
+_NEVER = np.int64(2**63 - 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +123,7 @@ class ClusterTopology:
         known_before: addresses of nodes that an earlier process knew.
         on_the_way: slots whose marker was found to be moving.
         vouched: int64 [16384], the number of the primary where each slot's marker was seen, -1 for none: slots may move without keys.
+        since: int64 [16384], rises with the moment at which that was noted: what came first has seen every loss of what came later.
     """
 
     def __init__(self, access: RedisAccess) -> None:
@@ -131,6 +133,8 @@ class ClusterTopology:
         self._in_doubt = False
         self.on_the_way: set[int] = set()
         self.vouched = np.full(N_SLOTS, -1, dtype=np.int64)
+        self.since = np.full(N_SLOTS, _NEVER)
+        self._moments = itertools.count(1)
         self._answered: tuple[str, ...] = ()  # the node that told the map last: one that hangs is not asked first again and again
         self._numbers: dict[str, int] = {}  # of addresses, for `vouched`
         self._next_number = itertools.count()
@@ -149,7 +153,7 @@ class ClusterTopology:
         before = self.known
         asked = dict.fromkeys([*first, *self._answered, *self.addresses, *self._access.config.nodes, *self.known_before])
         after = fetch_slot_map(asked, self._access, deadline)
-        self.vouched[self.vouched != self.owners(after)] = -1
+        self._forget(np.flatnonzero(self.vouched != self.owners(after)))
         self.known, self._in_doubt = after, False
         self._answered = (after.source,)
         self.on_the_way = {slot for slot in [*self.on_the_way] if before and before.address_of(slot) == after.address_of(slot)}
@@ -163,8 +167,21 @@ class ClusterTopology:
         else:
             slots = list(moved)
             self.known = known.with_moved(moved)
-            self.vouched[slots] = -1
+            self._forget(slots)
             self.on_the_way.difference_update(slots)
+
+    def vouch_all(self, owners: NDArray[np.int64], but: Sequence[int]) -> None:
+        """Note that the markers of all slots but these were seen at their primaries."""
+        self.vouched, self.since = owners, np.zeros(N_SLOTS, dtype=np.int64)
+        self._forget(but)
+
+    def vouch(self, slots: Sequence[int], address: str) -> None:
+        """Note that the markers of slots, which are its own, were seen at a primary."""
+        new = [slot for slot in slots if self.vouched[slot] != self.number(address)]
+        self.vouched[new], self.since[new] = self.number(address), next(self._moments)
+
+    def _forget(self, slots: Sequence[int] | NDArray[np.int64]) -> None:
+        self.vouched[slots], self.since[slots] = -1, _NEVER
 
     def doubt(self) -> None:
         """Let the next batch ask for the map: all nodes that are known, for those of kvemb.yaml may be gone by now."""

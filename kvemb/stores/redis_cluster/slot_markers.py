@@ -102,8 +102,7 @@ class SlotMarkers:
                 lost += slots
             else:
                 self.repairs |= dict.fromkeys(slots, accept(name, expected, value, "").repair)
-        owners[[*lost, *self._topology.on_the_way]] = -1  # the latter were seen where they go to
-        self._topology.vouched = owners
+        self._topology.vouch_all(owners, but=[*lost, *self._topology.on_the_way])  # the latter were seen where they go to
 
     # --- of a batch -------------------------------------------------------------------------------------------------------------
 
@@ -121,8 +120,7 @@ class SlotMarkers:
                 with suppress(StorageError):  # the batch says what is wrong
                     if found:
                         self.renew(some, found)
-                        settled = [slot for slot in some if slot not in self._topology.on_the_way]
-                        self._topology.vouched[settled] = self._topology.number(address)
+                        self._topology.vouch([slot for slot in some if slot not in self._topology.on_the_way], address)
 
     def renew(self, slots: Sequence[int], values: Sequence[bytes]) -> None:
         """Expect the markers that stand in these slots, which differ in the slot alone; raises as `accept`."""
@@ -152,18 +150,22 @@ class SlotMarkers:
             self._topology.on_the_way.add(slot)
         return reply.error is None
 
-    def settled_slot(self, address: str, slot: int, slot_map: SlotMap) -> int:
-        """The slot whose marker vouches for a node: one that the batch uses, or another while its marker moves (which may take long)."""
-        if slot not in self._topology.on_the_way:
-            return slot
-        settled = self.any_settled_slot(address, slot_map)
-        return slot if settled is None else settled
+    def vouching(self, address: str, slot: int, slot_map: SlotMap, places: NDArray[np.int64] | None) -> list[int]:
+        """The slots whose markers vouch for a node: one that the batch uses, or another while its marker moves (which may take long).
 
-    def any_settled_slot(self, address: str, slot_map: SlotMap) -> int | None:
-        """Return a slot of a primary whose marker is not on its way; None where there is none."""
-        mine = np.flatnonzero(slot_map.slots_of(address))
-        settled = mine[~np.isin(mine, list(self._topology.on_the_way))]
-        return int(settled[-1]) if len(settled) else None  # moves go from the first slot to the last
+        Beside one that came later than others, the first of these: the node may have lost its rows between, all but those.
+        """
+        settled = slot not in self._topology.on_the_way
+        if settled and (places is not None or not self._topology.since[slot]):
+            return [slot]
+        oldest = self.any_settled_slot(address, slot_map, places)
+        return [*([slot] if settled or oldest is None else []), *([] if oldest is None else [oldest])]
+
+    def any_settled_slot(self, address: str, slot_map: SlotMap, places: NDArray[np.int64] | None = None) -> int | None:
+        """Return the slot of a primary (of these places) that has been there the longest, and its marker is not on its way; or None."""
+        mine = np.flatnonzero(slot_map.slots_of(address))[::-1]  # moves go from the first slot to the last
+        settled = mine[~np.isin(mine, list(self._topology.on_the_way)) & (True if places is None else np.isin(mine, places))]
+        return int(settled[np.argmin(self._topology.since[settled])]) if len(settled) else None
 
     # --- of many slots ----------------------------------------------------------------------------------------------------------
 
