@@ -20,6 +20,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from kvemb.schema import slots
+
 PR_SET_PDEATHSIG = 1
 _ROOT = Path(__file__).resolve().parents[1]
 _OF_OTHERS = {"torch", "keras", "tensorflow", "jax", "own", "testing"}  # what brings a framework or pytest, or looks elsewhere
@@ -94,6 +96,7 @@ def import_all() -> None:
             if not _OF_OTHERS & set(parts[1:2]):
                 with suppress(ImportError):  # an extra that is not installed
                     import_module(".".join(part for part in parts if part != "__init__"))
+    slots.slot_texts()  # which most programs come to compute
     gc.collect()
     gc.freeze()
 

@@ -139,9 +139,9 @@ def _job(asked: dict[str, Any]) -> dict[str, Any] | None:
     words, session = [os.fsdecode(word) for word in asked["args"]], asked["start_new_session"]
     if words[1:4] == ["-S", "-c", processes._LAUNCHER]:  # it would ask for a death with this process, and become the program behind it
         words = words[5:]
-    in_root, words = words[1:2] == ["-P"] or Path(asked["cwd"] or os.getcwd()) == ROOT, [word for word in words if word != "-P"]
+    ours_alone, words = words[1:2] == ["-P"] or _has_no_modules(Path(asked["cwd"] or os.getcwd())), [word for word in words if word != "-P"]
     env = dict(os.environ if asked["env"] is None else asked["env"])
-    module = in_root and _is_module(words[1:])
+    module = ours_alone and _is_module(words[1:])
     if words[:1] != [sys.executable] or not (module or _is_script(words[1:])) or not server().may_serve(env):
         return None
     return {
@@ -154,6 +154,11 @@ def _job(asked: dict[str, Any]) -> dict[str, Any] | None:
         "most_files": resource.getrlimit(resource.RLIMIT_NOFILE),
         "umask": re.search(r"Umask:\s*(\d+)", Path("/proc/self/status").read_text())[1],  # type: ignore[index]
     }
+
+
+def _has_no_modules(folder: Path) -> bool:
+    """Whether Python, which looks there first, finds none but ours."""
+    return folder == ROOT or (not any(folder.glob("*.py")) and not any(folder.glob("*/__init__.py")))
 
 
 def _is_module(words: Sequence[str]) -> bool:

@@ -49,3 +49,11 @@ def test_a_shard_is_a_process_with_a_session_and_signals_of_its_own(how: str, re
 def test_a_command_that_python_is_to_start_differently_for_is_real(env: dict[str, str]) -> None:
     with subprocess.Popen([*COMMAND, "--version"], env={**os.environ, **env}, stdout=subprocess.DEVNULL) as process:
         assert not is_forked(process.pid)
+
+
+@pytest.mark.parametrize("name", ["paramserver.py", "yaml/__init__.py", "notes.txt"])
+def test_a_command_in_a_folder_that_may_have_modules_of_a_user_is_real(name: str, tmp_path: Path) -> None:
+    tmp_path.joinpath(name).parent.mkdir(exist_ok=True)
+    tmp_path.joinpath(name).touch()
+    with subprocess.Popen([*COMMAND, "--version"], cwd=tmp_path, stdout=subprocess.DEVNULL) as process:
+        assert is_forked(process.pid) is (name == "notes.txt")
