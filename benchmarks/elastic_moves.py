@@ -13,10 +13,10 @@ from benchmarks.apply_load import TIMEOUT_S
 from benchmarks.elastic_load import Trainers, Window, check_counts, fill
 from benchmarks.recovery_steps import watch_repair
 from benchmarks.report import Series
-from kvemb.client.slot_moves import INDEX_BYTES
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import free_ports
 from kvemb.net.deadline import Deadline
+from kvemb.scaling.slot_moves import INDEX_BYTES
 from kvemb.schema.move_plan import SHARDS
 from kvemb.schema.slot_dealing import SlotPlan
 from kvemb.stores.storage_kinds import open_store

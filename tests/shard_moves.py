@@ -17,9 +17,9 @@ from kvemb.coordination.shard_notes import MoveReport, newest_report
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_files import TlsFiles
 from kvemb.protocol.message_format import Message
-from kvemb.protocol.messages import Empty
-from kvemb.protocol.move_messages import ABORT_MOVE, MOVE_SLOTS, MOVE_STATUS, AbortMoveRequest, MoveRequest, MoveStatusReply
+from kvemb.protocol.messages import MOVE_STATUS, Empty, MoveStatusReply
 from kvemb.protocol.verb import Verb
+from kvemb.scaling.move_messages import ABORT_MOVE, MOVE_SLOTS, AbortMoveRequest, MoveRequest
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.slots import runs_of
 

@@ -14,11 +14,11 @@ CLASSES_TWICE = {
     "Loader": "kvemb.config's is PyYAML's word for what it derives from",
 }
 # Modules and folders that may have another one's name: a search for one of them must not mislead to the other.
-MODULES_TWICE = {
-    "checkpoint": "a shard's part of saves and loads, and the files themselves: one idea, two packages",
+MODULES_TWICE = dict.fromkeys(
+    ("alter", "capabilities", "checkpoint", "feed", "life", "operate", "scaling"), "one capability, a shard's part of it and a client's"
+) | {
     "columns": "a facade (kvemb.own): both are the same module",
     "engine": "the file for which its folder is named",
-    "feed": "a shard's part of the feed, and a subscriber's: one capability, two packages",
     "ingest": "the file for which its folder is named",
     "jax": "a facade (kvemb.own): both are the same module",
     "keras": "a facade (kvemb.own): both are the same module",

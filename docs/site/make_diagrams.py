@@ -17,6 +17,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from paramserver.moves.move_phases import Transition, on_abort, on_reports  # noqa: E402
+
 from kvemb.coordination.shard_notes import MoveReport  # noqa: E402 (of this checkout)
 from kvemb.errors import MoveRefusedError  # noqa: E402
 from kvemb.schema.cluster_map import ClusterMap  # noqa: E402
@@ -33,7 +35,6 @@ from kvemb.schema.move_plan import (  # noqa: E402
     SHARDS,
     MovePlan,
 )  # fmt: skip
-from paramserver.moves.move_phases import Transition, on_abort, on_reports  # noqa: E402
 
 FOLDER = ROOT / "docs/diagrams"
 _LARGER = 1.25  # than letters of 13: as wide as a phone, or larger

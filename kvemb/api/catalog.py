@@ -5,7 +5,7 @@ Each table's part of a batch is checked and prepared by the table's own settings
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,12 +19,8 @@ from kvemb.datapath.push import prepare_push
 from kvemb.errors import InvalidInputError, UnknownTableError
 from kvemb.process import ForkLock
 from kvemb.protocol.message_format import TableRows
-from kvemb.schema.altered_table import AlteredTable, TableChanges
 from kvemb.schema.policies import PolicyChange
 from kvemb.schema.table_def import TableDef, check_table_name
-
-if TYPE_CHECKING:
-    from kvemb.alter.table_alteration import AlterProgress
 
 
 class Catalog:
@@ -75,24 +71,6 @@ class Catalog:
             n_rows = shards.drop_table(name, timeout_s)
         self.forget(name)
         return n_rows
-
-    def alter(self, name: str, changes: TableChanges, timeout_s: float | None, progress: "AlterProgress | None") -> Table:
-        """Give a table another definition; raises as `Cluster.alter_table`."""
-        from kvemb.alter.table_alteration import alter
-
-        shards = self._connection.require_shards("alter_table")
-        old = shards.questions.get_table(name, timeout_s)
-        change = AlteredTable.of(old, changes)
-        with self._connection.changes.change():
-            if change.is_none:  # so it may be because an alteration was broken off behind its switch
-                shards.end_alter(name, "abort", old.key, timeout_s)
-            else:
-                alter(shards, self._connection.store, change, self._connection.storage_deadline, timeout_s=timeout_s, progress=progress)
-        return self._remember(shards.questions.get_table(name, timeout_s))
-
-    def abort_alter(self, name: str, timeout_s: float | None) -> int:
-        """Give up an alteration, or erase what one has left; raises as `Cluster.abort_alter_table`."""
-        return self._connection.require_shards("abort_alter_table").end_alter(name, "abort", "", timeout_s)
 
     def definitions(self) -> dict[str, TableDef]:
         """The tables that exist, from the registry's copy in storage: complete before shard 0 answers a creation."""

@@ -27,20 +27,18 @@ from kvemb.operate.cluster_status import ClusterStatus, read_status
 from kvemb.optim import FROZEN, OptimizerSpec
 from kvemb.process import ForkLock
 from kvemb.process.metrics import MetricsCollector, MetricsEndpoint
-from kvemb.schema.altered_table import TableChanges
 from kvemb.schema.policies import PolicyChange
 from kvemb.schema.table_def import TableDef, check_table_name, frozen_or_trained
 from kvemb.stores.store import Store
 
 if TYPE_CHECKING:
-    from kvemb.alter.table_alteration import AlterProgress
     from kvemb.client.ack import Ack
     from kvemb.client.shard_questions import ShardQuestions
 
 _LEAVE_S = 2.0  # how long a program that failed is kept because of pushes that are on their way
 
 
-class Cluster(Facets):
+class Cluster(Facets[Table]):
     """An open cluster: its tables, and the verbs that concern several of them.
 
     Made by `connect`. Close it, or use it as a context manager. Thread-safe.
@@ -187,69 +185,6 @@ class Cluster(Facets):
         """
         check_table_name(name)
         return self._tables.drop(name, timeout_s)
-
-    def alter_table(
-        self,
-        name: str,
-        *,
-        dim: int | None = None,
-        optimizer: OptimizerSpec | None = None,
-        dtype: str | None = None,
-        layout: Literal["fast", "compact"] | None = None,
-        expected_rows: int | None = None,
-        new_columns: Literal["initializer", "zeros"] = "initializer",
-        timeout_s: float | None = None,
-        progress: AlterProgress | None = None,
-    ) -> Table:
-        """Give a table that has rows another definition. Return the table as it is then; see docs/id-lifecycle.md.
-
-        Every row is copied, for which storage needs room. Columns that both definitions have keep their bits, and so do fields of the
-        optimizer's state of the same name; other fields begin anew. Pushes to the table wait meanwhile, as do steps of a sync job; pulls go
-        on. Then processes that have opened the table as it was get TableAlteredError from their next push, and open it again.
-
-        A process that dies leaves the table as it was, or as it is to be. Another call with the same arguments completes the work;
-        `abort_alter_table` gives it up as long as the table is as it was, and this method does so itself when it fails.
-
-        Args:
-            dim, optimizer, dtype, layout: what is to be another; None: as it is. A smaller dim takes the last columns away.
-            expected_rows: as at `create_table`, to have another number of buckets; needed with `layout`.
-            new_columns: the values of columns beyond the old dim, in rows that exist: as the table's initializer draws them, or zeros.
-            timeout_s: of each question to the shards, and of each block of rows; `away_timeout_s` unless given.
-            progress: called now and then with (name of the phase, rows done, rows in all).
-
-        Raises:
-            InvalidInputError: a value is out of range; there is nothing sensible that rows could become (opaque bytes of another size,
-                ftrl without its state); or kvemb.yaml declares the table. Nothing was changed.
-            UnknownTableError: there is no such table.
-            MoveRefusedError: slots are moving between shards; nothing was changed.
-            LostRowError: storage lacks a row; the table is as it was.
-            TableAlteredError: another process altered the table, or began to, meanwhile.
-            ParameterServerError, StorageError: the table is as it was, or, where the end was not heard of, as it is to be.
-
-        Example:
-            >>> import kvemb
-            >>> with kvemb.local() as url, kvemb.connect(url) as cluster:
-            ...     table = cluster.create_table("user", dim=2, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
-            ...     table.assign([7], [[1.0, 2.0]])
-            ...     wider = cluster.alter_table("user", dim=3, optimizer=kvemb.optim.adagrad(lr=0.1))
-            ...     wider.pull([7]).tolist(), wider.definition.optimizer.kind
-            ([[1.0, 2.0, 0.0]], 'adagrad')
-        """
-        check_table_name(name)
-        changes = TableChanges(dim, optimizer, dtype, layout, expected_rows, new_columns)
-        return self._tables.alter(name, changes, timeout_s, progress)
-
-    def abort_alter_table(self, name: str, timeout_s: float | None = None) -> int:
-        """Give up the alteration of a table, by whichever process it was begun; return how many copied rows were erased.
-
-        The table is as it was then, and its pushes go on. Where it has its new definition already, the rows of the old one are erased.
-
-        Raises:
-            UnknownTableError: there is no such table.
-            ShardUnavailableError, StorageError: it may be given up; call it again.
-        """
-        check_table_name(name)
-        return self._tables.abort_alter(name, timeout_s)
 
     def forget_table(self, name: str) -> None:
         """Open a table anew when it is asked for next: another connection has dropped it, and may have created it again."""

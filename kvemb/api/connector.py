@@ -24,7 +24,7 @@ from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
 
 if TYPE_CHECKING:
-    from kvemb.client.slot_moves import NodeMoves
+    from kvemb.scaling.slot_moves import NodeMoves
 
 
 _PAUSE_S = 1.0
@@ -157,7 +157,7 @@ def nodes(source: str | os.PathLike[str] | Mapping[str, Any]) -> Iterator[NodeMo
         ...     nodes.replace_dead("10.0.0.2:6379", "10.0.0.4:6379")
     """
     from kvemb.client.all_shards import AllShards  # imports gRPC
-    from kvemb.client.slot_moves import NodeMoves
+    from kvemb.scaling.slot_moves import NodeMoves
 
     config = load(source, os.environ)
     require_encrypted(config)

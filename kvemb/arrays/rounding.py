@@ -26,6 +26,9 @@ _DTYPES: Final[dict[str, np.dtype[Any]]] = {
     "float16": np.dtype("<f2"),
     "bfloat16": np.dtype("<u2"),
 }
+NARROW: Final = ("float16", "int8")
+"""The dtypes of copies of weights, beside a table's own; int8 with a scale for each row."""
+_TINY: Final = np.finfo(np.float32).tiny
 _BYTE: Final = np.dtype("|u1")
 _BYTES: Final = re.compile(r"bytes:([1-9][0-9]{0,5})")
 LARGEST: Final[dict[str, float]] = {"float32": float(np.finfo(np.float32).max), "float16": 65504.0, "bfloat16": (2 - 2.0**-7) * 2.0**127}
@@ -219,3 +222,28 @@ def _stochastic_float16(bits: NDArray[np.uint32], lanes: NDArray[np.uint32]) -> 
     if special.any():
         narrow[special] = np.where(magnitude[special] > _INF_32, np.uint32(0x7E00), np.uint32(0x7C00))
     return (narrow | ((bits & _SIGN_32) >> _HALF)).astype(np.uint16)
+
+
+def to_int8(rows: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """Return rows as integers, int8 [n, dim], and what each row's are to be multiplied by, float32 [n].
+
+    A value is off by at most scale / 2 and the rounding of float32. Rows whose largest magnitude is below 1.5e-36 become zeros.
+
+    Args:
+        rows: float32 [n, dim], finite.
+    """
+    scale = np.abs(rows).max(axis=1, initial=0.0) / np.float32(127)
+    scale[scale < _TINY] = 0.0  # below it float32 has too few digits left to divide by
+    values = np.rint(rows / np.where(scale, scale, np.float32(np.inf))[:, None])
+    return np.clip(values, -127, 127).astype(np.int8), scale
+
+
+def from_int8(values: NDArray[np.int8], scale: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the rows of `to_int8`: float32 [n, dim].
+
+    Args:
+        values: int8 [n, dim].
+        scale: float32 [n].
+    """
+    rows: NDArray[np.float32] = values.astype(np.float32) * scale.astype(np.float32, copy=False)[:, None]
+    return rows

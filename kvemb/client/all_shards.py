@@ -28,8 +28,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.net.tls_config import TlsConfig
 from kvemb.net.tls_files import TlsFiles
 from kvemb.process import interrupts
-from kvemb.protocol.messages import DESCRIBE, DescribeReply, Empty
-from kvemb.protocol.move_messages import MOVE_STATUS
+from kvemb.protocol.messages import DESCRIBE, MOVE_STATUS, DescribeReply, Empty
 from kvemb.protocol.shard_routing import MapSource
 from kvemb.protocol.verb import Q, R, Verb
 from kvemb.schema.cluster_map import ClusterMap

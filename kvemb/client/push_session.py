@@ -36,15 +36,16 @@ from kvemb.protocol.messages import (
     GET_STATUS,
     GET_TABLE,
     HELLO,
+    LEFT_SESSION,
     ByeRequest,
     Empty,
     HelloReply,
     HelloRequest,
+    LeftSessionRequest,
     PushPart,
     TableRequest,
     digest_tables,
 )
-from kvemb.protocol.move_messages import LEFT_SESSION, LeftSessionRequest
 from kvemb.protocol.shard_routing import route, split
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.table_def import TableDef

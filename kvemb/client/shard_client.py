@@ -16,13 +16,12 @@ from kvemb.client.missing_rows import MissingRows
 from kvemb.client.push_session import PushSession
 from kvemb.client.shard_questions import ShardQuestions
 from kvemb.datapath.prefetched_rows import PrefetchedRows
-from kvemb.errors import DeadlineExceededError, ParameterServerError, SlotsMovedError
+from kvemb.errors import ParameterServerError, SlotsMovedError
 from kvemb.net.deadline import Deadline
 from kvemb.process import interrupts
 from kvemb.process.work_ahead import work_ahead
 from kvemb.protocol.message_format import TableRows
 from kvemb.protocol.messages import (
-    ALTER_TABLE,
     ASSIGN_ROWS,
     CREATE_TABLE,
     DROP_TABLE,
@@ -30,15 +29,11 @@ from kvemb.protocol.messages import (
     ERASE_ROWS,
     ERASE_TABLE,
     FLUSH,
-    FOLLOW_ALTER,
     MAX_PART_BYTES,
     SET_POLICIES,
-    AlterTableRequest,
     CreateTableRequest,
     EraseTableRequest,
     FlushRequest,
-    FollowAlterReply,
-    FollowAlterRequest,
     RowsRequest,
     SetPoliciesRequest,
     TableRequest,
@@ -97,7 +92,7 @@ class ShardClient:
     def create_table(self, definition: TableDef, exist_ok: bool, policies: PolicyChange, timeout_s: float | None) -> TableDef:
         """Register a table with shard 0, or set the policies that are given of one that exists; return it as registered."""
         request = CreateTableRequest(definition.to_dict(), exist_ok, policies.to_dict())
-        reply = self.servers.call(0, CREATE_TABLE, request, self._deadline(timeout_s))
+        reply = self.servers.call(0, CREATE_TABLE, request, self.deadline(timeout_s))
         self.servers.heard(reply.tables_serial)
         table = TableDef.from_dict(reply.table)
         if request.policies and not reply.policies:
@@ -113,7 +108,7 @@ class ShardClient:
             UnknownTableError, AccessDeniedError: nothing was changed.
             ShardUnavailableError: they may have been changed. A shard that was not told reads them when a trainer's push names them.
         """
-        deadline = self._deadline(timeout_s)
+        deadline = self.deadline(timeout_s)
         serial = self.servers.call(0, SET_POLICIES, SetPoliciesRequest(name, policies.to_dict()), deadline).tables_serial
         self.servers.heard(serial)
         self.servers.call_each(SET_POLICIES, SetPoliciesRequest(name, {}, serial), deadline)
@@ -124,89 +119,52 @@ class ShardClient:
         Called again, it goes on with a drop that was broken off. Unless the caller gave a timeout, every half a million rows of a shard
         have the whole default time.
         """
-        deadline = self._deadline(timeout_s)
+        deadline = self.deadline(timeout_s)
         self._session.wait_applied(deadline)
         table = TableDef.from_dict(self.servers.call(0, DROP_TABLE, TableRequest(name), deadline).table)
-        return self._end_drop(table.key, deadline, timeout_s)
+        return self.end_drop(table.key, deadline, timeout_s)
 
-    def _end_drop(self, key: str, deadline: Deadline, timeout_s: float | None) -> int:
+    def end_drop(self, key: str, deadline: Deadline, timeout_s: float | None) -> int:
         """Erase the rows of a table without a name, and end its drop."""
         n_erased, left = 0, True
         while left:
-            deadline = deadline if timeout_s is not None else self._deadline(None)
-            request = EraseTableRequest(key, _wait_s(deadline))
+            deadline = deadline if timeout_s is not None else self.deadline(None)
+            request = EraseTableRequest(key, wait_s(deadline))
             replies = self.servers.call_each(ERASE_TABLE, request, deadline).values()
             n_erased, left = n_erased + sum(reply.n_erased for reply in replies), any(reply.n_left for reply in replies)
         self.servers.call(0, END_DROP, TableRequest(key), deadline)
         return n_erased
 
-    def begin_alter(self, old: TableDef, wanted: TableDef, timeout_s: float | None) -> TableDef:
-        """Begin to alter a table, behind this process's own pushes; return the one that is to be filled."""
-        if self._session.undelivered():  # they may wait for the end of an alteration that was broken off: this one takes its place
-            self.end_alter(old.name, "abort", "", timeout_s)
-        deadline = self._deadline(timeout_s)
-        self._session.wait_applied(deadline)
-        request = AlterTableRequest(old.name, "begin", old.key, wanted.to_dict())
-        return TableDef.from_dict(self.servers.call(0, ALTER_TABLE, request, deadline).staged)
-
-    def copy_rows(self, rows: TableRows, timeout_s: float | None) -> None:
-        """Set rows of a table that is filled. Not behind this process's own pushes, as `assign`: these may wait for the end of the copy."""
-        self._change_rows(ASSIGN_ROWS, rows, timeout_s, behind_pushes=False)
-
-    def hold_for_alter(
-        self, old: TableDef, staged: TableDef, timeout_s: float | None, *, begin: bool, steps: bool = False
-    ) -> dict[int, FollowAlterReply]:
-        """Have every shard hold the pushes to a table that is being altered; return each one's answer.
-
-        The shards of a sync job go on to the step that the first of them has reached. With `begin` each begins once all stand at it.
-        """
-        deadline, last, level = self._deadline(timeout_s), 0, False
-        while True:
-            request = FollowAlterRequest(old.key, staged.key, begin and level, steps, last, _wait_s(deadline))
-            replies = self.servers.call_each(FOLLOW_ALTER, request, deadline)
-            before, furthest = level, max(reply.last_step for reply in replies.values())
-            level = furthest == last and not any(reply.coming for reply in replies.values())
-            if level and (before or not begin):
-                return replies
-            if deadline.expired:
-                raise DeadlineExceededError(
-                    f"table {old.name!r}: not all shards have come to step {furthest} of the sync job within {deadline.timeout_s:g} s"
-                )
-            last = furthest
-            time.sleep(0.0 if level else _MOVED_PAUSE_S)
-
-    def end_alter(self, name: str, step: str, key: str, timeout_s: float | None) -> int:
-        """Switch to the table that was filled, or abort; erase the rows that are left, and return how many these were."""
-        deadline = self._deadline(timeout_s)
-        left = self.servers.call(0, ALTER_TABLE, AlterTableRequest(name, step, key), deadline).left
-        return sum(self._end_drop(one, deadline, timeout_s) for one in left)
-
     def take_place(self, timeout_s: float | None = None) -> None:
         """Say hello to all shards; see `PushSession.take_place`."""
-        self._session.take_place(self._deadline(timeout_s))
+        self._session.take_place(self.deadline(timeout_s))
 
     def push(self, tables: Sequence[TableRows], timeout_s: float | None = None, prefetched: Sequence[PrefetchedRows] = ()) -> Ack:
         """Send a push; see `PushSession.push`."""
         if not self._remembered:
             interrupts.remember(self)
             self._remembered = True
-        return self._session.push(tables, self._deadline(timeout_s), prefetched)
+        return self._session.push(tables, self.deadline(timeout_s), prefetched)
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Wait until this process's pushes, and all that the shards had accepted from others, are applied; log the pushes left out."""
-        deadline = self._deadline(timeout_s)
+        deadline = self.deadline(timeout_s)
         self._session.wait_applied(deadline)
-        for shard, reply in self.servers.call_each(FLUSH, FlushRequest(_wait_s(deadline)), deadline).items():
+        for shard, reply in self.servers.call_each(FLUSH, FlushRequest(wait_s(deadline)), deadline).items():
             if reply.left_out:
                 log.info("a flush left out on shard %d %s", shard, reply.left_out)
 
-    def assign(self, rows: TableRows, timeout_s: float | None = None) -> None:
-        """Set rows, behind this process's own pushes.
+    def wait_applied(self, deadline: Deadline) -> None:
+        """Wait until this process's pushes are applied."""
+        self._session.wait_applied(deadline)
+
+    def assign(self, rows: TableRows, timeout_s: float | None = None, *, behind_pushes: bool = True) -> None:
+        """Set rows, unless said otherwise behind this process's own pushes.
 
         Raises:
             ShardUnavailableError, DeadlineExceededError: some of the rows may have been set, or may still be.
         """
-        self._change_rows(ASSIGN_ROWS, rows, timeout_s)
+        self._change_rows(ASSIGN_ROWS, rows, timeout_s, behind_pushes=behind_pushes)
 
     def erase(self, rows: TableRows, timeout_s: float | None = None) -> int:
         """Erase rows, behind this process's own pushes; return how many existed. Raises as `assign` does."""
@@ -237,13 +195,13 @@ class ShardClient:
 
     def _change_rows(self, verb: Verb[RowsRequest, R], rows: TableRows, timeout_s: float | None, *, behind_pushes: bool = True) -> list[R]:
         """Send each shard its rows, a few messages ahead; unless the caller gave a timeout, each message has the whole default time."""
-        deadline = self._deadline(timeout_s)
+        deadline = self.deadline(timeout_s)
         if behind_pushes:
             self._session.wait_accepted(deadline)
 
         def send(heads: dict[int, TableRows]) -> list[tuple[TableRows, R | Exception]]:
-            until = deadline if timeout_s is not None else self._deadline(None)
-            requests = {shard: RowsRequest(head, _wait_s(until)) for shard, head in heads.items()}
+            until = deadline if timeout_s is not None else self.deadline(None)
+            requests = {shard: RowsRequest(head, wait_s(until)) for shard, head in heads.items()}
             answers = self.servers.try_each(verb, requests, until)
             return [(heads[shard], answer) for shard, answer in answers.items()]
 
@@ -264,7 +222,7 @@ class ShardClient:
             if not moved:
                 break
             # Nothing of these was taken: they, and the rows not sent yet, are routed by the map as it is now.
-            pause = self._deadline(timeout_s) if timeout_s is None else deadline
+            pause = self.deadline(timeout_s) if timeout_s is None else deadline
             time.sleep(min(_MOVED_PAUSE_S, pause.remaining_s()))
             self.servers.refresh_map(pause)
             queues = self._queues([*moved, *(piece for queue in queues for piece in queue)])
@@ -277,7 +235,8 @@ class ShardClient:
         shares = [[share[shard] for share in routed] for shard in range(cluster_map.n_shards)]
         return [chain.from_iterable(pieces(one, _MESSAGE_BYTES) for one in share if len(one.ids)) for share in shares]
 
-    def _deadline(self, timeout_s: float | None) -> Deadline:
+    def deadline(self, timeout_s: float | None) -> Deadline:
+        """Return the deadline of a call of this timeout, or of the default one."""
         return Deadline.of_caller(self.timeout_s if timeout_s is None else timeout_s)
 
 
@@ -290,6 +249,6 @@ def _rounds(queues: Sequence[Iterator[TableRows]], moved: Sequence[TableRows]) -
         yield heads
 
 
-def _wait_s(deadline: Deadline) -> float:
+def wait_s(deadline: Deadline) -> float:
     """How long a shard may wait on our behalf: it gives up before we do, and names the reason."""
     return max(deadline.remaining_s() - _ANSWER_MARGIN_S, deadline.remaining_s() / 2)

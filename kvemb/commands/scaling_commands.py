@@ -1,6 +1,6 @@
 """The verbs `kvemb nodes`, `shards`, `moves` and `config`: nodes and shards join, leave and take other shares.
 
-All go the same way: show, or work a plan out, print its effect, ask, and have shard 0 carry it out (`kvemb.client.slot_moves`). A Redis
+All go the same way: show, or work a plan out, print its effect, ask, and have shard 0 carry it out (`kvemb.scaling.slot_moves`). A Redis
 Cluster moves its slots itself: about its nodes the commands of redis-cli are printed.
 """
 
@@ -15,7 +15,6 @@ import numpy as np
 import yaml
 
 from kvemb.client.all_shards import AllShards
-from kvemb.client.slot_moves import INDEX_BYTES, MoveState, NodeMoves, ShardScaling, SlotMoves
 from kvemb.commands.terminal_output import ProgressMeter, agreed, text_table
 from kvemb.commands.verb_options import words_of
 from kvemb.config import Config, StorageConfig, is_address, load
@@ -24,6 +23,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.net.tls_link import connector_of
 from kvemb.operate.cluster_status import survey
 from kvemb.operate.pull_rates import look_twice
+from kvemb.scaling.slot_moves import INDEX_BYTES, MoveState, NodeMoves, ShardScaling, SlotMoves
 from kvemb.schema.cluster_map import GONE
 from kvemb.schema.slot_dealing import SlotPlan, SlotSizes
 from kvemb.stores.redis_cluster.node_commands import node_commands

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from kvemb.alter.altered_table import AlteredTable, TableChanges
 from kvemb.api import Cluster, connect
 from kvemb.arrays.ids import normalize
 from kvemb.commands.terminal_output import ProgressMeter, agreed, text_table
 from kvemb.errors import InvalidInputError, StorageError, n_of
 from kvemb.net.deadline import Deadline
-from kvemb.operate.inspection_messages import EVICTIONS, SHOW_ROW, EvictionsRequest, ShowRowReply, ShowRowRequest
+from kvemb.operate.inspection_messages import SHOW_ROW, ShowRowReply, ShowRowRequest
 from kvemb.optim import OptimizerSpec
-from kvemb.schema.altered_table import AlteredTable, TableChanges
 from kvemb.schema.record import split_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
@@ -40,6 +40,8 @@ def tables_command(args: argparse.Namespace) -> int:
 
 
 def _evictions(args: argparse.Namespace) -> int:
+    from kvemb.life.eviction_messages import EVICTIONS, EvictionsRequest
+
     with connect(args.config) as cluster:
         asked = cluster.questions.ask_each(EVICTIONS, EvictionsRequest(args.dry_run, args.timeout), args.timeout)
     by_shard = {shard: reply.tables for shard, reply in asked.items()}

@@ -15,8 +15,8 @@ import grpc
 
 from kvemb.client.all_shards import AllShards
 from kvemb.errors import ClosedError, FeedBehindError, KvembError, MessageError, ShardUnavailableError, from_wire
+from kvemb.feed.feed_messages import BEGIN, MOVE, POSITION, REFUSED, START, FeedPosition, FeedReply, FeedRequest
 from kvemb.net.deadline import Deadline, pauses
-from kvemb.protocol.feed_messages import BEGIN, MOVE, POSITION, REFUSED, START, FeedPosition, FeedReply, FeedRequest
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _MOVED = "moved"

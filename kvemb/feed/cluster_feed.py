@@ -16,8 +16,8 @@ from kvemb.arrays.ids import to_caller
 from kvemb.config import Config
 from kvemb.connection import Connection
 from kvemb.errors import InvalidInputError, UnknownTableError
+from kvemb.feed.feed_messages import BEGIN, NOW, START, FeedPosition, FeedReply
 from kvemb.process import ForkLock
-from kvemb.protocol.feed_messages import BEGIN, NOW, START, FeedPosition, FeedReply
 from kvemb.protocol.message_format import TableRows
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef, check_table_name

@@ -16,12 +16,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.rounding import storage_dtype, to_float32
+from kvemb.arrays.rounding import from_int8, storage_dtype, to_float32
 from kvemb.checkpoint.checkpoint_storage import shown
 from kvemb.errors import ForeignRowsError, InvalidInputError
 from kvemb.foreign.foreign_file import ForeignFile, translated
 from kvemb.foreign.foreign_rows import ArrayNames, ForeignRows, block_rows, ids_of, refuse_unnamed_ids, texts_of, values_of, weights_of
-from kvemb.foreign.narrow_weights import from_int8, scale_of
+from kvemb.foreign.narrow_weights import scale_of
 from kvemb.schema.table_def import TableDef
 
 _MAX_HEAD_BYTES = 100 << 20  # of safetensors: what its own library takes

@@ -10,15 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.rounding import LARGEST, round_nearest
+from kvemb.arrays.rounding import LARGEST, NARROW, round_nearest, to_int8
 from kvemb.errors import ForeignRowsError, InvalidInputError
 from kvemb.schema.table_def import TableDef
 
-NARROW = ("float16", "int8")
-"""The dtypes that weights may be written in, beside the table's own."""
 HOLD_SCALES = ("safetensors", "torch", "tensorflow")
 """Formats whose files have room for the scales, and for integers of 8 bits."""
-_TINY = np.finfo(np.float32).tiny
 
 
 def check_narrow(dtype: str, kind: str) -> None:
@@ -61,28 +58,3 @@ def scale_of(dtype: str, beside: Mapping[str, str], definition: TableDef, where:
         f"{where} holds {dtype} beside {shown}, by which the integers may have to be multiplied. Known is one float32 'scale' of a number "
         "for each row, beside int8. Write the product as float16 or float32; or the integers without those, if they are the weights"
     )
-
-
-def to_int8(rows: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Return rows as integers, int8 [n, dim], and what each row's are to be multiplied by, float32 [n].
-
-    A value is off by at most scale / 2 and the rounding of float32. Rows whose largest magnitude is below 1.5e-36 become zeros.
-
-    Args:
-        rows: float32 [n, dim], finite.
-    """
-    scale = np.abs(rows).max(axis=1, initial=0.0) / np.float32(127)
-    scale[scale < _TINY] = 0.0  # below it float32 has too few digits left to divide by
-    values = np.rint(rows / np.where(scale, scale, np.float32(np.inf))[:, None])
-    return np.clip(values, -127, 127).astype(np.int8), scale
-
-
-def from_int8(values: NDArray[np.int8], scale: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the rows of `to_int8`: float32 [n, dim].
-
-    Args:
-        values: int8 [n, dim].
-        scale: float32 [n].
-    """
-    rows: NDArray[np.float32] = values.astype(np.float32) * scale.astype(np.float32, copy=False)[:, None]
-    return rows

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.arrays.rounding import from_int8
 from kvemb.checkpoint.format.parquet_blocks import binary_rows
 from kvemb.errors import ForeignRowsError, n_of
 from kvemb.foreign.foreign_file import ForeignFile, translated
@@ -28,7 +29,7 @@ from kvemb.foreign.foreign_rows import (
     values_of,
     weights_of,
 )
-from kvemb.foreign.narrow_weights import from_int8, scale_of
+from kvemb.foreign.narrow_weights import scale_of
 from kvemb.foreign.parquet_folder import ParquetFiles
 from kvemb.process.extras import require_extra
 from kvemb.schema.table_def import TableDef

@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from kvemb.client.all_shards import AllShards
 from kvemb.client.shard_questions import ShardQuestions
-from kvemb.client.slot_moves import SlotMoves
 from kvemb.config import Config
 from kvemb.errors import (
     ConfigError,
@@ -43,6 +42,7 @@ from kvemb.operate.findings import (
 from kvemb.operate.inspection_messages import EXAMINE
 from kvemb.protocol.message_format import Message
 from kvemb.protocol.messages import DESCRIBE, DescribeReply, Empty, StatusReply
+from kvemb.scaling.slot_moves import SlotMoves
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store

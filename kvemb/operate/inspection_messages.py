@@ -1,7 +1,6 @@
 """The messages by which operators look at a shard. Pure."""
 
 from dataclasses import field
-from typing import Any
 
 from kvemb.protocol.message_format import Message
 from kvemb.protocol.messages import Empty, IdsReply
@@ -55,20 +54,6 @@ class SampleIdsRequest(Message):
     limit: int
 
 
-class EvictionsRequest(Message):
-    """Ask for what a shard has erased by the policies of its tables, or for what these would erase now."""
-
-    dry_run: bool
-    timeout_s: float
-
-
-class EvictionsReply(Message):
-    """Evictions of the tables that have a policy, or of which rows have gone by one since the shard was started."""
-
-    tables: list[dict[str, Any]]
-
-
 SHOW_ROW = Verb("ShowRow", ShowRowRequest, ShowRowReply, EVERYBODY, repeatable=True, waits=True)
 EXAMINE = Verb("Examine", Empty, ExamineReply, EVERYBODY, repeatable=True, waits=True)
 SAMPLE_IDS = Verb("SampleIds", SampleIdsRequest, IdsReply, EVERYBODY, repeatable=True)
-EVICTIONS = Verb("Evictions", EvictionsRequest, EvictionsReply, EVERYBODY, repeatable=True, waits=True)

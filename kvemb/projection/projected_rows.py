@@ -14,9 +14,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.rounding import LARGEST, round_nearest
+from kvemb.arrays.rounding import LARGEST, NARROW, from_int8, round_nearest, to_int8
 from kvemb.errors import ConfigError, ForeignRowsError
-from kvemb.foreign.narrow_weights import NARROW, from_int8, to_int8
 from kvemb.process.cached_property import batch_value
 from kvemb.schema.buckets import BucketKeys, WholeBuckets, buckets_for
 from kvemb.schema.slots import N_SLOTS, Placement

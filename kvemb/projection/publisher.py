@@ -38,11 +38,11 @@ from kvemb.errors import (
     n_of,
 )
 from kvemb.feed.cluster_feed import ClusterFeed, FeedEvent
+from kvemb.feed.feed_messages import FeedPosition
 from kvemb.net.deadline import WhyWaiting, pauses
 from kvemb.process.work_ahead import work_ahead
 from kvemb.projection.projected_rows import ALL_SLOTS, ProjectedTable, SlotShare
 from kvemb.projection.projection_target import ProjectionTarget
-from kvemb.protocol.feed_messages import FeedPosition
 from kvemb.schema.table_def import TableDef
 from kvemb.wire.request_arrays import chunks
 

@@ -9,7 +9,7 @@ import xxhash
 
 from kvemb.errors import MessageError
 from kvemb.protocol.message_format import ChangedRowsBlock, Message, TableRows
-from kvemb.protocol.verb import ADMINS, EVERYBODY, TRAINERS, WRITERS, Verb
+from kvemb.protocol.verb import ADMINS, EVERYBODY, SHARDS, TRAINERS, WRITERS, Verb
 
 SERVICE = "kvemb.ParameterServer"
 MAX_PART_BYTES = 16 << 20
@@ -187,43 +187,6 @@ class EraseTableReply(Message):
     n_left: int
 
 
-class AlterTableRequest(Message):
-    """Take a step of an alteration of a table: shard 0."""
-
-    table: str
-    step: str
-    key: str = ""
-    definition: dict[str, Any] = field(default_factory=dict)
-
-
-class AlterTableReply(Message):
-    """The definition of the table that is to be filled (of "begin"), and the keys of tables whose rows are to be erased now."""
-
-    staged: dict[str, Any]
-    left: list[str]
-
-
-class FollowAlterRequest(Message):
-    """Hold the pushes of a table that is being altered, and apply what was taken before: every shard."""
-
-    key: str
-    staged: str
-    begin: bool
-    steps: bool
-    last_step: int
-    timeout_s: float
-
-
-class FollowAlterReply(Message):
-    """Rows of both tables on this shard, its epoch; of a sync job the last step handed out, and whether that to go on to is coming."""
-
-    n_rows: int
-    n_staged: int
-    epoch: int
-    last_step: int
-    coming: bool
-
-
 class CountReply(Message):
     """How many rows: the answer to Count, Erase and Compare."""
 
@@ -310,6 +273,35 @@ class RepairReply(Message):
     seconds: float
 
 
+class MoveStatusReply(Message):
+    """How far a plan is, as shard 0 knows it."""
+
+    cluster_map: bytes
+    reports: list[bytes]
+    places: list[str]
+
+
+class WatermarksReply(Message):
+    """These, packed as `paramserver.ingest.sessions` does; not `ready` while the shard may still take pushes."""
+
+    ready: bool
+    sessions: bytes
+
+
+class LeftSessionsRequest(Message):
+    """A process given the number of a departed shard asks shard 0 which pushes that shard took; answered by a `WatermarksReply`."""
+
+    shard: int
+
+
+class LeftSessionRequest(Message):
+    """A trainer asks shard 0 which of its pushes a shard that has left took; answered by a `HelloReply`."""
+
+    shard: int
+    trainer: str
+    incarnation: int
+
+
 class ByeRequest(Message):
     """A trainer leaves; a sync job goes on without it."""
 
@@ -341,8 +333,6 @@ SET_POLICIES = Verb("SetPolicies", SetPoliciesRequest, TableReply, ADMINS, waits
 DROP_TABLE = Verb("DropTable", TableRequest, TableReply, ADMINS, waits=True)
 ERASE_TABLE = Verb("EraseTable", EraseTableRequest, EraseTableReply, ADMINS, waits=True)
 END_DROP = Verb("EndDrop", TableRequest, Empty, ADMINS, waits=True)
-ALTER_TABLE = Verb("AlterTable", AlterTableRequest, AlterTableReply, ADMINS, waits=True)
-FOLLOW_ALTER = Verb("FollowAlter", FollowAlterRequest, FollowAlterReply, ADMINS, waits=True)
 ASSIGN_ROWS = Verb("Assign", RowsRequest, Empty, WRITERS, waits=True)
 ERASE_ROWS = Verb("Erase", RowsRequest, CountReply, ADMINS, waits=True)
 FLUSH = Verb("Flush", FlushRequest, FlushReply, WRITERS, repeatable=True, waits=True)
@@ -353,3 +343,6 @@ GET_STATUS = Verb("Status", Empty, StatusReply, EVERYBODY)
 PROGRESS = Verb("Progress", Empty, ProgressReply, EVERYBODY, repeatable=True)
 COMPARE = Verb("Compare", CompareRequest, CountReply, EVERYBODY, waits=True)
 REPAIR = Verb("Repair", RepairRequest, RepairReply, ADMINS, waits=True)
+MOVE_STATUS = Verb("MoveStatus", Empty, MoveStatusReply, EVERYBODY, waits=True)
+LEFT_SESSIONS = Verb("LeftSessions", LeftSessionsRequest, WatermarksReply, SHARDS)
+LEFT_SESSION = Verb("LeftSession", LeftSessionRequest, HelloReply, TRAINERS)

@@ -23,6 +23,7 @@ class Verb(Generic[Q, R]):
         roles: that may call it.
         repeatable: asking twice does no harm: a client asks again within its deadline where no answer came.
         waits: it may hold its thread on the shard for long: only so many of those may run at once.
+        streams: a call has many replies.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Verb(Generic[Q, R]):
     roles: frozenset[str]
     repeatable: bool = False
     waits: bool = False
+    streams: bool = False
 
 
 Handled = Mapping[Verb[Any, Any], Callable[..., Message]]

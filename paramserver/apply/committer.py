@@ -21,10 +21,9 @@ from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 
-from ..ingest.admission import Admissions
 from ..ingest.ingest import Ingest
 from ..ingest.ingest_state import AbandonedError
-from ..ingest.work_queue import merge_pushes
+from ..ingest.work_queue import HeldBack, merge_pushes
 from ..journal import BatchEntry, Position, Watermark
 from ..journal.write_ahead_log import FencedLog
 from ..model.batch import APPLY, ERASE, Batch, CheckedRows, EvictionWork, Push, RefusedStep, RowsWork, Work, items_of
@@ -32,6 +31,8 @@ from ..model.tables import Tables, TableState
 from ..shard_process.owned_thread import OwnedThread
 
 DEPTH = 2
+Judge = Callable[[Sequence[Push], int, Callable[[], Sequence[Batch]]], HeldBack]
+"""(pushes, number of their batch, the batches that may not be applied yet) -> which of their gradients are left out."""
 log = logging.getLogger("paramserver")
 
 
@@ -118,7 +119,7 @@ class Committer:
         fenced_log: FencedLog,
         handover: Handover,
         *,
-        admissions: Admissions,
+        judges: Callable[[], Sequence[Judge]],
         sync: bool,
         epoch: int,
         k: int,
@@ -127,7 +128,7 @@ class Committer:
         failed: Callable[[BaseException], None],
     ) -> None:
         self._ingest, self._tables, self._fenced_log, self._handover = ingest, tables, fenced_log, handover
-        self._admissions, self._maps, self._look = admissions, maps, look
+        self._judges, self._maps, self._look = judges, maps, look
         self._followed: ClusterMap | None = None
         self._sync, self._epoch, self._failed = sync, epoch, failed
         self.k = k  # of the last batch numbered: pushes acknowledged before are in it or in earlier ones
@@ -196,7 +197,7 @@ class Committer:
         # A batch without tables changes nothing: it is there for its watermarks.
         if isinstance(work, RefusedStep):
             return Batch(ERASE, ())
-        return merge_pushes(work, sync=self._sync, held_back=self._admissions.judge(work, self.k + 1, self._unapplied))
+        return merge_pushes(work, sync=self._sync, held_back=[judge(work, self.k + 1, self._unapplied) for judge in self._judges()])
 
     def raise_step(self, state: TableState, step: int) -> None:
         """Let a table count at least so many applies, with batches on their way on top. Between two batches, apply thread only.

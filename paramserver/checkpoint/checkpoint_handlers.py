@@ -4,7 +4,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
 
 from kvemb.checkpoint.checkpoint_messages import (
     LOAD_CHECKPOINT,
@@ -16,22 +17,23 @@ from kvemb.checkpoint.checkpoint_messages import (
     SaveStatusRequest,
 )
 from kvemb.checkpoint.load import Decision
-from kvemb.errors import (
-    CheckpointError,
-    ParameterServerError,
-)
+from kvemb.errors import CheckpointError, ParameterServerError
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.messages import (
-    Empty,
-)
+from kvemb.protocol.messages import Empty
 from kvemb.protocol.verb import Handled
 from kvemb.schema.move_plan import refuses
 from kvemb.stores.store_nodes import StoreNodes
 
+from ..capability import Capability, ShardKernel, StartStep
+from ..engine.storage_pace import Pause
 from ..model.table_registry import Registry
-from .loader import check
+from ..recovery.shard_parts import StartingShard
+from .loader import Loader, check, newest_undone, note_newest_carried_out
 from .save_job import SaveOrder
 from .saver import Saver
+
+if TYPE_CHECKING:
+    from kvemb.process.metrics import MetricFamilies
 
 _DECIDED_WITHIN_S = 120.0  # of its check: two calls of a client; after that it is gone
 
@@ -118,3 +120,50 @@ class CheckpointHandlers:
             )
 
     verbs: ClassVar[Handled] = {SAVE_CHECKPOINT: save, SAVE_STATUS: status, LOAD_CHECKPOINT: load}
+
+
+class ShardCheckpoints(Capability):
+    """Saves and loads of one shard."""
+
+    verbs: ClassVar[Handled] = CheckpointHandlers.verbs
+
+    def __init__(self, kernel: ShardKernel) -> None:
+        super().__init__(kernel)
+        parts, flush = self._parts, kernel.flushes.flush_behind
+        self._saver = Saver(parts, parts.maps, lambda: kernel.committer.k, flush, parts.data.path)
+        undone = partial(newest_undone, parts.store, parts.data, parts.timeout_s)
+        self._handlers = CheckpointHandlers(
+            self._saver, parts.registry, parts.maps, LoadPorts(undone, partial(flush, 0), kernel.on_load, parts.shard)
+        )
+
+    @classmethod
+    def at_start(cls, shard: StartingShard, pause: Pause) -> StartStep:
+        return Loader(shard, pause)
+
+    @property
+    def answering(self) -> CheckpointHandlers:
+        return self._handlers
+
+    @property
+    def holds_journal(self) -> bool:
+        return self._saver.reads_journal
+
+    @property
+    def holds_slots(self) -> bool:
+        return self._saver.running  # its cut would be of one shard, and its rows of another
+
+    def joins(self) -> None:
+        note_newest_carried_out(self._parts)
+
+    def stop(self, timeout_s: float) -> None:
+        self._saver.stop(timeout_s)
+
+    def add_metrics(self, to: "MetricFamilies") -> None:
+        saves = self._saver.figures
+        ended = [({"outcome": "done"}, float(saves.done)), ({"outcome": "failed"}, float(saves.failed))]
+        text = "Saves that the shard had its share in and that have ended, by all its processes together."
+        to.counter("kvemb_shard_saves_total", text, ended)
+        to.gauge("kvemb_shard_saving", "Whether the shard saves a checkpoint now.", self._saver.running)
+        last: list[tuple[dict[str, str], float]] = [({}, saves.last_done_s)] if saves.last_done_s else []
+        to.gauge("kvemb_shard_last_save_timestamp_seconds", "When a checkpoint with state was last finished.", last)
+        to.gauge("kvemb_shard_created_timestamp_seconds", "When the shard's data folder was made, as of the first start.", saves.created_s)

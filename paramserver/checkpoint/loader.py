@@ -39,20 +39,18 @@ from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.store import Store
 
+from ..capability import StartStep
 from ..engine.storage_pace import Pause, Tries
 from ..journal import EventEntry
 from ..journal.entry import LOAD
-from ..journal.write_ahead_log import FencedLog
 from ..model.table_registry import Registry
-from ..recovery.claim_shard import Claim
-from ..recovery.shard_parts import ShardParts, state_of
-from ..row_log import Runs
+from ..recovery.shard_parts import ShardParts, StartAgainError, StartingShard, state_of
 from ..row_log.log_flush import LogFlush, from_storage
 from ..row_log.reconstruct import batches_behind
 from ..row_log.run_merge import merged
 from ..row_log.run_writer import NO_RECORDS, RunWriter
 from ..row_log.sorted_run import ERASED, ROWS, Part
-from ..row_log.state_file import LoggedTable, SavedState
+from ..row_log.state_file import LoggedTable
 from ..shard_process.data_dir import DataDir
 from .unconditional_writer import UnconditionalWriter, portions
 
@@ -63,10 +61,6 @@ _MOST_WAITING = 4 << 20  # keys from the journal, of which some may be there mor
 Ids = NDArray[np.uint64]
 _NONE = np.empty(0, np.uint64)
 log = logging.getLogger("paramserver")
-
-
-class LoadedError(Exception):
-    """A load is to be read, and the journal's end is in the saved state now: start again. Internal: no caller outside sees it."""
 
 
 def check(url: str, save_id: str, registry: Registry, tables: Sequence[str] = ()) -> Chain:
@@ -95,23 +89,12 @@ def note_newest_carried_out(parts: ShardParts) -> None:
         parts.ingest.loads.carried_out(decision.serial)
 
 
-@dataclass(frozen=True)
-class Replaceable:
-    """The parts of a shard that a load replaces, or asks before it does."""
-
-    shard: int
-    registry: Registry
-    runs: Runs
-    saved: SavedState
-    fenced_log: FencedLog
-    claim: Claim
-
-
-class Loader:
+class Loader(StartStep):
     """Carries out the newest decision of a cluster on one shard that does not serve yet."""
 
-    def __init__(self, shard: Replaceable, store: Store, data: DataDir, timeout_s: float, pause: Pause) -> None:
-        self._shard, self._store, self._data, self._timeout_s, self._pause = shard, store, data, timeout_s, pause
+    def __init__(self, shard: StartingShard, pause: Pause) -> None:
+        self._shard, self._pause = shard, pause
+        self._store, self._data, self._timeout_s = shard.store, shard.data, shard.timeout_s
         self._reported = 0.0
         self._done = self._rows = 0
 
@@ -137,10 +120,11 @@ class Loader:
                     for attempt in Tries(self._pause, parts.repairer, _give_up):
                         with attempt:
                             self._flush(parts)
-            raise LoadedError
+            raise StartAgainError
         if (begun := self._shard.saved.now.loading) is not None:
             with self._failing(begun[1]):
                 self._write(parts, *begun)
+        parts.ingest.loads.follow(partial(newest_load, self._store, self._timeout_s), carried_out(self._data))
 
     @contextmanager
     def _failing(self, load_id: str) -> Iterator[None]:

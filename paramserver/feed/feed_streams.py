@@ -7,53 +7,49 @@ takes nothing for long is cut off. It knows its position, and subscribes again f
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import grpc
 
 from kvemb.errors import KvembError, MessageError
-from kvemb.protocol.feed_messages import FeedRequest
+from kvemb.feed.feed_messages import FEED, FeedRequest
+from kvemb.protocol.verb import Verb
 
-from ..journal import EventEntry
-from ..journal.write_ahead_log import AppliedMark
-from ..recovery.shard_parts import ShardParts
-from .feed_events import FeedEvents
+from ..capability import MAX_SUBSCRIBERS, Capability, ShardKernel, Stream
 from .shard_changes import ShardChanges
 
-MAX_FEEDS = 32
 LONGEST_UNREAD_S = 30.0
 _LOOK_S = 1.0
 log = logging.getLogger("paramserver")
 
 
-class FeedStreams:
+class FeedStreams(Capability):
     """Serves one shard's feed. Thread-safe."""
 
-    def __init__(self, parts: ShardParts, mark: AppliedMark, events: FeedEvents) -> None:
-        self._parts, self._mark, self._events = parts, mark, events
+    streams: ClassVar = (FEED,)
+
+    def __init__(self, kernel: ShardKernel) -> None:
+        super().__init__(kernel)
         self._changed = threading.Condition()
         self._open: dict[ShardChanges, tuple[Any, float]] = {}  # each with its call, and since when a reply is not taken (0: it is)
         self._watch: threading.Thread | None = None
         self._closed = False
 
-    def tell(self, event: EventEntry) -> None:
-        """See `FeedEvents.tell`."""
-        self._events.tell(event)
-
     @property
-    def n_open(self) -> int:
-        """How many subscribers there are."""
-        return len(self._open)
+    def serving(self) -> Mapping[Verb[Any, Any], Stream]:
+        return {FEED: self._replies}
 
-    def serve(self, data: bytes, context: Any) -> Iterator[bytes]:
+    def _replies(self, data: bytes, context: Any) -> Iterator[bytes]:
         """Yield encoded replies until the call is over; a call that cannot be served ends as UNAVAILABLE."""
         try:
-            changes = ShardChanges(self._parts, self._mark, self._events, FeedRequest.decode(data))
+            changes = ShardChanges(self._kernel.parts, self._kernel.mark, self._kernel.events, FeedRequest.decode(data))
         except MessageError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         if not self._enter(changes, context):
-            context.abort(grpc.StatusCode.UNAVAILABLE, f"this shard has {MAX_FEEDS} subscribers, the most it may, or it stops; try again")
+            context.abort(
+                grpc.StatusCode.UNAVAILABLE, f"this shard has {MAX_SUBSCRIBERS} subscribers, the most it may, or it stops; try again"
+            )
         try:
             if context.add_callback(changes.end):
                 for reply in changes.replies():
@@ -83,7 +79,7 @@ class FeedStreams:
 
     def _enter(self, changes: ShardChanges, context: Any) -> bool:
         with self._changed:
-            if self._closed or len(self._open) >= MAX_FEEDS:
+            if self._closed or len(self._open) >= MAX_SUBSCRIBERS:
                 return False
             self._open[changes] = context, 0.0
             if self._watch is None:

@@ -17,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import FeedBehindError, JournalDamagedError, ShardUnavailableError, to_wire
-from kvemb.protocol.feed_messages import BEGIN, CAUGHT_UP, MOVE, NOW, POSITION, REFUSED, ROW, START, FeedReply, FeedRequest
+from kvemb.feed.feed_messages import BEGIN, CAUGHT_UP, MOVE, NOW, POSITION, REFUSED, ROW, START, FeedReply, FeedRequest
 from kvemb.protocol.message_format import TableRows
 from kvemb.schema.record import make_version, split_version
 from kvemb.schema.table_def import TableDef
 
+from ..apply.shard_events import ShardEvents
 from ..journal import BatchEntry, EventEntry, Position, decode_entry
 from ..journal.batch_search import before_move, behind_version, first_batch
 from ..journal.entry import ALTER, LOAD, MOVED, Slots
@@ -31,7 +32,6 @@ from ..recovery.shard_parts import ShardParts
 from ..row_log.run_merge import merged
 from ..row_log.run_set import RunView
 from ..row_log.sorted_run import ROWS
-from .feed_events import FeedEvents
 
 PIECE_IDS = 1 << 20  # of one reply; with their versions 16 MB
 _LOOK_S = 1.0
@@ -47,7 +47,7 @@ class _BehindError(Exception):
 class ShardChanges:
     """One subscriber's stream. `replies` is for one thread, `end` for any."""
 
-    def __init__(self, parts: ShardParts, mark: AppliedMark, events: FeedEvents, request: FeedRequest) -> None:
+    def __init__(self, parts: ShardParts, mark: AppliedMark, events: ShardEvents, request: FeedRequest) -> None:
         self._parts, self._mark, self._events, self._request = parts, mark, events, request
         self._journal, self._tables, self._registry = parts.fenced_log.journal, frozenset(request.tables), parts.registry
         self._at = Position(request.segment, request.offset)

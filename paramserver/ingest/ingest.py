@@ -40,7 +40,7 @@ class Ingest:
         registry: Registry | None = None,
         loads: LoadGate | None = None,
     ) -> None:
-        self.sessions, self.gate, self.loads = sessions, gate or MapGate(), loads or LoadGate()
+        self.sessions, self.gate, self.loads = sessions, gate or MapGate(), LoadGate()
         self.state = IngestState(steps, clock)
         self._queue, self._pending = WorkQueue(self.state), UnappliedParts(limits or Limits(), sync=steps is not None)
         self.outcomes = Outcomes(self.state, sessions, self._pending, self._queue)

@@ -195,9 +195,13 @@ class MapGate:
 class LoadGate:
     """The last load that one shard has carried out, and by which it takes parts. Any thread."""
 
-    def __init__(self, newest: Callable[[], tuple[int, tuple[str, ...]]] = lambda: (0, ())) -> None:
-        self._newest = newest
+    def __init__(self) -> None:
+        self._newest: Callable[[], tuple[int, tuple[str, ...]]] = lambda: (0, ())
         self.serial = 0
+
+    def follow(self, newest: Callable[[], tuple[int, tuple[str, ...]]], serial: int) -> None:
+        """Go by what tells the newest decision and its tables; this process began with the load of a serial."""
+        self._newest, self.serial = newest, serial
 
     def carried_out(self, serial: int) -> None:
         """Note the load that this process began with."""

@@ -6,7 +6,10 @@ gap.
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import msgpack
 
 from kvemb.errors import FencedError, PushRejectedError, ShardUnavailableError, to_wire
 from kvemb.protocol.messages import PushReply
@@ -272,3 +275,14 @@ def _fenced(incarnation: int, newer: Session) -> FencedError:
         return FencedError(f"{who} was dropped from the sync job: {newer.dropped}; connect again to join the job from its next step on")
     gone = "" if newer.live else ", or dropped from the sync job"  # of a fence from before the shard's restart only the number is known
     return FencedError(f"{who} was fenced by the newer incarnation {newer.incarnation}{gone}; this process must stop pushing")
+
+
+def pack_sessions(sessions: Sequence[tuple[str, int, int]]) -> bytes:
+    """Return (trainer, incarnation, last sequence in the journal) of each session as bytes."""
+    packed: bytes = msgpack.packb([list(session) for session in sessions])
+    return packed
+
+
+def sessions_in(packed: bytes) -> list[tuple[str, int, int]]:
+    """Return the sessions that `pack_sessions` was given."""
+    return [(trainer, incarnation, sequence) for trainer, incarnation, sequence in msgpack.unpackb(packed)]

@@ -5,16 +5,17 @@ time is passed in, and `Ingest` holds the lock.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvemb.arrays.segment_sum import group_by_id
+from kvemb.arrays.segment_sum import Groups, group_by_id
 from kvemb.errors import PushRejectedError, to_wire
+from kvemb.schema.table_def import TableDef
 
 from ..model.batch import APPLY, Batch, CheckedRows, PartTicket, Push, ReceivedPart, RefusedStep, RowsWork, Work
-from .admission import HeldBack
 from .ingest_state import IngestState
 from .sessions import Session
 from .step_waits import check_overdue, deadline_s, lacking
@@ -22,6 +23,8 @@ from .sync_steps import SyncSteps
 
 MAX_MERGED_BYTES = 64 << 20
 """Of the pushes that are merged into one batch; one push alone may be larger."""
+HeldBack = Callable[[TableDef, Groups], NDArray[np.bool_] | None]
+"""(table, the rows of a batch grouped by id) -> which of their n ids are held back, bool [n]; None: none."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +218,7 @@ def n_mergeable(pushes: Sequence[Push]) -> int:
     return len(pushes)
 
 
-def merge_pushes(pushes: Sequence[Push], *, sync: bool, held_back: HeldBack = lambda definition, groups: None) -> Batch:
+def merge_pushes(pushes: Sequence[Push], *, sync: bool, held_back: Sequence[HeldBack] = ()) -> Batch:
     """Make one batch of pushes: gradients of equal ids are summed in (incarnation, sequence) order.
 
     Returns:
@@ -229,7 +232,7 @@ def merge_pushes(pushes: Sequence[Push], *, sync: bool, held_back: HeldBack = la
     return Batch(APPLY, tuple(_sum(named, len(pushes) if sync else 1, held_back) for _, named in sorted(by_table.items())))
 
 
-def _sum(named: list[tuple[CheckedRows, PartTicket]], n_members: int, held_back: HeldBack) -> CheckedRows:
+def _sum(named: list[tuple[CheckedRows, PartTicket]], n_members: int, held_back: Sequence[HeldBack]) -> CheckedRows:
     rows = [some for some, _ in named]
     definition = rows[0].definition
     one = len(rows) == 1
@@ -239,7 +242,8 @@ def _sum(named: list[tuple[CheckedRows, PartTicket]], n_members: int, held_back:
     groups = group_by_id(ids)
     with np.errstate(over="ignore"):  # a sum beyond float32 is infinity, which optimizers cut to the largest gradient that they take
         ids, grads = groups.ids, groups.sum(grads)  # uint64 [n], unique and ascending, and float32 [n, d], the sum of each id's gradients
-    if (held := held_back(definition, groups)) is not None:
+    if held_by := [held for judge in held_back if (held := judge(definition, groups)) is not None]:
+        held = np.logical_or.reduce(held_by)
         ids, grads, left_out = ids[~held], grads[~held], held[groups.inverse]  # left_out: bool [m]
         for some, ticket in named:
             ticket.hold_back(int(np.count_nonzero(left_out[: len(some.ids)])))

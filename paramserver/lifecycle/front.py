@@ -1,18 +1,21 @@
 """The ports of a shard, open from the first second of its start: health and a report on one, metrics on the other."""
 
 import logging
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from kvemb.config import Config
 from kvemb.errors import ConfigError, ParameterServerError
 from kvemb.net.deadline import Deadline
 from kvemb.process.metrics import MetricsCollector, MetricsEndpoint
+from kvemb.protocol.verb import Verb
 
+from ..capabilities import VERBS
+from ..capability import Stream
 from ..recovery.start_report import StartReport
 from ..rpc.access_control import AccessControl
-from ..rpc.handlers import Handlers
-from ..rpc.service import Server
+from ..rpc.handlers import Answers
+from ..rpc.service import OpenStream, Server
 from ..rpc.shard_metrics import StartMetrics
 
 if TYPE_CHECKING:
@@ -59,12 +62,14 @@ class Front:
         self._server, self._metrics = self._opened()
         self._on_open()
 
-    def serve(self, handlers: Handlers, figures: MetricsCollector) -> None:
+    def serve(
+        self, open_stream: OpenStream, answers: Answers, subscribed: Mapping[Verb[Any, Any], Stream], figures: MetricsCollector
+    ) -> None:
         """Let the shard's own handlers answer, and show its own figures; the ports are open."""
         assert self._server is not None
         self._figures = figures
         self._report.done()
-        self._server.open(handlers)
+        self._server.open(open_stream, answers, subscribed)
 
     @property
     def address(self) -> str:
@@ -87,7 +92,7 @@ class Front:
             self._metrics.close()
 
     def _opened(self) -> tuple[Server, MetricsEndpoint | None]:
-        server = Server(self._listen, AccessControl.of(self._config), self._shard, self._report)
+        server = Server(self._listen, AccessControl.of(self._config), self._shard, self._report, VERBS)
         host = server.address.rpartition(":")[0]  # metrics are served on the host that the shard listens on
         servers = self._config.servers
         port = servers.metrics_port_of(self._shard, self._listen if self._listen in servers.shards else server.address)

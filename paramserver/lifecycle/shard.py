@@ -13,24 +13,19 @@ from ..apply.applier import Applier
 from ..apply.background import BackgroundWork, Job
 from ..apply.changed_rows import ChangedRowsFinder
 from ..apply.committer import Committer, Handover
-from ..checkpoint.checkpoint_handlers import CheckpointHandlers, LoadPorts
-from ..checkpoint.loader import newest_undone
-from ..checkpoint.saver import Saver
-from ..eviction.evictor import Evictor
-from ..feed.feed_events import FeedEvents
-from ..feed.feed_streams import FeedStreams
-from ..ingest.admission import Admissions
+from ..apply.shard_events import ShardEvents
+from ..capabilities import CAPABILITIES
+from ..capability import ShardKernel
 from ..journal.write_ahead_log import AppliedMark
-from ..moves.move_handlers import MoveHandlers
-from ..moves.shard_moves import ShardMoves
 from ..recovery.high_water_mark import HighWaterMarkReporter
 from ..recovery.shard_parts import ShardParts, state_of
 from ..repair.node_watch import NodeWatch
 from ..repair.repair_jobs import Comparisons, Repairs
 from ..repair.scrub import Scrub
 from ..row_log.log_flush import FlushSchedule, LogFlush, from_storage
-from ..rpc.handlers import Handlers
+from ..rpc.handlers import Handlers, answers_of
 from ..rpc.shard_metrics import ShardMetrics
+from ..rpc.table_drops import TableDrops
 from ..shard_process.data_dir import mend
 from .front import Front
 
@@ -49,40 +44,28 @@ class Shard:
     ) -> None:
         self._parts, self._front, self._on_fenced, self.fenced, self.address = parts, front, on_fenced, False, front.address
         handover, self._mark = Handover(), AppliedMark(parts.engine.k, parts.fenced_log.journal.end)
-        events = FeedEvents(parts.shard, parts.fenced_log, self._mark, parts.maps, parts.data, parts.claim.require)
-        admissions = Admissions(parts.registry.policies, parts.tables, sync=parts.sync)
-        self._committer = self._make_committer(handover, admissions, events)
-        self._flushes = self._make_flushes(handover)
-        self._saver = Saver(parts, parts.maps, lambda: self._committer.k, self._flushes.flush_behind, parts.data.path)
-        self._moves = ShardMoves(
-            parts,
-            self._mark,
-            committer=self._committer,
-            flushes=self._flushes,
-            saver=self._saver,
-            events=events,
-            wake=handover.wake,
-        )
+        events = ShardEvents(parts.shard, parts.fenced_log, self._mark, parts.maps, parts.data, parts.claim.require)
+        self._committer, self._flushes = self._make_committer(handover, events), self._make_flushes(handover)
+        kernel = ShardKernel(parts, self._mark, events, self._committer, self._flushes, handover.wake, on_load, lambda: self._capabilities)
+        self._capabilities = tuple(one(kernel) for one in CAPABILITIES)
+        self._judges = [judge for one in self._capabilities for judge in one.judges]
         self._repairs, comparisons = Repairs(parts.repairer, handover.wake), Comparisons(parts.repairer, handover.wake, parts.timeout_s)
-        evictor, scrub = Evictor(parts, handover.wake), Scrub(parts.repairer, parts.tables, parts.maps, timeout_s=parts.timeout_s)
-        jobs = (self._moves.job, self._repairs, comparisons, evictor, self._flushes, scrub)
+        scrub = Scrub(parts.repairer, parts.tables, parts.maps, timeout_s=parts.timeout_s)
+        jobs = (*(job for one in self._capabilities for job in one.jobs), self._repairs, comparisons, self._flushes, scrub)
         self._applier = self._make_applier(handover, jobs)
         self._watch = self._make_watch()
         self._progress = HighWaterMarkReporter(parts)
         self._rolling_back = self._repairs.ask(parts.repairer.addresses) if parts.timeline.roll_back else None
-        moves, feeds = MoveHandlers(parts, self._moves), FeedStreams(parts, self._mark, events)
-        checkpoints = CheckpointHandlers(self._saver, parts.registry, parts.maps, self._load_ports(on_load))
-        self._handlers = Handlers(parts, self._repairs, comparisons, scrub, evictor, moves, checkpoints, feeds)
-        self._figures = ShardMetrics(parts, self._applier.figures, self._saver, self._watch, self._moves.figures, evictor, admissions)
+        self._handlers, self._drops = Handlers(parts, self._repairs, comparisons, scrub, handover.wake), TableDrops(kernel)
 
-    def _make_committer(self, handover: Handover, admissions: Admissions, events: FeedEvents) -> Committer:
+    def _make_committer(self, handover: Handover, events: ShardEvents) -> Committer:
         parts = self._parts
         return Committer(
             parts.ingest,
             parts.tables,
             parts.fenced_log,
             handover,
-            admissions=admissions,
+            judges=lambda: self._judges,
             sync=parts.sync,
             epoch=parts.engine.epoch,
             k=parts.engine.k,
@@ -101,7 +84,7 @@ class Shard:
             repair=parts.repairer,
             state=partial(state_of, parts),
             max_bytes=parts.config.servers.journal_max_mb << 20,
-            held=lambda: self._saver.reads_journal,
+            held=lambda: any(one.holds_journal for one in self._capabilities),
             wake=handover.wake,
         )
 
@@ -136,11 +119,6 @@ class Shard:
             fenced=self._failed,
         )
 
-    def _load_ports(self, on_load: Callable[[], None] | None) -> LoadPorts:
-        parts = self._parts
-        undone = partial(newest_undone, parts.store, parts.data, parts.timeout_s)
-        return LoadPorts(undone, partial(self._flushes.flush_behind, 0), on_load, parts.shard)
-
     def _look_at_registry(self) -> None:
         """Shard 0 completes what was broken off; another one that holds pushes may not have been told that it is to hold them no more."""
         if self._parts.shard == 0 or self._parts.registry.altering:
@@ -150,18 +128,25 @@ class Shard:
         """Start the threads; returns at once."""
         self._applier.thread.start()
         self._committer.thread.start()
-        self._front.serve(self._handlers, self._figures)
+        capabilities = self._capabilities
+        answers = answers_of(
+            *((one.verbs, one) for one in (self._handlers, self._drops)), *((one.verbs, one.answering) for one in capabilities)
+        )
+        subscribed = {verb: stream for one in capabilities for verb, stream in one.serving.items()}
+        figures = ShardMetrics(self._parts, self._applier.figures, self._watch, capabilities)
+        self._front.serve(self._handlers.open_stream, answers, subscribed, figures)
         self._watch.look_for_lost_nodes()
         self._watch.start()
-        self._moves.follower.thread.start()
+        for one in capabilities:
+            one.serve()
         _log_serving(self._parts, self.address)
 
     def stop(self, drain_timeout_s: float) -> str:
         """Drain, save the state, end every thread; return "" or a description of unapplied work (the state is not saved then)."""
         self._front.stop_serving()
         self._watch.thread.stop(_JOIN_S)
-        self._moves.follower.thread.stop(_JOIN_S)
-        self._saver.stop(_JOIN_S)
+        for one in self._capabilities:
+            one.stop(_JOIN_S)
         deadline = Deadline.after(drain_timeout_s)
         drained = self._parts.ingest.backlog.drain(deadline)
         if drained and not self.fenced:
@@ -172,8 +157,9 @@ class Shard:
             trouble = self._save()
         if trouble and not self.fenced:
             self._parts.data.leave_words(f"not drained: {trouble}")
+        for one in self._capabilities:
+            one.close()
         self._front.close(_GRACE_S)
-        self._moves.shards.close()
         self._parts.store.close()
         self._parts.fenced_log.journal.close()
         self._parts.runs.close()

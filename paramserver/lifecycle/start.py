@@ -1,4 +1,4 @@
-"""The start of a shard, step by step: join the cluster, claim the shard, open the journal, replay its end, carry out a load, serve.
+"""The start of a shard, step by step: join the cluster, claim the shard, open the journal, replay its end, serve.
 Claiming fences older processes.
 """
 
@@ -16,17 +16,17 @@ from kvemb.coordination.markers import Identity
 from kvemb.coordination.registry_format import META_NAME
 from kvemb.errors import ConfigError, JournalBehindError, ShardUnavailableError, StorageError
 from kvemb.net.deadline import Deadline, WhyWaiting
-from kvemb.protocol.move_messages import LEFT_SESSIONS, LeftSessionsRequest
+from kvemb.protocol.messages import LEFT_SESSIONS, LeftSessionsRequest
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.storage_kinds import open_store
 
-from ..checkpoint.loader import LoadedError, Loader, Replaceable, carried_out, newest_load
+from ..capabilities import CAPABILITIES
 from ..engine.engine import Engine
 from ..engine.storage_pace import Pause
 from ..ingest.ingest import Ingest
-from ..ingest.part_checks import LoadGate, MapGate
-from ..ingest.sessions import Sessions
+from ..ingest.part_checks import MapGate
+from ..ingest.sessions import Sessions, sessions_in
 from ..ingest.sync_steps import Membership, SyncSteps
 from ..journal import Journal
 from ..journal.write_ahead_log import FencedLog
@@ -35,13 +35,12 @@ from ..model.row_ages import RowAges
 from ..model.table_registry import Registry
 from ..model.tables import Tables
 from ..model.transition import Timeline
-from ..moves.left_sessions import sessions_in
 from ..recovery.claim_shard import CLUSTER_NAME, Claim, claim_shard
 from ..recovery.high_water_mark import require_reached
 from ..recovery.join_cluster import StoppedError, StorageWait, join_cluster, keep_identity
 from ..recovery.known_rows import known_tables
 from ..recovery.replay import Recovered, Recovery
-from ..recovery.shard_parts import ShardParts, state_of
+from ..recovery.shard_parts import ShardParts, StartAgainError, StartingShard, state_of
 from ..recovery.start_report import CLAIMING, JOINING, LOADING, READING, REPLAYING, StartReport
 from ..repair.repairer import Repairer
 from ..row_log import Reconstructor, Runs
@@ -84,7 +83,7 @@ def start(
             try:
                 running = step.shard(front, on_fenced, on_load)
                 break
-            except LoadedError:  # everything is done again: the journal's end is in the saved state now, and a load can be read
+            except StartAgainError:  # everything is done again: the journal's end is in the saved state now, and a load can be read
                 roll_back = False
         running.serve()
     except BaseException as error:
@@ -154,7 +153,8 @@ class _Start:
         try:
             saved = SavedState(self._data, state, claim.require)
             runs = Runs(self._data.path / RUNS, saved, epoch=state.epoch)
-            known = Replaceable(self._shard, registry, runs, saved, FencedLog(journal, claim.require), claim)
+            fenced_log = FencedLog(journal, claim.require)
+            known = StartingShard(self._shard, registry, runs, saved, fenced_log, claim, self._store, self._data, self._timeout_s)
             return self._loaded(known, state, identity.cluster_id)
         except JournalBehindError:
             journal.give_up()
@@ -214,26 +214,26 @@ class _Start:
         if self._shard == 0 and registry.tables:
             again(lambda: settle_limits(self._store, self._store.nodes.addresses, registry.tables, self._timeout_s))
 
-    def _loaded(self, known: Replaceable, state: ShardState, cluster_id: bytes) -> ShardParts:
-        """Read a load that was decided; recover; write the load to storage."""
+    def _loaded(self, known: StartingShard, state: ShardState, cluster_id: bytes) -> ShardParts:
+        """Recover, with what capabilities do before and behind it."""
         report = self._report
         recovery = Recovery(known.fenced_log.journal, state.journal, state.k, known.registry.find_key)
         report.enter(READING, recovery.looked_through)
         recovery.scan()
-        loader = Loader(known, self._store, self._data, self._timeout_s, self._retry_until())
-        report.enter(LOADING, loader.how_far)
-        if recovery.is_done and not self._roll_back:
-            loader.read()
+        steps = [step for one in CAPABILITIES if (step := one.at_start(known, self._retry_until())) is not None]
+        for step in steps if recovery.is_done and not self._roll_back else ():
+            report.enter(LOADING, step.how_far)
+            step.read()
         report.enter(READING)
         parts = self._replayed(known, state, recovery, cluster_id)
         if not recovery.is_done:
             self._settle(parts)
-        report.enter(LOADING, loader.how_far)
-        loader.finish(parts)
-        parts.ingest.loads.carried_out(carried_out(self._data))
+        for step in steps:
+            report.enter(LOADING, step.how_far)
+            step.finish(parts)
         return parts
 
-    def _replayed(self, known: Replaceable, state: ShardState, recovery: Recovery, cluster_id: bytes) -> ShardParts:
+    def _replayed(self, known: StartingShard, state: ShardState, recovery: Recovery, cluster_id: bytes) -> ShardParts:
         """Apply the journal's end to tables and storage."""
         servers, registry, journal, saved = self._config.servers, known.registry, known.fenced_log.journal, known.saved.now
         budget, index_bytes = CacheBudget(servers.cache_mb << 20), servers.index_mb << 20
@@ -273,13 +273,12 @@ class _Start:
             ages=ages,
         )
 
-    def _ingest(self, known: Replaceable, sessions: Sessions, recovered: Recovered) -> Ingest:
+    def _ingest(self, known: StartingShard, sessions: Sessions, recovered: Recovered) -> Ingest:
         servers = self._config.servers
         rule = servers.barrier_timeout_s, recovered.members, servers.on_lost_trainer
         steps = SyncSteps.first(servers.trainers, *rule) if servers.mode == "sync" else None
         gate = MapGate(self._shard, lambda: self._store.nodes.cluster_map)
-        loads = LoadGate(partial(newest_load, self._store, self._timeout_s))
-        return Ingest(sessions, steps, record=known.fenced_log.record, gate=gate, registry=known.registry, loads=loads)
+        return Ingest(sessions, steps, record=known.fenced_log.record, gate=gate, registry=known.registry)
 
     @property
     def _where(self) -> str:
@@ -290,7 +289,7 @@ class _Start:
         """Numbers to skip: hellos may be gone with the journal's end, and incarnations that other shards know must not be issued again."""
         return _ISSUED_BEHIND_THE_END if self._roll_back else 0
 
-    def _repairer(self, timeline: Timeline, known: Replaceable, tables: Tables) -> Repairer:
+    def _repairer(self, timeline: Timeline, known: StartingShard, tables: Tables) -> Repairer:
         runs, registry = known.runs, known.registry
         return Repairer(
             self._store,

@@ -22,6 +22,25 @@ from .claim_shard import Claim
 from .replay import Recovered
 
 
+class StartAgainError(Exception):
+    """The start is to be made again, from the saved state that there is now. Internal: no caller outside sees it."""
+
+
+@dataclass(frozen=True)
+class StartingShard:
+    """The parts of a shard that there are before its tables."""
+
+    shard: int
+    registry: Registry
+    runs: Runs
+    saved: SavedState
+    fenced_log: FencedLog
+    claim: Claim
+    store: Store
+    data: DataDir
+    timeout_s: float
+
+
 @dataclass(frozen=True)
 class ShardParts:
     """The parts that the verbs, saves and loads of a shard share. Threads are not among them."""

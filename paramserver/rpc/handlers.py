@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +18,6 @@ from kvemb.errors import (
 )
 from kvemb.net.deadline import Deadline
 from kvemb.protocol import messages
-from kvemb.protocol.feed_messages import FEED
 from kvemb.protocol.message_format import Message
 from kvemb.protocol.messages import (
     ByeRequest,
@@ -48,18 +46,12 @@ from kvemb.protocol.verb import Handled, Verb
 from kvemb.schema.policies import NO_POLICIES
 from kvemb.schema.table_def import TableDef
 
-from ..checkpoint.checkpoint_handlers import CheckpointHandlers
-from ..eviction.evictor import Evictor
-from ..feed.feed_streams import FeedStreams
 from ..ingest.part_checks import check_push, check_rows, find_same
 from ..model.batch import ASSIGN, ERASE, RowsWork
-from ..moves.move_handlers import MoveHandlers
 from ..recovery.shard_parts import ShardParts
 from ..repair.repair_jobs import Comparisons, Repairs
 from ..repair.scrub import Scrub
-from .inspection_handlers import InspectionHandlers
 from .push_streams import BytesInHand, PushReceiver
-from .table_changes import TableChanging
 
 MAX_IDS = 4 << 20
 MAX_COMPARED = 1 << 12
@@ -67,25 +59,11 @@ log = logging.getLogger("paramserver")
 
 
 class Handlers:
-    """The verbs of one shard, without checkpoints, drops, inspection. Thread-safe. Each takes its request and the caller's deadline."""
+    """The verbs of one shard that are no capability's, without drops. Thread-safe. Each takes its request and the caller's deadline."""
 
-    def __init__(
-        self,
-        parts: ShardParts,
-        repairs: Repairs,
-        comparisons: Comparisons,
-        scrub: Scrub,
-        evictor: Evictor,
-        moves: MoveHandlers,
-        checkpoints: CheckpointHandlers,
-        feeds: FeedStreams,
-    ) -> None:
-        self._parts, self._repairs, self._comparisons, self._scrub, self._evictor = parts, repairs, comparisons, scrub, evictor
-        self.feeds = feeds
+    def __init__(self, parts: ShardParts, repairs: Repairs, comparisons: Comparisons, scrub: Scrub, wake: Callable[[], None]) -> None:
+        self._parts, self._repairs, self._comparisons, self._scrub, self._wake = parts, repairs, comparisons, scrub, wake
         self._in_hand = BytesInHand()
-        self._tables = TableChanging(parts, no_shard_move=moves.no_shard_move, tell=feeds.tell)
-        handlers: tuple[Any, ...] = (self, self._tables, InspectionHandlers(parts, evictor), moves, checkpoints)
-        self.answers: Answers = {verb: partial(answer, one) for one in handlers for verb, answer in one.verbs.items()}
 
     def hello(self, request: HelloRequest, deadline: Deadline) -> HelloReply:
         """Let a trainer in; both sides must mean the same cluster."""
@@ -138,7 +116,7 @@ class Handlers:
             registry.set_policies(request.table, request.policies)
         elif registry.serial < request.tables_serial:
             registry.load()
-        self._evictor.look_at_policies()
+        self._wake()  # jobs that go by policies look at them
         return self._table(registry.find(request.table))
 
     def _table(self, table: TableDef) -> TableReply:
@@ -220,6 +198,7 @@ class Handlers:
     def status(self, request: Empty, deadline: Deadline) -> StatusReply:
         parts = self._parts
         pending, lag_s = parts.ingest.backlog.n_and_age_s()
+        unfinished = parts.registry.unfinished if parts.shard == 0 else ""  # drops and alterations
         cache = parts.tables.cache_budget
         return StatusReply(
             shard=parts.shard,
@@ -233,7 +212,7 @@ class Handlers:
             cache_bytes=cache.used_bytes,
             cache_lookups=cache.n_lookups,
             cache_hits=cache.n_hits,
-            failure=parts.ingest.state.why_failed or parts.ingest.state.waits_for or self._tables.unfinished,
+            failure=parts.ingest.state.why_failed or parts.ingest.state.waits_for or unfinished,
             journal_bytes=parts.fenced_log.journal.size_bytes,
             recovered_rows=parts.recovered.rows,
             recovery_s=parts.recovered.seconds,
@@ -269,13 +248,8 @@ class Handlers:
 
 Answer = Callable[[Any, Deadline], Message]
 Answers = Mapping[Verb[Any, Any], Answer]
-_HANDLED: tuple[Handled, ...] = (
-    Handlers.verbs,
-    TableChanging.verbs,
-    InspectionHandlers.verbs,
-    MoveHandlers.verbs,
-    CheckpointHandlers.verbs,
-)
-_VERBS: list[Verb[Any, Any]] = [messages.PUSH, FEED, *chain.from_iterable(_HANDLED)]
-VERBS = {verb.name: verb for verb in _VERBS}
-"""Every verb, by its name."""
+
+
+def answers_of(*answering: tuple[Handled, object]) -> Answers:
+    """Return what answers each verb, of objects with their verbs."""
+    return {verb: partial(answer, one) for verbs, one in answering for verb, answer in verbs.items()}

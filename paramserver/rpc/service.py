@@ -5,7 +5,7 @@ Unary replies are always a `Reply`: errors travel in it with their type. No prot
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -15,17 +15,25 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvemb.errors import AccessDeniedError, KvembError, ParameterServerError, ShardStartingError, ShardUnavailableError, to_wire
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.feed_messages import FEED
 from kvemb.protocol.message_format import MAX_MESSAGE_BYTES, Message
-from kvemb.protocol.messages import GET_STATUS, MAX_REQUEST_BYTES, PUSH, SERVICE, ByeRequest, HelloRequest, Reply, StatusReply
-from kvemb.protocol.move_messages import LeftSessionRequest
+from kvemb.protocol.messages import (
+    GET_STATUS,
+    MAX_REQUEST_BYTES,
+    PUSH,
+    SERVICE,
+    ByeRequest,
+    HelloRequest,
+    LeftSessionRequest,
+    Reply,
+    StatusReply,
+)
 from kvemb.protocol.roles import Caller
 from kvemb.protocol.verb import Verb
 
-from ..feed.feed_streams import MAX_FEEDS, FeedStreams
+from ..capability import MAX_SUBSCRIBERS, Stream
 from ..recovery.start_report import StartReport
 from .access_control import AccessControl
-from .handlers import VERBS, Answer, Answers, Handlers
+from .handlers import Answer, Answers
 from .push_streams import MAX_STREAMS, PushReceiver, Streams, connection_options
 
 MAX_WAITING_CALLS = 48
@@ -48,14 +56,14 @@ OpenStream = Callable[[Iterator[bytes], Callable[[str], None]], PushReceiver]
 class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no types
     """A gRPC server around a shard's handlers. It listens as soon as it is made, and until it is opened says how far the start is."""
 
-    def __init__(self, listen: str, access: AccessControl, shard: int, report: StartReport) -> None:
-        self._access, self._shard, self._report = access, shard, report
+    def __init__(self, listen: str, access: AccessControl, shard: int, report: StartReport, verbs: Mapping[str, Verb[Any, Any]]) -> None:
+        self._access, self._shard, self._report, self._verbs = access, shard, report, verbs
         self._open_stream: OpenStream | None = None
-        self._feeds: FeedStreams | None = None
         self._answers: Answers | None = None
+        self._subscribed: Mapping[Verb[Any, Any], Stream] = {}
         self._streams = Streams()
         self._waiting = threading.BoundedSemaphore(MAX_WAITING_CALLS)
-        n_threads = MAX_STREAMS + MAX_FEEDS + MAX_WAITING_CALLS + _SPARE_THREADS
+        n_threads = MAX_STREAMS + MAX_SUBSCRIBERS + MAX_WAITING_CALLS + _SPARE_THREADS
         self._threads = ThreadPoolExecutor(n_threads, thread_name_prefix="kvemb-rpc")
         self._server = grpc.server(self._threads, options=(*_OPTIONS, *connection_options(), *access.options))
         self._health = health.HealthServicer()
@@ -69,9 +77,8 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no types
         self._server.start()
         self.set_serving(False)
 
-    def open(self, handlers: Handlers) -> None:
-        self._open_stream, self._feeds = handlers.open_stream, handlers.feeds
-        self._answers = handlers.answers
+    def open(self, open_stream: OpenStream, answers: Answers, subscribed: Mapping[Verb[Any, Any], Stream]) -> None:
+        self._answers, self._subscribed, self._open_stream = answers, subscribed, open_stream
         self.set_serving(True)
 
     def set_serving(self, serving: bool) -> None:
@@ -85,8 +92,6 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no types
         """End every call, those still under way after the grace time by force, and the threads."""
         self._health.enter_graceful_shutdown()
         self._streams.end_idle()  # trainers keep them open; their end need not be waited for
-        if self._feeds is not None:
-            self._feeds.close()
         self._server.stop(grace_s).wait()
         self._threads.shutdown(wait=True)
 
@@ -95,11 +100,11 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no types
         service, _, name = handler_call_details.method.removeprefix("/").partition("/")
         if service != SERVICE:
             return None
-        verb = VERBS.get(name)
+        verb = self._verbs.get(name)
         if verb is PUSH:
             return grpc.stream_stream_rpc_method_handler(self._push)
-        if verb is FEED:
-            return grpc.unary_stream_rpc_method_handler(self._feed)
+        if verb is not None and verb.streams:
+            return grpc.unary_stream_rpc_method_handler(partial(self._subscribe, verb))
         return None if verb is None else grpc.unary_unary_rpc_method_handler(partial(self._answer, verb))
 
     def _answer(self, verb: Verb[Any, Any], data: bytes, context: Any) -> bytes:
@@ -144,11 +149,10 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no types
         assert self._open_stream is not None
         return self._streams.serve(self._open_stream(requests, caller.require_seat), context)
 
-    def _feed(self, data: bytes, context: Any) -> Iterator[bytes]:
+    def _subscribe(self, verb: Verb[Any, Any], data: bytes, context: Any) -> Iterator[bytes]:
         """Return the replies of a subscriber's stream; an abort raises."""
-        self._let_in(FEED, context)
-        assert self._feeds is not None
-        return self._feeds.serve(data, context)
+        self._let_in(verb, context)
+        return self._subscribed[verb](data, context)
 
     def _let_in(self, verb: Verb[Any, Any], context: Any) -> Caller:
         """Return the caller of a stream; the call ends here unless it may be served."""

@@ -5,7 +5,7 @@ Every figure carries the labels `cluster` and `shard`. Names follow Prometheus's
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
@@ -13,14 +13,10 @@ from kvemb.coordination.markers import Why
 from kvemb.errors import NodeRefusesError
 from kvemb.net.tls_probe import look_at_own
 from kvemb.process.metrics import MetricFamilies
-from kvemb.schema.move_plan import PHASES as MOVE_PHASES
 from kvemb.stores.store_nodes import NodeStats
 
 from ..apply.applier import ApplyFigures
-from ..checkpoint.saver import Saver
-from ..eviction.evictor import Evictor
-from ..ingest.admission import Admissions
-from ..moves.slot_mover import MoveFigures
+from ..capability import Capability
 from ..recovery.shard_parts import ShardParts
 from ..recovery.start_report import PHASES, StartReport
 from ..repair.node_watch import NodesSeen, NodeWatch
@@ -91,19 +87,13 @@ class ShardMetrics:
     Args:
         parts: of the shard.
         applies: counted by its apply thread.
-        saver, watch: of the shard.
-        moves: of rows between nodes, counted by the apply thread.
-        evictions: by policies, likewise.
-        admissions: of the shard.
+        watch, capabilities: of the shard.
     """
 
     parts: ShardParts
     applies: ApplyFigures
-    saver: Saver
     watch: NodeWatch
-    moves: MoveFigures
-    evictions: Evictor
-    admissions: Admissions
+    capabilities: Sequence[Capability]
 
     def collect(self) -> "Iterable[Metric]":
         """Return every family as it is now."""
@@ -113,10 +103,10 @@ class ShardMetrics:
         self._add_memory(families)
         self._add_journal(families)
         self._add_history(families)
-        self._add_moves(families)
-        self._add_evictions(families)
         self._add_time(families)
         add_nodes(families, self.watch.seen)
+        for one in self.capabilities:
+            one.add_metrics(families)
         return families
 
     def _add_state(self, to: MetricFamilies) -> None:
@@ -152,12 +142,6 @@ class ShardMetrics:
         to.gauge("kvemb_shard_steps", "Applies of the table's optimizer.", [(labels, state.step) for labels, state in by_table])
         text = "Rows of the table applied, since the shard's process was started."
         to.counter("kvemb_shard_table_rows_applied_total", text, [(labels, state.n_applied) for labels, state in by_table])
-        held_back = [(labels, self.admissions.held_back[labels["table"]]) for labels, _ in by_table]
-        text = "Gradients of ids that get no row yet, by the table's admission, since the shard's process was started."
-        to.counter("kvemb_shard_held_back_total", text, held_back)
-        text = "Memory in which the occurrences of such ids are counted."
-        of_filters = [(labels, self.admissions.filter_bytes(state.definition.key)) for labels, state in by_table]
-        to.gauge("kvemb_shard_admission_bytes", text, of_filters)
         to.counter("kvemb_shard_cache_lookups_total", "Rows that were looked for in the shard's cache.", cache.n_lookups)
         to.counter("kvemb_shard_cache_hits_total", "Rows that were found there.", cache.n_hits)
         to.gauge("kvemb_shard_cache_bytes", "Memory that the cache uses.", cache.used_bytes)
@@ -171,26 +155,6 @@ class ShardMetrics:
         to.gauge("kvemb_shard_disk_free_bytes", "Room on the journal's disk for the shard.", disk.f_bavail * disk.f_frsize)
         to.gauge("kvemb_shard_disk_bytes", "Size of the journal's disk.", disk.f_blocks * disk.f_frsize)
 
-    def _add_moves(self, to: MetricFamilies) -> None:
-        cluster_map, moves = self.parts.maps.cluster_map, self.moves
-        rows = [({"what": "copied"}, float(moves.copied)), ({"what": "erased"}, float(moves.erased))]
-        to.counter("kvemb_shard_moved_rows_total", "Rows copied to other nodes, and erased on nodes that they have left.", rows)
-        to.counter("kvemb_shard_moved_bytes_total", "Bytes of the records copied.", moves.copied_bytes)
-        to.gauge("kvemb_shard_map_version", "Version of the cluster map that the shard follows.", cluster_map.version)
-        text = "Whether slots move, as this shard knows; by phase."
-        now = "" if cluster_map.plan is None else cluster_map.plan.phase
-        to.gauge("kvemb_shard_moving", text, [({"phase": phase}, float(phase == now)) for phase in MOVE_PHASES])
-
-    def _add_evictions(self, to: MetricFamilies) -> None:
-        names = {table.key: table.name for table in self.parts.registry.tables}
-        done = [(names[key], one) for key, one in self.evictions.report().items() if key in names]
-        rows = [({"table": table, "policy": of}, float(n)) for table, one in done for of, n in one.by_policy.items()]
-        to.counter("kvemb_shard_evicted_rows_total", "Rows that the tables' policies have erased.", rows)
-        sizes = [({"table": table}, float(one.size_bytes)) for table, one in done]
-        to.counter("kvemb_shard_evicted_bytes_total", "Bytes of their records.", sizes)
-        walks = [({"table": table}, float(one.walks)) for table, one in done]
-        to.counter("kvemb_shard_eviction_walks_total", "Walks through a table that has a policy, for rows that it sends away.", walks)
-
     def _add_time(self, to: MetricFamilies) -> None:
         config = self.parts.config
         to.gauge("kvemb_shard_clock_seconds", "The time of day on the shard's host.", time.time())
@@ -199,18 +163,10 @@ class ShardMetrics:
         to.gauge("kvemb_shard_certificate_end_timestamp_seconds", "When its certificate ends; 0 for one that is not good now.", ends)
 
     def _add_history(self, to: MetricFamilies) -> None:
-        repairs, saves, recovered = self.parts.repairer.figures, self.saver.figures, self.parts.recovered
+        repairs, recovered = self.parts.repairer.figures, self.parts.recovered
         to.counter("kvemb_shard_repaired_nodes_total", "Repairs of nodes that the shard has had a part in.", repairs.nodes)
         to.counter("kvemb_shard_repaired_rows_total", "Rows that storage had lost and the shard has rewritten.", repairs.rows)
         to.gauge("kvemb_shard_repairing", "Whether the shard repairs a node now.", bool(repairs.now))
-        ended = [({"outcome": "done"}, float(saves.done)), ({"outcome": "failed"}, float(saves.failed))]
-        to.counter(
-            "kvemb_shard_saves_total", "Saves that the shard had its share in and that have ended, by all its processes together.", ended
-        )
-        to.gauge("kvemb_shard_saving", "Whether the shard saves a checkpoint now.", self.saver.running)
-        last: list[tuple[dict[str, str], float]] = [({}, saves.last_done_s)] if saves.last_done_s else []
-        to.gauge("kvemb_shard_last_save_timestamp_seconds", "When a checkpoint with state was last finished.", last)
-        to.gauge("kvemb_shard_created_timestamp_seconds", "When the shard's data folder was made, as of the first start.", saves.created_s)
         to.gauge("kvemb_shard_recovered_rows", "Rows that the shard replayed from its journal when it started.", recovered.rows)
         to.gauge("kvemb_shard_recovery_seconds", "How long that took.", recovered.seconds)
 

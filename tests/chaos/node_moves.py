@@ -13,10 +13,10 @@ from typing import TypeVar
 from chaos import processes
 from chaos.cluster import FaultyCluster
 from kvemb.client.all_shards import AllShards
-from kvemb.client.slot_moves import MoveState, NodeMoves, SlotMoves
 from kvemb.config import load
 from kvemb.errors import KvembError
 from kvemb.net.deadline import Deadline
+from kvemb.scaling.slot_moves import MoveState, NodeMoves, SlotMoves
 from kvemb.schema.slot_dealing import SlotPlan
 
 MOVE_KINDS = ("valkey", "redis", "memcached")

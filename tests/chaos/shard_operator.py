@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from chaos.node_moves import MOVE_KINDS, Operator
-from kvemb.client.slot_moves import MoveState, ShardScaling
+from kvemb.scaling.slot_moves import MoveState, ShardScaling
 from kvemb.schema.slot_dealing import SlotPlan
 
 _FEWEST, _MOST = 1, 4

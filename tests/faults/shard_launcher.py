@@ -24,15 +24,15 @@ from paramserver.ingest.sync_steps import SyncSteps
 from paramserver.journal import segment_files
 from paramserver.journal.write_ahead_log import FencedLog
 from paramserver.lifecycle import shard as shard_module
-from paramserver.moves import move_phases
-from paramserver.moves.handover_work import HandoverWork
-from paramserver.moves.move_carrier import MoveCarrier
-from paramserver.moves.slot_giver import SlotGiver
-from paramserver.moves.slot_taker import SlotTaker
 from paramserver.row_log import Runs
 from paramserver.row_log.run_writer import RunWriter
 from paramserver.row_log.sorted_run import ERASED, ROWS
 from paramserver.row_log.state_file import SavedState
+from paramserver.scaling import move_phases
+from paramserver.scaling.handover_work import HandoverWork
+from paramserver.scaling.move_carrier import MoveCarrier
+from paramserver.scaling.slot_giver import SlotGiver
+from paramserver.scaling.slot_taker import SlotTaker
 
 POINTS = (
     "before fetch",

@@ -12,10 +12,10 @@ from matrix import one_of
 from moving_load import PATIENCE_S, MovingLoad, further_node
 
 import kvemb
-from kvemb.client.slot_moves import MoveState, NodeMoves
 from kvemb.errors import KvembError, MoveRefusedError, WrongNodeError
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
+from kvemb.scaling.slot_moves import MoveState, NodeMoves
 
 KINDS = {"redis": "redis-server", "memcached": "memcached"}
 SLOW_MB_PER_S = 0.05  # so that a move of some 0.2 MB takes seconds

@@ -16,6 +16,8 @@ import pytest
 
 import kvemb
 from kvemb.alter import table_alteration
+from kvemb.alter.alter_messages import ALTER_TABLE
+from kvemb.alter.altered_table import AlteredTable, TableChanges
 from kvemb.api import Cluster
 from kvemb.api.table import Table
 from kvemb.cli import main
@@ -33,8 +35,7 @@ from kvemb.errors import (
 )
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.messages import ALTER_TABLE, STEP, TableRequest
-from kvemb.schema.altered_table import AlteredTable, TableChanges
+from kvemb.protocol.messages import STEP, TableRequest
 from kvemb.stores.row_io import ReadPart, WritePart
 from kvemb.testing.real_servers import redis_client
 from tests.integration.table_clusters import names, start
@@ -165,14 +166,14 @@ def test_every_acknowledged_push_counts_once_and_pulls_go_on_meanwhile(
     table.push(IDS, np.ones((N, 4))).wait_applied()
     trainers = [PushingTrainer(local.url, name, number) for number in range(2)]
     pulled: list[np.ndarray] = []
-    assign = ShardClient.copy_rows
+    assign = table_alteration.copy_rows
 
     def slowly(self: ShardClient, rows: Any, timeout_s: float | None = None) -> None:
         with kvemb.connect(local.url, read_only=True) as reader:
             pulled.append(reader.table(name).pull(IDS))
         assign(self, rows, timeout_s)
 
-    monkeypatch.setattr(ShardClient, "copy_rows", slowly)
+    monkeypatch.setattr(table_alteration, "copy_rows", slowly)
     for trainer in trainers:
         trainer.start()
     try:
@@ -210,7 +211,7 @@ def test_a_shard_that_is_killed_in_mid_copy_leaves_the_old_table_and_the_next_ca
 ) -> None:
     name = next(names)
     trained(cluster, name, kvemb.optim.adam(lr=0.1))
-    before, calls, assign = stored(cluster, name), count(), ShardClient.copy_rows
+    before, calls, assign = stored(cluster, name), count(), table_alteration.copy_rows
 
     def killing(self: ShardClient, rows: Any, timeout_s: float | None = None) -> None:
         if next(calls) == 2:
@@ -218,7 +219,7 @@ def test_a_shard_that_is_killed_in_mid_copy_leaves_the_old_table_and_the_next_ca
         assign(self, rows, 3.0)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ShardClient, "copy_rows", killing)
+        patch.setattr(table_alteration, "copy_rows", killing)
         with pytest.raises(ShardUnavailableError) as raised:
             cluster.alter_table(name, dim=6, timeout_s=5)
     assert any("is as it was" in note for note in raised.value.__notes__)
@@ -233,15 +234,15 @@ def test_a_shard_that_is_killed_in_mid_copy_leaves_the_old_table_and_the_next_ca
     assert failures(cluster) == ""  # also the rows of the first try are gone
 
 
-# Each is a point at which the process that alters dies: method of ShardClient, which call of it, before or behind it.
+# Each is a point at which the process that alters dies: function or method, which call of it, before or behind it.
 DEATHS = [
     ("begin_alter", 0, False),
     ("hold_for_alter", 0, False),
     ("copy_rows", 1, True),
     ("hold_for_alter", 1, False),
     ("end_alter", 0, True),
-    ("_end_drop", 0, True),
-    ("_end_drop", 0, False),
+    ("end_drop", 0, True),
+    ("end_drop", 0, False),
 ]
 ALTER_AND_DIE = """
 import os, signal, sys
@@ -251,7 +252,8 @@ from kvemb.client.shard_client import ShardClient
 
 url, name, method, nth, before = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5] == "True"
 table_alteration.block_rows = lambda definition: 800
-whole, calls = getattr(ShardClient, method), []
+where = ShardClient if method == "end_drop" else table_alteration
+whole, calls = getattr(where, method), []
 
 
 def dying(self, *arguments, **options):
@@ -263,7 +265,7 @@ def dying(self, *arguments, **options):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-setattr(ShardClient, method, dying)
+setattr(where, method, dying)
 with kvemb.connect(url) as cluster:
     cluster.alter_table(name, dim=6, new_columns="zeros")
 """
@@ -279,7 +281,7 @@ def test_a_command_that_is_killed_leaves_one_whole_table_and_is_repeated_or_abor
     rows = held.pull(IDS)
     command = [sys.executable, "-c", ALTER_AND_DIE, local.url, name, method, str(nth), str(before)]
     assert subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120, check=False).returncode == -9
-    switched = method == "_end_drop"
+    switched = method == "end_drop"
     assert f"table {name!r}" in failures(cluster) or (switched and not before)
     ack = held.push(IDS, np.ones((N, 4)))
     if switched:
@@ -322,7 +324,7 @@ def test_a_command_that_hears_no_answer_lets_pushes_go_on(
 ) -> None:
     name = next(names)
     table = trained(cluster, name)
-    call, follow = AllShards.call, ShardClient.hold_for_alter
+    call, follow = AllShards.call, table_alteration.hold_for_alter
 
     def unheard(self: AllShards, shard: int, verb: Any, request: Any, *arguments: Any) -> Any:
         reply = call(self, shard, verb, request, *arguments)
@@ -335,7 +337,7 @@ def test_a_command_that_hears_no_answer_lets_pushes_go_on(
         raise ShardUnavailableError("no answer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ShardClient, "hold_for_alter", held) if step == "hold" else patch.setattr(AllShards, "call", unheard)
+        patch.setattr(table_alteration, "hold_for_alter", held) if step == "hold" else patch.setattr(AllShards, "call", unheard)
         with pytest.raises(ShardUnavailableError, match="no answer"):
             cluster.alter_table(name, dim=6)
     assert failures(cluster) == ""
@@ -352,7 +354,7 @@ def test_shards_that_are_killed_around_the_switch_know_the_table_that_the_regist
 ) -> None:
     name = next(names)
     rows = trained(cluster, name).pull(IDS)
-    end = ShardClient.end_alter
+    end = table_alteration.end_alter
 
     def killing(self: ShardClient, *arguments: Any) -> int:
         killer = threading.Timer(0.01, lambda: restart(local, shard))
@@ -363,7 +365,7 @@ def test_shards_that_are_killed_around_the_switch_know_the_table_that_the_regist
             killer.join()
 
     with monkeypatch.context() as patch, suppress(KvembError):
-        patch.setattr(ShardClient, "end_alter", killing)
+        patch.setattr(table_alteration, "end_alter", killing)
         cluster.alter_table(name, dim=6, new_columns="zeros", timeout_s=20)
     with kvemb.connect(local.url) as other:
         dim = other.table(name).dim
@@ -378,7 +380,7 @@ def test_shards_that_are_killed_around_the_switch_know_the_table_that_the_regist
 def test_two_commands_at_once_leave_one_whole_table(local: LocalCluster, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     name = next(names)
     rows = trained(cluster, name).pull(IDS)
-    assign, second = ShardClient.copy_rows, []
+    assign, second = table_alteration.copy_rows, []
 
     def in_between(self: ShardClient, block: Any, timeout_s: float | None = None) -> None:
         if not second:
@@ -387,7 +389,7 @@ def test_two_commands_at_once_leave_one_whole_table(local: LocalCluster, cluster
                 other.alter_table(name, dim=8, new_columns="zeros")
         assign(self, block, timeout_s)
 
-    monkeypatch.setattr(ShardClient, "copy_rows", in_between)
+    monkeypatch.setattr(table_alteration, "copy_rows", in_between)
     with pytest.raises(TableAlteredError):
         cluster.alter_table(name, dim=6)
     with kvemb.connect(local.url) as other:
@@ -403,14 +405,14 @@ def test_a_push_of_the_process_that_alters_waits_for_no_copy_and_the_copy_for_no
 ) -> None:
     name = next(names)
     table = trained(cluster, name)
-    rows, copy, acks, first = table.pull(IDS), ShardClient.copy_rows, [], iter([True])
+    rows, copy, acks, first = table.pull(IDS), table_alteration.copy_rows, [], iter([True])
 
     def pushing(self: ShardClient, block: Any, timeout_s: float | None = None) -> None:
         if next(first, False):  # several threads copy
             acks.append(table.push(IDS, np.ones((N, 4))))
         copy(self, block, timeout_s)
 
-    monkeypatch.setattr(ShardClient, "copy_rows", pushing)
+    monkeypatch.setattr(table_alteration, "copy_rows", pushing)
     new = cluster.alter_table(name, dim=6, timeout_s=60)
     assert (new.pull(IDS)[:, :4] == rows).all()
     with pytest.raises(TableAlteredError):
@@ -423,8 +425,8 @@ def begun(cluster: Cluster, name: str, **changes: Any) -> tuple[ShardClient, Alt
     """An alteration that was begun and goes no further."""
     shards = cluster._connection.require_shards("alter_table")
     change = AlteredTable.of(cluster.table(name).definition, TableChanges(**changes))
-    staged = shards.begin_alter(change.old, change.new, None)
-    shards.hold_for_alter(change.old, staged, None, begin=True)
+    staged = table_alteration.begin_alter(shards, change.old, change.new, None)
+    table_alteration.hold_for_alter(shards, change.old, staged, None, begin=True)
     return shards, AlteredTable(change.old, staged, change.new_columns)
 
 

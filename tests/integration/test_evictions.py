@@ -15,8 +15,8 @@ from matrix import one_of
 import kvemb
 from kvemb import evict
 from kvemb.errors import InvalidInputError
+from kvemb.life.eviction_messages import EVICTIONS, EvictionsRequest
 from kvemb.local_cluster import LocalCluster
-from kvemb.operate.inspection_messages import EVICTIONS, EvictionsRequest
 from tests.integration.counting_trainers import KINDS
 from tests.integration.table_clusters import new_table
 from tests.shard_moves import ShardMoves

@@ -23,14 +23,14 @@ import kvemb
 import kvemb.init
 import kvemb.optim
 from kvemb.errors import AccessDeniedError, ClosedError, FeedBehindError, InvalidInputError, StorageError
+from kvemb.feed.feed_messages import FeedReply, FeedRequest
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import free_ports
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.feed_messages import FeedReply, FeedRequest
 from kvemb.protocol.messages import SERVICE
 from kvemb.schema.cluster_map import equal_runs
 from kvemb.schema.slots import N_SLOTS
-from paramserver.feed.feed_streams import MAX_FEEDS
+from paramserver.capability import MAX_SUBSCRIBERS
 from tests.integration.counting_trainers import PATIENCE_S, Trainer, wait_for
 from tests.integration.feed_log import FeedLog, ids_of
 from tests.integration.tls_clusters import TlsCluster, running
@@ -442,11 +442,11 @@ def test_a_forked_process_that_goes_on_with_a_feed_is_told_so(local: LocalCluste
 def test_a_shard_has_places_for_so_many_subscribers_and_those_of_the_ended_are_free(on_valkey: LocalCluster) -> None:
     with kvemb.connect(on_valkey.url) as cluster:
         table = ledger(cluster)
-        for _ in range(MAX_FEEDS + 8):
+        for _ in range(MAX_SUBSCRIBERS + 8):
             cluster.feed.open().close()
-        feeds = [cluster.feed.open() for _ in range(MAX_FEEDS)]
+        feeds = [cluster.feed.open() for _ in range(MAX_SUBSCRIBERS)]
         push(table, np.array([3]))
-        assert [event.ids.tolist() for feed in feeds if (event := feed.take(PATIENCE_S)) is not None] == [[3]] * MAX_FEEDS
+        assert [event.ids.tolist() for feed in feeds if (event := feed.take(PATIENCE_S)) is not None] == [[3]] * MAX_SUBSCRIBERS
 
 
 def test_the_end_of_the_cluster_ends_its_feeds(on_valkey: LocalCluster) -> None:

@@ -11,6 +11,8 @@ import pytest
 from matrix import one_of
 
 import kvemb
+from kvemb.alter.altered_table import AlteredTable, TableChanges
+from kvemb.alter.table_alteration import begin_alter
 from kvemb.api import Cluster
 from kvemb.checkpoint.load import Decision, _decide
 from kvemb.client.ack import Ack
@@ -19,7 +21,6 @@ from kvemb.errors import KvembError, TableAlteredError, TableDroppedError
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import DROP_TABLE, TableRequest
-from kvemb.schema.altered_table import AlteredTable, TableChanges
 from kvemb.schema.table_def import TableDef
 from tests.integration.table_clusters import new_table, start
 
@@ -69,7 +70,7 @@ def test_a_push_of_which_one_shard_has_taken_its_part_is_taken_by_all_when_a_tab
     cluster.push({table.name: (IDS, 0 * ONES)}).wait_applied(60)
     with kvemb.connect(local.url) as other:
         change = change_of(other, table.name, **changes)
-        shards_of(other).begin_alter(change.old, change.new, None)  # shard 0 knows of it, shard 1 does not yet
+        begin_alter(shards_of(other), change.old, change.new, None)  # shard 0 knows of it, shard 1 does not yet
         acks = [cluster.push({table.name: (IDS, ONES), beside.name: (IDS, ONES)}) for _ in range(3)]
         wait_for(lambda: all(by_half(ack) for ack in acks))
         other.alter_table(table.name, **changes)
@@ -150,7 +151,7 @@ def test_a_step_that_a_restarted_shard_has_not_had_is_taken_by_it_without_what_i
         trainers = start_with_one_shard_behind(local, cluster, table.name, beside.name)
         change = change_of(cluster, table.name, optimizer=kvemb.optim.sgd(lr=1.0, momentum=1e-9))
         if verb == "alter":
-            shards_of(cluster).begin_alter(change.old, change.new, None)
+            begin_alter(shards_of(cluster), change.old, change.new, None)
         else:
             shards_of(cluster).servers.call(0, DROP_TABLE, TableRequest(table.name), Deadline.after(30))
         local.start_shard(1)

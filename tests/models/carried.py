@@ -15,7 +15,7 @@ from kvemb.errors import MoveRefusedError
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import HOLDING, MOVING, NODES, MovePlan
 from kvemb.schema.slots import N_SLOTS
-from paramserver.moves.move_phases import Transition, on_abort, on_reports
+from paramserver.scaling.move_phases import Transition, on_abort, on_reports
 
 NONE, DONE, ABORTED = "none", "done", "aborted"
 OVER = (DONE, ABORTED)

@@ -13,7 +13,7 @@ from functools import cache
 from typing import NamedTuple
 
 from kvemb.schema.move_plan import ABORTING, CLEANING, FLIPPED, MOVING, NODES
-from paramserver.moves.move_phases import RENEW_MARKERS
+from paramserver.scaling.move_phases import RENEW_MARKERS
 from tests.models.carried import NONE, OVER, Plan, carried, maps_of, taken_back
 
 OLD, NEW = 0, 1  # the nodes: where the slot was, where it goes to

@@ -26,7 +26,6 @@ from paramserver.apply.applier import Applier
 from paramserver.apply.changed_rows import ChangedRowsFinder
 from paramserver.apply.committer import Committer, Handover
 from paramserver.engine.engine import Engine
-from paramserver.ingest.admission import Admissions
 from paramserver.ingest.ingest import Ingest
 from paramserver.ingest.part_checks import MapGate
 from paramserver.ingest.sessions import Sessions
@@ -34,6 +33,7 @@ from paramserver.ingest.sync_steps import SyncSteps
 from paramserver.ingest.work_queue import Limits
 from paramserver.journal import START
 from paramserver.journal.write_ahead_log import AppliedMark, FencedLog
+from paramserver.life.admission import Admissions
 from paramserver.model.batch import ERASE, CheckedRows, RowsWork
 from paramserver.model.tables import Tables
 from paramserver.model.transition import Timeline
@@ -119,7 +119,7 @@ class Rig:
         sync, self.policies = bool(trainers), dict[str, Policies]()
         admissions = Admissions(lambda key, serial: self.policies.get(key, NO_POLICIES), self.tables, sync=sync)
         self.committer = Committer(
-            self.ingest, self.tables, fenced_log, self.handover, admissions=admissions, sync=sync, epoch=1, k=0, failed=failed
+            self.ingest, self.tables, fenced_log, self.handover, judges=lambda: [admissions.judge], sync=sync, epoch=1, k=0, failed=failed
         )
         self.applier.thread.start()
         self.committer.thread.start()

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvemb import init, optim
+from kvemb.alter.altered_table import AlteredTable, TableChanges
 from kvemb.errors import InvalidInputError
-from kvemb.schema.altered_table import AlteredTable, TableChanges
 from kvemb.schema.table_def import TableDef, frozen_or_trained
 
 OPTIMIZERS = {

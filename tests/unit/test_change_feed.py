@@ -9,7 +9,7 @@ import pytest
 
 from kvemb.errors import ShardUnavailableError
 from kvemb.feed.change_feed import ChangeFeed
-from kvemb.protocol.feed_messages import MOVE, FeedPosition, FeedReply, FeedRequest
+from kvemb.feed.feed_messages import MOVE, FeedPosition, FeedReply, FeedRequest
 
 
 class SilentCall:

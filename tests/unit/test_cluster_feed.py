@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from kvemb.feed.cluster_feed import ClusterFeed
-from kvemb.protocol.feed_messages import FeedPosition, FeedReply
+from kvemb.feed.feed_messages import FeedPosition, FeedReply
 
 SLOTS = np.arange(4, dtype="<u2").tobytes()
 

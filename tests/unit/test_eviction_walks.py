@@ -32,15 +32,15 @@ from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
 from paramserver.apply.committer import Committer, Handover
 from paramserver.engine.engine import Engine
-from paramserver.eviction import evictor as evictor_module
-from paramserver.eviction.evictor import Evictor
-from paramserver.eviction.verdicts import terms
-from paramserver.ingest.admission import Admissions
 from paramserver.ingest.ingest import Ingest
 from paramserver.ingest.sessions import Sessions
 from paramserver.ingest.sync_steps import Membership
 from paramserver.journal import BatchEntry, Entry, Position
 from paramserver.journal.write_ahead_log import FencedLog
+from paramserver.life import evictor as evictor_module
+from paramserver.life.admission import Admissions
+from paramserver.life.evictor import Evictor
+from paramserver.life.verdicts import terms
 from paramserver.model.batch import ERASE, CheckedRows, RowsWork
 from paramserver.model.row_ages import RowAges
 from paramserver.model.tables import Tables, TableState
@@ -121,7 +121,7 @@ class HandDriven:
             self.tables,
             journal,
             self.handover,
-            admissions=admissions,
+            judges=lambda: [admissions.judge],
             sync=False,
             epoch=epoch,
             k=self.engine.k,
@@ -135,10 +135,10 @@ class HandDriven:
             ingest=self.ingest,
             store=self.store,
             timeout_s=5,
-            registry=SimpleNamespace(policies=lambda key: replace(NO_POLICIES, eviction=self.policy)),
+            registry=SimpleNamespace(serial=0, policies=lambda key: replace(NO_POLICIES, eviction=self.policy)),
             maps=SimpleNamespace(cluster_map=ClusterMap.first(1, 1)),
         )
-        self.evictor = Evictor(parts, lambda: None, clock=lambda: self.now_s, wall_s=self.now_s)
+        self.evictor = Evictor(parts, clock=lambda: self.now_s, wall_s=self.now_s)
         self.trainer = f"trainer {self.epoch}"
         self.incarnation, self.sequence = self.ingest.attendance.hello(self.trainer, 0)[0], 0
 

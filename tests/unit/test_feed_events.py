@@ -9,7 +9,7 @@ import pytest
 
 from kvemb.errors import JournalDamagedError
 from kvemb.schema.cluster_map import ClusterMap
-from paramserver.feed.feed_events import TOLD, FeedEvents
+from paramserver.apply.shard_events import TOLD, ShardEvents
 from paramserver.journal import START, EventEntry, Journal, Position, decode_entry
 from paramserver.journal.write_ahead_log import AppliedMark, FencedLog
 from paramserver.shard_process.data_dir import DataDir
@@ -33,9 +33,9 @@ class Rig:
         self.data, self.maps = DataDir(root, 0), Maps()
         self.journal = Journal(root / "journal", "os")
 
-    def process(self) -> FeedEvents:
+    def process(self) -> ShardEvents:
         mark = AppliedMark(0, Position(1, 48))
-        return FeedEvents(0, FencedLog(self.journal, lambda: None), mark, self.maps, self.data, lambda: None)
+        return ShardEvents(0, FencedLog(self.journal, lambda: None), mark, self.maps, self.data, lambda: None)
 
     def told(self) -> list[EventEntry]:
         entries = [decode_entry(payload, lambda name, schema: None) for _, payload in self.journal.read(START)]  # type: ignore[arg-type,return-value]

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 import kvemb
-from kvemb.arrays.rounding import round_nearest, to_float32
+from kvemb.arrays.rounding import from_int8, round_nearest, to_float32, to_int8
 from kvemb.errors import ConfigError, ForeignRowsError, InvalidInputError
 from kvemb.foreign import foreign_rows, word_vectors
 from kvemb.foreign.foreign_rows import ArrayNames, ForeignRows
 from kvemb.foreign.formats import open_rows
-from kvemb.foreign.narrow_weights import from_int8, to_int8
 from kvemb.schema.table_def import TableDef
 
 pytest.importorskip("pyarrow")

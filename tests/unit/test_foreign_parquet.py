@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 import kvemb
+from kvemb.arrays.rounding import from_int8, to_int8
 from kvemb.errors import ForeignRowsError, InvalidInputError
 from kvemb.foreign import foreign_rows
 from kvemb.foreign.foreign_rows import ArrayNames, ForeignRows
 from kvemb.foreign.formats import open_rows
-from kvemb.foreign.narrow_weights import from_int8, to_int8
 from kvemb.schema.table_def import TableDef
 
 pa = pytest.importorskip("pyarrow")

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from itertools import count, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -248,7 +249,7 @@ def test_a_load_of_a_table_is_refused_while_one_of_another_is_not_carried_out(cl
         def ask(*tables: str, decided: tuple[str, ...] | None) -> None:
             undone = None if decided is None else Decision(1, "1", "u", "s", decided)
             loads = LoadPorts(lambda: undone, lambda: flushed, lambda: None, 0)
-            handlers = CheckpointHandlers(shard._saver, shard._parts.registry, store.nodes, loads)
+            handlers = CheckpointHandlers(SimpleNamespace(), shard._parts.registry, store.nodes, loads)
             handlers.load(LoadRequest("2", str(tmp_path / "a"), manifest.save_id, False, list(tables)), Deadline.after(5))
 
         for tables, decided in ((["user"], None), (["user"], ("user",)), ([], ("other",)), ([], ())):
@@ -264,7 +265,7 @@ def test_a_second_load_is_refused_between_the_first_ones_check_and_its_decision(
     (flushed := threading.Event()).set()
     with cluster.store() as store:
         loads = LoadPorts(lambda: None, lambda: flushed, lambda: None, 0)
-        handlers = CheckpointHandlers(shard._saver, shard._parts.registry, store.nodes, loads)
+        handlers = CheckpointHandlers(SimpleNamespace(), shard._parts.registry, store.nodes, loads)
 
         def ask(load_id: str, url: str) -> None:
             handlers.load(LoadRequest(load_id, url, manifest.save_id, False, ["user"]), Deadline.after(5))

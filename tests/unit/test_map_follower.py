@@ -10,7 +10,7 @@ import pytest
 
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
-from paramserver.moves.map_follower import MapFollower
+from paramserver.scaling.map_follower import MapFollower
 
 
 def test_a_shard_goes_on_following_the_map_after_an_error_that_nobody_expected(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,14 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvemb.alter import alter_messages as alters
 from kvemb.arrays.rounding import round_nearest
 from kvemb.checkpoint import checkpoint_messages as checkpoints
 from kvemb.errors import MessageError
+from kvemb.feed import feed_messages as feed
+from kvemb.life import eviction_messages as life
 from kvemb.operate import inspection_messages as inspection
-from kvemb.protocol import feed_messages as feed
 from kvemb.protocol import messages as m
-from kvemb.protocol import move_messages as moves
 from kvemb.protocol.message_format import MAGIC, MAX_MESSAGE_BYTES, PROTOCOL_VERSION, ChangedRowsBlock, Message, TableRows
+from kvemb.scaling import move_messages as moves
 
 F32 = "float32"
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "messages_v1.json").read_text())
@@ -71,10 +73,10 @@ EXAMPLES: dict[str, Message] = {
     "CompareRequest": m.CompareRequest("user", b"\x01" + bytes(7), 200),
     "EraseTableRequest": m.EraseTableRequest("user\n2", 28.5),
     "EraseTableReply": m.EraseTableReply(2**19, 7),
-    "AlterTableRequest": m.AlterTableRequest("user", "begin", "user", {"name": "user", "dim": 32}),
-    "AlterTableReply": m.AlterTableReply({"name": "user", "dim": 32, "life": 1}, ["user\n2"]),
-    "FollowAlterRequest": m.FollowAlterRequest("user", "user\n1", True, False, 7, 28.5),
-    "FollowAlterReply": m.FollowAlterReply(2**40, 2**39, 3, 7, True),
+    "AlterTableRequest": alters.AlterTableRequest("user", "begin", "user", {"name": "user", "dim": 32}),
+    "AlterTableReply": alters.AlterTableReply({"name": "user", "dim": 32, "life": 1}, ["user\n2"]),
+    "FollowAlterRequest": alters.FollowAlterRequest("user", "user\n1", True, False, 7, 28.5),
+    "FollowAlterReply": alters.FollowAlterReply(2**40, 2**39, 3, 7, True),
     "RepairRequest": m.RepairRequest(["n:1", "n:2"], False, 60.0),
     "RepairReply": m.RepairReply(1, 2**40, 0.5),
     "ByeRequest": m.ByeRequest("trainer-0", 3),
@@ -85,24 +87,24 @@ EXAMPLES: dict[str, Message] = {
     "ShowRowReply": inspection.ShowRowReply(1 << 48 | 7, b"\x01" * 16, 9, ["anna"]),
     "ExamineReply": inspection.ExamineReply("0.1.0", 1.75e9, ["h:1"], ["n:1", "n:2"], "fsync", 0.002, 2**33, 2**34, 90, 1024, 2**32),
     "SampleIdsRequest": inspection.SampleIdsRequest("user", 1000),
-    "EvictionsRequest": inspection.EvictionsRequest(True, 600.0),
-    "EvictionsReply": inspection.EvictionsReply([{"table": "user", "evicted": 2**40, "by_policy": {"keep(10)": 2**40}, "oldest_s": 0.5}]),
+    "EvictionsRequest": life.EvictionsRequest(True, 600.0),
+    "EvictionsReply": life.EvictionsReply([{"table": "user", "evicted": 2**40, "by_policy": {"keep(10)": 2**40}, "oldest_s": 0.5}]),
     "MoveRequest": moves.MoveRequest(7, bytes(4), ["n:3"], ["n:1"], 2**33, b"", ["s:3"], [0, 2]),
     "ReplaceNodeRequest": moves.ReplaceNodeRequest(7, "n:1", "n:4"),
     "AbortMoveRequest": moves.AbortMoveRequest("too slow"),
-    "MoveStatusReply": moves.MoveStatusReply(b"map", [b"", b"report"], ["n:1", ""]),
+    "MoveStatusReply": m.MoveStatusReply(b"map", [b"", b"report"], ["n:1", ""]),
     "SlotSizesReply": moves.SlotSizesReply(bytes(8), bytes(8)),
     "SlotEntriesRequest": moves.SlotEntriesRequest(7, 2, 2**19),
     "SlotEntriesReply": moves.SlotEntriesReply(
         True, 3, [{"definition": {"name": "user"}, "step": 4, "rows": 1}], bytes(8), bytes(8), ["trainer-0"], [3]
     ),
     "WatermarksRequest": moves.WatermarksRequest(7),
-    "WatermarksReply": moves.WatermarksReply(True, b"\x90"),
-    "LeftSessionsRequest": moves.LeftSessionsRequest(2),
+    "WatermarksReply": m.WatermarksReply(True, b"\x90"),
+    "LeftSessionsRequest": m.LeftSessionsRequest(2),
     "FeedRequest": feed.FeedRequest("position", ["user"], 2, 9, 1, 3, 4096),
     "FeedReply": feed.FeedReply("apply", True, 2, 10, 1, 3, 8192, [rows(2, 0, versions=False)]),
     "FeedReply of a move": feed.FeedReply("moved", True, 2, 10, 2, 3, 8300, [], {"gone": [[1, b"\x07\x00"]], "came": [], "left": False}),
-    "LeftSessionRequest": moves.LeftSessionRequest(2, "trainer-0", 3),
+    "LeftSessionRequest": m.LeftSessionRequest(2, "trainer-0", 3),
     "LoadRequest": checkpoints.LoadRequest("2" * 32, "s3://bucket/run", "1" * 32, True),
 }
 
@@ -152,7 +154,15 @@ def test_fields_that_an_earlier_release_did_not_send_have_their_defaults_and_oth
 def test_every_message_type_has_a_golden() -> None:
     assert {type(example).__name__ for example in EXAMPLES.values()} == {
         name
-        for name, kind in {**vars(m), **vars(moves), **vars(feed), **vars(checkpoints), **vars(inspection)}.items()
+        for name, kind in {
+            **vars(m),
+            **vars(moves),
+            **vars(feed),
+            **vars(checkpoints),
+            **vars(inspection),
+            **vars(alters),
+            **vars(life),
+        }.items()
         if isinstance(kind, type) and issubclass(kind, Message) and kind is not Message
     }
     assert set(GOLDEN) == set(EXAMPLES)

@@ -9,8 +9,8 @@ import pytest
 
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import MOVING, NODES, MovePlan
-from paramserver.moves import phase_runner
-from paramserver.moves.phase_runner import PhaseProgress, PhaseRunner, PhaseWork
+from paramserver.scaling import phase_runner
+from paramserver.scaling.phase_runner import PhaseProgress, PhaseRunner, PhaseWork
 
 _SLICES, _SLICE_S, _BATCH_S = 800, 0.0005, 0.1  # four tables, of which a hundred ranges of slots move, listed twice; a busy machine
 

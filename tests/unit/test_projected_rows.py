@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import kvemb.optim
+from kvemb.arrays.rounding import from_int8
 from kvemb.errors import ConfigError, ForeignRowsError
-from kvemb.foreign.narrow_weights import from_int8
 from kvemb.projection.projected_rows import ALL_SLOTS, ProjectedTable, SlotShare
 from kvemb.projection.publisher import Projection
 from kvemb.schema.table_def import TableDef

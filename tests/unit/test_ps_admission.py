@@ -15,9 +15,9 @@ from kvemb.arrays.hashing import digest64
 from kvemb.schema.policies import NO_POLICIES, Policies
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
-from paramserver.ingest.admission import Admissions
-from paramserver.ingest.occurrences import LEAST_CELLS, MOST_CELLS, OccurrenceFilter, cells_for
 from paramserver.ingest.work_queue import merge_pushes
+from paramserver.life.admission import Admissions
+from paramserver.life.occurrences import LEAST_CELLS, MOST_CELLS, OccurrenceFilter, cells_for
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows, PartTicket, Push, ReceivedPart
 from paramserver.model.tables import Tables
 from tests.matrix import examples
@@ -89,7 +89,7 @@ class Shard:
         received = [ReceivedPart((rows_of(ids), rows_of(ids, OTHER)), ticket) for ids, ticket in zip(parts, tickets, strict=True)]
         pushes = [Push(f"t{number}", number, 1, (part,)) for number, part in enumerate(received, start=1)]
         held_back = self.admissions.judge(pushes, len(self.journal) + 1, self.unapplied)
-        self._number(merge_pushes(pushes, sync=False, held_back=held_back))
+        self._number(merge_pushes(pushes, sync=False, held_back=[held_back]))
         return [ticket.held_back for ticket in tickets]
 
     def change(self, kind: str, ids: list[int]) -> None:
@@ -233,7 +233,7 @@ def test_a_sync_step_is_decided_by_the_newest_policies_that_one_of_its_trainers_
     pushes = [Push(f"t{number}", number, 1, (part,)) for number, part in enumerate(parts, start=1)]
     for sync, expected in ((True, 7), (False, 0)):
         asked.clear()
-        merge_pushes(pushes, sync=sync, held_back=Admissions(policies, Tables([]), sync=sync).judge(pushes, 1, list))
+        merge_pushes(pushes, sync=sync, held_back=[Admissions(policies, Tables([]), sync=sync).judge(pushes, 1, list)])
         assert set(asked) == {expected}
 
 

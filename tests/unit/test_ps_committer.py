@@ -20,12 +20,12 @@ from kvemb.schema.policies import NO_POLICIES, Policies
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from paramserver.apply.committer import Committed, Committer, Handover
-from paramserver.ingest.admission import Admissions
 from paramserver.ingest.ingest import Ingest
 from paramserver.ingest.sessions import Sessions
 from paramserver.ingest.sync_steps import SyncSteps
 from paramserver.journal import START, BatchEntry, Entry, Journal, Position, SessionEntry, decode_entry
 from paramserver.journal.write_ahead_log import FencedLog
+from paramserver.life.admission import Admissions
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows, RowsWork
 from paramserver.model.tables import Tables
 
@@ -87,7 +87,7 @@ class Rig:
             self.tables,
             self.fenced_log,
             self.handover,
-            admissions=self.admissions,
+            judges=lambda: [self.admissions.judge],
             sync=sync,
             epoch=5,
             k=k,

@@ -26,14 +26,14 @@ from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 from paramserver.model.row_ages import RowAges
 from paramserver.model.tables import Tables
 from paramserver.model.transition import Timeline
-from paramserver.moves import slot_taker
-from paramserver.moves.slot_entries import GivenRows
-from paramserver.moves.slot_giver import SlotGiver
-from paramserver.moves.slot_taker import SlotTaker
 from paramserver.recovery.known_rows import known_tables
 from paramserver.row_log import Reconstructor, Runs, WantedVersions
 from paramserver.row_log.log_flush import LogFlush, from_storage
 from paramserver.row_log.state_file import ShardState
+from paramserver.scaling import slot_taker
+from paramserver.scaling.slot_entries import GivenRows
+from paramserver.scaling.slot_giver import SlotGiver
+from paramserver.scaling.slot_taker import SlotTaker
 from tests.matrix import examples
 from tests.unit.lonely_engine import ALONE
 from tests.unit.run_states import all_rows, present, saved_in

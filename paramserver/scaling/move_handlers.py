@@ -1,6 +1,6 @@
-"""The shard's end of moves: messages in, messages out. The work is in `paramserver.moves`."""
+"""The shard's end of moves: messages in, messages out. The work is in `paramserver.scaling`."""
 
-from contextlib import AbstractContextManager
+import threading
 from typing import ClassVar
 
 import numpy as np
@@ -9,37 +9,34 @@ from numpy.typing import NDArray
 from kvemb.coordination.shard_notes import MoveReport
 from kvemb.errors import InvalidInputError, MoveRefusedError
 from kvemb.net.deadline import Deadline
-from kvemb.protocol import move_messages
-from kvemb.protocol.messages import Empty, HelloReply
-from kvemb.protocol.move_messages import (
+from kvemb.protocol import messages
+from kvemb.protocol.messages import Empty, HelloReply, LeftSessionRequest, LeftSessionsRequest, MoveStatusReply, WatermarksReply
+from kvemb.protocol.verb import Handled
+from kvemb.scaling import move_messages
+from kvemb.scaling.move_messages import (
     AbortMoveRequest,
-    LeftSessionRequest,
-    LeftSessionsRequest,
     MoveRequest,
-    MoveStatusReply,
     ReplaceNodeRequest,
     SlotEntriesReply,
     SlotEntriesRequest,
     SlotSizesReply,
-    WatermarksReply,
     WatermarksRequest,
 )
-from kvemb.protocol.verb import Handled
 from kvemb.schema.move_plan import NODES, SHARDS
 from kvemb.schema.slots import N_SLOTS, from_runs
 
+from ..ingest.sessions import pack_sessions
 from ..recovery.shard_parts import ShardParts
-from .left_sessions import pack_sessions
 from .move_carrier import MoveCarrier
 from .move_planner import WantedMove
-from .shard_moves import ShardMoves
+from .slot_giver import SlotOffers
 
 
 class MoveHandlers:
     """The verbs by which operators move slots, and shards hand them over. Thread-safe."""
 
-    def __init__(self, parts: ShardParts, moves: ShardMoves) -> None:
-        self._parts, self._store, self._carrier, self._offers, self._look = parts, parts.store, moves.carrier, moves.offers, moves.look
+    def __init__(self, parts: ShardParts, carrier: MoveCarrier | None, offers: SlotOffers, look: threading.Event) -> None:
+        self._parts, self._store, self._carrier, self._offers, self._look = parts, parts.store, carrier, offers, look
 
     def begin(self, request: MoveRequest, deadline: Deadline) -> MoveStatusReply:
         carrier, now = self._on_shard_0(), self._store.nodes.cluster_map
@@ -63,9 +60,6 @@ class MoveHandlers:
     def abort(self, request: AbortMoveRequest, deadline: Deadline) -> MoveStatusReply:
         self._on_shard_0().abort(request.why or "an operator asked for it")
         return self.status(Empty(), deadline)
-
-    def no_shard_move(self) -> AbstractContextManager[None]:
-        return self._on_shard_0().no_shard_move()
 
     def status(self, request: Empty, deadline: Deadline) -> MoveStatusReply:
         cluster_map = self._store.nodes.cluster_map
@@ -115,13 +109,13 @@ class MoveHandlers:
         move_messages.MOVE_SLOTS: begin,
         move_messages.REPLACE_NODE: replace_node,
         move_messages.ABORT_MOVE: abort,
-        move_messages.MOVE_STATUS: status,
+        messages.MOVE_STATUS: status,
         move_messages.MOVE_NEWS: news,
         move_messages.SLOT_SIZES: slot_sizes,
         move_messages.SLOT_ENTRIES: slot_entries,
         move_messages.WATERMARKS: watermarks,
-        move_messages.LEFT_SESSIONS: left_sessions,
-        move_messages.LEFT_SESSION: left_session,
+        messages.LEFT_SESSIONS: left_sessions,
+        messages.LEFT_SESSION: left_session,
     }
 
     def _on_shard_0(self) -> MoveCarrier:

@@ -66,4 +66,4 @@ class FeedReply(Message):
         return 256 + sum(rows.size_bytes for rows in self.tables)
 
 
-FEED = Verb("Feed", FeedRequest, FeedReply, EVERYBODY)  # a stream of replies
+FEED = Verb("Feed", FeedRequest, FeedReply, EVERYBODY, streams=True)

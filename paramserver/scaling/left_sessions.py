@@ -12,23 +12,13 @@ import msgpack
 from kvemb.client.all_shards import AllShards
 from kvemb.errors import KvembError, ParameterServerError
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.move_messages import WATERMARKS, WatermarksRequest
+from kvemb.scaling.move_messages import WATERMARKS, WatermarksRequest
 
+from ..ingest.sessions import pack_sessions, sessions_in
 from ..recovery.shard_parts import ShardParts
 
 FILE = "left-sessions"
 log = logging.getLogger("paramserver")
-
-
-def pack_sessions(sessions: Sequence[tuple[str, int, int]]) -> bytes:
-    """Return (trainer, incarnation, last sequence in the journal) of each session as bytes."""
-    packed: bytes = msgpack.packb([list(session) for session in sessions])
-    return packed
-
-
-def sessions_in(packed: bytes) -> list[tuple[str, int, int]]:
-    """Return the sessions that `pack_sessions` was given."""
-    return [(trainer, incarnation, sequence) for trainer, incarnation, sequence in msgpack.unpackb(packed)]
 
 
 def _together(older: bytes, newer: bytes) -> bytes:

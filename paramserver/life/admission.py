@@ -21,13 +21,12 @@ from kvemb.arrays.segment_sum import Groups
 from kvemb.schema.policies import Policies
 from kvemb.schema.table_def import TableDef
 
+from ..ingest.work_queue import HeldBack
 from ..model.batch import ERASE, Batch, Push
 from ..model.tables import Tables
 from .occurrences import OccurrenceFilter, cells_for
 
 _TO_UNIT = 2.0**-53
-HeldBack = Callable[[TableDef, Groups], NDArray[np.bool_] | None]
-"""(table, the rows of a batch grouped by id) -> which of their n ids are held back, bool [n]; None: none."""
 _PolicyOf = Callable[[str, int], Policies]
 """(key of a table, serial of the registry of tables; 0: the newest) -> its policies."""
 

@@ -10,7 +10,7 @@ import numpy as np
 from kvemb.client.all_shards import AllShards
 from kvemb.errors import KvembError
 from kvemb.net.deadline import Deadline, WhyWaiting
-from kvemb.protocol.move_messages import SLOT_ENTRIES, SlotEntriesReply, SlotEntriesRequest
+from kvemb.scaling.move_messages import SLOT_ENTRIES, SlotEntriesReply, SlotEntriesRequest
 from kvemb.schema.table_def import TableDef
 
 from .slot_entries import SlotEntries, put_together

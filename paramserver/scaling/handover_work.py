@@ -13,12 +13,8 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, HOLDING, MOVING, SHARDS
 
-from ..apply.committer import Committer
-from ..checkpoint.loader import note_newest_carried_out
-from ..checkpoint.saver import Saver
-from ..feed.feed_events import FeedEvents
+from ..capability import ShardKernel
 from ..ingest.sync_steps import AT_LAST, ENDED, UNKNOWN, HeldSteps
-from ..recovery.shard_parts import ShardParts
 from .giver_questions import GivenEntries, GiverQuestions
 from .phase_runner import PhaseProgress, PhaseWork
 from .slot_giver import SlotGiver, SlotOffers
@@ -40,19 +36,16 @@ class HandoverWork(PhaseWork):
 
     def __init__(
         self,
-        parts: ShardParts,
+        kernel: ShardKernel,
         giver: SlotGiver,
         taker: SlotTaker,
         *,
         offers: SlotOffers,
         questions: GiverQuestions,
-        committer: Committer,
-        saver: Saver,
-        events: FeedEvents,
     ) -> None:
-        self._parts, self._store, self._shard, self._ingest = parts, parts.store, parts.shard, parts.ingest
+        parts = self._parts = kernel.parts
+        self._kernel, self._store, self._shard, self._ingest = kernel, parts.store, parts.shard, parts.ingest
         self._giver, self._taker, self._offers, self._questions = giver, taker, offers, questions
-        self._committer, self._saver, self._events = committer, saver, events
         self._never = ""
         self._had_slots = self._has_left = False  # this process
 
@@ -101,7 +94,7 @@ class HandoverWork(PhaseWork):
         return iter(()) if work is None else work(cluster_map, progress)
 
     def _read_ahead(self, cluster_map: ClusterMap, progress: PhaseProgress) -> Iterator[float]:
-        while self._saver.running:  # its cut would be of one shard, and its rows of another
+        while any(one.holds_slots for one in self._kernel.capabilities()):
             yield _RETRY_S
         while (steps := self._steps_of(cluster_map)) is not None and steps.phase == UNKNOWN:  # until this process has handed one out
             yield _RETRY_S
@@ -161,16 +154,17 @@ class HandoverWork(PhaseWork):
 
     def _risen(self, epoch: int) -> None:
         """Write in a higher epoch from now on."""
-        self._parts.engine.rise(epoch, self._committer.rise(epoch))
+        self._parts.engine.rise(epoch, self._kernel.committer.rise(epoch))
         log.info("epoch %d from now on, above that of the shards whose slots come", epoch)
 
     def _join(self) -> None:
         """Begin to take rows, which are loaded already, before the shard says so."""
-        note_newest_carried_out(self._parts)
+        for one in self._kernel.capabilities():
+            one.joins()
         self._ingest.gate.joins()
 
     def _give(self, cluster_map: ClusterMap, progress: PhaseProgress) -> Iterator[float]:
-        self._events.look()
+        self._kernel.events.look()
         slots = cluster_map.gives(self._shard)
         if not slots.any():
             return

@@ -24,7 +24,7 @@ TOLD = "feed-slots"  # the file: the serial, a line end, and the runs of all slo
 _MOST_SHARDS = 1 << 14
 
 
-class FeedEvents:
+class ShardEvents:
     """Writes a shard's events. Thread-safe."""
 
     def __init__(

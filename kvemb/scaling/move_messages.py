@@ -4,8 +4,8 @@ from dataclasses import field
 from typing import Any
 
 from kvemb.protocol.message_format import Message
-from kvemb.protocol.messages import Empty, HelloReply
-from kvemb.protocol.verb import ADMINS, EVERYBODY, SHARDS, TRAINERS, Verb
+from kvemb.protocol.messages import Empty, MoveStatusReply, WatermarksReply
+from kvemb.protocol.verb import ADMINS, EVERYBODY, SHARDS, Verb
 
 
 class MoveRequest(Message):
@@ -33,14 +33,6 @@ class AbortMoveRequest(Message):
     """Take the plan under way back (shard 0)."""
 
     why: str
-
-
-class MoveStatusReply(Message):
-    """How far a plan is, as shard 0 knows it."""
-
-    cluster_map: bytes
-    reports: list[bytes]
-    places: list[str]
 
 
 class SlotSizesReply(Message):
@@ -80,34 +72,10 @@ class WatermarksRequest(Message):
     version: int
 
 
-class WatermarksReply(Message):
-    """These, as `paramserver.moves.left_sessions` keeps them; not `ready` while the shard may still take pushes."""
-
-    ready: bool
-    sessions: bytes
-
-
-class LeftSessionsRequest(Message):
-    """A process given the number of a departed shard asks shard 0 which pushes that shard took; answered by a `WatermarksReply`."""
-
-    shard: int
-
-
-class LeftSessionRequest(Message):
-    """A trainer asks shard 0 which of its pushes a shard that has left took; answered by a `HelloReply`."""
-
-    shard: int
-    trainer: str
-    incarnation: int
-
-
 MOVE_SLOTS = Verb("MoveSlots", MoveRequest, MoveStatusReply, ADMINS, waits=True)
 REPLACE_NODE = Verb("ReplaceNode", ReplaceNodeRequest, MoveStatusReply, ADMINS, waits=True)
 ABORT_MOVE = Verb("AbortMove", AbortMoveRequest, MoveStatusReply, ADMINS, waits=True)
-MOVE_STATUS = Verb("MoveStatus", Empty, MoveStatusReply, EVERYBODY, waits=True)
 MOVE_NEWS = Verb("MoveNews", Empty, Empty, SHARDS)
 SLOT_SIZES = Verb("SlotSizes", Empty, SlotSizesReply, EVERYBODY, waits=True)
 SLOT_ENTRIES = Verb("SlotEntries", SlotEntriesRequest, SlotEntriesReply, SHARDS, waits=True)
 WATERMARKS = Verb("Watermarks", WatermarksRequest, WatermarksReply, SHARDS)
-LEFT_SESSIONS = Verb("LeftSessions", LeftSessionsRequest, WatermarksReply, SHARDS)
-LEFT_SESSION = Verb("LeftSession", LeftSessionRequest, HelloReply, TRAINERS)

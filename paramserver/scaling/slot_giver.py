@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.protocol.move_messages import SlotEntriesReply, SlotEntriesRequest
+from kvemb.scaling.move_messages import SlotEntriesReply, SlotEntriesRequest
 from kvemb.schema.move_plan import DRAINING, MOVING, SHARDS
 from kvemb.schema.record import make_version
 

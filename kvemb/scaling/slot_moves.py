@@ -18,19 +18,9 @@ from kvemb.coordination.shard_notes import newest_report
 from kvemb.errors import InvalidInputError, MoveRefusedError, ShardUnavailableError, n_of
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_files import TlsFiles
-from kvemb.protocol.messages import DESCRIBE, DescribeReply, Empty
-from kvemb.protocol.move_messages import (
-    ABORT_MOVE,
-    MOVE_SLOTS,
-    MOVE_STATUS,
-    REPLACE_NODE,
-    SLOT_SIZES,
-    AbortMoveRequest,
-    MoveRequest,
-    MoveStatusReply,
-    ReplaceNodeRequest,
-)
+from kvemb.protocol.messages import DESCRIBE, MOVE_STATUS, DescribeReply, Empty, MoveStatusReply
 from kvemb.protocol.verb import Q, Verb
+from kvemb.scaling.move_messages import ABORT_MOVE, MOVE_SLOTS, REPLACE_NODE, SLOT_SIZES, AbortMoveRequest, MoveRequest, ReplaceNodeRequest
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import ABORTING, NODES, SHARDS
 from kvemb.schema.slot_dealing import SlotPlan, SlotSizes, deal, shares_of

@@ -137,14 +137,13 @@ class Evictor:
     def __init__(
         self,
         parts: ShardParts,
-        wake: Callable[[], None],
         *,
         clock: Callable[[], float] = time.monotonic,
         wall_s: float | None = None,
     ) -> None:
-        self._parts, self._tables, self._ages, self._wake, self._clock = parts, parts.tables, parts.ages, wake, clock
+        self._parts, self._tables, self._ages, self._clock = parts, parts.tables, parts.ages, clock
         self._read, self._stored = from_storage(parts.store, parts.timeout_s), partial(without_cache, parts.store, parts.timeout_s)
-        self._policies_changed = False
+        self._serial = 0  # of the registry, whose policies it has looked at
         self._wall_ahead_s = (time.time() if wall_s is None else wall_s) - clock()
         self._known: dict[str, _LastWalk] = {}
         self._done: dict[str, TableEvictions] = {}
@@ -161,13 +160,13 @@ class Evictor:
     @property
     def due_s(self) -> float:
         """When the next step is due, by that clock."""
-        return 0.0 if self._policies_changed or (self.sent is not None and self.sent.applied) else self._due_s
+        return 0.0 if self._serial != self._parts.registry.serial or (self.sent is not None and self.sent.applied) else self._due_s
 
     def step(self, pause: Pause) -> bool:
         """Do a slice of a walk, or have a portion of rows erased."""
-        changed, self._policies_changed = self._policies_changed, False
+        before, self._serial = self._serial, self._parts.registry.serial
         try:
-            self._step(self._clock(), policies_changed=changed)
+            self._step(self._clock(), policies_changed=before != self._serial)
         finally:
             marks_s = self._marked_s + _MARK_S
             self._due_s = marks_s if self.sent is not None else min(self._next_s, marks_s)
@@ -343,11 +342,6 @@ class Evictor:
         return float(np.mean(owners[slots] == self._parts.shard))
 
     # --- any thread ----------------------------------------------------------------------------------------------------------------
-
-    def look_at_policies(self) -> None:
-        """Have the policies of tables looked at, which may have changed; returns at once."""
-        self._policies_changed = True
-        self._wake()
 
     def age_s(self, k: int) -> float | None:
         """Return how long ago a batch was applied, in seconds, at least; None where that is not known."""

@@ -12,16 +12,12 @@ from typing import ClassVar
 import numpy as np
 
 from kvemb.errors import InvalidInputError, ParameterServerError
-from kvemb.evict import never
 from kvemb.net.deadline import Deadline
 from kvemb.operate.inspection_messages import (
-    EVICTIONS,
     EXAMINE,
     MAX_SAMPLED_IDS,
     SAMPLE_IDS,
     SHOW_ROW,
-    EvictionsReply,
-    EvictionsRequest,
     ExamineReply,
     SampleIdsRequest,
     ShowRowReply,
@@ -32,32 +28,16 @@ from kvemb.protocol.message_format import installed_version
 from kvemb.protocol.messages import Empty, IdsReply
 from kvemb.protocol.verb import Handled
 
-from ..eviction.evictor import Evictor, TableEvictions
+from ..capability import Capability
 from ..journal.batch_search import trainers_of
-from ..recovery.shard_parts import ShardParts
 
 _SEARCH_S = 2.0
 _TRIES, _TRY_BYTES = 5, 4096
 _TRY_NAME = "doctor.tmp"
 
 
-class InspectionHandlers:
+class Inspection(Capability):
     """The verbs of one shard that only look. Thread-safe."""
-
-    def __init__(self, parts: ShardParts, evictor: Evictor) -> None:
-        self._parts, self._evictor = parts, evictor
-
-    def evictions(self, request: EvictionsRequest, deadline: Deadline) -> EvictionsReply:
-        """Say which rows the tables' policies have erased since the shard was started; a dry run: which they would erase now."""
-        parts, evictor, found = self._parts, self._evictor, []
-        deadline, done = deadline.within(request.timeout_s), evictor.report()
-        for definition in parts.registry.tables:
-            if parts.registry.policies(definition.key).eviction == never() and definition.key not in done:
-                continue
-            state = parts.tables.state(definition)
-            of = evictor.dry_run(state, deadline) if request.dry_run else done.get(definition.key, TableEvictions())
-            found.append(evictor.described(definition, of, state.n_rows))
-        return EvictionsReply(found)
 
     def show_row(self, request: ShowRowRequest, deadline: Deadline) -> ShowRowReply:
         """Return a row's state in index and cache, between two batches; and the trainers whose batch wrote it last, if the journal has
@@ -105,7 +85,7 @@ class InspectionHandlers:
             lacks=missing_for_checkpoints(),
         )
 
-    verbs: ClassVar[Handled] = {SHOW_ROW: show_row, EXAMINE: examine, SAMPLE_IDS: sample_ids, EVICTIONS: evictions}
+    verbs: ClassVar[Handled] = {SHOW_ROW: show_row, EXAMINE: examine, SAMPLE_IDS: sample_ids}
 
 
 def _sync_s(folder: Path) -> float:

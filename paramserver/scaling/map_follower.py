@@ -16,7 +16,7 @@ from kvemb.coordination.shard_notes import MAX_TROUBLE, MoveReport, report_name
 from kvemb.errors import FencedError, KvembError
 from kvemb.net.deadline import Deadline, WhyWaiting
 from kvemb.protocol.messages import Empty
-from kvemb.protocol.move_messages import MOVE_NEWS
+from kvemb.scaling.move_messages import MOVE_NEWS
 from kvemb.schema.cluster_map import ClusterMap
 
 from ..recovery.join_cluster import keep_map

@@ -1,0 +1,1 @@
+"""The shard's part of altering a table while training goes on."""
