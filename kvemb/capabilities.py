@@ -6,6 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvemb.config import Config
 from kvemb.connection import Connection
 from kvemb.optim import OptimizerSpec
@@ -162,6 +165,27 @@ class Facets(ABC, Generic[TableT]):
         from kvemb.feed.cluster_feed import Feeds
 
         return Feeds(self._config, self._connection)
+
+    # --- sample -------------------------------------------------------------------------------------------------------------------
+
+    def sample(self, name: str, n: int, timeout_s: float | None = None) -> tuple[NDArray[np.uint64], NDArray[Any]]:
+        """Draw n rows of a table at random; fewer where it has fewer.
+
+        Args:
+            name: of the table.
+            n: 1 to 262,144.
+            timeout_s: of each question to shards and storage.
+
+        Returns:
+            The 64 bits of their ids, uint64 [m], in no order (`ids.view("i8")` where they are int64), and the rows, [m, dim] as
+            `Table.pull` gives them.
+
+        Raises:
+            InvalidInputError, UnknownTableError, ShardUnavailableError, StorageError.
+        """
+        from kvemb.sample.row_sample import sample
+
+        return sample(self._connection, name, n, timeout_s)
 
     # --- foreign ------------------------------------------------------------------------------------------------------------------
 

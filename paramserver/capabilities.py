@@ -15,6 +15,7 @@ from .life.life_of_ids import LifeOfIds
 from .operate.inspection import Inspection
 from .rpc.handlers import Handlers
 from .rpc.table_drops import TableDrops
+from .sample.id_samples import IdSamples
 from .scaling.shard_moves import Scaling
 
 CAPABILITIES: tuple[type[Capability], ...] = (
@@ -24,6 +25,7 @@ CAPABILITIES: tuple[type[Capability], ...] = (
     Alterations,
     FeedStreams,
     Inspection,
+    IdSamples,
 )
 
 VERBS: Mapping[str, Verb[Any, Any]] = {

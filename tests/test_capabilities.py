@@ -12,7 +12,7 @@ import pytest
 
 from tests.test_architecture import PACKAGES, ROOT, SOURCES, imported, is_in
 
-CAPABILITIES = ("feed", "life", "alter", "foreign", "projection", "serve", "scaling", "checkpoint")
+CAPABILITIES = ("feed", "life", "alter", "foreign", "projection", "serve", "scaling", "checkpoint", "sample")
 LISTED = (ROOT / "kvemb" / "capabilities.py", ROOT / "paramserver" / "capabilities.py")
 MOST_FILES = 6
 USE = """

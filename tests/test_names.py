@@ -15,7 +15,8 @@ CLASSES_TWICE = {
 }
 # Modules and folders that may have another one's name: a search for one of them must not mislead to the other.
 MODULES_TWICE = dict.fromkeys(
-    ("alter", "capabilities", "checkpoint", "feed", "life", "operate", "scaling"), "one capability, a shard's part of it and a client's"
+    ("alter", "capabilities", "checkpoint", "feed", "life", "operate", "sample", "scaling"),
+    "a shard's part and a client's",
 ) | {
     "columns": "a facade (kvemb.own): both are the same module",
     "engine": "the file for which its folder is named",

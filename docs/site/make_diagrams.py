@@ -105,7 +105,7 @@ def draw(source: str) -> str:
 
 def moves(kind: str) -> str:
     """Return the .dot source of the phases of a move between nodes, or between shards, as the machine goes through them."""
-    lines = [f"// The phases of a move between {kind}, made from paramserver/moves/move_phases.py by `make diagrams`."]
+    lines = [f"// The phases of a move between {kind}, made from paramserver/scaling/move_phases.py by `make diagrams`."]
     lines += [f"digraph {kind} {{", "  nodesep=0.15 ranksep=0.3"]
     for phase in PHASES_OF[kind]:
         plan = replace(_started(kind), phase=phase)

@@ -136,8 +136,13 @@ def end_alter(shards: ShardClient, name: str, step: str, key: str, timeout_s: fl
     return sum(shards.end_drop(one, deadline, timeout_s) for one in left)
 
 
+def block_rows(definition: TableDef) -> int:
+    """Return how many rows are copied at once."""
+    return max(1, _BLOCK_BYTES // (definition.record.size_bytes + 8))
+
+
 def _blocks(shards: ShardClient, old: TableDef, timeout_s: float | None) -> Iterator[NDArray[np.uint64]]:
-    step = max(1, _BLOCK_BYTES // (old.record.size_bytes + 8))
+    step = block_rows(old)
     return (page[at : at + step] for page in shards.questions.ids(old.name, timeout_s) for at in range(0, len(page), step))
 
 

@@ -13,8 +13,8 @@ from kvemb.api import Cluster, connect
 from kvemb.commands.terminal_output import text_table
 from kvemb.errors import InvalidInputError
 from kvemb.operate import capacity as costs
-from kvemb.operate.inspection_messages import MAX_SAMPLED_IDS, SAMPLE_IDS, SampleIdsRequest
 from kvemb.operate.pull_rates import Ids, PullRate, by_node, measure
+from kvemb.sample.row_sample import sample_ids
 from kvemb.schema.table_def import TableDef
 
 _PARTS = 3  # of the time: all nodes, ids that do not exist, node by node
@@ -30,8 +30,7 @@ def bench_command(args: argparse.Namespace) -> int:
     with connect(args.config) as cluster:
         name = args.table or _largest(cluster)
         table = cluster.table(name).definition
-        sampled = cluster.questions.ask_each(SAMPLE_IDS, SampleIdsRequest(name, MAX_SAMPLED_IDS)).values()
-        ids = np.concatenate([np.frombuffer(reply.ids, "<u8") for reply in sampled]).astype(np.uint64, copy=False)
+        ids = sample_ids(cluster.connection, name)
         if not len(ids):
             raise InvalidInputError(f"table {name!r} has no rows, so there is nothing to read; name another one with --table")
         rates = dict(_measure(cluster, table, ids, args))

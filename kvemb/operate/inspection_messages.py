@@ -3,11 +3,8 @@
 from dataclasses import field
 
 from kvemb.protocol.message_format import Message
-from kvemb.protocol.messages import Empty, IdsReply
+from kvemb.protocol.messages import Empty
 from kvemb.protocol.verb import EVERYBODY, Verb
-
-MAX_SAMPLED_IDS = 1 << 18
-"""Of one `SampleIdsRequest`."""
 
 
 class ShowRowRequest(Message):
@@ -47,13 +44,5 @@ class ExamineReply(Message):
     lacks: str = ""
 
 
-class SampleIdsRequest(Message):
-    """Some ids of a table on this shard, at most `limit`, from anywhere: costs it no look at the others."""
-
-    table: str
-    limit: int
-
-
 SHOW_ROW = Verb("ShowRow", ShowRowRequest, ShowRowReply, EVERYBODY, repeatable=True, waits=True)
 EXAMINE = Verb("Examine", Empty, ExamineReply, EVERYBODY, repeatable=True, waits=True)
-SAMPLE_IDS = Verb("SampleIds", SampleIdsRequest, IdsReply, EVERYBODY, repeatable=True)

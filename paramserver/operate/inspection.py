@@ -1,7 +1,6 @@
 """Inspection: reports of one row, and of the shard's process and host. Changes nothing, apart from a small file on the journal's disk."""
 
 import os
-import random
 import resource
 import statistics
 import time
@@ -15,17 +14,14 @@ from kvemb.errors import InvalidInputError, ParameterServerError
 from kvemb.net.deadline import Deadline
 from kvemb.operate.inspection_messages import (
     EXAMINE,
-    MAX_SAMPLED_IDS,
-    SAMPLE_IDS,
     SHOW_ROW,
     ExamineReply,
-    SampleIdsRequest,
     ShowRowReply,
     ShowRowRequest,
 )
 from kvemb.process.extras import missing_for_checkpoints
 from kvemb.protocol.message_format import installed_version
-from kvemb.protocol.messages import Empty, IdsReply
+from kvemb.protocol.messages import Empty
 from kvemb.protocol.verb import Handled
 
 from ..capability import Capability
@@ -59,13 +55,6 @@ class Inspection(Capability):
         except ParameterServerError:  # a segment that was just let go
             return []
 
-    def sample_ids(self, request: SampleIdsRequest, deadline: Deadline) -> IdsReply:
-        """Give some ids of a table that exist on this shard."""
-        if not 1 <= request.limit <= MAX_SAMPLED_IDS:
-            raise InvalidInputError(f"limit is {request.limit}; give 1 to {MAX_SAMPLED_IDS}")
-        state = self._parts.tables.state(self._parts.registry.find(request.table))
-        return IdsReply(state.some(request.limit, random.random()).astype("<u8").tobytes())
-
     def examine(self, request: Empty, deadline: Deadline) -> ExamineReply:
         """Return facts of the process and its disk, for operators."""
         servers, folder = self._parts.config.servers, Path(self._parts.config.servers.data_dir)
@@ -85,7 +74,7 @@ class Inspection(Capability):
             lacks=missing_for_checkpoints(),
         )
 
-    verbs: ClassVar[Handled] = {SHOW_ROW: show_row, EXAMINE: examine, SAMPLE_IDS: sample_ids}
+    verbs: ClassVar[Handled] = {SHOW_ROW: show_row, EXAMINE: examine}
 
 
 def _sync_s(folder: Path) -> float:

@@ -48,7 +48,7 @@ SGD, ZEROS = kvemb.optim.sgd(lr=1.0), kvemb.init.zeros()
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_alteration, "block_rows", lambda definition: 800)
+    monkeypatch.setattr(table_alteration, "block_rows", lambda definition: 100)
 
 
 def restart(local: LocalCluster, *shards: int) -> None:
@@ -251,7 +251,7 @@ from kvemb.alter import table_alteration
 from kvemb.client.shard_client import ShardClient
 
 url, name, method, nth, before = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5] == "True"
-table_alteration.block_rows = lambda definition: 800
+table_alteration.block_rows = lambda definition: 100
 where = ShardClient if method == "end_drop" else table_alteration
 whole, calls = getattr(where, method), []
 

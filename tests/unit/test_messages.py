@@ -24,6 +24,7 @@ from kvemb.life import eviction_messages as life
 from kvemb.operate import inspection_messages as inspection
 from kvemb.protocol import messages as m
 from kvemb.protocol.message_format import MAGIC, MAX_MESSAGE_BYTES, PROTOCOL_VERSION, ChangedRowsBlock, Message, TableRows
+from kvemb.sample import row_sample as samples
 from kvemb.scaling import move_messages as moves
 
 F32 = "float32"
@@ -86,7 +87,7 @@ EXAMPLES: dict[str, Message] = {
     "ShowRowRequest": inspection.ShowRowRequest("user", 2**63),
     "ShowRowReply": inspection.ShowRowReply(1 << 48 | 7, b"\x01" * 16, 9, ["anna"]),
     "ExamineReply": inspection.ExamineReply("0.1.0", 1.75e9, ["h:1"], ["n:1", "n:2"], "fsync", 0.002, 2**33, 2**34, 90, 1024, 2**32),
-    "SampleIdsRequest": inspection.SampleIdsRequest("user", 1000),
+    "SampleIdsRequest": samples.SampleIdsRequest("user", 1000),
     "EvictionsRequest": life.EvictionsRequest(True, 600.0),
     "EvictionsReply": life.EvictionsReply([{"table": "user", "evicted": 2**40, "by_policy": {"keep(10)": 2**40}, "oldest_s": 0.5}]),
     "MoveRequest": moves.MoveRequest(7, bytes(4), ["n:3"], ["n:1"], 2**33, b"", ["s:3"], [0, 2]),
@@ -162,6 +163,7 @@ def test_every_message_type_has_a_golden() -> None:
             **vars(inspection),
             **vars(alters),
             **vars(life),
+            **vars(samples),
         }.items()
         if isinstance(kind, type) and issubclass(kind, Message) and kind is not Message
     }

@@ -1,0 +1,1 @@
+"""Ids that exist on one shard, drawn at random."""
