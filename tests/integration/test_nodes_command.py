@@ -24,6 +24,7 @@ from kvemb.local_cluster.processes import free_ports
 from kvemb.local_cluster.storage_servers import StorageServer
 from kvemb.schema.slots import N_SLOTS
 from kvemb.testing.real_servers import memcached_client, redis_client
+from tests.integration.scraped import ports_side_by_side, until, value
 
 IDS = np.arange(5000)
 PATIENCE_S = 90.0
@@ -175,7 +176,8 @@ def test_of_a_redis_cluster_the_commands_of_redis_cli_are_printed_and_slots_that
     require_server: Callable[[str], str],
 ) -> None:
     require_server("redis-server")
-    with LocalCluster("redis-cluster", 3, shards=1, memory_mb=64) as local, ExitStack() as stack:
+    port = ports_side_by_side(1)
+    with LocalCluster("redis-cluster", 3, shards=1, memory_mb=64, metrics_port=port) as local, ExitStack() as stack:
         rows, path, mover = fill(local), str(local.config_path), Mover(local, stack)
         there, leaving = (server.address for server in local.servers[:2])
         name = mover.names[1]
@@ -199,6 +201,7 @@ def test_of_a_redis_cluster_the_commands_of_redis_cli_are_printed_and_slots_that
         told = run("doctor", path).stdout
         assert f"stand open between two nodes, which serve them together ({slot})" in " ".join(told.split())
         assert f"({slot})" in run("status", path).stdout
+        until(lambda: value(port, "kvemb_nodes_open_slots") == 1)
         require_rows(local, rows)
         fix = re.search(r"redis-cli --cluster fix \S+ --cluster-replace", told)
         assert fix is not None, told

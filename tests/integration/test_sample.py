@@ -21,8 +21,8 @@ def cluster(require_server: Callable[[str], str]) -> Iterator[Cluster]:
 
 def test_a_sample_has_rows_of_the_table_each_once_from_all_shards(cluster: Cluster) -> None:
     table = cluster.create_table("many", dim=2, optimizer=kvemb.optim.sgd(lr=1.0))
-    ids = np.arange(-N // 2, N // 2)
-    table.assign(ids, np.stack([ids, -ids], axis=1))
+    ids = -np.arange(2, N + 2)
+    table.assign(ids, np.stack([ids, -ids], axis=1).astype(np.float32))
     drawn, rows = cluster.sample("many", 500)
     assert len(np.unique(drawn)) == len(drawn) == 500
     assert rows.tolist() == [[own, -own] for own in drawn.view("i8").tolist()]
