@@ -27,7 +27,7 @@ from kvemb.scaling.slot_moves import INDEX_BYTES, MoveState, NodeMoves, ShardSca
 from kvemb.schema.cluster_map import GONE
 from kvemb.schema.slot_dealing import SlotPlan, SlotSizes
 from kvemb.stores.redis_cluster.node_commands import node_commands
-from kvemb.stores.redis_cluster.slot_map import ClusterTopology, SlotMap
+from kvemb.stores.redis_cluster.slot_map import ClusterTopology, SlotMap, bus_port_of
 from kvemb.stores.redis_server.redis_login import RedisAccess
 
 NODE_ACTIONS = ("show", "add", "remove", "replace", "rebalance")
@@ -261,7 +261,8 @@ def _redis_cluster(action: str, words: Sequence[str], config: Config, weights: W
         print(_primaries(config.storage, slot_map))
         return 0
     dead = action == "replace" and not any(node.address in words[:1] and not node.error for node in survey(config).nodes)
-    lines = node_commands(action, words, weights or {}, slot_map, config.storage, dead=dead)
+    bus_port = bus_port_of(slot_map.source, _access(config.storage), Deadline.after(config.storage.timeout_s)) if dead else 0
+    lines = node_commands(action, words, weights or {}, slot_map, config.storage, bus_port=bus_port)
     login = "" if config.storage.password is None else "export REDISCLI_AUTH, the administrator's password; "
     print(f"a Redis Cluster moves its slots itself. Type, while training goes on ({login}docs/scaling.md):", *lines, sep="\n")
     return 0
@@ -279,7 +280,11 @@ def _primaries(config: StorageConfig, slot_map: SlotMap) -> str:
 
 def _cluster_map(config: StorageConfig) -> SlotMap:
     """Ask the cluster itself: a shard's knowledge may be older."""
-    return ClusterTopology(RedisAccess(config, connector_of(config.tls))).refreshed(Deadline.after(config.timeout_s))
+    return ClusterTopology(_access(config)).refreshed(Deadline.after(config.timeout_s))
+
+
+def _access(config: StorageConfig) -> RedisAccess:
+    return RedisAccess(config, connector_of(config.tls))
 
 
 # --- words --------------------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from kvemb.local_cluster.processes import LocalProcess
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_link import connector_of
 from kvemb.stores.redis_cluster.node_commands import node_commands
-from kvemb.stores.redis_cluster.slot_map import ClusterTopology, SlotMap
+from kvemb.stores.redis_cluster.slot_map import ClusterTopology, SlotMap, bus_port_of
 from kvemb.stores.redis_server.redis_login import RedisAccess
 
 _ANSWER_S = 60.0  # of a cluster in which something else has just been broken
@@ -142,14 +142,10 @@ class ClusterOperator:
     def _start(self, action: str, *addresses: str, weights: dict[str, float] | None = None, dead: bool = False) -> None:
         """Begin the commands of a change; one that fails because of another fault is tried a few times, after a fix."""
         try:
-            lines = node_commands(
-                action,
-                addresses,
-                weights or {},
-                slot_map_of(self._cluster.config_path),
-                load(self._cluster.config_path, os.environ).storage,
-                dead=dead,
-            )
+            slot_map, config = slot_map_of(self._cluster.config_path), load(self._cluster.config_path, os.environ).storage
+            access = RedisAccess(config, connector_of(config.tls))
+            bus_port = bus_port_of(slot_map.source, access, Deadline.after(config.timeout_s)) if dead else 0
+            lines = node_commands(action, addresses, weights or {}, slot_map, config, bus_port=bus_port)
         except KvembError as error:  # the cluster has changed since it was chosen
             print(f"          {action}: {error}", flush=True)
             return

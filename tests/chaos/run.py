@@ -4,10 +4,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,7 @@ import kvemb
 from chaos.cluster import FaultyCluster
 from chaos.ledger import ACKED, DRIFT, MAX_TRAINERS, STARTED, STEP_IDS, STEPS, TABLE, Ids, Plan, Record, StepsTogether, Verdict, Verifier
 from chaos.trainer import create_tables, trainer_name
+from kvemb.client.ack import Ack
 from kvemb.errors import KvembError
 from kvemb.local_cluster.processes import LocalProcess, python_env
 from kvemb.net.deadline import Deadline
@@ -130,8 +133,7 @@ class LedgerRun:
             try:
                 with ExitStack() as stack:
                     connections = [stack.enter_context(self._connect(trainer)) for trainer in range(self.plan.n_trainers)]
-                    acks = [connection.push({STEPS: (np.arange(512), np.zeros((512, MAX_TRAINERS)))}) for connection in connections]
-                    for ack in acks:
+                    for ack in push_together(connections, {STEPS: (np.arange(512), np.zeros((512, MAX_TRAINERS)))}, deadline):
                         ack.wait_applied(timeout_s=max(0.1, deadline.remaining_s()))
                     return
             except KvembError:
@@ -141,6 +143,17 @@ class LedgerRun:
 
     def _connect(self, trainer: int) -> kvemb.Cluster:
         return kvemb.connect(self.cluster.url, trainer=trainer_name(trainer), timeout_s=20)
+
+
+def push_together(
+    connections: Sequence[kvemb.Cluster], rows: Mapping[str, tuple[NDArray[Any], NDArray[Any]]], deadline: Deadline
+) -> list[Ack]:
+    """Push the same rows as several trainers, each in a thread of its own.
+
+    In a sync job one waits for the others where a shard has not had steps that another has: each has to take part in them first.
+    """
+    with ThreadPoolExecutor(len(connections)) as pool:
+        return list(pool.map(lambda connection: connection.push(rows, timeout_s=max(0.1, deadline.remaining_s())), connections))
 
 
 def _reader(table: kvemb.Table, timeout_s: float) -> Callable[[Ids], NDArray[np.float32]]:

@@ -8,12 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from chaos import processes
 from chaos.cluster import FaultyCluster
+from chaos.proxy import UP, Flow
+from chaos.run import LedgerRun
 from jobs import PATIENCE_S, eventually
 from sync_trainer import IDS, NAMES, open_table
 
 import kvemb
 from kvemb.local_cluster.processes import LocalProcess, python_env
+from kvemb.net.deadline import Deadline
 from tests.raw_shard import RawShard
 
 PROGRAM = str(Path(__file__).with_name("sync_trainer.py"))
@@ -124,3 +128,18 @@ def test_drop_goes_on_without_the_trainer_also_over_a_restart_and_lets_it_in_aga
         job.ends(process)
     n_after = STEPS - GATE + 1
     job.comes_to([STEPS, STEPS, DIES_IN + n_after], [STEPS, STEPS, DIES_IN - 1 + n_after])
+
+
+def test_trainers_that_all_start_again_behind_steps_which_one_shard_has_not_had_go_on(require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    cluster = FaultyCluster("redis", 1, shards=2, mode="sync", trainers=2, servers={"on_lost_trainer": "wait"})
+    with cluster, LedgerRun(cluster, n_trainers=2, depth=2) as run, ExitStack() as stack:
+        shards = [stack.enter_context(RawShard(proxy.address)) for proxy in cluster.shard_proxies]
+        run.wait_for_acks(3, Deadline.after(2 * PATIENCE_S))
+        cluster.shard_proxies[0].set_open(Flow(swallow=True), UP)
+        eventually(lambda: shards[1].status().k > shards[0].status().k, "shard 1 is not ahead")
+        for trainer in run.trainers:
+            processes.kill(trainer)
+        cluster.shard_proxies[0].reset_all()
+        verdict = run.finish(PATIENCE_S)
+        assert verdict.kept, f"{verdict}\n{run.last_words()}"

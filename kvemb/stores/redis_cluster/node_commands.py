@@ -3,6 +3,8 @@
 import shlex
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError, InvalidInputError
 from kvemb.stores.redis_cluster.slot_map import SlotMap
@@ -12,7 +14,7 @@ _N_ADDRESSES = {"add": (1, 99), "remove": (1, 1), "replace": (2, 2), "rebalance"
 
 
 def node_commands(
-    action: str, addresses: Sequence[str], weights: Mapping[str, float], slot_map: SlotMap, config: StorageConfig, *, dead: bool = False
+    action: str, addresses: Sequence[str], weights: Mapping[str, float], slot_map: SlotMap, config: StorageConfig, *, bus_port: int = 0
 ) -> list[str]:
     """Return the commands, in their order.
 
@@ -22,7 +24,7 @@ def node_commands(
         weights: shares of the slots by address, 1 for a node without one.
         slot_map: of the cluster as it is.
         config: how its nodes are reached.
-        dead: whether the node that is to be replaced does not answer.
+        bus_port: of the node that told the map, where the one that is to be replaced does not answer; else 0.
     """
     least, most = _N_ADDRESSES[action]
     if not least <= len(addresses) <= most:
@@ -34,10 +36,9 @@ def node_commands(
     shares = {_name(address, slot_map): share for address, share in weights.items()}
     cluster = f"redis-cli {_login(config)}--cluster"
     lines = []
-    if leaving and dead:  # its slots go to others, empty: the shards bring the rows back
-        lines.append(f"yes yes | {cluster} fix {there} --cluster-fix-with-unreachable-masters")  # it asks, also with --cluster-yes
-        lines.append(f"{cluster} call {there} CLUSTER FORGET {_name(leaving, slot_map)}")
-    elif leaving:
+    if leaving and bus_port:
+        return _in_place_of_dead(leaving, joining[0], slot_map, config, bus_port)
+    if leaving:
         shares[_name(leaving, slot_map)] = 0.0
     lines += [f"{cluster} add-node {address} {there}" for address in joining]
     if joining:
@@ -45,9 +46,26 @@ def node_commands(
     empty = " --cluster-use-empty-masters" if joining else ""
     weight = " ".join(["", "--cluster-weight", *(f"{name}={share:g}" for name, share in shares.items())]) if shares else ""
     lines.append(f"{cluster} rebalance {there}{empty}{weight}")
-    if leaving and not dead:
+    if leaving:
         lines.append(f"{cluster} del-node {there} {_name(leaving, slot_map)}")
     return lines
+
+
+def _in_place_of_dead(dead: str, new: str, slot_map: SlotMap, config: StorageConfig, bus_port: int) -> list[str]:
+    """The new node gets all slots at once, empty: the shards bring the rows back. (`fix` deals them out one by one, for minutes.)"""
+    name, mine = _name(dead, slot_map), np.flatnonzero(slot_map.slots_of(dead))
+    ranges = np.split(mine, np.flatnonzero(np.diff(mine) > 1) + 1)
+    slots = " ".join(f"$(seq {some[0]} {some[-1]})" for some in ranges)
+    cluster = f"redis-cli {_login(config)}--cluster call {slot_map.source}"
+    at_new = f"redis-cli {_login(config)}-h {' -p '.join(new.rsplit(':', 1))}"
+    return [
+        f"{at_new} CLUSTER MEET {' '.join(slot_map.source.rsplit(':', 1))} {bus_port}",
+        f"sleep {_ACQUAINTED_S}",
+        f"{cluster} CLUSTER DELSLOTS {slots}",
+        f"{at_new} CLUSTER ADDSLOTS {slots}",
+        f"{at_new} CLUSTER BUMPEPOCH",  # the dead node may come back and claim them
+        f"{cluster} CLUSTER FORGET {name}",
+    ]
 
 
 def _name(address: str, slot_map: SlotMap) -> str:

@@ -4,6 +4,7 @@ Also the keys of the per-slot markers.
 """
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -76,6 +77,16 @@ def fetch_slot_map(candidates: Iterable[str], access: RedisAccess, deadline: Dea
             failures.append(error)
     kind = NodeRefusesError if any(isinstance(error, NodeRefusesError) for error in failures) else NodeUnavailableError
     raise kind("no node of the cluster answers: " + "; ".join(map(str, failures)))
+
+
+def bus_port_of(address: str, access: RedisAccess, deadline: Deadline) -> int:
+    """The port at which other nodes reach one."""
+    with logged_in(address, access, deadline) as link:
+        told = text_of(link, ask(link, deadline, "CLUSTER", "NODES"), "CLUSTER NODES")
+    found = re.search(r"@(\d{1,5})\S* myself\b", told)
+    if found is None:
+        raise ProtocolError(f"node {address}: CLUSTER NODES answered {told[:200]!r}, expected a line of its own")
+    return int(found[1])
 
 
 def _ask_one(address: str, access: RedisAccess, deadline: Deadline) -> SlotMap:
