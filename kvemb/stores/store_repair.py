@@ -108,8 +108,8 @@ class StoreRepair:
             changes = self._to_repairing(state, lane, joins=joins, even_if_whole=even_if_whole)
             open_ = [at for at, one in enumerate(state.judged) if at in changes or one == ("repairing", lane.nonce)]
             lane = replace(lane, places=state.places[open_])  # a slot may come back to a repair that is over for all others
-            first = min(changes, default=None)  # it decides whose nonce it is; then all the others follow
-            decided = first is None or self._nodes.swap(state, {first: changes.pop(first)}, deadline)
+            last = max(changes, default=None)  # it decides whose nonce it is; then all the others follow. The first may be leaving
+            decided = last is None or self._nodes.swap(state, {last: changes.pop(last)}, deadline)
             if decided and self._nodes.swap(state, changes, deadline):
                 self._nodes.begun(lane, deadline)
                 self._lanes[address] = lane

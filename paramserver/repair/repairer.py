@@ -186,25 +186,34 @@ class Repairer:
     def _restore_all(self, asked: set[str], restored: dict[str, tuple[str, bytes]], ahead: AheadOfIndex) -> list[str]:
         """Restore this shard's rows on every lost node and try to finish; return the nodes that still wait for other shards."""
         lost = {node.address for node in self._store.repair.lost_nodes(self._access.deadline())}
-        still_open = []
+        still_open, trouble = [], list[StorageError]()
         for address in sorted(lost | asked):
-            nonce = self._store.repair.begin(address, self._access.deadline(), even_if_whole=address in asked)
-            asked.discard(address)
-            if nonce is None:
-                continue
-            begun = nonce, self._store.repair.begun_with(address)
-            reported = restored.get(address) != begun
-            if reported:
-                begun_s = time.monotonic()
-                self._restore_node(address, nonce, ahead)
-                self._own_s += time.monotonic() - begun_s
-                restored[address] = begun
-            if self._store.repair.finish(address, nonce, self._store.nodes.cluster_map.shard_numbers, self._access.deadline()):
-                continue
-            if not reported:  # another program may have written over our report
-                self._store.repair.report(address, nonce, self._shard, self._access.deadline())
-            still_open.append(address)
+            try:
+                still_open += [address] if self._is_open(address, asked, restored, ahead) else []
+            except PASSING as error:  # the others do not wait for this one
+                trouble.append(error)
+        if trouble:
+            raise trouble[0]
         return still_open
+
+    def _is_open(self, address: str, asked: set[str], restored: dict[str, tuple[str, bytes]], ahead: AheadOfIndex) -> bool:
+        """Restore this shard's rows on a node and try to finish; return whether it still waits for other shards."""
+        nonce = self._store.repair.begin(address, self._access.deadline(), even_if_whole=address in asked)
+        asked.discard(address)
+        if nonce is None:
+            return False
+        begun = nonce, self._store.repair.begun_with(address)
+        reported = restored.get(address) != begun
+        if reported:
+            begun_s = time.monotonic()
+            self._restore_node(address, nonce, ahead)
+            self._own_s += time.monotonic() - begun_s
+            restored[address] = begun
+        if self._store.repair.finish(address, nonce, self._store.nodes.cluster_map.shard_numbers, self._access.deadline()):
+            return False
+        if not reported:  # another program may have written over our report
+            self._store.repair.report(address, nonce, self._shard, self._access.deadline())
+        return True
 
     def _restore_node(self, address: str, nonce: str, ahead: AheadOfIndex) -> None:
         store = self._store

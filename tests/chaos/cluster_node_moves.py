@@ -113,9 +113,14 @@ class ClusterOperator:
             self._cluster.restart_nodes(self._cluster.node_at(dead))
 
     def wait(self, timeout_s: float) -> str:
-        """Wait until nothing moves, and fix slots that nobody moves any more; return "", or why they stand open."""
+        """Wait until nothing moves, and fix slots that nobody moves any more; return "", or why they stand open.
+
+        Commands that take longer are killed: they may, and rows are right wherever they are.
+        """
+        self._end(Deadline.after(timeout_s))
+        if self._cluster.command is not None:
+            self._cluster.command.kill()
         deadline = Deadline.after(timeout_s)
-        self._end(deadline)
         while self._fix():
             if deadline.expired:
                 return f"slots stand open:\n{self._said()}"

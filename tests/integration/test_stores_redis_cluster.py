@@ -566,6 +566,35 @@ def test_slots_that_keep_coming_to_a_node_in_repair_do_not_keep_that_from_its_en
         mover.move(slot, source)
 
 
+def test_a_repair_begins_and_ends_while_slots_leave_its_node(
+    store: Store, running: ServerNodes, mover: Mover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = mover.owner(SLOT)
+    first, to, left = N_SLOTS * at // 3 + 2, (at + 1) % 3, list[int]()
+    running.restart(at)
+    address, nodes = lost(store)[0].address, store.repair._nodes
+    state = nodes.state
+
+    def then_one_leaves(*args: Any) -> Any:
+        found = state(*args)
+        if args[0] == address and len(left) < 5:
+            left.append(first + len(left))
+            mover.move(left[-1], to)
+        return found
+
+    monkeypatch.setattr(nodes, "state", then_one_leaves)
+    nonce = begun(store, address)
+    store.repair.report(address, nonce, 0, within())
+    assert store.repair.finish(address, nonce, range(1), within())
+    monkeypatch.setattr(nodes, "state", state)
+    (found,) = store.repair.lost_nodes(within())
+    assert found.address == f"127.0.0.1:{mover.ports[to]}"  # they took their state with them
+    repair(store, found.address)
+    assert not store.repair.lost_nodes(within())
+    for slot in left:  # other tests rely on their node
+        mover.move(slot, at)
+
+
 def test_a_slot_that_came_to_a_node_after_its_loss_does_not_vouch_for_what_that_has_lost(
     store: Store, running: ServerNodes, mover: Mover
 ) -> None:

@@ -116,8 +116,8 @@ class SlotsOfPrimaries(MarkedNodes):
         return MarkedState(address, process, slots, values, judged, frozenset(elsewhere.tolist()))
 
     def _one_settled(self, lane: RepairLane, deadline: Deadline) -> tuple[NDArray[np.int64], list[bytes | bool | None]]:
-        """The first slot of a repair that is not on its way, and the value in the place of its marker."""
-        for at in range(len(lane.places)):
+        """A slot of a repair that is not on its way, and the value in the place of its marker."""
+        for at in reversed(range(len(lane.places))):  # `redis-cli` moves them from the first to the last
             found = self._markers.at(lane.address, lane.places[at : at + 1], deadline)
             if found != [False]:
                 return lane.places[at : at + 1], found
@@ -141,7 +141,8 @@ class SlotsOfPrimaries(MarkedNodes):
     def swap(self, state: MarkedState, changes: Mapping[int, Marker], deadline: Deadline) -> bool:
         keys = marker_keys()
         swaps = [(keys[int(state.places[at])], state.values[at], marker.encode()) for at, marker in changes.items()]
-        return all(compare_and_set.swap(state.address, self._access, swaps, run_id_in(state.process), deadline))
+        done = compare_and_set.swap(state.address, self._access, swaps, run_id_in(state.process), deadline)
+        return False not in done and (True in done or not done)  # a slot that has left took its state with it
 
     def slots_of(self, address: str, lane: RepairLane | None = None) -> NDArray[np.bool_]:
         return self._topology.slots_of(address) if lane is None else _mask(lane.places)

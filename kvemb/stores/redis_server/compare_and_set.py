@@ -47,18 +47,18 @@ return 1
 """
 
 
-def swap(address: str, access: RedisAccess, changes: Sequence[Change], run_id: str, deadline: Deadline) -> list[bool]:
+def swap(address: str, access: RedisAccess, changes: Sequence[Change], run_id: str, deadline: Deadline) -> list[bool | None]:
     """Replace values where they are the ones expected, each in one step, as long as the server is still the same process.
 
-    Returns:
-        Which were replaced; none if the process is another. After an error some may have been.
+    Of a slot that stands open, keys that have left it are changed at the node that takes them.
 
-    Raises:
-        NodeUnavailableError: the server does not answer, or does not hold a key's slot (any more). Of a slot that stands open, keys that
-            have left it are changed at the node that takes them.
+    Returns:
+        Which were replaced, None for a key whose slot has left the server; none if the process is another. After an error some may
+        have been.
     """
     words = [swap_words(change) for change in changes]
-    return [reply not in (None, 0) for reply in _run_all(address, access, words, run_id, deadline)]
+    replies = _run_all(address, access, words, run_id, deadline, passed_over=(b"-MOVED ",))
+    return [None if isinstance(reply, ErrorLine) else reply not in (None, 0) for reply in replies]
 
 
 def swap_words(change: Change) -> tuple[bytes, ...]:
@@ -96,7 +96,14 @@ def get_following(address: str, access: RedisAccess, key: bytes, deadline: Deadl
     raise NodeUnavailableError(f"node {address}: redirected {_MAX_HOPS} times without an end")
 
 
-def _run_all(address: str, access: RedisAccess, commands: Sequence[Sequence[Word]], run_id: str, deadline: Deadline) -> list[Value]:
+def _run_all(
+    address: str,
+    access: RedisAccess,
+    commands: Sequence[Sequence[Word]],
+    run_id: str,
+    deadline: Deadline,
+    passed_over: tuple[bytes, ...] = (),
+) -> list[Value]:
     """The replies to commands, a few round trips for all of them; 0 for each when the server is another process."""
     if not commands:
         return []
@@ -115,7 +122,7 @@ def _run_all(address: str, access: RedisAccess, commands: Sequence[Sequence[Word
                 for at, value in zip(places[rows], answers, strict=True):
                     values[at] = value
     for value in values:
-        if isinstance(value, ErrorLine):
+        if isinstance(value, ErrorLine) and not value.line.startswith(passed_over):
             why = server_error(address, value.line)
             if isinstance(why, NodeRefusesError):
                 raise why

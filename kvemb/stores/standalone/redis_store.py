@@ -48,7 +48,7 @@ class RedisServer(NodeServer):
         return fields["run_id"], redis_admin.number_in(address, fields, "n_keys")
 
     def swap(self, address: str, key: bytes, old: bytes | None, new: bytes, run_id: str, deadline: Deadline) -> bool:
-        return compare_and_set.swap(address, self._access, [(key, old, new)], run_id, deadline)[0]
+        return bool(compare_and_set.swap(address, self._access, [(key, old, new)], run_id, deadline)[0])
 
     def kill_other_writers(self, addresses: Iterable[str], deadline: Deadline) -> int:
         return self._links.kill_others(addresses, deadline)
