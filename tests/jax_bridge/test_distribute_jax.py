@@ -136,7 +136,7 @@ def test_a_second_trainer_opens_the_tables_with_their_rows(sync_cluster: kvemb.C
     (user, _) = kj.distribute(make(), sync_cluster, **options).tables
     user.assign([0], np.full((1, DIM), 7, np.float32))
     again = kj.distribute(make(), sync_cluster, **options)
-    assert "opened" in str(again)
+    assert "it existed and keeps its rows" in str(again)
     assert (again.tables[0].pull([0]) == 7).all()
 
 
@@ -149,8 +149,8 @@ def test_options_reach_the_tables(sync_cluster: kvemb.Cluster, capsys: pytest.Ca
     assert (of.name, of.dtype, of.seed, of.reduce, of.optimizer.kind) == ("options.user", "float16", 3, "mean", "adagrad")
     assert table.pull([5]).min() >= 1.0
     said = capsys.readouterr().err
-    assert "embedding 'user': 40 x 4 -> table 'options.user', made, adagrad\n" in said
-    assert "embedding 'word' stays: leave=[…] names it" in said
+    assert "'user' (Embedding), 40 x 4 -> table 'options.user': made; rows begin as uniform(low=1, high=2); adagrad(lr=0.2" in said
+    assert "'word' stays: leave=[…] names it" in said
 
 
 class Dropped(nnx.Module):  # type: ignore[misc]
@@ -172,8 +172,8 @@ def refused() -> dict[str, tuple[Callable[[], Any], dict[str, Any], str]]:
         "optax": (nnx_model, {"optimizer": optax.sgd(0.1)}, "cannot be asked for its rule. Give the tables' as kvemb.jax.adagrad"),
         "other state": (Dropped, {}, "holds RngCount, RngKey beside nnx.Param.*kvemb.jax.embed"),
         "no library": (lambda: {"user": jnp.zeros((20, DIM))}, {}, "model is dict.*kvemb.jax.embed"),
-        "names nothing": (eqx_model, {"leave": ["item"]}, "leave: no embedding is at item; there are: small, user, word"),
-        "one name twice": (eqx_model, {"names": lambda path: "one"}, "several embeddings would be table one"),
+        "names nothing": (eqx_model, {"leave": ["item"]}, "leave: no embedding is at 'item'; there are: user, word, small"),
+        "one name twice": (eqx_model, {"names": lambda path: "one"}, "'user' and 'word' would both be table 'one'"),
         "too few rows": (eqx_model, {"min_rows": 100}, "no embedding to replace: 'user' stays"),
         "no weights": (lambda: eqx.filter_eval_shape(eqx_model), {}, "has a shape and no weights; give initializer="),
     }

@@ -32,5 +32,5 @@ def test_small_embeddings_stay_and_it_says_so(cluster: kvemb.Cluster, name: str,
         assert [table.name for table in done.tables] == [f"{name}{quiet}.users"]
         assert type(ours.get_layer("vocabulary")) is keras.layers.Embedding
         said = capsys.readouterr().err
-        assert (f"layer 'vocabulary' stays: {N_WORDS} rows, fewer than min_rows={N_USERS}" in said) is not quiet
+        assert (f"'vocabulary' stays: {N_WORDS} rows, fewer than min_rows={N_USERS}" in said) is not quiet
         assert ('kvemb.keras.prepare(model, consistency="exact")' in said) is not quiet

@@ -17,7 +17,9 @@ from torch import nn
 import kvemb
 from kvemb import init, optim
 from kvemb.errors import DeadlineExceededError, InvalidInputError, ShardUnavailableError, TableMismatchError, UnknownTableError
+from trainer.bridge.convert_model import make_plan
 from trainer.torch import Embedding, SparseOptimizer, distribute
+from trainer.torch.conversion.distribute import TorchModel
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +221,7 @@ def test_the_last_chunk_is_awaited_whole_for_shards_do_not_end_together(monkeypa
             self.asked += 1
             return len(late[self.asked])
 
-    table, site = Filling(), import_module("trainer.torch.conversion.distribute_plan").make_plan(model_of(), 10, {"0": "t"}).sites[0]
+    table, site = Filling(), make_plan(TorchModel(model_of()), 10, {"0": "t"})[0][0]
     carry.wait_assigned(table, site)
     assert table.asked == 3
 

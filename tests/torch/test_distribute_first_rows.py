@@ -43,7 +43,7 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def at_most_100_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything larger is too large to be assigned unasked."""
-    monkeypatch.setattr(import_module("trainer.torch.conversion.first_rows"), "CARRY_ROWS", 100)
+    monkeypatch.setattr(import_module("trainer.torch.conversion.distribute"), "CARRY_ROWS", 100)
 
 
 def model_of(draw: Callable[[torch.Tensor], Any], padding_idx: int | None = None) -> nn.Module:
@@ -83,7 +83,7 @@ def test_not_carrying_asks_for_the_initializer_of_what_is_small_too(cluster: kve
 def test_the_smallest_tables_are_assigned_while_all_together_are_not_too_many(
     cluster: kvemb.Cluster, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(import_module("trainer.torch.conversion.first_rows"), "CARRY_BYTES", 4 * (20_000 + 30_000))
+    monkeypatch.setattr(import_module("trainer.torch.conversion.distribute"), "CARRY_BYTES", 4 * (20_000 + 30_000))
     model = nn.ModuleList([nn.Embedding(n, 1) for n in (40_000, 20_000, 30_000)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     cluster.create_table(name + "0", dim=1, optimizer=optim.sgd(lr=0.5), num_ids=40_000)
@@ -140,7 +140,7 @@ def test_trainers_that_begin_together_without_a_word_all_find_one_ones_weights(
 
 def test_a_rule_that_gives_weights_up_is_told_of(cluster: kvemb.Cluster, name: str) -> None:
     model = model_of(nn.init.normal_)
-    assert f"the module's weights are given up at a row's first push; initializer=kvemb.init.zeros() is its beginning ({name})" in str(
+    assert f"the model's weights are given up at a row's first push; initializer=kvemb.init.zeros() is its beginning ({name})" in str(
         run(model, cluster, name, optimizer=optim.ftrl())
     )
     assert "given up" not in str(run(model_of(nn.init.normal_), cluster, name + "2", optimizer=optim.ftrl(), initializer=init.zeros()))

@@ -7,6 +7,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,8 +19,14 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from kvemb.errors import InvalidInputError
+from trainer.bridge import convert_model
+from trainer.bridge.filled_tables import Site
 from trainer.torch import Embedding
-from trainer.torch.conversion.distribute_plan import make_plan
+from trainer.torch.conversion.distribute import TorchModel
+
+
+def make_plan(model: nn.Module, *options: Any, **more: Any) -> tuple[list[Site], list[tuple[str, str]]]:
+    return convert_model.make_plan(TorchModel(model), *options, **more)
 
 
 class Model(nn.Module):
@@ -34,12 +41,12 @@ def test_tables_are_named_by_path_and_small_or_frozen_or_named_embeddings_stay()
     model = Model()
     model.frozen = nn.Embedding(70, 4).requires_grad_(False)
     model.local = nn.Embedding(80, 4)
-    plan = make_plan(model, 10, leave=["local"])
-    assert [(site.table, site.n_rows, site.dim, site.padding) for site in plan.sites] == [
+    sites, left = make_plan(model, 10, leave=["local"])
+    assert [(site.table, site.n_rows, site.dim, site.padding) for site in sites] == [
         ("user", 100, 4, []),
         ("towers.item.0", 50, 2, [3]),
     ]
-    assert dict(plan.left) == {
+    assert dict(left) == {
         "small": "9 rows, fewer than min_rows=10",
         "frozen": "frozen: it is not trained",
         "local": "leave=[…] names it",
@@ -47,8 +54,8 @@ def test_tables_are_named_by_path_and_small_or_frozen_or_named_embeddings_stay()
 
 
 def test_names_are_a_mapping_or_a_function() -> None:
-    assert [site.table for site in make_plan(Model(), 10, {"user": "u"}).sites] == ["u", "towers.item.0"]
-    assert [site.table for site in make_plan(Model(), 10, lambda path: f"dlrm.{path}").sites] == ["dlrm.user", "dlrm.towers.item.0"]
+    assert [site.table for site in make_plan(Model(), 10, {"user": "u"})[0]] == ["u", "towers.item.0"]
+    assert [site.table for site in make_plan(Model(), 10, lambda path: f"dlrm.{path}")[0]] == ["dlrm.user", "dlrm.towers.item.0"]
 
 
 def test_modules_with_one_weight_are_one_table_and_so_is_a_module_at_two_places() -> None:
@@ -56,8 +63,8 @@ def test_modules_with_one_weight_are_one_table_and_so_is_a_module_at_two_places(
     model.again = model.user
     model.bag = nn.EmbeddingBag(100, 4, _weight=model.user.weight)
     model.bag.weight = model.user.weight
-    plan = make_plan(model, 10, {"again": "shared"})
-    assert [(site.table, [path for path, _ in site.modules]) for site in plan.sites] == [
+    sites, _ = make_plan(model, 10, {"again": "shared"})
+    assert [(site.table, [place.paths[0] for place in site.places]) for site in sites] == [
         ("shared", ["user", "bag"]),
         ("towers.item.0", ["towers.item.0"]),
     ]
@@ -243,7 +250,7 @@ def test_what_no_table_can_be_is_refused_by_name_and_may_be_left(spoil: Callable
     spoil(model)
     with pytest.raises(InvalidInputError, match=REFUSED[spoil]):
         make_plan(model, 10)
-    assert [site.table for site in make_plan(model, 10, leave=["user"]).sites] == ["towers.item.0"]
+    assert [site.table for site in make_plan(model, 10, leave=["user"])[0]] == ["towers.item.0"]
 
 
 HELD: dict[Callable[[Model], None], str] = {
@@ -266,14 +273,16 @@ HELD: dict[Callable[[Model], None], str] = {
 def test_who_else_holds_an_embedding_or_its_weight_is_found_with_the_whole_path(hold: Callable[[Model], None]) -> None:
     model = Model()
     hold(model)
-    (held,) = make_plan(model, 10).sites[0].held
+    of = TorchModel(model)
+    (held,) = of.held(convert_model.make_plan(of, 10)[0][0])
     assert re.sub(r"hooks\[\d+\]", "hooks[0]", held) == HELD[hold]
 
 
 def test_a_head_with_the_same_parameter_is_tied_while_the_table_is_small_enough_to_be_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     tied(model)
-    assert make_plan(model, 10).sites[0].tied == (("decoder.weight", model.decoder, "weight"),)
+    of = TorchModel(model)
+    assert of.tied(convert_model.make_plan(of, 10)[0][0]) == [("decoder.weight", model.decoder, "weight")]
     monkeypatch.setattr(import_module("trainer.torch.lookup.table_weight"), "WEIGHT_BYTES", 4 * 100 * 4 - 1)
     with pytest.raises(InvalidInputError, match=r"'user': its weight is tied to 'decoder.weight' \(Linear\), which needs all"):
         make_plan(model, 10)
@@ -287,7 +296,7 @@ def test_who_holds_the_model_or_its_optimizer_holds_nothing_that_stays_behind() 
     model.look_up = model.forward
     model.trainer.wrapper = SimpleNamespace(**vars(optimizer))
     model.rest = [model.small, *model.towers["item"][1:]]
-    assert len(make_plan(model, 10).sites) == 2
+    assert len(make_plan(model, 10)[0]) == 2
 
 
 def test_an_embedding_that_stays_cannot_share_its_weight_with_one_that_goes() -> None:
@@ -300,7 +309,7 @@ def test_an_embedding_that_stays_cannot_share_its_weight_with_one_that_goes() ->
 def test_a_subclass_without_a_forward_of_its_own_is_replaced() -> None:
     model = Model()
     model.user = type("Named", (nn.Embedding,), {})(100, 4)
-    assert make_plan(model, 10).sites[0].table == "user"
+    assert make_plan(model, 10)[0][0].table == "user"
 
 
 def test_all_reasons_are_told_at_once() -> None:
@@ -314,7 +323,7 @@ def test_all_reasons_are_told_at_once() -> None:
 def test_a_weight_on_the_meta_device_takes_no_memory() -> None:
     with torch.device("meta"):
         model = nn.ModuleDict({"user": nn.Embedding(10**12, 16)})
-    (site,) = make_plan(model, 10).sites
+    ((site,), _) = make_plan(model, 10)
     assert (site.n_rows, site.dim) == (10**12, 16)
 
 
@@ -339,10 +348,10 @@ def test_models_that_cannot_be_changed_in_place_are_refused(change: Callable[[Mo
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"names": {"usr": "u"}}, "names: no embedding at 'usr'; there are: user, towers.item.0, small"),
+        ({"names": {"usr": "u"}}, "names: no nn.Embedding or nn.EmbeddingBag is at 'usr'; there are: user, towers.item.0, small"),
         ({"names": lambda path: "same"}, "'user' and 'towers.item.0' would both be table 'same'"),
         ({"names": {"user": "a\tb"}}, r"module 'user': table name 'a\\tb'.*give names="),
-        ({"leave": ["usr"]}, "leave: no embedding at 'usr'"),
+        ({"leave": ["usr"]}, "leave: no nn.Embedding or nn.EmbeddingBag is at 'usr'"),
         ({"leave": "user"}, "give a list"),
     ],
 )

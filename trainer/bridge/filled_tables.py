@@ -10,16 +10,15 @@ trainer that joins or starts again.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvemb import init
-from kvemb.errors import DeadlineExceededError, InvalidInputError, TableMismatchError, UnknownTableError, n_of
+from kvemb.errors import DeadlineExceededError, InvalidInputError, TableMismatchError, UnknownTableError
 from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
 
@@ -33,37 +32,73 @@ READ_BYTES = 16 << 20
 STALL_S = 120.0
 """How long a trainer waits for another one that assigns and does not get on; generous, a chunk takes far less than a second."""
 _POLL_S = 0.2
+AGAIN = 'In one trainer, call distribute again: in torch with carry_weights="overwrite", else after cluster.drop_table(name)'
 
 
-class WeightOfTable(Protocol):
-    """A weight of a model that becomes a table; its text says which."""
+@dataclass(frozen=True, eq=False)
+class WeightPlace:
+    """One module, layer or variable of a model that holds a weight [n_rows, dim].
+
+    Args:
+        paths: that lead to it; the first one is its own.
+        weight: places with the same one become one table.
+        rows_of: returns the rows [n, dim] of ids; zeros where the model holds none.
+        stays: why it stays as it is, however large; "" if it need not.
+        padding: the id of the row that pads.
+    """
+
+    paths: tuple[str, ...]
+    holder: Any
+    weight: Any
+    n_rows: int
+    dim: int
+    rows_of: Callable[[NDArray[np.int64]], NDArray[np.float32]]
+    stays: str = ""
+    padding: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """One weight of a model that becomes a table, with every place that holds it; its text says which."""
+
+    table: str
+    kind: str
+    places: tuple[WeightPlace, ...]
 
     @property
-    def table(self) -> str:
-        """The table's name."""
-        ...
+    def path(self) -> str:
+        """Of the first place."""
+        return self.places[0].paths[0]
+
+    @property
+    def weight(self) -> Any:
+        """The framework's own."""
+        return self.places[0].weight
 
     @property
     def n_rows(self) -> int:
         """Rows: ids are 0 to n_rows - 1."""
-        ...
+        return self.places[0].n_rows
 
     @property
     def dim(self) -> int:
         """Weights per row."""
-        ...
+        return self.places[0].dim
 
     @property
     def padding(self) -> list[int]:
         """Ids whose rows pad, ascending."""
-        ...
+        return sorted({one.padding for one in self.places if one.padding is not None})
 
     def rows_of(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return rows [n, dim] as the model has them; zeros where it holds none."""
-        ...
+        """Return rows [n, dim] as the model has them."""
+        return self.places[0].rows_of(ids)
+
+    def __str__(self) -> str:
+        return f"table {self.table!r} ({self.kind} {self.path!r})"
 
 
-def assign_padding(table: "Table", site: WeightOfTable) -> None:
+def assign_padding(table: "Table", site: Site) -> None:
     """Set the padding rows that do not exist yet to the module's own: zeros, which no initializer gives.
 
     Every trainer does so; all have the same rows, and no push of a module with padding changes them.
@@ -74,7 +109,7 @@ def assign_padding(table: "Table", site: WeightOfTable) -> None:
         assign_weights(table, site, ids[versions == 0])
 
 
-def assign_weights(table: "Table", site: WeightOfTable, ids: NDArray[np.int64]) -> None:
+def assign_weights(table: "Table", site: Site, ids: NDArray[np.int64]) -> None:
     """Set the rows of these ids to the model's."""
     n_chunk = chunk_rows(site)
     for low in range(0, len(ids), n_chunk):
@@ -82,7 +117,7 @@ def assign_weights(table: "Table", site: WeightOfTable, ids: NDArray[np.int64]) 
         table.assign(chunk, site.rows_of(chunk))
 
 
-def wait_assigned(table: "Table", site: WeightOfTable) -> None:
+def wait_assigned(table: "Table", site: Site) -> None:
     """Return when all rows are there, assigned by any trainer."""
     n_rows, since = -1, time.monotonic()
     last = np.arange((site.n_rows - 1) // chunk_rows(site) * chunk_rows(site), site.n_rows)
@@ -94,12 +129,12 @@ def wait_assigned(table: "Table", site: WeightOfTable) -> None:
             raise DeadlineExceededError(
                 f"{site}: it exists, rows of the ids up to {last[-1]} do not, and for {STALL_S:g} s no row was added to its {n_now}. The "
                 "trainer that made the table assigns the first rows and may have ended before it was done, or the table was made without "
-                'weights. In one trainer, call distribute with carry_weights="overwrite"; or erase the rows that are not wanted'
+                f"weights. {AGAIN}; or erase the rows that are not wanted"
             )
         time.sleep(_POLL_S)
 
 
-def chunk_rows(site: WeightOfTable) -> int:
+def chunk_rows(site: Site) -> int:
     """Return how many rows are assigned at a time."""
     return min(max(1, CHUNK_BYTES // (4 * site.dim)), CHUNK_ROWS)
 
@@ -112,9 +147,6 @@ Carry = bool | Literal["overwrite"] | None
 CARRIED = init.constant(0.0)
 
 
-SiteT = TypeVar("SiteT", bound=WeightOfTable)
-
-
 @dataclass(frozen=True)
 class First:
     """How the rows of a model's table begin.
@@ -122,25 +154,26 @@ class First:
     Args:
         carried: its rows are assigned: the module's weights.
         initializer: its own; None: the table exists, and has one.
-        origin: of the decision: the user gave the initializer, it was read off the weights, or none is needed.
+        given: whether the user gave the initializer.
     """
 
     carried: bool
     initializer: Initializer | None
-    origin: Literal["given", "read off", ""]
+    given: bool = False
 
 
 @dataclass(frozen=True)
 class TableOptions:
-    """The options shared by all tables; see `kvemb.schema.table_def.TableDef`."""
+    """The options shared by all tables; see `kvemb.schema.table_def.TableDef`. Without an initializer each has its own."""
 
     dtype: str
     seed: int
     reduce: str
+    initializer: Initializer | None
 
 
 @dataclass(frozen=True, eq=False)
-class SiteTable(Generic[SiteT]):
+class SiteTable:
     """The table that is made for one place in a model.
 
     Args:
@@ -149,18 +182,16 @@ class SiteTable(Generic[SiteT]):
         first: how its rows begin; of a table that exists, `carried` says whether the trainer that made it assigns them.
     """
 
-    site: SiteT
+    site: Site
     table: "Table"
     made: bool
     first: First
 
 
 _OWN = 'If another model made it, give this one tables of its own: prefix="NAME/"'
-_SHOWN = 8
-_in_models: "WeakSet[Any]" = WeakSet()  # tables that a model of this process was distributed over
 
 
-def open_table(cluster: "Cluster", site: SiteT) -> SiteTable[SiteT]:
+def open_table(cluster: "Cluster", site: Site) -> SiteTable:
     """Open a table that exists."""
     try:
         table = cluster.table(site.table)
@@ -171,10 +202,10 @@ def open_table(cluster: "Cluster", site: SiteT) -> SiteTable[SiteT]:
         raise TableMismatchError(
             f"{site}: the table has dim {table.dim} and {n_ids or 'any'} ids, the module's weight is {site.n_rows} x {site.dim}. {_OWN}"
         )
-    return SiteTable(site, table, made=False, first=First(False, None, ""))
+    return SiteTable(site, table, made=False, first=First(False, None))
 
 
-def exists(cluster: "Cluster", site: WeightOfTable) -> bool:
+def exists(cluster: "Cluster", site: Site) -> bool:
     """Return whether a site's table does."""
     try:
         cluster.table(site.table)
@@ -183,7 +214,7 @@ def exists(cluster: "Cluster", site: WeightOfTable) -> bool:
     return True
 
 
-def make_table(cluster: "Cluster", site: SiteT, rule: OptimizerSpec, options: TableOptions, first: First, carry: Carry) -> SiteTable[SiteT]:
+def make_table(cluster: "Cluster", site: Site, rule: OptimizerSpec, options: TableOptions, first: First, carry: Carry) -> SiteTable:
     """Make a site's table, or open it where it exists with the same identity; with its own initializer, unless the user gave one."""
 
     def create(initializer: Initializer, exist_ok: bool) -> "Table":
@@ -206,14 +237,14 @@ def make_table(cluster: "Cluster", site: SiteT, rule: OptimizerSpec, options: Ta
         try:
             return SiteTable(site, create(first.initializer, exist_ok=False), made=True, first=first)
         except (InvalidInputError, TableMismatchError):  # it exists, or a value is wrong: then the same again
-            if first.origin == "given" or not exists(cluster, site):
+            if first.given or not exists(cluster, site):
                 return SiteTable(site, create(first.initializer, exist_ok=True), made=False, first=first)
     kept = cluster.table(site.table).definition.initializer
     carried = bool(carry) or (carry is None and kept == CARRIED)
-    return SiteTable(site, create(kept, exist_ok=True), made=False, first=First(carried, kept, ""))
+    return SiteTable(site, create(kept, exist_ok=True), made=False, first=First(carried, kept))
 
 
-def fill(tables: Sequence[SiteTable[SiteT]], carry: Carry) -> None:
+def fill(tables: Sequence[SiteTable], carry: Carry) -> None:
     """Assign the first rows of tables made here; then wait for those of other trainers, which may be waiting for ours."""
     for one in tables:
         if not one.first.carried:
@@ -223,6 +254,28 @@ def fill(tables: Sequence[SiteTable[SiteT]], carry: Carry) -> None:
     for one in tables:
         if one.first.carried:
             wait_assigned(one.table, one.site)
+
+
+def make_and_fill(
+    cluster: "Cluster",
+    sites: Sequence[Site],
+    rules: Mapping[str, OptimizerSpec],
+    options: TableOptions,
+    first: Mapping[str, First],
+    carry: Carry,
+) -> list[SiteTable]:
+    """Make or open the tables, and assign their first rows; where that fails, tables may have been made, which the error's note says."""
+    tables: list[SiteTable] = []
+    try:
+        for site in sites:
+            tables.append(make_table(cluster, site, rules[site.table], options, first[site.table], carry))
+        fill(tables, carry)
+    except BaseException as error:
+        begun = [one.site.table for one in tables if one.first.carried and (one.made or carry == "overwrite")]
+        if begun:
+            error.add_note(f"The table(s) {', '.join(begun)} exist now, perhaps without all of their first rows; {AGAIN}")
+        raise
+    return tables
 
 
 def rows_of_table(table: Any, ids: NDArray[np.int64] | None = None) -> NDArray[np.float32]:
@@ -236,29 +289,8 @@ def rows_of_table(table: Any, ids: NDArray[np.int64] | None = None) -> NDArray[n
     return rows
 
 
-def check_connection(cluster: object) -> None:
-    """Refuse an object that is no connection to a cluster."""
-    if not hasattr(cluster, "create_table"):
-        raise InvalidInputError(f"cluster is a {type(cluster).__name__}; give a connection, of kvemb.connect")
-
-
-def shared_already(tables: Sequence[SiteTable[SiteT]]) -> Iterator[str]:
-    """Say once which tables were opened and have rows of training, by this job, which goes on, or by another one; or another model here."""
-    opened = {one.site.table: one.table for one in tables if not one.made and not one.table.cluster.read_only}
-    steps = {name: table.steps() for name, table in opened.items()}
-    shared = [name for name, table in opened.items() if steps[name] or table in _in_models]
-    _in_models.update(one.table for one in tables)
-    if shared:
-        shown = ", ".join(f"{name!r} ({n_of(steps[name], 'step')} of training)" for name in shared[:_SHOWN])
-        more = f" and {len(shared) - _SHOWN} more" if len(shared) > _SHOWN else ""
-        yield (
-            f"note: the rows of {shown}{more} are those of the model that made the table, and their training goes on, as a resumed job "
-            'wants it. Another model, or a run from the start, as each trial of a study, needs tables of its own: prefix="NAME/"'
-        )
-
-
-def none_replaced(what: str, left: Sequence[tuple[str, str]], otherwise: str) -> InvalidInputError:
-    """Return the error for a model of which no embedding is to be replaced, with (path, why) of those that stay."""
-    stay = "; ".join(f"{path!r} stays ({why})" for path, why in left) or otherwise
-    small = "; min_rows=1 replaces small ones, too, as a first try may want" if any("min_rows" in why for _, why in left) else ""
-    return InvalidInputError(f"there is no {what} to replace: {stay}{small}")
+def check_bytes(tables: Iterable[Any], max_bytes: int) -> None:
+    """Refuse to copy more than that, of tables with num_ids."""
+    sizes = {table.name: 4 * table.definition.num_ids * table.dim for table in tables}
+    if sum(sizes.values()) > max_bytes:
+        raise InvalidInputError(f"all rows of {', '.join(sizes)} are {sum(sizes.values())} bytes, above max_bytes={max_bytes}; raise it")

@@ -1,22 +1,21 @@
-"""distribute: the large embeddings of a flax.nnx or equinox model become tables, in one line; the loss stays as it is.
+"""distribute: the large embeddings of a flax.nnx or equinox model become tables, in one line; the loss stays as it is."""
 
-Strategy: everything is checked before anything changes. Then tables are made and filled, and then the embeddings replaced.
-"""
-
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
+import numpy as np
+from numpy.typing import NDArray
 
 from kvemb.errors import InvalidInputError
-from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
 
-from ..bridge.distributed import Distributed
-from ..bridge.filled_tables import CARRIED, First, SiteTable, TableOptions, check_connection, fill, make_table, shared_already
+from ..bridge.convert_model import Conversion, Distributed, DistributeOptions, convert_model
+from ..bridge.filled_tables import Site, SiteTable, TableOptions, WeightPlace
 from .embedded_step import EmbeddedStep, embed
-from .models_of_libraries import JaxSite, Names, find_sites, library_of
+from .models_of_libraries import library_of
 from .traced_lookups import TracedLookups
 
 if TYPE_CHECKING:
@@ -50,21 +49,7 @@ class DistributedJax(Distributed):
         return embed(traced.loss, {one.name: one for one in self.tables}, ids=traced.ids, **options)
 
 
-def distribute(
-    model: Any,
-    cluster: "Cluster",
-    *,
-    optimizer: OptimizerSpec,
-    min_rows: int = 10_000,
-    names: Names | None = None,
-    prefix: str = "",
-    leave: Collection[str] = (),
-    initializer: Initializer | None = None,
-    dtype: str = "float32",
-    seed: int = 0,
-    reduce: str = "sum",
-    quiet: bool = False,
-) -> DistributedJax:
+def distribute(model: Any, cluster: "Cluster", *, optimizer: OptimizerSpec, **options: Unpack[DistributeOptions]) -> DistributedJax:
     """Replace the large embeddings of a flax.nnx or equinox model by ones whose rows the cluster keeps.
 
     A nnx model is changed in place; of an equinox model a new one is made. Every trainer of a job calls it, with the same arguments; so
@@ -75,13 +60,7 @@ def distribute(
         model: with nnx.Embed or eqx.nn.Embedding in it.
         cluster: of `kvemb.connect`.
         optimizer: the tables' rule: `kvemb.jax.adagrad(0.1)` and others, or one of `kvemb.optim`.
-        min_rows: embeddings of fewer rows stay.
-        names: of the tables, by path in the model ("towers.user"), or a function from it; the path unless given.
-        prefix: stands before the name of each table, as "ranker/": a model that is not to share rows with another one needs its own.
-        leave: paths of embeddings that stay.
-        initializer: draws the rows, in place of the weights.
-        dtype, seed, reduce: of the tables; see `kvemb.schema.table_def.TableDef`.
-        quiet: do not write the report to stderr.
+        options: `DistributeOptions`: min_rows, names, prefix, leave, initializer, dtype, seed, reduce, quiet.
 
     Raises:
         InvalidInputError: a model of another library, an embedding that cannot be a table, or arguments that do not go together. Nothing
@@ -96,38 +75,45 @@ def distribute(
         for batch in prepare(step, loader):
             params, opt_state, loss = step(params, opt_state, batch)
     """
-    check_connection(cluster)
     if not isinstance(optimizer, OptimizerSpec):
         raise InvalidInputError(
             f"optimizer is {optimizer!r}; an optax transformation cannot be asked for its rule. Give the tables' as kvemb.jax.adagrad(…), "
             "sgd, adam, adamw or rmsprop, and the transformation for the parameters to step(loss_fn, optimizer=…)"
         )
-    library = library_of(model)
-    sites, left = find_sites(library, model, min_rows, names, leave, prefix)
-    options, first = TableOptions(dtype, seed, reduce), {site.table: _first(site, initializer) for site in sites}
-    library.parts(model)
-    tables = [make_table(cluster, site, optimizer, options, first[site.table], None) for site in sites]
-    fill(tables, None)
-    params, model_of = library.parts(library.replaced(model, sites))
-    lines = [*_lines(tables), *(f"embedding {path!r} stays: {why}" for path, why in left), *shared_already(tables)]
-    done = DistributedJax(tables=tuple(one.table for one in tables), lines=tuple(lines), params=params, model=model_of)
-    done.report(quiet=quiet)
-    return done
+    return convert_model(JaxModel(model, optimizer), cluster, **options)
 
 
-def _first(site: JaxSite, given: Initializer | None) -> First:
-    if given is not None:
-        given.check_dim(site.dim)
-        return First(False, given, "given")
-    if isinstance(site.weight, jax.ShapeDtypeStruct):
-        raise InvalidInputError(f"nothing was changed: {site} has a shape and no weights; give initializer=kvemb.init.…")
-    return First(True, CARRIED, "")
+class JaxModel(Conversion[DistributedJax]):
+    """A model of flax.nnx or equinox."""
+
+    def __init__(self, model: Any, rule: OptimizerSpec) -> None:
+        self._model, self._rule, self._library = model, rule, library_of(model)
+        self._found = self._library.embeddings(model)
+
+    def places(self) -> list[WeightPlace]:
+        """Find the embeddings."""
+        return [
+            WeightPlace((path,), module, weight, int(weight.shape[0]), int(weight.shape[1]), partial(_rows, weight))
+            for path, module, weight, _ in self._found
+        ]
+
+    def problems(self, holders: Sequence[WeightPlace]) -> Iterator[str]:
+        """Yield why an embedding cannot become one over a table."""
+        problem_of = {path: problem for path, *_, problem in self._found if problem}
+        return (f"{one.paths[0]!r}: {problem_of[one.paths[0]]}" for one in holders if one.paths[0] in problem_of)
+
+    def rules(self, sites: Sequence[Site], options: TableOptions) -> Mapping[str, OptimizerSpec]:
+        """The given one for all."""
+        self._library.parts(self._model)
+        if options.initializer is None and (empty := [site for site in sites if isinstance(site.weight, jax.ShapeDtypeStruct)]):
+            raise InvalidInputError(f"nothing was changed: {empty[0]} has a shape and no weights; give initializer=kvemb.init.…")
+        return {site.table: self._rule for site in sites}
+
+    def convert(self, tables: Sequence[SiteTable], cluster: "Cluster", options: TableOptions) -> Callable[..., DistributedJax]:
+        """Replace them, and take the parameters of what is left."""
+        params, model_of = self._library.parts(self._library.replaced(self._model, [one.site for one in tables]))
+        return partial(DistributedJax, tables=tuple(one.table for one in tables), params=params, model=model_of)
 
 
-def _lines(tables: list[SiteTable[JaxSite]]) -> list[str]:
-    return [
-        f"embedding {one.site.path!r}: {one.site.n_rows} x {one.site.dim} -> table {one.site.table!r}, "
-        f"{'made' if one.made else 'opened'}, {one.table.definition.optimizer.kind}"
-        + (", its weights carried" if one.first.carried and one.made else "")
-        for one in tables
-    ]
+def _rows(weight: Any, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    return np.asarray(weight[ids], np.float32)

@@ -7,62 +7,18 @@ so a new model is made, with other modules in the places of its embeddings.
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import jax
 import numpy as np
-from numpy.typing import NDArray
 
 from kvemb.errors import InvalidInputError
-from kvemb.schema.table_def import check_table_name
 
-from ..bridge.filled_tables import none_replaced
+from ..bridge.filled_tables import Site
 from .traced_lookups import rows_at
-
-Names = Mapping[str, str] | Callable[[str], str]
-"""Table names by path in the model, or a function from it."""
-
-
-@dataclass(frozen=True, eq=False)
-class JaxSite:
-    """One embedding that becomes a table.
-
-    Args:
-        table: its name.
-        path: of the embedding in the model.
-        module: it.
-        weight: [n_rows, dim]; a shape alone where the model was made by jax.eval_shape.
-    """
-
-    table: str
-    path: str
-    module: Any
-    weight: Any
-
-    @property
-    def n_rows(self) -> int:
-        """Rows: ids are 0 to n_rows - 1."""
-        return int(self.weight.shape[0])
-
-    @property
-    def dim(self) -> int:
-        """Weights per row."""
-        return int(self.weight.shape[1])
-
-    @property
-    def padding(self) -> list[int]:
-        """None: neither library has any."""
-        return []
-
-    def rows_of(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return rows [n, dim] of the weight."""
-        return np.asarray(self.weight[ids], np.float32)
-
-    def __str__(self) -> str:
-        return f"table {self.table!r} (embedding {self.path!r})"
 
 
 @dataclass(frozen=True)
@@ -76,7 +32,7 @@ class Library:
     """
 
     embeddings: Callable[[Any], list[tuple[str, Any, Any, str]]]
-    replaced: Callable[[Any, list[JaxSite]], Any]
+    replaced: Callable[[Any, Sequence[Site]], Any]
     parts: Callable[[Any], tuple[Any, Callable[[Any], Any]]]
 
 
@@ -90,49 +46,6 @@ def library_of(model: Any) -> Library:
         f"model is {type(model).__name__}: distribute takes a flax.nnx.Module or an equinox.Module. For others, linen's too, write the "
         "loss over rows, loss_fn(params, rows, batch), and give it to kvemb.jax.embed"
     )
-
-
-def find_sites(
-    library: Library, model: Any, min_rows: int, names: Names | None, leave: Collection[str], prefix: str
-) -> tuple[list[JaxSite], list[tuple[str, str]]]:
-    """Decide for each embedding whether it becomes a table.
-
-    Returns:
-        Those that do; (path, why) of those that stay.
-    """
-    found = library.embeddings(model)
-    known = {path for path, *_ in found}
-    for what, given in (("leave", set(leave)), ("names", set(names) if isinstance(names, Mapping) else set())):
-        if unknown := sorted(given - known):
-            raise InvalidInputError(f"{what}: no embedding is at {', '.join(unknown)}; there are: {', '.join(sorted(known)) or 'none'}")
-    sites, left, problems = [], [], []
-    for path, module, weight, problem in found:
-        if path in leave:
-            left.append((path, "leave=[…] names it"))
-        elif weight.shape[0] < min_rows:
-            left.append((path, f"{weight.shape[0]} rows, fewer than min_rows={min_rows}"))
-        elif problem:
-            problems.append(f"{path!r}: {problem}")
-        else:
-            sites.append(JaxSite(_name(path, names, prefix), path, module, weight))
-    if problems:
-        raise InvalidInputError(
-            "nothing was changed: " + "; ".join(problems) + ". Change the model, or keep these local with leave=[their paths]"
-        )
-    tables = [site.table for site in sites]
-    if twice := sorted({name for name in tables if tables.count(name) > 1}):
-        raise InvalidInputError(f"names: several embeddings would be table {', '.join(twice)}; give each a name of its own")
-    if not sites:
-        raise none_replaced("embedding", left, "the model has none")
-    return sites, left
-
-
-def _name(path: str, names: Names | None, prefix: str) -> str:
-    given = names(path) if callable(names) else (names or {}).get(path, path)
-    try:
-        return check_table_name(prefix + given)
-    except InvalidInputError as error:
-        raise InvalidInputError(f"embedding {path!r}: {error}; give names={{{path!r}: …}}") from error
 
 
 def _problem(module: Any, kind: type, dtype: Any) -> str:
@@ -167,12 +80,12 @@ def _nnx() -> Library:
                 found.append((".".join(map(str, path)), module, weight, problem))
         return sorted(found, key=lambda one: one[0])
 
-    def replaced(model: Any, sites: list[JaxSite]) -> Any:
+    def replaced(model: Any, sites: Sequence[Site]) -> Any:
         for site in sites:
             for name in ("embedding", "num_embeddings", "dtype", "param_dtype", "promote_dtype"):
-                delattr(site.module, name)
-            site.module.__class__ = NnxRows
-            site.module.table = site.table
+                delattr(site.places[0].holder, name)
+            site.places[0].holder.__class__ = NnxRows
+            site.places[0].holder.table = site.table
         return model
 
     def parts(model: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -215,7 +128,7 @@ def _equinox() -> Library:
         shared = "eqx.nn.Shared ties weights of this model together, and rows are tied to none" if tied else ""
         return [(path, node, node.weight, shared or _problem(node, eqx.nn.Embedding, node.weight.dtype)) for path, node in found]
 
-    def replaced(model: Any, sites: list[JaxSite]) -> Any:
+    def replaced(model: Any, sites: Sequence[Site]) -> Any:
         of = {site.path: EqxRows(site.table, site.dim) for site in sites}
         nodes = [of.get(path, node) for path, node in by_path(model)]
         return jax.tree.unflatten(jax.tree.structure(model, is_leaf=is_embedding), nodes)

@@ -1,17 +1,15 @@
 """distribute: a Keras model's large embeddings become tables, in place, in one line; fit, evaluate and predict stay as they are.
 
-Strategy: everything is checked before anything changes. Then tables are made and filled. Then each layer becomes one over its table. It
-stays the same object, so that references to it remain valid.
+Each layer becomes one over its table. It stays the same object, so that references to it remain valid.
 
-materialize: a plain Keras copy of a model over tables, to save, export or look at.
-
-The copy knows no cluster, and trains like any model.
+materialize: a plain Keras copy of a model over tables, to save, export or look at. It knows no cluster, and trains like any model.
 """
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Unpack
 
 import keras
 
@@ -19,19 +17,8 @@ from kvemb.errors import InvalidInputError
 from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
 
-from ...bridge.distributed import Distributed
-from ...bridge.filled_tables import (
-    CARRIED,
-    First,
-    SiteTable,
-    TableOptions,
-    check_connection,
-    fill,
-    make_table,
-    none_replaced,
-    rows_of_table,
-    shared_already,
-)
+from ...bridge.convert_model import Conversion, Distributed, DistributeOptions, convert_model
+from ...bridge.filled_tables import First, Site, SiteTable, TableOptions, WeightPlace, check_bytes, rows_of_table
 from ...bridge.pushed_steps import MAX_UNAPPLIED, PushedSteps, check_max_unapplied
 from ...bridge.shared_lookups import SharedLookups
 from ..layers.row_embedding import RowEmbedding
@@ -40,7 +27,7 @@ from ..steps.kept_weights import add_to_built, hand_over_each_batch, is_shadow
 from ..steps.model_state import ModelState, StepValues, n_batches_of, n_per_step, refuse_unfit, rule_of
 from ..steps.step_seam import ConnectedModel, is_connected
 from .keras_rules import MappedRule, is_excluded, undecayed
-from .keras_sites import DeclaredTable, KerasSite, Names, counterpart, declared_tables, find_sites, make_declared
+from .keras_sites import DeclaredTable, counterpart, declared_tables, make_declared, places_of, problems_of
 
 if TYPE_CHECKING:
     from kvemb.api import Cluster
@@ -61,18 +48,10 @@ def distribute(
     model: Any,
     cluster: "Cluster",
     *,
-    min_rows: int = 10_000,
     optimizer: Any = None,
-    names: Names | None = None,
-    prefix: str = "",
-    leave: Collection[str] = (),
     features: Mapping[str, Feature | Sequence[Feature]] | None = None,
-    initializer: Initializer | None = None,
-    dtype: str = "float32",
-    seed: int = 0,
-    reduce: str = "sum",
     max_unapplied: int = MAX_UNAPPLIED,
-    quiet: bool = False,
+    **options: Unpack[DistributeOptions],
 ) -> DistributedKeras:
     """Replace a Keras model's large Embedding layers by ones whose rows the cluster keeps, in place, and connect its steps.
 
@@ -86,66 +65,98 @@ def distribute(
     Args:
         model: Sequential, functional or subclassed; compiled, unless `optimizer` is given.
         cluster: of `kvemb.connect`.
-        min_rows: embeddings of fewer rows stay, and so do frozen ones.
         optimizer: a Keras optimizer, whose rule and learning rate the tables of replaced layers follow, and which the model's own
             train_step gives their gradients. None: the one that the model is compiled with. Or a `kvemb.optim` rule of their own. A
             TableConfig has its own.
-        names: of the tables, by layer's name, or a function from it; the layer's name unless given.
-        prefix: stands before the name of each table, as "ranker/": a model that is not to share rows with another one needs its own.
-        leave: names of layers that stay.
         features: what feeds a layer, by its name: a key of x, or a function of x; a list of them, where a step calls it several times.
             Only for models and steps whose code cannot be followed.
-        initializer: draws the rows, in place of the weights.
-        dtype, seed, reduce: of the tables; see `kvemb.schema.table_def.TableDef`.
         max_unapplied: in an async job, how many of its pushes may not be applied yet when a step is over.
-        quiet: do not write the report to stderr.
+        options: `DistributeOptions`: min_rows, names, prefix, leave, initializer, dtype, seed, reduce, quiet.
 
     Raises:
         InvalidInputError: an embedding or an optimizer that has no counterpart, or arguments that do not go together. Nothing was changed.
         TableMismatchError, UnknownTableError, DeadlineExceededError, …: a table exists with another identity, is missing, or is not filled.
             The model is as it was; tables may have been made.
     """
-    _check(model, cluster, optimizer)
+    _check(model, optimizer)
     check_max_unapplied(max_unapplied)
-    sites, left = find_sites(model, min_rows, names, leave, prefix)
-    ours = layers_over_tables(model)
-    declared = declared_tables(model, initializer)
-    if not sites and not ours:
-        raise none_replaced("keras.layers.Embedding", left, "the model has none")
-    hands = _hands(model, optimizer)
-    mapped = MappedRule(hands()) if not isinstance(optimizer, OptimizerSpec) and hands() is not None else None
-    rule = optimizer if isinstance(optimizer, OptimizerSpec) else mapped.spec if mapped else None
-    if sites and rule is None:
-        raise InvalidInputError(
-            "the model is not compiled, so its tables would have no update rule: compile it before, or give optimizer=kvemb.optim.…"
-        )
-    _refuse_built(hands(), sites)
-    first = {site.table: _first(site, initializer) for site in sites}
-    tables, options = [], TableOptions(dtype, seed, reduce)
-    for site in sites:
-        assert rule is not None
-        tables.append(make_table(cluster, site, rule, options, first[site.table], None))
-    fill(tables, None)
-    for of in declared:
-        make_declared(cluster, of, options)
-    opened = {layer.table_name: cluster.table(layer.table_name) for layer in ours if not layer.connected}
-    if mapped is not None:
-        for layer in ours:
-            _check_follows(layer, layer.table if layer.connected else opened[layer.table_name], mapped)
-    for one in tables:
-        _convert(one, rule_of(hands()) if mapped is not None else None)
-    for layer in ours:
-        if not layer.connected:
-            layer.connect(opened[layer.table_name])
-    own = {of.config.name: of for of in declared}
-    connected = _connect(model, hands, mapped, own, dict(features or {}), max_unapplied)
-    lines = [*_lines(tables, left, ours), *shared_already(tables), _ahead_line(cluster.mode)]
-    done = DistributedKeras(tables=tuple(connected.tables.values()), lines=tuple(lines), steps=connected.steps)
-    done.report(quiet=quiet)
-    return done
+    return convert_model(KerasModel(model, optimizer, dict(features or {}), max_unapplied), cluster, **options)
 
 
-def _check(model: Any, cluster: Any, optimizer: object) -> None:
+class KerasModel(Conversion[DistributedKeras]):
+    """A Keras model, with the optimizer that hands the gradients of rows over."""
+
+    kind = "layer"
+    sought = "keras.layers.Embedding"
+
+    def __init__(self, model: Any, optimizer: Any, features: dict[str, Feature | Sequence[Feature]], max_unapplied: int) -> None:
+        self._model, self._features, self._max_unapplied = model, features, max_unapplied
+        self._hands = _hands(model, optimizer)
+        self._ours = layers_over_tables(model)
+        self._over = [(layer.name, layer.table_name) for layer in self._ours]
+        self.none_there = None if self._ours else super().none_there
+        self._given = optimizer if isinstance(optimizer, OptimizerSpec) else None
+        self._mapped: MappedRule | None = None
+        self._declared: list[DeclaredTable] = []
+
+    def places(self) -> list[WeightPlace]:
+        """As `places_of`."""
+        return places_of(self._model)
+
+    def problems(self, holders: Sequence[WeightPlace]) -> Iterator[str]:
+        """As `problems_of`."""
+        return (f"{one.paths[0]!r}: {problem}" for one in holders for problem in problems_of(self._model, one.holder))
+
+    def rules(self, sites: Sequence[Site], options: TableOptions) -> Mapping[str, OptimizerSpec]:
+        """One rule for all."""
+        self._declared = declared_tables(self._model, options.initializer)
+        hands = self._hands()
+        self._mapped = MappedRule(hands) if self._given is None and hands is not None else None
+        rule = self._given if self._mapped is None else self._mapped.spec
+        if sites and rule is None:
+            raise InvalidInputError(
+                "the model is not compiled, so its tables would have no update rule: compile it before, or give optimizer=kvemb.optim.…"
+            )
+        if sites and hands is not None and rule_of(hands).built:
+            raise InvalidInputError(
+                "nothing was changed: the model's optimizer has state for its embeddings already. Compile the model again, and "
+                "call distribute before the first fit; the weights learned so far are carried"
+            )
+        return {} if rule is None else {site.table: rule for site in sites}
+
+    def first_rows(self, sites: Sequence[Site], given: Initializer | None, exists: Callable[[Site], bool]) -> dict[str, First]:
+        """A layer that is not built has no weights: its initializer draws them."""
+        first = dict(super().first_rows(sites, given, exists))
+        return first if given is not None else {site.table: first[site.table] if site.weight.built else _drawn(site) for site in sites}
+
+    def convert(self, tables: Sequence[SiteTable], cluster: "Cluster", options: TableOptions) -> Callable[..., DistributedKeras]:
+        """Make layers over tables of the embeddings, and put pull and push around the model's steps."""
+        for of in self._declared:
+            make_declared(cluster, of, options)
+        opened = {layer.table_name: cluster.table(layer.table_name) for layer in self._ours if not layer.connected}
+        for layer in self._ours if self._mapped is not None else ():
+            _check_follows(layer, layer.table if layer.connected else opened[layer.table_name], self._mapped)
+        for one in tables:
+            _become(one, rule_of(self._hands()) if self._mapped is not None else None)
+        for layer in self._ours:
+            if not layer.connected:
+                layer.connect(opened[layer.table_name])
+        own = {of.config.name: of for of in self._declared}
+        connected = _connect(self._model, self._hands, self._mapped, own, self._features, self._max_unapplied)
+        return partial(DistributedKeras, tables=tuple(connected.tables.values()), steps=connected.steps)
+
+    def notes(self, tables: Sequence[SiteTable]) -> list[str]:
+        """Name layers that were over tables, and say how rows are pulled ahead, which a model does on request alone."""
+        cluster = layers_over_tables(self._model)[0].table.cluster
+        how = ', consistency="exact") pulls them while the steps before run, with the same losses'
+        return [
+            *(f"layer {layer!r}: over table {table!r}" for layer, table in self._over),
+            "fit pulls the rows of a batch when it comes to it; kvemb.keras.prepare(model"
+            + (how if cluster.mode == "sync" else ") pulls them while the steps before run: rows are older then, see consistency="),
+        ]
+
+
+def _check(model: Any, optimizer: object) -> None:
     if not isinstance(model, keras.Model):
         packages = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
         instead = (
@@ -158,7 +169,6 @@ def _check(model: Any, cluster: Any, optimizer: object) -> None:
         raise InvalidInputError(
             f"the model must be a keras.Model, got {model if isinstance(model, type) else type(model).__name__}{instead}"
         )
-    check_connection(cluster)
     if is_connected(model):
         raise InvalidInputError(f"model {model.name!r} is connected already: distribute is for once, and a second compile() needs none")
     if optimizer is not None and not isinstance(optimizer, OptimizerSpec | keras.optimizers.Optimizer):
@@ -183,7 +193,7 @@ def _hands(model: Any, optimizer: Any) -> Callable[[], Any]:
     return lambda: getattr(model, "optimizer", None)
 
 
-def _check_follows(layer: RowEmbedding, table: Any, mapped: MappedRule) -> None:
+def _check_follows(layer: RowEmbedding, table: Any, mapped: Any) -> None:
     """Refuse another rule than that of a table whose rows follow the model's optimizer."""
     kept, wanted = table.definition.optimizer, mapped.spec
     if layer.follows and kept.identity() != wanted.identity():
@@ -193,34 +203,20 @@ def _check_follows(layer: RowEmbedding, table: Any, mapped: MappedRule) -> None:
         )
 
 
-def _refuse_built(optimizer: Any, sites: Sequence[KerasSite]) -> None:
-    if sites and optimizer is not None and rule_of(optimizer).built:
-        raise InvalidInputError(
-            "nothing was changed: the model's optimizer has state for its embeddings already. Compile the model again, and "
-            "call distribute before the "
-            "first fit; the weights learned so far are carried"
-        )
-
-
-def _first(site: KerasSite, given: Initializer | None) -> First:
-    if given is not None:
-        given.check_dim(site.dim)
-        return First(False, given, "given")
-    if site.layer.built:
-        return First(True, CARRIED, "")
-    found = counterpart(site.layer.embeddings_initializer, site.n_rows, site.dim)
+def _drawn(site: Site) -> First:
+    given = site.weight.embeddings_initializer
+    found = counterpart(given, site.n_rows, site.dim)
     if found is None:
         raise InvalidInputError(
-            f"nothing was changed: {site} is not built, and its {type(site.layer.embeddings_initializer).__name__} has no "
-            "counterpart; build the model, "
-            "so that its weights are carried, or give initializer=kvemb.init.…"
+            f"nothing was changed: {site} is not built, and its {type(given).__name__} has no counterpart; build the model, so that its "
+            "weights are carried, or give initializer=kvemb.init.…"
         )
-    return First(False, found, "read off")
+    return First(False, found)
 
 
-def _convert(one: SiteTable[KerasSite], follows: Any) -> None:
+def _become(one: SiteTable, follows: Any) -> None:
     """Make a layer one over its table, the same object, whose rows follow that optimizer, if any."""
-    layer = one.site.layer
+    layer = one.site.weight
     weight_key = follows._var_key(layer._embeddings) if layer.built and follows is not None else None
     if layer.built:
         layer._untrack_variable(layer._embeddings)
@@ -286,28 +282,6 @@ def _say_state_stays(optimizer: Any, tables: Collection[str], rule: OptimizerSpe
         )
 
 
-def _lines(tables: Sequence[SiteTable[KerasSite]], left: Sequence[tuple[str, str]], ours: Sequence[RowEmbedding]) -> list[str]:
-    made = [
-        f"layer {one.site.layer.name!r}: {one.site.n_rows} x {one.site.dim} -> table {one.site.table!r}, "
-        f"{'made' if one.made else 'opened'}, "
-        f"{one.table.definition.optimizer.kind}" + (", its weights carried" if one.first.carried and one.made else "")
-        for one in tables
-    ]
-    return [
-        *made,
-        *(f"layer {layer.name!r}: over table {layer.table_name!r}" for layer in ours),
-        *(f"layer {name!r} stays: {why}" for name, why in left),
-    ]
-
-
-def _ahead_line(mode: str) -> str:
-    """Return a line on pulling ahead, which a model does only on request: without this line users would not know of it."""
-    how = ', consistency="exact") pulls them while the steps before run, with the same losses'
-    return "fit pulls the rows of a batch when it comes to it; kvemb.keras.prepare(model" + (
-        how if mode == "sync" else ") pulls them while the steps before run: rows are older then, see consistency="
-    )
-
-
 MAX_BYTES = 1 << 30
 
 
@@ -352,9 +326,7 @@ def _check_copied(layers: list[RowEmbedding], max_bytes: int) -> None:
         )
     if combining := [layer.name for layer in layers if layer.combiner is not None]:
         raise InvalidInputError(f"layer {', '.join(combining)}: keras.layers.Embedding has no combiner, so there is no plain copy")
-    needed = sum(4 * (definition.num_ids or 0) * definition.dim for definition in tables.values())
-    if needed > max_bytes:
-        raise InvalidInputError(f"all rows of {', '.join(tables)} are {needed} bytes, above max_bytes={max_bytes}; raise it")
+    check_bytes({layer.table_name: layer.table for layer in layers}.values(), max_bytes)
 
 
 def _plain(layer: RowEmbedding) -> Any:

@@ -1,13 +1,9 @@
-"""Which embeddings of a Keras model become tables, which stay, and which cannot be either: decided before anything changes.
-
-Strategy, as for torch: an embedding of enough rows is replaced, or refused with all reasons at once. It stays only for a stated reason: too
-few rows, frozen, or asked for. The tables that a model's DistributedEmbedding layers declare are checked, then made or opened, each with a
-rule of its own.
-"""
+"""Where the embeddings of a Keras model are, and which cannot be tables; and the tables that its DistributedEmbedding layers declare."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -17,9 +13,8 @@ from numpy.typing import NDArray
 from kvemb import init
 from kvemb.errors import InvalidInputError
 from kvemb.init import Initializer
-from kvemb.schema.table_def import check_table_name
 
-from ...bridge.filled_tables import TableOptions
+from ...bridge.filled_tables import TableOptions, WeightPlace
 from ..layers.distributed_embedding import DistributedEmbedding
 from ..layers.feature_configs import TableConfig
 from ..steps.model_state import refuse_unfit, rule_of
@@ -30,82 +25,40 @@ if TYPE_CHECKING:
     from kvemb.api.table import Table
 
 
-Names = Mapping[str, str] | Callable[[str], str]
-"""Table names by layer's name, or a function from it."""
 _STD_WITHIN_2 = 0.87962566103423978  # of a normal distribution that is cut at 2 of its own: Keras scales by it
 
 
-@dataclass(frozen=True, eq=False)
-class KerasSite:
-    """One keras.layers.Embedding that becomes a table.
-
-    Args:
-        table: its name.
-        layer: may be not built yet, and then has no weight.
-    """
-
-    table: str
-    layer: Any
-
-    @property
-    def n_rows(self) -> int:
-        """Rows: ids are 0 to n_rows - 1."""
-        return int(self.layer.input_dim)
-
-    @property
-    def dim(self) -> int:
-        """Weights per row."""
-        return int(self.layer.output_dim)
-
-    @property
-    def padding(self) -> list[int]:
-        """None: Keras trains the row that is masked, if something looks at it."""
-        return []
-
-    def rows_of(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return rows [n, dim] of the layer's weight."""
-        if keras.backend.backend() == "torch":
-            rows: NDArray[np.float32] = self.layer._embeddings.value.detach().cpu().numpy()[ids]
-            return rows
-        return np.asarray(keras.ops.convert_to_numpy(keras.ops.take(self.layer._embeddings, ids, axis=0)), np.float32)
-
-    def __str__(self) -> str:
-        return f"table {self.table!r} (layer {self.layer.name!r})"
+def places_of(model: Any) -> list[WeightPlace]:
+    """Find every keras.layers.Embedding that is not over a table, by its name; one that is not built yet has no weight."""
+    layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.Embedding) and not hasattr(layer, "table_name")]
+    frozen = "frozen: it is not trained"
+    return [
+        WeightPlace((of.name,), of, of, int(of.input_dim), int(of.output_dim), partial(_rows, of), "" if of.trainable else frozen)
+        for of in layers
+    ]
 
 
-def find_sites(
-    model: Any, min_rows: int, names: Names | None, leave: Collection[str], prefix: str
-) -> tuple[list[KerasSite], list[tuple[str, str]]]:
-    """Decide for each keras.layers.Embedding whether it becomes a table.
+def _rows(layer: Any, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    if keras.backend.backend() == "torch":
+        rows: NDArray[np.float32] = layer._embeddings.value.detach().cpu().numpy()[ids]
+        return rows
+    return np.asarray(keras.ops.convert_to_numpy(keras.ops.take(layer._embeddings, ids, axis=0)), np.float32)
 
-    Returns:
-        The embeddings that become tables; (name, why) of those that stay.
-    """
-    layers = [layer for layer in model._flatten_layers() if type(layer).__mro__.count(keras.layers.Embedding)]
-    plain = [layer for layer in layers if not hasattr(layer, "table_name")]
-    known = {layer.name for layer in plain}
-    for what, given in (("leave", set(leave)), ("names", set(names) if isinstance(names, Mapping) else set())):
-        if unknown := sorted(given - known):
-            raise InvalidInputError(f"{what}: no embedding is named {', '.join(unknown)}; there are: {', '.join(sorted(known)) or 'none'}")
-    sites, left, problems = [], [], []
-    timed = {id(one.layer) for one in model._flatten_layers() if isinstance(one, keras.layers.TimeDistributed)}
-    for layer in plain:
-        why = "leave=[…] names it" if layer.name in leave else _reason_to_stay(layer, min_rows)
-        if why:
-            left.append((layer.name, why))
-            continue
-        problems += [f"{layer.name!r}: {problem}" for problem in _problems(layer, id(layer) in timed)]
-        sites.append(KerasSite(_name(layer.name, names, prefix), layer))
-    if problems:
-        raise InvalidInputError(
-            "nothing was changed: " + "; ".join(problems) + ". Change the model, or keep these local with leave=[their names]"
-        )
-    tables = [site.table for site in sites]
-    if twice := sorted({name for name in tables if tables.count(name) > 1}):
-        raise InvalidInputError(
-            f"names: several layers would be table {', '.join(twice)}; give each a name=, or share rows by sharing a layer"
-        )
-    return sites, left
+
+def problems_of(model: Any, layer: Any) -> Iterator[str]:
+    """Yield the reasons why a layer cannot be one over a table."""
+    if any(one.layer is layer for one in model._flatten_layers() if isinstance(one, keras.layers.TimeDistributed)):
+        yield "TimeDistributed calls it once for each step of time: it takes ids of any shape, so call it without that layer"
+    if type(layer) is not keras.layers.Embedding:
+        yield f"{type(layer).__name__} is a class of its own"
+    if layer.embeddings_regularizer is not None:
+        yield "embeddings_regularizer: it needs all rows in every step"
+    if layer.embeddings_constraint is not None:
+        yield "embeddings_constraint: it would write rows, which only parameter servers do"
+    if layer.lora_rank or layer.quantization_mode:
+        yield "LoRA and quantization need all rows at once"
+    if layer.variable_dtype != "float32":
+        yield f"its weight is {layer.variable_dtype}, and rows are looked up as float32 (storage may be 16 bits: dtype=)"
 
 
 def counterpart(given: Any, rows: int, dim: int) -> Initializer | None:
@@ -134,35 +87,6 @@ def _by_variance(given: Any, rows: int, dim: int) -> Initializer:
     return init.truncated_normal(0.0, math.sqrt(variance) / _STD_WITHIN_2)
 
 
-def _reason_to_stay(layer: Any, min_rows: int) -> str:
-    if layer.input_dim < min_rows:
-        return f"{layer.input_dim} rows, fewer than min_rows={min_rows}"
-    return "" if layer.trainable else "frozen: it is not trained"
-
-
-def _problems(layer: Any, timed: bool) -> Iterator[str]:
-    if timed:
-        yield "TimeDistributed calls it once for each step of time: it takes ids of any shape, so call it without that layer"
-    if type(layer) is not keras.layers.Embedding:
-        yield f"{type(layer).__name__} is a class of its own"
-    if layer.embeddings_regularizer is not None:
-        yield "embeddings_regularizer: it needs all rows in every step"
-    if layer.embeddings_constraint is not None:
-        yield "embeddings_constraint: it would write rows, which only parameter servers do"
-    if layer.lora_rank or layer.quantization_mode:
-        yield "LoRA and quantization need all rows at once"
-    if layer.variable_dtype != "float32":
-        yield f"its weight is {layer.variable_dtype}, and rows are looked up as float32 (storage may be 16 bits: dtype=)"
-
-
-def _name(layer: str, names: Names | None, prefix: str) -> str:
-    given = names(layer) if callable(names) else (names or {}).get(layer, layer)
-    try:
-        return check_table_name(prefix + given)
-    except InvalidInputError as error:
-        raise InvalidInputError(f"layer {layer!r}: {error}; give names={{{layer!r}: …}}") from error
-
-
 @dataclass(frozen=True, eq=False)
 class DeclaredTable:
     """One table, with its TableConfig in a cluster's words."""
@@ -174,7 +98,7 @@ class DeclaredTable:
 
 
 def declared_tables(model: Any, initializer: Initializer | None) -> list[DeclaredTable]:
-    """Return the tables that a model's layers declare; `initializer` takes the place of theirs."""
+    """Return the tables that a model's layers declare, checked; `initializer` takes the place of theirs."""
     layers = [layer for layer in model._flatten_layers() if isinstance(layer, DistributedEmbedding)]
     configs = list({id(table): table for layer in layers for table in layer.tables}.values())
     names = [config.name for config in configs]

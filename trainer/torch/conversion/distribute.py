@@ -1,13 +1,12 @@
 """distribute: a torch model's large embeddings become tables, in place, in one line; its training loop stays as it is.
 
-Strategy: everything is checked before anything changes. Then tables are made and filled. The model and the optimizer are changed last, by
-assignments that are undone if one fails.
+Strategy: the model and the optimizer are changed by assignments that are undone if one fails.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Unpack, cast
 
 import torch
 from torch import nn
@@ -16,22 +15,26 @@ from kvemb.errors import InvalidInputError
 from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
 
-from ...bridge.distributed import Distributed
-from ...bridge.filled_tables import Carry, First, SiteTable, TableOptions, check_connection, exists, fill, make_table, open_table
+from ...bridge.convert_model import Conversion, Distributed, DistributeOptions, convert_model
+from ...bridge.filled_tables import CARRIED, Carry, First, Site, SiteTable, TableOptions, WeightPlace
 from ...bridge.pushed_steps import MAX_UNAPPLIED, check_max_unapplied
+from ..lookup.parameter_walks import n_ranks
 from ..lookup.table_module import modules_by_table
-from ..lookup.table_weight import become, let_go, turn_back
+from ..lookup.table_weight import WEIGHT_BYTES, become, is_readable, let_go, turn_back
 from ..modules.embedding import Embedding, EmbeddingBag, ScaledEmbedding
 from ..optimizer.joined_step import Follows, JoinedStep
 from ..optimizer.optimizer_map import MappedGroup, watch
 from ..optimizer.sparse_optimizer import SparseOptimizer
-from .distribute_plan import DistributePlan, Names, Site, TorchEmbedding, make_plan
-from .distribute_report import lines
-from .first_rows import check_range, first_rows
+from .distribute_plan import TorchEmbedding, held_at, places_of, problems_of, tied_to
+from .outside_references import OutsideReference, outside_references
 from .recognized_embeddings import is_scaled
 
 if TYPE_CHECKING:
     from kvemb.api import Cluster
+
+CARRY_ROWS, CARRY_BYTES = 10_000_000, 1 << 30
+"""How much of a model is assigned without a request: about a minute's work for two shards on a machine of 2 cores."""
+_SHOWN = 8
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -49,18 +52,10 @@ def distribute(
     model: nn.Module,
     cluster: "Cluster",
     *,
-    min_rows: int = 10_000,
     optimizer: torch.optim.Optimizer | OptimizerSpec | None = None,
     carry_weights: Carry = None,
-    names: Names | None = None,
-    prefix: str = "",
-    leave: Collection[str] = (),
-    initializer: Initializer | None = None,
-    dtype: str = "float32",
-    seed: int = 0,
-    reduce: str = "sum",
     max_unapplied: int = MAX_UNAPPLIED,
-    quiet: bool = False,
+    **options: Unpack[DistributeOptions],
 ) -> DistributedTorch:
     """Replace a model's large nn.Embedding and nn.EmbeddingBag by ones whose rows the cluster keeps, in place.
 
@@ -75,20 +70,14 @@ def distribute(
     Args:
         model: whose embeddings are replaced; modules that share a weight share the table.
         cluster: of `kvemb.connect`.
-        min_rows: embeddings of fewer rows stay, and so do frozen ones.
         optimizer: a torch optimizer made of the model's parameters. It keeps the others, and its step() pushes, too. Each table
             gets its rule and follows its group's run-time values (docs/conversion.md lists the mapped options). Or a `kvemb.optim` rule for
             all tables, to train with SparseOptimizer(model). None: open tables that exist, as for serving.
         carry_weights: True: assign the weights, however many. False: read their initializer off them. "overwrite": assign them also where
             the table exists; for one trainer alone.
-        names: of the tables, by module path, or a function from path to name; the path unless given.
-        prefix: stands before the name of each table, as "ranker/": a model that is not to share rows with another one needs its own.
-        leave: paths of embeddings that stay.
-        initializer: draws the rows, in place of the weights.
-        dtype, seed, reduce: of the tables; see `kvemb.schema.table_def.TableDef`. With averaged dense gradients (DistributedDataParallel):
-            reduce="mean".
         max_unapplied: of its pushes in an async job, see SparseOptimizer; goes with a torch optimizer.
-        quiet: do not write the report to stderr.
+        options: `DistributeOptions`: min_rows, names, prefix, leave, initializer, dtype, seed, reduce, quiet. With averaged dense gradients
+            (DistributedDataParallel): reduce="mean".
 
     Raises:
         InvalidInputError: an embedding or an optimizer option that has no counterpart, named with its table, or arguments that do not
@@ -110,79 +99,173 @@ def distribute(
         ...     len(cluster.table("word"))
         20000
     """
-    check_connection(cluster)
-    _check_arguments(optimizer, carry_weights, initializer, (dtype, seed, reduce))
-    _check_bound(optimizer, max_unapplied)
-    plan = make_plan(model, min_rows, names, leave, prefix)
-    _check_carry(plan, carry_weights)
-    torchs = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-    follows = {} if torchs is None else {site.table: _follow(site, torchs) for site in plan.sites}
-    rule_of = {name: follow.mapped.spec for name, follow in follows.items()}
-    if isinstance(optimizer, OptimizerSpec):
-        rule_of = {site.table: optimizer for site in plan.sites}
-    trained = [site for site in plan.sites if torchs is not None and _has_state(torchs, site)]
-    if optimizer is None:
-        tables = [open_table(cluster, site) for site in plan.sites]
-    else:
-        first = first_rows(plan.sites, carry_weights, initializer, lambda site: exists(cluster, site))
-        for site in plan.sites:
-            if first[site.table].carried:
-                check_range(site, dtype)
-        tables = _made_and_filled(cluster, plan, rule_of, TableOptions(dtype, seed, reduce), first, carry_weights)
-    sparse = _change(model, tables, torchs, follows, max_unapplied)
-    for site in plan.sites:
-        let_go(site.weight)
-    report = lines(plan, tables, carry_weights, follows, trained)
-    done = DistributedTorch(tables=tuple(one.table for one in tables), lines=tuple(report), optimizer=sparse)
-    done.report(quiet=quiet)
-    return done
+    _check_arguments(optimizer, carry_weights, options)
+    check_max_unapplied(max_unapplied)
+    if max_unapplied != MAX_UNAPPLIED and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidInputError("max_unapplied goes with a torch optimizer, whose step() pushes; otherwise give it to SparseOptimizer")
+    return convert_model(TorchModel(model, optimizer, carry_weights, max_unapplied), cluster, carry=carry_weights, **options)
 
 
-def _check_arguments(optimizer: object, carry: object, initializer: Initializer | None, rest: tuple[str, int, str]) -> None:
+def _check_arguments(optimizer: object, carry: object, options: DistributeOptions) -> None:
     if carry not in (None, True, False, "overwrite"):
         raise InvalidInputError(f'carry_weights is {carry!r}; give True, False, "overwrite" or nothing')
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer | OptimizerSpec):
         raise InvalidInputError(f"optimizer is {optimizer!r}; give a torch.optim.Optimizer, or one of kvemb.optim's functions called")
-    if optimizer is None and (carry is not None or initializer is not None or rest != ("float32", 0, "sum")):
+    usual: DistributeOptions = {"initializer": None, "dtype": "float32", "seed": 0, "reduce": "sum"}
+    if optimizer is None and (carry is not None or usual | options != options | usual):
         raise InvalidInputError(
             "carry_weights, initializer, dtype, seed and reduce need an optimizer: without one, tables that exist are opened as they are"
         )
 
 
-def _check_bound(optimizer: object, max_unapplied: int) -> None:
-    check_max_unapplied(max_unapplied)
-    if max_unapplied != MAX_UNAPPLIED and not isinstance(optimizer, torch.optim.Optimizer):
-        raise InvalidInputError("max_unapplied goes with a torch optimizer, whose step() pushes; otherwise give it to SparseOptimizer")
+class TorchModel(Conversion[DistributedTorch]):
+    """A torch model and its optimizer."""
 
+    kind = "module"
+    sought = "nn.Embedding or nn.EmbeddingBag"
 
-def _check_carry(plan: DistributePlan, carry: Carry) -> None:
-    for site in plan.sites if carry else ():
-        if site.weight.device.type == "meta":
-            raise InvalidInputError(f"{site}: its weight is on the meta device and holds nothing to carry; give initializer= instead")
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | OptimizerSpec | None = None,
+        carry: Carry = None,
+        max_unapplied: int = MAX_UNAPPLIED,
+    ) -> None:
+        self._model, self._rule, self._carry, self._max_unapplied = model, optimizer, carry, max_unapplied
+        self._optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+        self._beside: Sequence[OutsideReference] = ()
+        self._follows: dict[str, Follows] = {}
+        self._trained: list[str] = []
+        self._holders: list[tuple[Site, list[str]]] = []  # paths that lead to a site beside its modules
 
+    def places(self) -> list[WeightPlace]:
+        """Find the embeddings."""
+        found = places_of(self._model)
+        self._beside = outside_references(self._model)
+        return found
 
-def _made_and_filled(
-    cluster: "Cluster",
-    plan: DistributePlan,
-    rule_of: Mapping[str, OptimizerSpec],
-    options: TableOptions,
-    first: Mapping[str, First],
-    carry: Carry,
-) -> list[SiteTable[Site]]:
-    tables: list[SiteTable[Site]] = []
-    try:
-        for site in plan.sites:
-            tables.append(make_table(cluster, site, rule_of[site.table], options, first[site.table], carry))
-        fill(tables, carry)
-    except BaseException as error:
-        begun = [one.site.table for one in tables if one.first.carried and (one.made or carry == "overwrite")]
-        if begun:
-            error.add_note(
-                f"The table(s) {', '.join(begun)} exist now, perhaps without all of their first rows; call distribute again with "
-                'carry_weights="overwrite", in one trainer'
+    def problems(self, holders: Sequence[WeightPlace]) -> Iterator[str]:
+        """As `problems_of`."""
+        return problems_of(self._model, self._beside, holders)
+
+    def tied(self, site: Site) -> list[tuple[str, nn.Module, str]]:
+        """Return (path, module, name) of parameters of other modules that are the site's weight."""
+        return list(tied_to(self._model, site))
+
+    def held(self, site: Site) -> list[str]:
+        """Return the paths of attributes that lead to a site."""
+        return list(held_at(self._beside, site))
+
+    def rules(self, sites: Sequence[Site], options: TableOptions) -> Mapping[str, OptimizerSpec] | None:
+        """Find the group of the optimizer that holds each weight."""
+        for site in sites if self._carry else ():
+            if _is_meta(site):
+                raise InvalidInputError(f"{site}: its weight is on the meta device and holds nothing to carry; give initializer= instead")
+        if self._optimizer is None:
+            return {site.table: self._rule for site in sites} if isinstance(self._rule, OptimizerSpec) else None
+        self._follows = {site.table: _follow(site, self._optimizer) for site in sites}
+        self._trained = [site.table for site in sites if _has_state(self._optimizer, site)]
+        return {name: follow.mapped.spec for name, follow in self._follows.items()}
+
+    def first_rows(self, sites: Sequence[Site], given: Initializer | None, exists: Callable[[Site], bool]) -> dict[str, First]:
+        """Assign the module's weights, if all of a model's can be assigned in a minute or so; else ask. A table that exists needs none."""
+        carry = self._carry
+        if given is not None and not carry:
+            return {site.table: First(False, given, True) for site in sites}
+        carried = _assignable(sites) if carry is None else {site.table for site in sites if carry}
+        first, unknown = {}, []
+        for site in sites:
+            if site.table in carried:
+                first[site.table] = First(True, given or CARRIED, given is not None)
+            elif exists(site):
+                first[site.table] = First(False, None)
+            else:
+                unknown.append(f"{site}, {site.n_rows} x {site.dim}: {_why_unknown(site, carry)}")
+        if unknown:
+            hint = ", carry_weights=True to assign the module's weights however long it takes"
+            raise InvalidInputError(
+                "nothing was changed: the first rows are not known of "
+                + "; ".join(unknown)
+                + ". Give initializer=, as kvemb.init.normal(std=1.0), which is nn.Embedding's own, to draw them"
+                + ("" if carry is False or all(map(_is_meta, sites)) else hint)
+                + ", or keep these local with leave=[their paths]"
             )
-        raise
-    return tables
+        return first
+
+    def convert(self, tables: Sequence[SiteTable], cluster: "Cluster", options: TableOptions) -> Callable[..., DistributedTorch]:
+        """Put the new modules and the push in; undo it all if that fails."""
+        self._holders = [(one.site, [*(path for path, *_ in self.tied(one.site)), *self.held(one.site)]) for one in tables]
+        undo: list[Callable[[], object]] = []
+        try:
+            _replace(self._model, [(one, self.tied(one.site)) for one in tables], undo)
+            sparse = None if self._optimizer is None else self._joined(self._optimizer, tables, undo)
+        except BaseException:
+            for action in reversed(undo):
+                action()
+            raise
+        for one in tables:
+            let_go(one.site.weight)
+        return partial(DistributedTorch, tables=tuple(one.table for one in tables), optimizer=sparse)
+
+    def _joined(self, optimizer: torch.optim.Optimizer, tables: Sequence[SiteTable], undo: list[Callable[[], object]]) -> SparseOptimizer:
+        _take_out(optimizer, [one.site.weight for one in tables], undo)
+        sparse = SparseOptimizer(self._model, max_unapplied=self._max_unapplied)
+        modules_of = modules_by_table(self._model)
+        pending = {name: modules[0].pending for name, modules in modules_of.items()}
+        JoinedStep(optimizer, sparse, self._follows, pending)
+        watch(optimizer, list(pending.values()), [module.stand_in for modules in modules_of.values() for module in modules])
+        return sparse
+
+    def notes(self, tables: Sequence[SiteTable]) -> Iterable[str]:
+        """Name what holds a replaced weight besides, and the differences from now on."""
+        for readable in (True, False):
+            held = [path for site, paths in self._holders if is_readable(site.n_rows, site.dim) is readable for path in paths]
+            if not held:
+                continue
+            shown = ", ".join(held[:_SHOWN]) + (f" and {len(held) - _SHOWN} more" if len(held) > _SHOWN else "")
+            whole = "a read of a weight pulls all rows, and a step pushes all their gradients"
+            if not readable:
+                whole = f"a read of a weight raises an error, for these tables are beyond {WEIGHT_BYTES >> 20} MiB"
+            yield f"note: the replaced module is also held at {shown}; calls there look the table up, and {whole}"
+        if lazy := sorted(name for name, one in self._follows.items() if one.mapped.lazy):
+            yield (
+                "note: as with torch.optim.SparseAdam, rows move only in steps whose batches hold them; with dense gradients torch would "
+                f"also move the others, by momentum or decay ({', '.join(lazy)})"
+            )
+        ranks = n_ranks()
+        summed = [one.site.table for one in tables if one.table.definition.reduce == "sum" and one.table.cluster.mode == "sync"]
+        if ranks > 1 and summed:
+            yield (
+                f"note: gradients of rows are summed over the trainers; if those of dense weights are averaged over these {ranks} ranks, "
+                f'as DistributedDataParallel does, give reduce="mean" ({", ".join(summed)})'
+            )
+        if ranks > 1 and self._follows:
+            yield "note: clip gradients with kvemb.torch.clip_grad_norm_(model, …) on every rank; torch's own leaves rows out in such a job"
+        if self._trained:
+            names = ", ".join(self._trained)
+            yield f"note: the optimizer's state of these weights (moments, sums) is not carried, and begins again ({names})"
+
+
+def _is_meta(site: Site) -> bool:
+    return bool(site.weight.device.type == "meta")
+
+
+def _assignable(sites: Iterable[Site]) -> set[str]:
+    """The tables whose weights are assigned unasked: the smallest first, while all together are not too many."""
+    n_rows, n_bytes, names = 0, 0, set()
+    for site in sorted((site for site in sites if not _is_meta(site)), key=lambda site: (site.n_rows * site.dim, site.table)):
+        n_rows, n_bytes = n_rows + site.n_rows, n_bytes + 4 * site.n_rows * site.dim
+        if n_rows <= CARRY_ROWS and n_bytes <= CARRY_BYTES:
+            names.add(site.table)
+    return names
+
+
+def _why_unknown(site: Site, carry: Carry) -> str:
+    if _is_meta(site):
+        return "its weight is on the meta device and holds nothing"
+    if carry is False:
+        return "carry_weights is False"
+    return f"too large to be assigned unasked (beyond {CARRY_ROWS} rows or {CARRY_BYTES >> 20} MiB of the model)"
 
 
 def _follow(site: Site, optimizer: torch.optim.Optimizer) -> Follows:
@@ -202,59 +285,35 @@ def _has_state(optimizer: torch.optim.Optimizer, site: Site) -> bool:
     return any(value is not None for value in state.values()) and bool(state.get("step", 1))
 
 
-def _change(
-    model: nn.Module,
-    tables: Sequence[SiteTable[Site]],
-    optimizer: torch.optim.Optimizer | None,
-    follows: Mapping[str, Follows],
-    max_unapplied: int,
-) -> SparseOptimizer | None:
-    """Put the new modules and the push in; undo it all if that fails."""
-    undo: list[Callable[[], object]] = []
-    try:
-        _replace(model, tables, undo)
-        if optimizer is None:
-            return None
-        _take_out(optimizer, [one.site.weight for one in tables], undo)
-        sparse = SparseOptimizer(model, max_unapplied=max_unapplied)
-        modules_of = modules_by_table(model)
-        pending = {name: modules[0].pending for name, modules in modules_of.items()}
-        JoinedStep(optimizer, sparse, follows, pending)
-        watch(optimizer, list(pending.values()), [module.stand_in for modules in modules_of.values() for module in modules])
-        return sparse
-    except BaseException:
-        for action in reversed(undo):
-            action()
-        raise
+_Tied = Sequence[tuple[str, nn.Module, str]]
 
 
-def _replace(model: nn.Module, tables: Sequence[SiteTable[Site]], undo: list[Callable[[], object]]) -> None:
-    new = {id(module): _module(module, one) for one in tables for _, module in one.site.modules}
+def _replace(model: nn.Module, tables: Sequence[tuple[SiteTable, _Tied]], undo: list[Callable[[], object]]) -> None:
+    new = {id(place.holder): _module(place.holder, one) for one, _ in tables for place in one.site.places}
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if id(child) in new:
                 parent._modules[name] = new[id(child)]
                 undo.append(partial(parent._modules.__setitem__, name, child))
-    for one in tables:
-        for _, module in one.site.modules:
-            module.__dict__["forward"] = new[id(module)].__call__
-            undo.append(partial(module.__dict__.pop, "forward"))
-        _read_from_table(one.site, new[id(one.site.modules[0][1])], undo)
+    for one, tied in tables:
+        for place in one.site.places:
+            place.holder.__dict__["forward"] = new[id(place.holder)].__call__
+            undo.append(partial(place.holder.__dict__.pop, "forward"))
+        _read_from_table(one.site.weight, tied, new[id(one.site.places[0].holder)], undo)
 
 
-def _read_from_table(site: Site, module: Embedding | EmbeddingBag, undo: list[Callable[[], object]]) -> None:
+def _read_from_table(weight: nn.Parameter, tied: _Tied, module: Embedding | EmbeddingBag, undo: list[Callable[[], object]]) -> None:
     """Let every holder of the weight read the table's rows: it is no module's parameter any more."""
-    kind, parameter = type(site.weight), cast(nn.Parameter, site.weight)
-    become(site.weight, module)
-    undo.append(partial(turn_back, site.weight, kind))
-    for _, tied, name in site.tied:
-        tied.__dict__[name] = site.weight  # found before parameters; the parameter's place stays, for `materialize`
-        tied._parameters[name] = None
-        undo.append(partial(tied._parameters.__setitem__, name, parameter))
-        undo.append(partial(tied.__dict__.pop, name))
+    undo.append(partial(turn_back, weight, type(weight)))
+    become(weight, module)
+    for _, other, name in tied:
+        other.__dict__[name] = weight  # found before parameters; the parameter's place stays, for `materialize`
+        other._parameters[name] = None
+        undo.append(partial(other._parameters.__setitem__, name, weight))
+        undo.append(partial(other.__dict__.pop, name))
 
 
-def _module(old: TorchEmbedding, one: SiteTable[Site]) -> Embedding | EmbeddingBag:
+def _module(old: TorchEmbedding, one: SiteTable) -> Embedding | EmbeddingBag:
     new: Embedding | EmbeddingBag
     if isinstance(old, nn.EmbeddingBag):
         new = EmbeddingBag(one.table, old.mode, old.include_last_offset, old.padding_idx)
