@@ -46,10 +46,7 @@ _BEGUN_S = time.monotonic()
 _SLOW_S = 30.0
 
 # The tests of one file stay in one process. These take minutes there, so no process may be left with one when all others have ended.
-BEGIN_FIRST = (
-    "tests/faults/test_faults_shard_moves.py",
-    "tests/torch/test_sync_equality.py",
-)
+BEGIN_FIRST = ("tests/faults/test_faults_shard_moves.py",)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

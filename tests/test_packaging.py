@@ -397,6 +397,16 @@ def test_the_locks_have_what_pyproject_asks_for() -> None:
     assert names(PROJECT["optional-dependencies"]["checkpoint"]) | run <= checkpoint
 
 
+@pytest.mark.parametrize("extra", ["keras", "tensorflow", "jax"])
+def test_the_extra_of_a_bridge_ends_above_what_ci_has_tried(extra: str) -> None:
+    """Bridges use private names of frameworks."""
+    pinned = dict(re.findall(r"^([\w-]+)==([\d.]+)$", read("scripts/frameworks.txt"), re.MULTILINE))
+    for requirement in PROJECT["optional-dependencies"][extra]:
+        name, upper = re.fullmatch(r"([\w-]+)>=[\d.]+,<([\d.]+)", requirement).groups()  # type: ignore[union-attr]
+        *same, last = map(int, upper.split("."))
+        assert list(map(int, pinned[name].split(".")))[: len(same) + 1] == [*same, last - 1], requirement
+
+
 def test_deploy_scripts_are_valid_shell() -> None:
     for path in sorted((ROOT / "deploy").glob("**/*.sh")):
         shell = path.read_text(encoding="utf-8").splitlines()[0].split("/")[-1].split()[-1]

@@ -62,6 +62,11 @@ class TestShapes:
         with pytest.raises(InvalidInputError, match="feature 'x'"):
             dense(engine, {"x": np.int64(1)}, [indicator_column(categorical_column_with_identity("x", 9))])
 
+    def test_a_masked_array_is_refused_for_it_would_lose_its_mask(self, engine: str) -> None:
+        for column in (numeric_column("x"), indicator_column(categorical_column_with_identity("x", 9))):
+            with pytest.raises(InvalidInputError, match=r"feature 'x': 1 elements of a numpy.ma array are masked"):
+                dense(engine, {"x": np.ma.masked_equal(np.arange(3), 2)}, [column])
+
     def test_one_column_stands_for_a_list_of_it(self, engine: str) -> None:
         side(engine)
         if engine.startswith("keras"):

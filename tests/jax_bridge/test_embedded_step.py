@@ -69,32 +69,6 @@ class Plain:
         return float(loss)
 
 
-def trained(step: Any, loader: Any) -> list[float]:
-    params, dense = first_params(), optax.sgd(0.1)
-    state, losses = dense.init(params), []
-    for batch in loader:
-        params, state, loss = step(params, state, batch)
-        losses.append(float(loss))
-    return losses
-
-
-@pytest.mark.parametrize("way", ["pulled by the step", "prepared exact", "prepared bounded"])
-def test_losses_are_those_of_a_table_of_jaxs_own(sync_cluster: kvemb.Cluster, way: str) -> None:
-    of = tables(sync_cluster, f".{way.replace(' ', '_')}")
-    plain, data = Plain(of, optax.sgd(RATE)), batches(40)
-    step = kj.embed(loss_fn, of, optimizer=optax.sgd(0.1))
-    loader: Any = data
-    if way == "prepared exact":
-        loader = kj.prepare(step, data, consistency="exact", threads_num=2, capacity=3)
-    elif way == "prepared bounded":
-        loader = kj.prepare(step, data, consistency="bounded", k=0, threads_num=1, capacity=1)
-    losses = trained(step, loader)
-    np.testing.assert_allclose(losses, [plain.take(batch) for batch in data], rtol=2e-6)
-    assert losses[-1] != losses[0]
-    if way == "prepared exact":
-        assert "0 of 40 batches were pulled again" in loader.report
-
-
 GATHERING: dict[str, Any] = {
     "mean": lambda rule: optax.MultiSteps(rule, 3),
     "sum": lambda rule: optax.MultiSteps(rule, 3, use_grad_mean=False),
@@ -193,14 +167,6 @@ def test_features_that_share_a_table_are_one_pull_and_their_gradients_add_up(clu
     ids, grads = cluster.pushes[-1]["item"]
     assert cluster.n_pulls == 1
     assert dict(zip(ids.tolist(), grads[:, 0].tolist(), strict=True)) == {1: 1.0, 2: 4.0, 3: 2.0}
-
-
-def test_evaluation_pushes_nothing(cluster: MemoryCluster) -> None:
-    step = kj.embed(loss_fn, memory_tables(cluster))
-    (batch,) = batches(1)
-    loss, _ = step.evaluate(first_params(), batch), step.rows(batch)
-    assert cluster.pushes == []
-    assert float(loss) == float(step(first_params(), batch)[0])
 
 
 def test_without_an_optimizer_it_is_value_and_grad_by_the_parameters(cluster: MemoryCluster) -> None:

@@ -149,13 +149,6 @@ def test_a_dataset_is_prepared_and_nothing_happens_to_it_while_the_step_is_trace
     assert "not foreseen" not in batches.report
 
 
-def test_evaluation_pushes_nothing() -> None:
-    cluster = MemoryCluster()
-    model = on_memory(cluster)
-    model.loss(batches(1)[0])
-    assert cluster.pushes == []
-
-
 def test_rows_looked_up_under_no_tape_are_told_at_the_first_step() -> None:
     cluster = MemoryCluster()
     model = on_memory(cluster)

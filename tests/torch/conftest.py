@@ -13,7 +13,7 @@ try:
     import torch.nn
 except ImportError:
     torch = None  # the test files skip themselves; what they share would fail where pytest looks for doctests
-    collect_ignore = ["collection_features.py", "creating_cluster.py", "ddp_job.py", "sync_job.py", "tensorflow_features.py"]
+    collect_ignore = ["collection_features.py", "creating_cluster.py", "ddp_job.py", "tensorflow_features.py"]
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 

@@ -137,14 +137,6 @@ def test_numbers_pass_through_and_keep_their_gradient() -> None:
     assert layer.asked({"b": prices}) == []
 
 
-def test_masked_features_are_refused_for_they_would_lose_their_mask() -> None:
-    layer = DenseFeatures([embedded("c"), numeric_column("x")], CreatingCluster())
-    ids, prices = np.array([1, 2]), np.array([1.5, 2.5])
-    for features in ({"c": np.ma.masked_equal(ids, 2), "x": prices}, {"c": ids, "x": np.ma.masked_greater(prices, 2)}):
-        with pytest.raises(InvalidInputError, match=r"feature '[cx]': 1 elements of a numpy.ma array are masked"):
-            layer(features)
-
-
 def test_arrays_that_may_not_be_written_are_fine() -> None:
     ids, prices = np.array([1, 2]), np.array([1.5, 2.5])
     ids.flags.writeable = prices.flags.writeable = False
@@ -165,7 +157,7 @@ def test_no_examples_are_fine() -> None:
         ({"c": [["a"]], "x": [1.0]}, "'c' holds text"),
         ({"c": torch.ones(1), "x": [1.0]}, "'c' holds float32"),
         ({"c": torch.ones(1, 1, 1, dtype=torch.int64), "x": [1.0]}, "feature 'c': .*shape"),
-        ({"c": 3, "x": [1.0]}, "'c' must be a tensor"),
+        ({"c": 3, "x": [1.0]}, "'c': it must be a tensor"),
         ({"c": [[20]], "x": [1.0]}, "'c': 20 is outside"),
         ({"c": [[1]], "x": [[1.0, 2.0]]}, "'x' has the shape"),
         ({"c": [[1]], "x": ["dear"]}, "'x' holds no numbers"),
@@ -192,7 +184,7 @@ def test_weights_that_are_not_those_of_the_values_are_refused(weights: list[Any]
 def test_weights_that_want_a_gradient_are_refused_unless_none_is_recorded() -> None:
     layer = DenseFeatures([embedding_column(weighted_categorical_column(identity("c"), "w"), 2)], CreatingCluster())
     features = {"c": [[1, 2]], "w": torch.ones(1, 2, requires_grad=True)}
-    with pytest.raises(InvalidInputError, match=r"'w' .*gradient.*EmbeddingBagCollection"):
+    with pytest.raises(InvalidInputError, match=r"'w': .*gradient.*EmbeddingBagCollection"):
         layer(features)
     with torch.no_grad():
         assert layer(features).shape == (1, 2)

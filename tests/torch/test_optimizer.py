@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ import torch
 from memory_cluster import MemoryCluster
 from torch import nn
 
-from kvemb import optim
 from kvemb.client.ack import Staleness
 from kvemb.errors import InvalidInputError, PushRejectedError, ShardUnavailableError
 from kvemb.optim import OptimizerSpec
@@ -45,31 +43,6 @@ def dense_twin(cluster: MemoryCluster) -> tuple[nn.Embedding, nn.Embedding]:
 
 def twin_forward(users: nn.Embedding, items: nn.Embedding) -> torch.Tensor:
     return (users(USERS) * (items(ITEMS).sum(dim=1) + items(ITEMS[:, 0]))).sum(dim=1)
-
-
-TORCH_OPTIMIZERS: dict[str, tuple[OptimizerSpec, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]] = {
-    "sgd": (optim.sgd(0.01), lambda params: torch.optim.SGD(params, lr=0.01)),
-    "adagrad": (optim.adagrad(0.1), lambda params: torch.optim.Adagrad(params, lr=0.1)),
-    "adam": (optim.adam(0.1), lambda params: torch.optim.SparseAdam(params, lr=0.1)),
-}
-
-
-@pytest.mark.parametrize("kind", list(TORCH_OPTIMIZERS))
-def test_training_follows_torchs_own_modules_and_optimizer(kind: str) -> None:
-    spec, make = TORCH_OPTIMIZERS[kind]
-    cluster = MemoryCluster("sync")
-    model = Model(cluster, spec)
-    twins = dense_twin(cluster)
-    ours, theirs = SparseOptimizer(model), make([twin.weight for twin in twins])
-    for _ in range(30):
-        losses = []
-        for optimizer, out in ((ours, model(USERS, ITEMS)), (theirs, twin_forward(*twins))):
-            loss = out.square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_all_tables_travel_in_one_push_and_shared_tables_add_up() -> None:

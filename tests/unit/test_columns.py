@@ -1,9 +1,13 @@
 """Feature columns and what features hold: the rules of tf.feature_column, on plain arrays."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from kvemb.errors import InvalidInputError
 from trainer.columns import (
@@ -18,8 +22,8 @@ from trainer.columns import (
     shared_embedding_columns,
     weighted_categorical_column,
 )
-from trainer.columns.column_ids import read_ids
-from trainer.columns.column_kinds import CategoricalColumn
+from trainer.columns.column_kinds import CategoricalColumn, NumericColumn
+from trainer.columns.column_values import ColumnValues
 from trainer.columns.feature_values import Bags, cross_bags, dense_bags, hash_buckets, jagged_bags, list_bags
 
 
@@ -180,9 +184,10 @@ def test_several_numbers_have_ranges_of_their_own() -> None:
 
 
 def ids_of(column: CategoricalColumn, **features: list[object]) -> Bags:
-    return read_ids(
-        column, lambda key: (list_bags(features[key]), True), lambda of: np.array(features[of.key], np.float32).reshape(-1, of.width)
-    )
+    def numbers(of: NumericColumn, given: Mapping[str, Any]) -> NDArray[Any]:
+        return np.array(given[of.key], np.float32).reshape(-1, of.width)
+
+    return ColumnValues(features, lambda value: (list_bags(value), True), numbers).ids(column)
 
 
 def test_a_cross_is_of_a_features_values_and_of_columns_ids() -> None:

@@ -1,8 +1,7 @@
 """A loader whose batches come with their rows already pulled, for every framework.
 
-Strategy: threads work out the lookups of a batch, and pull the rows of all tables at once. When the batch is handed out, the rows
-go to the `SharedLookups`, which serve lookups of exactly these ids. A lookup that was not foreseen is pulled when it is made: a wrong
-forecast costs time and never gives wrong rows.
+Threads work out a batch's lookups, and pull the rows of all tables at once. The `SharedLookups` serve lookups of exactly these ids; one
+that was not foreseen is pulled when it is made: a wrong forecast costs time and never gives wrong rows.
 """
 
 import logging
@@ -94,21 +93,12 @@ def checked_ahead(
 class BatchesAhead(LoaderRuns[Any]):
     """Stands in a loader's place; each `iter` is a new run over it.
 
-    Args:
-        loader: any iterable of batches.
-        asked: returns the lookups of a batch; must not refer to this object, which would then never be collected.
-        sharing: returns the lookups that share rows now.
-        consistency: how old rows may be.
-        ahead: threads, capacity, executor and report.
+    `asked` returns the lookups of a batch, and must not refer to this object, which would then never be collected; `sharing` the lookups
+    that share rows now.
     """
 
     def __init__(
-        self,
-        loader: Iterable[Any],
-        asked: AskedOf,
-        sharing: Callable[[], Sequence[SharedLookups]],
-        consistency: Consistency,
-        ahead: Ahead,
+        self, loader: Iterable[Any], asked: AskedOf, sharing: Callable[[], Sequence[SharedLookups]], consistency: Consistency, ahead: Ahead
     ) -> None:
         super().__init__(loader, ahead.sizes)
         self._asked, self._sharing, self._consistency = asked, sharing, consistency

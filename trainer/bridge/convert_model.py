@@ -145,7 +145,7 @@ def convert_model(
     of_tables = [f"  {of}, {_fate(one, carry, model.kind)}" for of, one in zip(shown, tables, strict=True)]
     stay = [f"  {path!r} stays: {why}" for path, why in left]
     notes = [f"  {line}" for line in (*_shared_already(tables), *_common_notes(tables, carry), *model.notes(tables))]
-    done = made(lines=(_headline(tables), *of_tables, *stay, *notes))
+    done = made(lines=(*_headline(tables), *of_tables, *stay, *notes))
     if not quiet:
         print(done, file=sys.stderr)
     return done
@@ -154,11 +154,7 @@ def convert_model(
 def make_plan(
     model: Conversion[Any], min_rows: int, names: Names | None = None, leave: Collection[str] = (), prefix: str = ""
 ) -> tuple[list[Site], list[tuple[str, str]]]:
-    """Decide for each place whether it becomes a table: it does, or is refused with all reasons at once, or stays for a stated reason.
-
-    Returns:
-        The weights that become tables; (path, why) of the places that stay.
-    """
+    """Return the weights that become tables, and (path, why) of the places that stay; refuse others, with all reasons at once."""
     places = model.places()
     known = [path for one in places for path in one.paths]
     for argument, given in (("leave", leave), ("names", names if isinstance(names, Mapping) else ())):
@@ -228,9 +224,9 @@ def _check_range(site: Site, dtype: str) -> None:
             )
 
 
-def _headline(tables: Sequence[SiteTable]) -> str:
-    n = sum(len(one.site.places) for one in tables)
-    return f"distribute: {n_of(n, 'embedding')} {'is' if n == 1 else 'are'} replaced by {n_of(len(tables), 'table')}"
+def _headline(tables: Sequence[SiteTable]) -> Iterator[str]:
+    if n := sum(len(one.site.places) for one in tables):
+        yield f"distribute: {n_of(n, 'embedding')} {'is' if n == 1 else 'are'} replaced by {n_of(len(tables), 'table')}"
 
 
 def _fate(one: SiteTable, carry: Carry, kind: str) -> str:

@@ -1,12 +1,8 @@
 """The tables of a model's weights: made or opened, filled, and read whole.
 
-If a table's rows are assigned, its initializer says so: CARRIED, zeros under a name that users do not give. So another trainer knows that
-it has to wait for the rows, which is not needed for rows that are drawn.
-
-Exactly one trainer of a job assigns the first rows of tables that were a model's weights. The trainer that made the table assigns its rows,
-in ascending order, in chunks. Another trainer that finds the table sees by the last chunk that this is done. That chunk is created last,
-though not in all shards at once. So no trainer trains before the rows are there, and rows that were trained are not overwritten by a
-trainer that joins or starts again.
+The trainer that makes a table assigns its first rows, in ascending order, in chunks; its initializer, CARRIED, says so: zeros under a name
+that users do not give. Another trainer waits until the last chunk is there, which is created last, though not in all shards at once. So no
+trainer trains before, and rows that were trained are not overwritten by one that joins or starts again.
 """
 
 import time
@@ -32,20 +28,12 @@ READ_BYTES = 16 << 20
 STALL_S = 120.0
 """How long a trainer waits for another one that assigns and does not get on; generous, a chunk takes far less than a second."""
 _POLL_S = 0.2
-AGAIN = 'In one trainer, call distribute again: in torch with carry_weights="overwrite", else after cluster.drop_table(name)'
+AGAIN = 'call distribute again, in one trainer: in torch with carry_weights="overwrite", else after cluster.drop_table(name)'
 
 
 @dataclass(frozen=True, eq=False)
 class WeightPlace:
-    """One module, layer or variable of a model that holds a weight [n_rows, dim].
-
-    Args:
-        paths: that lead to it; the first one is its own.
-        weight: places with the same one become one table.
-        rows_of: returns the rows [n, dim] of ids; zeros where the model holds none.
-        stays: why it stays as it is, however large; "" if it need not.
-        padding: the id of the row that pads.
-    """
+    """One module, layer or variable that holds a weight [n_rows, dim], by its own path first; places of one weight are one table."""
 
     paths: tuple[str, ...]
     holder: Any
@@ -99,10 +87,7 @@ class Site:
 
 
 def assign_padding(table: "Table", site: Site) -> None:
-    """Set the padding rows that do not exist yet to the module's own: zeros, which no initializer gives.
-
-    Every trainer does so; all have the same rows, and no push of a module with padding changes them.
-    """
+    """Set padding rows that do not exist to the module's own: zeros, which no initializer gives. Every trainer does, all to the same."""
     ids = np.array(site.padding, np.int64)
     if len(ids):
         versions = table.pull(ids, return_versions=True)[1]
@@ -129,7 +114,7 @@ def wait_assigned(table: "Table", site: Site) -> None:
             raise DeadlineExceededError(
                 f"{site}: it exists, rows of the ids up to {last[-1]} do not, and for {STALL_S:g} s no row was added to its {n_now}. The "
                 "trainer that made the table assigns the first rows and may have ended before it was done, or the table was made without "
-                f"weights. {AGAIN}; or erase the rows that are not wanted"
+                f"weights: {AGAIN}; or erase the rows that are not wanted"
             )
         time.sleep(_POLL_S)
 
@@ -149,13 +134,7 @@ CARRIED = init.constant(0.0)
 
 @dataclass(frozen=True)
 class First:
-    """How the rows of a model's table begin.
-
-    Args:
-        carried: its rows are assigned: the module's weights.
-        initializer: its own; None: the table exists, and has one.
-        given: whether the user gave the initializer.
-    """
+    """How a table's rows begin: assigned (carried), or by an initializer, of the user's or not; None: the table exists, and has one."""
 
     carried: bool
     initializer: Initializer | None
@@ -174,13 +153,7 @@ class TableOptions:
 
 @dataclass(frozen=True, eq=False)
 class SiteTable:
-    """The table that is made for one place in a model.
-
-    Args:
-        site, table: both.
-        made: by this trainer.
-        first: how its rows begin; of a table that exists, `carried` says whether the trainer that made it assigns them.
-    """
+    """The table of a site, and whether this trainer made it; if not, `first.carried` says whether the one that made it assigns rows."""
 
     site: Site
     table: "Table"

@@ -1,14 +1,15 @@
 """A step of training, for every framework: the rows pulled ahead, the push of all tables' gradients, the waits, the report.
 
-The number of an async trainer's unapplied pushes is limited: if shards fell behind, rows would otherwise grow old without bound. The wait
-comes before the next push is handed over. So a failed push is reported while the gradients at hand can still be kept.
+An async trainer's unapplied pushes are limited, or rows would grow old without bound if shards fell behind. The wait comes before the next
+push: a failed one is reported while the gradients at hand can still be kept.
 """
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from ..lookahead.cluster_ports import AckPort, ClusterPort, GradientPart, Lookah
 from ..report.step_report import current_report
 from .shared_lookups import SharedLookups
 
+T = TypeVar("T")
 MAX_UNAPPLIED = 16
 """Pushes that may be on their way unless said otherwise: more than shards that keep up ever have."""
 
@@ -135,6 +137,34 @@ class PushedSteps:
         return self.last_ack
 
 
+class GatheredBatches(Generic[T]):
+    """The gradients of rows, batch by batch, until the step of an optimizer that gathers several pushes them."""
+
+    def __init__(self) -> None:
+        self.batches: list[T] = []
+        self._n = 0
+
+    def begin(self, n_gathered: int) -> None:
+        """Begin a batch; warn where the optimizer's state is not that of the batches here. These are dropped then."""
+        if n_gathered != self._n:
+            warnings.warn(
+                f"the optimizer has gathered gradients of {n_gathered} batches, and those of rows here are of {self._n}: its state was "
+                "loaded, or begun anew, in the middle of a step. The coming step trains rows by the batches from now on alone. Save where "
+                "a step is whole",
+                stacklevel=4,
+            )
+            self.batches, self._n = [], n_gathered
+
+    def add(self, batch: T) -> None:
+        """Keep a batch's gradients."""
+        self.batches.append(batch)
+        self._n += 1
+
+    def clear(self) -> None:
+        """Begin a new step."""
+        self.batches, self._n = [], 0
+
+
 def merge_parts(parts: Sequence[GradientPart], dim: int) -> GradientPart:
     """Sum the gradients of several lookups of one table by id; of the versions seen the oldest counts."""
     if not parts:
@@ -149,11 +179,7 @@ def merge_parts(parts: Sequence[GradientPart], dim: int) -> GradientPart:
 
 
 def _begin_step(sharing: Sequence[SharedLookups]) -> tuple[Prefetched | None, list[SharedLookups]]:
-    """Begin a step of all of them.
-
-    Returns:
-        The rows to register, and the lookups they are for: of those that hold rows of one table the first; the others pull again.
-    """
+    """Begin a step of all; return the rows to register, and the lookups they are for: the first ones of each table."""
     prefetched: dict[str, Any] = {}
     holding = []
     for shared in sharing:

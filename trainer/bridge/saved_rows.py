@@ -1,8 +1,7 @@
 """Rows saved beside dense weights, and brought back to the step of those that were loaded: for every framework.
 
-Strategy: a table counts its steps, in checkpoints, too (`Table.steps`). The state of a module or layer over it holds that number. When a
-state is loaded the two are compared, and once more at the first lookup. So dense weights and rows may be loaded in any order; a difference
-that remains at the lookup is reported.
+The state of a module or layer holds its table's number of steps (`Table.steps`), which is compared when a state is loaded, and once more at
+the first lookup. So dense weights and rows may be loaded in any order; a difference that remains is reported.
 """
 
 import logging
@@ -112,14 +111,10 @@ class SavedRows:
         return action()
 
     def save(self) -> str:
-        """Save all rows as they are between two steps; does nothing if that step is saved already.
-
-        Returns:
-            The URL of the checkpoint.
+        """Save all rows as they are between two steps, unless that step is saved already; return the checkpoint's URL.
 
         Raises:
-            CheckpointError, ShardUnavailableError: in every process; there may be a part of a checkpoint, which the next save there
-                replaces.
+            CheckpointError, ShardUnavailableError: in every process; there may be a part of a checkpoint, which the next save replaces.
         """
         self._cluster.flush()
         epoch = max(epoch for epoch, _ in self._cluster.progress())
@@ -129,16 +124,13 @@ class SavedRows:
         return url
 
     def follow(self) -> bool:
-        """Load the rows that were saved with the dense weights that were loaded last, unless the cluster has them.
+        """Load the rows of the dense weights that were loaded last, unless the cluster has them; return whether rows were loaded.
 
         Call it after these are loaded and before training goes on: once a step has begun there is nothing to follow any more.
 
-        Returns:
-            Whether rows were loaded.
-
         Raises:
-            CheckpointError: in every process; the rows of that step were not saved here, or cannot be loaded. Unless the message says
-                otherwise, the cluster is as it was.
+            CheckpointError: in every process; rows of that step were not saved here, or cannot be loaded. The cluster is as it was, unless
+                the message says otherwise.
         """
         # Of a table the first that has one: they were loaded together.
         wanted = {name: mark.loaded for name, marks in self._marks.items() for mark in marks[::-1] if mark.loaded is not None}

@@ -1,13 +1,8 @@
 """The lookups of a model's modules: one pull for all of them that are known when it is made.
 
-Strategy, in this order:
-
-* Rows that were pulled for this batch before it was used are handed in (`install`) and serve lookups of the same ids, compared one by one.
-  They serve until the next batch's rows are handed in or until the next step.
-* Lookups made in one call are one pull.
-* Many models feed one tensor of ids to several tables (a weight and a vector per feature). Which tables are asked for the same ids one
-  after another is seen in one step and used in the next: the first of them pulls rows for the others, too. Such rows serve until the
-  next step; a table that did not ask for them is not pulled ahead again.
+Rows that were pulled for this batch ahead (`install`) serve lookups of the same ids until the next batch or step. Lookups of one call are
+one pull. Tables that were asked for the same ids one after another in a step are one pull in the next: the first of them pulls for the
+others, too; such rows serve until the next step, and a table that did not ask is left out then.
 
 Several threads may look up: those that train take turns, for they share this state. Steps come one after another.
 """

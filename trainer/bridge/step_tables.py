@@ -1,7 +1,6 @@
-"""The tables behind a step function: the lookups of its features, the rows found, and the push of their gradients.
+"""The tables behind a step function of arrays: rows go in, their gradients come out and are pushed.
 
-For frameworks whose steps are functions of arrays: rows go in, their gradients come out. One thread per step function. It does not survive
-fork(): in a fork TensorFlow and JAX have no threads, and a step would wait for ever.
+One thread per step function. It does not survive fork(): in a fork TensorFlow and JAX have no threads, and a step would wait for ever.
 """
 
 import os
@@ -46,11 +45,7 @@ class StepTables:
         return self.shared.look_up(asked, recording=False)
 
     def push(self, gradients: Sequence[Gradient], loss: Any = None, *, use_up: Callable[[], None] = lambda: None) -> None:
-        """Take a step: push the gradients of all lookups since the last one; a sync job's trainer without any takes part, too.
-
-        Raises:
-            InvalidInputError: gradients that are not finite, or run-time values out of range; nothing was sent.
-        """
+        """Push the gradients of all lookups since the last step; if some are wrong, nothing is sent. In a sync job it may have none."""
         self._steps.take([self.shared], lambda: self._parts(gradients), self._checked_hyper, use_up=use_up, loss=loss)
 
     @property
@@ -95,11 +90,7 @@ class OwnProcess:
         self._framework, self._pid = framework, os.getpid()
 
     def check(self) -> None:
-        """Raise in a fork.
-
-        Raises:
-            ClosedError: nothing was computed, pulled or pushed.
-        """
+        """Raise ClosedError in a fork, before anything is done."""
         if os.getpid() != self._pid:
             raise ClosedError(
                 f"this step was made in process {self._pid}, and this is a fork of it, in which {self._framework} has no threads and would "

@@ -165,10 +165,7 @@ class BucketizedColumn:
         return (len(self.boundaries) + 1) * self.source.width
 
     def buckets(self, values: NDArray[Any]) -> NDArray[np.int64]:
-        """Return the bucket of each of float32 [b * width] values; each of an example's `width` values has a range of buckets of its own.
-
-        A bucket holds its lower boundary and not its upper one; NaN is in the last.
-        """
+        """Return the buckets of float32 [b * width] values, each with a range of its own; a bucket holds its lower boundary."""
         found = np.searchsorted(np.array(self.boundaries, np.float32), values.astype(np.float32, copy=False), side="right")
         width = self.source.width
         shift = np.arange(width) * (len(self.boundaries) + 1)

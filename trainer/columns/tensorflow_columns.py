@@ -36,10 +36,7 @@ def from_tensorflow(columns: Iterable[Any]) -> list[Any]:
 
 
 def checked_dense_columns(columns: Iterable[Any], *, sequences: bool = False) -> list[DenseColumn]:
-    """Return the columns of a dense input, ours or TensorFlow's, in their order; with `sequences` those of TensorFlow's sequences, too.
-
-    As in TensorFlow one column may stand for a list of it.
-    """
+    """Return the columns of a dense input, ours or TensorFlow's, in their order; one may stand for a list of it."""
     columns = _listed(columns)
     listed = from_tensorflow(map(_of_step, columns) if sequences else columns)
     for column in listed:

@@ -9,16 +9,4 @@ from .distribute_jax import DistributedJax, distribute
 from .embedded_step import EmbeddedStep, embed, prepare
 from .optax_names import adagrad, adam, adamw, rmsprop, sgd
 
-__all__ = [
-    "BatchesAhead",
-    "DistributedJax",
-    "EmbeddedStep",
-    "adagrad",
-    "adam",
-    "adamw",
-    "distribute",
-    "embed",
-    "prepare",
-    "rmsprop",
-    "sgd",
-]
+__all__ = ["BatchesAhead", "DistributedJax", "EmbeddedStep", "adagrad", "adam", "adamw", "distribute", "embed", "prepare", "rmsprop", "sgd"]

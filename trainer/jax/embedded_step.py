@@ -1,12 +1,11 @@
 """embed: from a loss over rows to a step that pulls them, differentiates by them, and pushes.
 
-Strategy: rows are pulled outside of jit and enter it as arguments [capacity, dim]; so do positions in them. Inside, `rows[at]` is a plain
-gather, whose gradient is XLA's. The loss is differentiated by parameters and rows in one program. A second one updates parameters, once the
-rows' gradients were handed over: a push that failed has changed nothing. There is no callback inside of jit: it would hang where the
-runtime has one thread, and costs more than a pull.
+Rows enter jit as arguments [capacity, dim], and positions in them; `rows[at]` is a plain gather, whose gradient is XLA's. A callback inside
+of jit would hang where the runtime has one thread, and costs more than a pull. A second program updates parameters, once the rows'
+gradients were handed over: a push that failed has changed nothing.
 
-Rows have a few shapes for jit, with any number of unique ids in a batch: they are put into an array of a capacity that only grows, by about
-a half at a time. So a step is compiled a few times and then never again. The last row is always zeros: it stands for padding.
+The capacity only grows, by about a half at a time, so a step is compiled a few times and then never again. The last row is always zeros: it
+stands for padding.
 """
 
 import warnings
@@ -22,12 +21,11 @@ from numpy.typing import NDArray
 from kvemb.errors import InvalidInputError
 
 from ..bridge.batches_ahead import AheadOptions, BatchesAhead, checked_ahead
-from ..bridge.gathered_batches import GatheredBatches
-from ..bridge.pushed_steps import MAX_UNAPPLIED
+from ..bridge.pushed_steps import MAX_UNAPPLIED, GatheredBatches
 from ..bridge.shared_lookups import Asked, LookupResult, SharedLookups
 from ..bridge.step_tables import Gradient, OwnProcess, StepTables, asked_of, has_long_ids
 from ..lookahead.cluster_ports import AckPort, ClusterPort, TablePort
-from .optax_names import follows_schedule, gathering_of, of_all_gradients
+from .optax_names import follows_schedule, gathering_of, of_all_gradients, step_under_way
 
 _LEAST = 8
 _ALIGNED_BYTES = 64  # what JAX takes over from NumPy without a copy, on a CPU
@@ -50,13 +48,7 @@ def padded(rows: NDArray[np.float32], capacity: int) -> NDArray[np.float32]:
 
 
 def positions(inverse: NDArray[np.intp], kept: NDArray[np.bool_] | None, shape: tuple[int, ...], capacity: int) -> NDArray[np.int32]:
-    """Return where each id's row is.
-
-    Args:
-        inverse: intp [k], of the ids that were asked for.
-        kept: bool [m], which of the m ids those were; None: all. The others get the last row.
-        shape: of the ids.
-    """
+    """Return where each id's row is, in the ids' shape: `inverse` intp [k] for those `kept` bool [m], the last row for others."""
     if kept is None:
         return inverse.astype(np.int32).reshape(shape)
     at = np.full(kept.shape, capacity - 1, np.int32)
@@ -172,13 +164,12 @@ class EmbeddedStep:
             self._tables.push(gradients, loss=loss)
             return
         (of,), gathered = state, self._gathered
-        n_before, n_batches = int(of.mini_step), int(self._gathering._every_k_schedule(of.gradient_step))
+        n_before, n_batches, divisor = step_under_way(self._gathering, of)
         gathered.begin(n_before)
         if n_before < n_batches - 1:
             gathered.add(gradients)
             return
-        divisor = np.float32(n_batches if self._gathering._use_grad_mean else 1)
-        made = [(name, one, gradient / divisor) for batch in (*gathered.batches, gradients) for name, one, gradient in batch]
+        made = [(name, one, gradient / np.float32(divisor)) for batch in (*gathered.batches, gradients) for name, one, gradient in batch]
         self._tables.push(made, loss=loss, use_up=gathered.clear)
 
     def _say_rates_stay(self) -> None:
@@ -337,11 +328,7 @@ def embed(
     return EmbeddedStep(loss_fn, tables, ids, padding_id, optimizer, has_aux, of_step, row_grads)
 
 
-def prepare(
-    step: EmbeddedStep,
-    loader: Iterable[Any],
-    **options: Unpack[AheadOptions],
-) -> BatchesAhead:
+def prepare(step: EmbeddedStep, loader: Iterable[Any], **options: Unpack[AheadOptions]) -> BatchesAhead:
     """Pull the rows of batches before they are used; the step and the loop stay as they are.
 
     Args:

@@ -1,12 +1,8 @@
-"""optax's optimizers under their names and with their arguments, as a table's update rule.
+"""optax's optimizers under their names and with their arguments, as a table's update rule. Pure.
 
-An optax transformation is a pair of closures, which do not tell their rule: so these functions name it once more. A rule that a parameter
-server cannot apply is refused by name. Rows that are in no batch stay as they are; optax with dense gradients moves them (momentum, decay).
-
-A transformation for the dense parameters is examined nevertheless: the names of the functions in its closures tell whether it would have
-to see the gradients of rows, too.
-
-Pure.
+A transformation is a pair of closures, which do not tell their rule, so it is named once more here. Rows that are in no batch stay as they
+are; optax with dense gradients moves them (momentum, decay). Of a transformation for dense parameters, the names of the functions in its
+closures tell whether it would have to see the gradients of rows, too.
 """
 
 from collections.abc import Iterator, Mapping
@@ -100,6 +96,12 @@ def gathering_of(optimizer: Any) -> Any:
             "rows, once these are on their way. Leave it out, and give row_grads= a function that sets both to zero where a batch is bad"
         )
     return found
+
+
+def step_under_way(gathering: Any, state: Any) -> tuple[int, int, int]:
+    """Return how many batches a MultiSteps has gathered for its step, how many it gathers, and by what their sum is divided."""
+    n_batches = int(gathering._every_k_schedule(state.gradient_step))
+    return int(state.mini_step), n_batches, n_batches if gathering._use_grad_mean else 1
 
 
 def follows_schedule(optimizer: Any) -> bool:

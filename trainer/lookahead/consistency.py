@@ -100,10 +100,7 @@ class Exact(Consistency):
         self._n_used = self._n_again = self._n_prefetched = self._n_changed = 0
 
     def pull(self, rows: RowsAhead) -> None:
-        """Look a batch's rows up, and note when that began, if storage had all changes then.
-
-        If storage does not answer, the error comes with the batch: by a pull that waits for it as the step before would have.
-        """
+        """Pull rows, and note when that began, if storage had all changes then. If it does not answer, the error comes with the batch."""
         now = self._now()
         as_of = now if self._all_stored() else None
         try:

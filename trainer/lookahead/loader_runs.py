@@ -53,11 +53,7 @@ class Run(Generic[T]):
 
 
 def iterator_of(loader: Iterable[T]) -> Iterator[T]:
-    """Begin to iterate a loader.
-
-    Returns:
-        An iterator that ends with the run; if the loader is one itself, it outlives the run.
-    """
+    """Begin to iterate a loader: by an iterator that ends with the run; if the loader is one itself, it outlives the run."""
     made: Iterator[T] = iter(loader)
     return chain(made) if made is loader else made  # of the caller's own: it is not closed here, and the caller may go on with it
 

@@ -127,10 +127,7 @@ class Pipeline(Generic[B, R]):
         return entry.batch, result
 
     def coming(self, n: int) -> list[R]:
-        """Return the results of the batches that will be handed out next, n at most; waits for them.
-
-        A batch whose work has failed ends the list: its error comes up when its turn comes.
-        """
+        """Return the results of the next batches, n at most, up to one that fails; waits for them."""
         results: list[R] = []
         for entry in list(self.ahead)[:n]:
             try:
@@ -144,9 +141,7 @@ class Pipeline(Generic[B, R]):
         self._close_timeout_s = _BRIEF_S
 
     def close(self) -> None:
-        """End the run: no work is begun any more, and work under way is waited for. The wait is brief after `hurry`, and if `next` was
-        interrupted or out of time. Idempotent.
-        """
+        """End the run: no more work is begun; work under way is waited for, briefly after `hurry`, interrupts, timeouts. Idempotent."""
         batches, self._batches = self._batches, None
         entries, self.ahead = self.ahead, deque()
         if os.getpid() == self._pid:

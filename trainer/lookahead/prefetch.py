@@ -118,9 +118,7 @@ def check_executor(executor: object, threads_num: object) -> None:
 
 
 def size_of(value: Any) -> int:
-    """Return the bytes of the arrays and tensors in a batch: itself, or in mappings, sequences and objects with attributes. Of a long list
-    only some elements are examined.
-    """
+    """Return the bytes of the arrays and tensors in a batch, by some elements of a long list."""
     return _size_of(value, 4)
 
 

@@ -25,7 +25,6 @@ class Executor(Protocol):
 
     def submit(self, task: Callable[..., Any], /, *args: Any) -> "Future[Any]":
         """Run `task(*args)` in some thread."""
-        ...
 
 
 Task = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]

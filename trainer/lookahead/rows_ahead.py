@@ -27,14 +27,7 @@ _FEW = 8
 
 @dataclass(frozen=True, eq=False)
 class LookupResult:
-    """The result of a lookup of m ids.
-
-    Args:
-        ids: uint64 [n], unique and ascending; not to be changed.
-        inverse: intp [m], positions in `ids`; not to be changed.
-        rows: float32 [n, dim].
-        versions: uint64 [n].
-    """
+    """The result of a lookup of m ids: unique ascending ids uint64 [n], their places intp [m], rows float32 [n, dim], versions [n]."""
 
     ids: Ids
     inverse: NDArray[np.intp]
@@ -63,11 +56,7 @@ def found_of(wanted: Unique, pulled: Pulled) -> LookupResult:
 
 
 class RowsAhead:
-    """The rows of one batch, pulled before it is used, for each of its lookups.
-
-    Args:
-        asked: tables and the ids uint64 [m] that each lookup asks them for; they are copied, since the training loop may change its batch.
-    """
+    """The rows of one batch, pulled before it is used, for each of its lookups; of ids [m], copied, since the loop may change its batch."""
 
     def __init__(self, asked: Sequence[tuple[TablePort, Ids]]) -> None:
         self._id_dtype = {table.name: table.definition.id_dtype for table, _ in asked}
@@ -140,10 +129,7 @@ def _copy_once(ids: Ids, copies: dict[tuple[int, bytes, bytes], Ids]) -> Ids:
 
 
 def prefetched_of_all(batches: Sequence[RowsAhead]) -> Prefetched:
-    """Return ids and versions of the rows of several batches, each id once.
-
-    A row that two batches hold in different versions gets a version that no row has: it differs from any present one.
-    """
+    """Return ids and versions of several batches, each id once; one held in two versions has a version that no row has."""
     if len(batches) == 1:
         return batches[0].prefetched()
     every: dict[str, list[tuple[NDArray[Any], Ids]]] = {}

@@ -24,14 +24,7 @@ _KEPT = 64
 
 @dataclass(frozen=True)
 class MeanStaleness:
-    """Means of staleness over all pushes that were measured.
-
-    Args:
-        changed_fraction: mean fraction of a push's rows that changed between their pull and their apply.
-        batches_elapsed: mean of the batches of the worst shard in that time.
-        most_elapsed: the largest number of batches.
-        n: pushes.
-    """
+    """Over all pushes measured, means of the fraction of rows changed since their pull, and of the batches of the worst shard."""
 
     changed_fraction: float = 0.0
     batches_elapsed: float = 0.0
@@ -97,7 +90,6 @@ class Writer(Protocol):
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
         """Keep a number of a step."""
-        ...
 
 
 class StepReport:
@@ -195,9 +187,7 @@ class StepReport:
 
         Args:
             ack: of its push, for rows, staleness and the wait for the push window; None for a step without one.
-            push_s: seconds that handing over the push took, the wait for its window included.
-            window_s: seconds of waiting for earlier pushes besides.
-            release_s: seconds of waiting until it was released.
+            push_s, window_s, release_s: seconds of handing over (its window included), waiting for earlier pushes, and for its release.
             loss: see `loss`.
         """
         if loss is not None:

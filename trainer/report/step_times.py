@@ -26,18 +26,10 @@ _ADVICE = {
 
 @dataclass
 class StepTimes:
-    """Sums over steps. Everything that is not named here is the training loop's own: `compute_s`.
+    """Sums over steps, in seconds and rows; what is not named here is the training loop's own: `compute_s`.
 
-    Args:
-        n_steps: how many.
-        total_s: from the end of the step before to the end of each.
-        loader_s: reading batches.
-        ahead_s: waiting for rows that are pulled ahead and not there yet.
-        lookup_s: waiting for rows that are pulled when a module is called.
-        push_s: merging gradients and handing them over.
-        window_s: waiting for room in the shards' windows, or until no more pushes are unapplied than may be.
-        release_s: waiting for the release of a sync step.
-        rows_ahead, rows_looked_up, rows_pushed: how many rows were pulled ahead, pulled when a module was called, and pushed.
+    `loader_s`: reading batches. `ahead_s`, `lookup_s`: waiting for rows pulled ahead, or when a module is called. `push_s`: merging
+    gradients and handing them over. `window_s`: waiting for room for a push. `release_s`: waiting for the release of a sync step.
     """
 
     n_steps: int = 0

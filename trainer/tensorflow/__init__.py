@@ -15,13 +15,7 @@ from .embedding_lookups import (
     fused_safe_embedding_lookup_sparse,
     safe_embedding_lookup_sparse,
 )
-from .input_layers import (
-    column_tables,
-    input_from_feature_columns,
-    input_layer,
-    sequence_input_from_feature_columns,
-    sequence_input_layer,
-)
+from .input_layers import column_tables, input_from_feature_columns, input_layer, sequence_input_from_feature_columns, sequence_input_layer
 from .row_lookups import RowsOptimizer
 from .step_function import StepFunction, function, prepare
 

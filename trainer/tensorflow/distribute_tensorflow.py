@@ -61,8 +61,7 @@ def distribute(
     Raises:
         InvalidInputError: a variable that cannot be a table, an optimizer without a counterpart, or arguments that do not go together.
             Nothing was changed.
-        TableMismatchError, UnknownTableError, DeadlineExceededError, …: a table exists with another identity, is missing, or is not filled.
-            The model is as it was; tables may have been made.
+        TableMismatchError, UnknownTableError, DeadlineExceededError, …: of a table; the model is as it was, tables may have been made.
 
     Example:
         model, optimizer = Recommender(), tf.keras.optimizers.Adagrad(0.05)

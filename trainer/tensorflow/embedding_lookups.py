@@ -78,20 +78,7 @@ def fused_embedding_lookup_sparse(
     name: str | None = None,
     allow_fast_lookup: bool = False,
 ) -> list[Any]:
-    """As `embedding_lookup_sparse`, of several tables (or several times one) in one pull.
-
-    Args:
-        params: tables.
-        sp_ids: ids of each.
-        sp_weights: weights of each; None: none has any.
-        combiners: of each, or of all.
-        max_norms: of each; None: none has one.
-        name: of the operations.
-        allow_fast_lookup: see `embedding_lookup_sparse`.
-
-    Returns:
-        A result for each.
-    """
+    """As `embedding_lookup_sparse`, of several tables (or several times one) in one pull: lists of its arguments, a list of results."""
     n = _count(params, sp_ids, sp_weights, combiners, max_norms)
     every = [combiners] * n if combiners is None or isinstance(combiners, str) else combiners
     return _combined(params, sp_ids, sp_weights or [None] * n, every, max_norms or [None] * n, name, allow_fast_lookup)
@@ -112,14 +99,8 @@ def safe_embedding_lookup_sparse(
     Ids below 0 are left out, of a table without num_ids -1 alone; so are, unless the combiner is "sum", ids whose weight is not above 0.
 
     Args:
-        embedding_weights: a kvemb table.
         sparse_ids: ids of rank 2 or more; the last axis is combined.
-        sparse_weights: their weights.
-        combiner: "sum", "mean" or "sqrtn".
         default_id: looked up for an example without ids; None: such an example gets zeros.
-        max_norm: see `embedding_lookup`.
-        name: of the operation.
-        allow_fast_lookup: see `embedding_lookup_sparse`.
     """
     (made,) = fused_safe_embedding_lookup_sparse(
         [embedding_weights], [sparse_ids], [sparse_weights], combiner, [default_id], [max_norm], name, allow_fast_lookup

@@ -29,6 +29,7 @@ from ..columns.column_kinds import (
     WeightedColumn,
 )
 from ..columns.column_tables import ColumnOptions, tables_of
+from ..columns.column_values import feature
 from ..columns.feature_values import MISSING_INTEGER, Bags
 from ..columns.tensorflow_columns import checked_dense_columns
 from ..lookahead.cluster_ports import TablePort
@@ -47,20 +48,12 @@ def column_tables(
     optimizer: OptimizerSpec | Mapping[str, OptimizerSpec] | None = None,
     reduce: str = "sum",
 ) -> dict[str, TablePort]:
-    """Create the tables of embedding columns, or open them where they exist with the same identity.
+    """Create the tables of embedding columns, by name, or open them where they exist with the same identity.
 
     Args:
         feature_columns: those of all input layers; numeric and indicator columns have no table.
-        cluster: where.
         optimizer: of the tables, or a mapping from column name to it; rowwise_adagrad() unless given.
         reduce: how gradients of different trainers combine, "sum" or "mean".
-
-    Returns:
-        Tables by name, for the functions below and for a RowsOptimizer.
-
-    Raises:
-        InvalidInputError: columns that contradict each other.
-        TableMismatchError: a table exists with another identity.
     """
     embedded = [column for column in _sorted(feature_columns, sequences=True) if isinstance(column, EmbeddingColumn)]
     return {
@@ -189,7 +182,7 @@ def _ids(source: CategoricalColumn, features: Features, sequence: bool) -> tuple
 
 
 def _weights(source: WeightedColumn, values: Any, features: Features) -> Any:
-    given = _feature(source.weight_key, features)
+    given = feature(source.weight_key, features)
     if isinstance(given, tf.RaggedTensor | tf.SparseTensor):
         given = _sparse(source.weight_key, features)
         tf.debugging.assert_equal(given.indices, values.indices, f"feature {source.weight_key!r} must hold a number for each value")
@@ -248,7 +241,7 @@ def _sequence_key(column: DenseColumn) -> str:
 
 def _sparse(key: str, features: Features, *, may_miss: bool = True) -> Any:
     """Return a feature as a SparseTensor, without the missing values of a dense one if it may have such."""
-    value = _feature(key, features)
+    value = feature(key, features)
     if isinstance(value, tf.SparseTensor):
         return _alone(value) if value.shape.rank == 1 else value
     if isinstance(value, tf.RaggedTensor):
@@ -267,7 +260,7 @@ def _sparse(key: str, features: Features, *, may_miss: bool = True) -> Any:
 
 def _numbers(column: NumericColumn, features: Features) -> Any:
     """The numbers of a column, normalized: float32 [b, width]."""
-    value = _feature(column.key, features)
+    value = feature(column.key, features)
     if isinstance(value, tf.RaggedTensor | tf.SparseTensor):
         raise InvalidInputError(f"feature {column.key!r} is {type(value).__name__}; a numeric column takes dense numbers")
     tensor = tf.convert_to_tensor(value)
@@ -300,9 +293,3 @@ def _lengths(values: Any) -> Any:
     n = tf.cast(values.dense_shape[0], tf.int64)
     last = tf.math.unsorted_segment_max(values.indices[:, 1] + 1, values.indices[:, 0], n)
     return tf.maximum(last, tf.zeros([], tf.int64))
-
-
-def _feature(key: str, features: Features) -> Any:
-    if key not in features:
-        raise InvalidInputError(f"no feature {key!r}; there are {', '.join(sorted(features))}")
-    return features[key]

@@ -74,11 +74,7 @@ class JoinedOptimizer:
         self._build([of for of in variables if not isinstance(of, TableVariable)])
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Push the gradients of tables, in one push, then update the other variables; in a tf.function, when it runs.
-
-        Raises:
-            KvembError: the push failed and may be applied later; no other variable was changed.
-        """
+        """Push tables' gradients in one push, then update the other variables; a failed push changes none, and may be applied later."""
         self._process.check()
         variables = self._built if trainable_variables is None else list(trainable_variables)
         if len(grads) != len(variables):

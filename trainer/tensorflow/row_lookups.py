@@ -37,14 +37,7 @@ Take = Callable[[Any], Any]
 
 @dataclass(eq=False)
 class ClusterLookups:
-    """The lookups in one cluster's tables, and by table the optimizer that takes their gradients.
-
-    Args:
-        shared: of all tables.
-        takers: by table.
-        told: by table, called with the result of each lookup.
-        n_lookups: how many there were.
-    """
+    """The lookups in one cluster's tables, and by table the optimizer that takes their gradients, and what is told of each result."""
 
     shared: SharedLookups
     takers: dict[str, "RowsOptimizer"] = field(default_factory=dict)
@@ -54,12 +47,7 @@ class ClusterLookups:
 
 @dataclass(eq=False)
 class Slots:
-    """Lookups of a step function that is being traced.
-
-    Args:
-        graph: of its trace.
-        given: rows and positions by lookup, where they are known to be its arguments; None: placeholders are made.
-    """
+    """Lookups of a step function that is being traced; `given`: rows and positions that are its arguments, None: placeholders are made."""
 
     graph: Any
     given: Sequence[LookedUp] | None
@@ -120,14 +108,7 @@ def look_up(asked: Sequence[AskedTensor]) -> list[LookedUp]:
 
 
 def find(asked: Sequence[AskedTensor]) -> list[tuple[LookedUp, Take]]:
-    """Look ids up in tables, in one pull for each cluster. To a tape the rows are constants: it is for the caller to attach their gradient.
-
-    Args:
-        asked: tables, each with a tensor of integer ids [m].
-
-    Returns:
-        Rows and positions, and the function that hands a gradient of the rows to the table's RowsOptimizer.
-    """
+    """Look ids [m] up in tables, a pull for each cluster; return rows and positions, constants to a tape, and what hands a gradient on."""
     for table, _ in asked:
         check_table(table)
     _refuse_replicas()

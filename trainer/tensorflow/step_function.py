@@ -14,7 +14,6 @@ from typing import Any, Unpack
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import wrap_function  # WrappedFunction.prune, which tf.compat.v1.wrap_function gives for TF1's code only
 
 from kvemb.errors import InvalidInputError
 
@@ -23,6 +22,7 @@ from ..bridge.shared_lookups import Asked
 from ..bridge.step_tables import OwnProcess, asked_of
 from ..lookahead.cluster_ports import TablePort
 from .row_lookups import Slots, here, lookups_of, pull, rows_of, take
+from .tensorflow_internals import wrap_function
 
 _WHY = "its lookups are found by tracing it, so it must be what tf.function takes"
 
@@ -31,13 +31,8 @@ _WHY = "its lookups are found by tracing it, so it must be what tf.function take
 class _Plan:
     """The traces of a step for batches of one structure.
 
-    Args:
-        tables: by lookup.
-        ids: from a batch's tensors to the ids of each lookup.
-        trace: that `ids` was cut out of; kept, for it holds Python functions that stand in it.
-        run: from a batch's tensors, rows and positions to results and gradients; None until it is called.
-        gradients: which lookups' gradients it returns.
-        steps: optimizers whose step stands in it.
+    `ids` makes a batch's tensors the ids of each lookup, and is cut out of `trace`, which holds Python functions that stand in it. `run`,
+    None until it is called, returns results, and gradients of the lookups `gradients`. `steps` are optimizers whose step stands in it.
     """
 
     tables: list[TablePort]
@@ -120,11 +115,7 @@ def function(python_function: Callable[..., Any]) -> StepFunction:
     return StepFunction(getattr(python_function, "python_function", python_function))
 
 
-def prepare(
-    step: Callable[..., Any],
-    dataset: Iterable[Any],
-    **options: Unpack[AheadOptions],
-) -> BatchesAhead:
+def prepare(step: Callable[..., Any], dataset: Iterable[Any], **options: Unpack[AheadOptions]) -> BatchesAhead:
     """Pull the rows of a dataset's batches before they are used. The step's lookups are found by tracing it; the loop stays as it is.
 
     Args:

@@ -10,8 +10,6 @@ a sum is NaN.
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.ops import resource_variable_ops  # ResourceVariable, which tf.Variable makes, and which has no public name
-from tensorflow.python.trackable.base import VARIABLE_VALUE_KEY
 
 from kvemb.errors import InvalidInputError
 
@@ -19,6 +17,7 @@ from ..bridge.saved_rows import StepMark
 from ..bridge.step_tables import OwnProcess
 from ..lookahead.cluster_ports import TablePort
 from .row_lookups import find
+from .tensorflow_internals import VARIABLE_VALUE_KEY, resource_variable_ops
 
 PLAIN = resource_variable_ops.ResourceVariable
 """The one class of variables that can become tables: those of strategies, and sharded ones, are others."""
@@ -42,14 +41,7 @@ class TableVariable(resource_variable_ops.ResourceVariable):  # type: ignore[mis
         return self._nothing
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Any:
-        """Look rows up; tf.gather and tf.nn's lookups call it.
-
-        Args:
-            indices: integers of any shape.
-
-        Returns:
-            float32 [*indices.shape, dim].
-        """
+        """Look rows up, float32 [*indices.shape, dim]; tf.gather and tf.nn's lookups call it."""
         self._process.check()
         with tf.name_scope(name or "Gather"):
             ids = tf.convert_to_tensor(indices)
@@ -129,11 +121,7 @@ for _name in dir(PLAIN):
 
 
 def become(variable: Any, table: TablePort, path: str) -> TableVariable:
-    """Turn a variable into one over a table, for all that hold it, and free its memory.
-
-    Args:
-        variable: of class `PLAIN`, float32 [n, dim].
-    """
+    """Turn a variable of class `PLAIN`, float32 [n, dim], into one over a table, for all that hold it, and free its memory."""
     nothing = vars(variable).pop("_handle")
     tf.raw_ops.AssignVariableOp(resource=nothing, value=tf.fill([1, table.dim], float("nan")), validate_shape=False)
     variable.__class__ = TableVariable

@@ -75,8 +75,7 @@ def distribute(
 
     Raises:
         InvalidInputError: an embedding or an optimizer that has no counterpart, or arguments that do not go together. Nothing was changed.
-        TableMismatchError, UnknownTableError, DeadlineExceededError, …: a table exists with another identity, is missing, or is not filled.
-            The model is as it was; tables may have been made.
+        TableMismatchError, UnknownTableError, DeadlineExceededError, …: of a table; the model is as it was, tables may have been made.
     """
     _check(model, optimizer)
     check_max_unapplied(max_unapplied)

@@ -16,9 +16,9 @@ from kvemb.errors import InvalidInputError
 from kvemb.init import Initializer
 
 from ...columns import column_kinds
-from ...columns.column_ids import read_ids
-from ...columns.column_kinds import CategoricalColumn, DenseColumn, EmbeddingColumn, IndicatorColumn, NumericColumn
+from ...columns.column_kinds import DenseColumn, EmbeddingColumn, IndicatorColumn, NumericColumn
 from ...columns.column_tables import ColumnOptions, tables_of
+from ...columns.column_values import ColumnValues, feature
 from ...columns.feature_values import Bags, dense_bags, list_bags
 from ...columns.tensorflow_columns import checked_dense_columns
 from .distributed_embedding import DistributedEmbedding
@@ -71,14 +71,15 @@ class ColumnFeatures(DistributedEmbedding):
             [b, width]. n is the longest bag's length, rounded up to a power of 2, so that a step is compiled a few times only.
         """
         ready: dict[str, NDArray[Any]] = {}
+        values = ColumnValues(inputs, _read, _numbers)
         for column in self._columns:
             if isinstance(column, NumericColumn):
                 ready[column.name] = _numbers(column, inputs)
                 continue
             if isinstance(column, IndicatorColumn):
-                ready[column.name] = column.counts(_ids(column.source, inputs))
+                ready[column.name] = column.counts(values.ids(column.source))
                 continue
-            bags = column.rows(_ids(column.source, inputs))
+            bags = column.rows(values.ids(column.source))
             factors = np.ones(len(bags.values), np.float32) if bags.weights is None else bags.weights
             n = 1 << (max(1, int(bags.lengths.max(initial=0))) - 1).bit_length()
             filled = padded_bags(np.ones(len(factors), np.bool_), bags.lengths, n)
@@ -136,16 +137,13 @@ def _table(column: EmbeddingColumn, optimizer: Any) -> TableConfig:
     return TableConfig(column.table_name, column.source.num_buckets, column.dimension, made, optimizer, column.combiner)
 
 
-def _feature(key: str, features: Mapping[str, Any]) -> Any:
-    if not isinstance(features, Mapping) or key not in features:
-        raise InvalidInputError(f"no feature {key!r}; there are {', '.join(sorted(features))}")
-    value = features[key]
+def _host(value: Any) -> Any:
     return value if isinstance(value, list | tuple | np.ndarray) else keras.ops.convert_to_numpy(value)
 
 
 def _numbers(column: NumericColumn, features: Mapping[str, Any]) -> NDArray[np.float32]:
     try:
-        given = np.asarray(_feature(column.key, features), np.float32)
+        given = np.asarray(_host(feature(column.key, features)), np.float32)
     except (TypeError, ValueError) as error:
         raise InvalidInputError(f"feature {column.key!r} holds no numbers of shape [b, {column.width}]: {error}") from error
     column.check_shape(given.shape)
@@ -155,19 +153,11 @@ def _numbers(column: NumericColumn, features: Mapping[str, Any]) -> NDArray[np.f
     return values.reshape(len(given), column.width)
 
 
-def _bags(key: str, features: Mapping[str, Any]) -> Bags:
-    value = _feature(key, features)
-    if may_be_cut(features[key]):
-        raise InvalidInputError(f"feature {key!r} is an array of JAX, which cuts integers to 32 bits without a word: give it in NumPy")
-    try:
-        return list_bags(value) if isinstance(value, list | tuple) else dense_bags(value)
-    except InvalidInputError as error:
-        raise InvalidInputError(f"feature {key!r}: {error}") from error
-
-
-def _ids(source: CategoricalColumn, features: Mapping[str, Any]) -> Bags:
-    """The ids of a categorical column, bag after bag."""
-    return read_ids(source, lambda key: (_bags(key, features), True), lambda column: _numbers(column, features))
+def _read(value: Any) -> tuple[Bags, bool]:
+    if may_be_cut(value):
+        raise InvalidInputError("it is an array of JAX, which cuts integers to 32 bits without a word: give it in NumPy")
+    value = _host(value)
+    return list_bags(value) if isinstance(value, list | tuple) else dense_bags(value), True
 
 
 def _plain(value: Any) -> Any:

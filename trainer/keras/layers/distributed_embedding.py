@@ -75,21 +75,17 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[misc]
         self.built = True
 
     def preprocess(self, inputs: Any, weights: Any = None, training: bool = False) -> Any:
-        """Make features ready for the layer: ragged ids become dense, and padding counts for nothing.
+        """Make ragged and sparse ids dense, with weights by which padding counts for nothing; needed for these only.
 
-        Needed for ragged and sparse ids only. It pulls nothing, and may be called in a generator, or in the `map` of a tf.data.Dataset.
+        It pulls nothing, and may be called in a generator, or in the `map` of a tf.data.Dataset.
 
         Args:
-            inputs: ids of each feature, in the structure of `feature_configs`: arrays, ragged ones too (arrays of arrays, tf.RaggedTensor,
-                tf.SparseTensor).
+            inputs: ids of each feature, in the structure of `feature_configs`: arrays, arrays of arrays, tf.RaggedTensor, tf.SparseTensor.
             weights: as `inputs`: factors of the rows.
             training: has no effect, in keras-rs it counts for buffers.
 
         Returns:
             The inputs of the layer's call.
-
-        Raises:
-            InvalidInputError: another structure, or ids of another shape.
         """
         if _is_preprocessed(inputs):
             return inputs
@@ -104,17 +100,10 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[misc]
         return {_KEY: {"inputs": ids_of, **({"weights": factors_of} if factors_of else {})}}
 
     def call(self, inputs: Any, weights: Any = None) -> Any:
-        """Look features up.
+        """Look up the ids of each feature, in the structure of `feature_configs`, or as `preprocess` returns them, with weights.
 
-        Args:
-            inputs: ids of each feature, in the structure of `feature_configs`; or the result of `preprocess`.
-            weights: as `inputs`: factors of the rows.
-
-        Returns:
-            In the same structure, [batch, dim] each, of the layer's compute dtype.
-
-        Raises:
-            InvalidInputError: another structure, ids of another shape, ragged ids without `preprocess`, or as `kvemb.keras.Embedding`.
+        Returns [batch, dim] each, in that structure, of the layer's compute dtype. Another structure, ids of another shape, and ragged ids
+        without `preprocess` are refused.
         """
         if any(is_ragged(one) for one in keras.tree.flatten(inputs)):
             raise InvalidInputError(f"layer {self.name!r} is called with ragged or sparse ids: put preprocess() into the input pipeline")

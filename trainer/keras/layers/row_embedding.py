@@ -5,9 +5,6 @@ from typing import Any, Self
 
 import keras
 import numpy as np
-from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
-from keras.src.backend.common.stateless_scope import in_stateless_scope
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from numpy.typing import NDArray
 
 from kvemb.errors import InvalidInputError
@@ -15,6 +12,7 @@ from kvemb.errors import InvalidInputError
 from ...bridge.saved_rows import StepMark
 from ...bridge.step_tables import asked_of
 from ...lookahead.cluster_ports import TablePort
+from .keras_internals import get_keras_mask, in_stateless_scope, in_symbolic_scope, set_keras_mask
 from .rows_at_hand import RowsAtHand, not_differentiated
 from .whole_ids import whole_ids
 

@@ -1,10 +1,7 @@
-"""The rows that came with the batch of the step under way, where the model's layers find them.
+"""The rows that came with the batch of the step under way, where the model's layers find them. One thread.
 
-A model has one `RowsAtHand`. It is filled while a step is traced or run, and empty in between. One thread.
-
-Strategy, the same on every backend: of a table there are its distinct rows. A shadow variable stands beside it,
-`leaf = rows + (shadow - stop_gradient(shadow))`, which Keras overwrites with its gradient instead of updating it. That is the rows'
-gradient, summed by row, as the dense weight of an Embedding would have it.
+On every backend a shadow variable stands beside a table's distinct rows, `leaf = rows + (shadow - stop_gradient(shadow))`, which Keras
+overwrites with its gradient instead of updating it: the rows' gradient, summed by row, as the dense weight of an Embedding would have it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,12 +10,10 @@ from functools import cache
 from typing import Any
 
 import keras
-from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
-from keras.src.utils.jax_utils import is_in_jax_tracing_scope
 
 from kvemb.errors import InvalidInputError
 
-from .backend_module import backend_module
+from .keras_internals import backend_module, get_stateless_scope, in_stateless_scope, is_in_jax_tracing_scope
 
 Fed = Mapping[str, Any]
 """The tensors beside a batch: "rows" by table, [capacity, dim]; by layer "at", its positions of each call, and "masks" of ids other than 0,
@@ -54,11 +49,7 @@ class RowsAtHand:
             self._fed, self._calls = None, {}
 
     def look_up(self, table: str, layer: str, ids: Any) -> tuple[Any, Any, Any]:
-        """Return a table's leaf [capacity, dim], the positions in it of the next call of a layer, and the call's mask or None.
-
-        Args:
-            ids: that the layer was called with; only their shape is used, but in a call that is made again.
-        """
+        """Return a table's leaf [capacity, dim], the positions in it of a layer's next call, and its mask; ids tell a repeated call."""
         assert self._fed is not None, "called within a step"
         calls: Sequence[Any] = self._fed["at"].get(layer, ())
         before, foreseen = self._calls.setdefault(layer, []), [tuple(at.shape) for at in calls]

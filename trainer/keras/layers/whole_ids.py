@@ -10,7 +10,7 @@ from kvemb.errors import InvalidInputError
 
 from ...bridge.step_tables import has_long_ids
 from ...lookahead.cluster_ports import TablePort
-from .backend_module import backend_module
+from .keras_internals import backend_module
 
 
 def is_ragged(value: Any) -> bool:
@@ -26,11 +26,7 @@ def host(value: Any) -> NDArray[Any]:
 
 
 def whole_ids(value: Any, table: TablePort, declared: str | None = None) -> NDArray[Any]:
-    """Return integer ids of any shape, with the bits that they were given with.
-
-    Raises:
-        InvalidInputError: ragged ids, fractions, or ids that may have lost bits.
-    """
+    """Return integer ids of any shape with all bits; refuse ragged ids, fractions, and ids that may have lost bits."""
     array, dtype = host(value), keras.backend.standardize_dtype(value.dtype)
     if array.dtype.kind == "f":
         limit = 1 << (8 if dtype == "bfloat16" else int(np.finfo(array.dtype).nmant) + 1)

@@ -1,13 +1,11 @@
 """A batch with its rows: what a step of a model over tables takes instead of the batch alone.
 
-Strategy: all ids that a batch asks a table for are one lookup, and one leaf in the step. Rows are padded to one of few capacities, so that
-a backend's compiled step for one batch serves the next.
+All ids that a batch asks a table for are one lookup, and one leaf in the step, padded to one of few capacities: a compiled step serves the
+next batch, too.
 
-`FitAhead` pulls the rows of the batches that `fit` comes to next while a step runs. On every backend `fit` makes an epoch iterator, has the
-model built with it, and asks it for each epoch's batches. At that moment a source that reads ahead takes the place of the iterator's own.
-So batches come to the step through `fit`'s own path, in its order, and any other step (`train_on_batch`, `evaluate` in a callback) has
-batches of its own. A batch's rows are handed to the lookups with the batch; the step compares ids, so that a step of another batch in
-between pulls for itself.
+`FitAhead` pulls the rows of coming batches while a step runs. On every backend `fit` makes an epoch iterator, has the model built with it,
+and asks it for each epoch's batches; a source that reads ahead takes the place of the iterator's own there. So batches come by `fit`'s own
+path, in its order. The step compares ids, so a step of another batch in between (`evaluate` in a callback) pulls for itself.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +21,7 @@ from kvemb.errors import InvalidInputError
 from ...bridge.batches_ahead import Ahead, AskedOf, BatchesAhead
 from ...bridge.shared_lookups import Asked, LookupResult, SharedLookups
 from ...lookahead.cluster_ports import TablePort
+from ..layers.keras_internals import jax_trainer
 from ..layers.row_embedding import RowEmbedding
 from .ids_plan import IdsPlan
 
@@ -32,13 +31,7 @@ _KEEPS = "_keeps_integers"
 
 @dataclass(frozen=True)
 class AskedByLayers:
-    """The ids that a batch asks for.
-
-    Args:
-        asked: for each table, once, all ids that its layers' calls ask for, one after another.
-        calls: for each call its layer's name, its table's, the shape of its ids, and where they begin among the table's; and which of
-            them are not 0, for a layer that masks these.
-    """
+    """For each table once all ids asked for; for each call its layer, table, the ids' shape, where they begin, and which are not masked."""
 
     asked: list[Asked]
     calls: list[tuple[str, str, tuple[int, ...], int, NDArray[np.bool_] | None]]
@@ -97,13 +90,10 @@ def _padded(rows: NDArray[np.float32], capacity: int) -> NDArray[np.float32]:
 
 
 def keep_integers() -> None:
-    """Have Keras on JAX leave the integers of batches in NumPy until their step: on a device they have 32 bits.
-
-    It holds for all models of the process: to a step without tables it makes no difference which of both it takes.
-    """
-    if keras.backend.backend() != "jax" or getattr(keras.src.backend.jax.trainer._distribute_data, _KEEPS, False):
+    """Have Keras on JAX leave integers in NumPy until their step, for all models: on a device they have 32 bits."""
+    if keras.backend.backend() != "jax" or getattr(jax_trainer()._distribute_data, _KEEPS, False):
         return
-    inner = keras.src.backend.jax.trainer._distribute_data
+    inner = jax_trainer()._distribute_data
 
     def distributed(data: Any, layouts: Any = None) -> Any:
         if keras.distribution.distribution() is not None:
@@ -111,7 +101,7 @@ def keep_integers() -> None:
         return keras.tree.map_structure(lambda one: one if isinstance(one, np.ndarray) and one.dtype.kind in "iu" else inner(one), data)
 
     setattr(distributed, _KEEPS, True)
-    keras.src.backend.jax.trainer._distribute_data = distributed
+    jax_trainer()._distribute_data = distributed
 
 
 Plan = Callable[[Any], IdsPlan]

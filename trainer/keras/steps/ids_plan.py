@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvemb.errors import InvalidInputError
 
-from ..layers.backend_module import backend_module
+from ..layers.keras_internals import Functional, backend_module
 from ..layers.row_embedding import RowEmbedding
 from ..layers.whole_ids import host, whole_ids
 
@@ -102,11 +102,11 @@ def _graph_of(model: Any) -> Any:
     """The functional graph of a model; None if it has none."""
     if isinstance(model, keras.Sequential):
         return model._functional
-    return model if isinstance(model, keras.src.models.functional.Functional) and _runs_its_graph(model) else None
+    return model if isinstance(model, Functional) and _runs_its_graph(model) else None
 
 
 def _runs_its_graph(model: Any) -> bool:
-    return type(model).call is keras.src.models.functional.Functional.call
+    return type(model).call is Functional.call
 
 
 def _walked(named: set[str], model: Any, x: Any, y: Any) -> "_SymbolWalk":
@@ -299,10 +299,7 @@ _patching = threading.Lock()
 
 @contextmanager
 def _meeting(meet: Callable[[Any, Any, Any], None]) -> Iterator[None]:
-    """Call `meet` at every call of a layer in this thread. Keras has no hook for calls within a model's own code.
-
-    Calls that a layer makes while Keras asks it for its result's shape do not count: `meet` looks into layers by itself, and has seen them.
-    """
+    """Call `meet` at every outermost call of a layer in this thread: Keras has no hook for calls within a model's code."""
     original, mine, within = keras.Layer.__call__, threading.get_ident(), threading.Lock()
 
     def told(layer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,12 +1,11 @@
 """A connected model's dense weights as Keras hands them out and takes them back, with the step of their rows; and shadow variables.
 
-Callbacks (EarlyStopping, ModelCheckpoint, BackupAndRestore) keep weights with a few methods of a model. These are wrapped. With
-`RowCheckpoints` they keep the rows, too; without, a warning follows when dense weights of one step are used with rows of another.
+Callbacks (EarlyStopping, ModelCheckpoint, BackupAndRestore) keep weights by a few methods of a model, which are wrapped: they keep the
+rows, too (`RowCheckpoints`), or a warning follows when dense weights of one step are used with rows of another.
 
-Shadows are the variables that take the gradients of tables' rows out of a step. A Keras optimizer overwrites a shadow with its gradient, by
-`assign` in a name scope that names the optimizer. That is noted while the step is traced or run. A compiled step runs without notes, so the
-value tells whether it happened this time: a shadow is blank before each step, zeros and a last row of ones. No position of a batch refers
-to the last row, so a gradient is zero there.
+Shadows take the gradients of tables' rows out of a step: a Keras optimizer overwrites one with its gradient, by `assign` in a name scope
+that names the optimizer, which is noted while the step is traced or run. A compiled step runs without notes, so the value tells: a shadow
+is blank before each step, zeros and a last row of ones, to which no position of a batch refers.
 """
 
 import warnings
@@ -17,12 +16,12 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras.src.backend.common import global_state
 from numpy.typing import NDArray
 
 from kvemb.errors import InvalidInputError
 
 from ...bridge.saved_rows import SavedRows
+from ..layers.keras_internals import global_state
 from .ids_plan import layers_over_tables
 from .model_state import rule_of
 
@@ -153,10 +152,7 @@ def _wrong_hands(table: str, expected: Any, other: Any) -> str:
 
 
 def hand_over_each_batch(optimizer: Any) -> None:
-    """Have an optimizer that gathers gradients of several batches leave those of rows in their shadows, batch by batch.
-
-    Keras would keep the largest of them for such variables, and rows differ from batch to batch.
-    """
+    """Have an optimizer that gathers batches leave gradients of rows in their shadows, batch by batch: Keras would keep the largest."""
     if _EACH in vars(optimizer):
         return
     overwrite, like = optimizer._overwrite_variables_directly_with_gradients, optimizer.add_variable_from_reference

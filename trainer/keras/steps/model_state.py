@@ -1,11 +1,9 @@
-"""The values of a model's variables around one step, wherever the backend keeps them: in the variables, or in what JAX's functions take.
+"""The values of a model's variables around one step, wherever the backend keeps them.
 
-On JAX `fit` takes the values out of the variables, hands them from step to step, and gives their memory away to each step. So they are read
-before it or after it, and never kept.
+On JAX `fit` hands them from step to step, and gives their memory away to each. So they are read before it or after it, and never kept.
 
-Gradients of rows are also treated here as Keras's optimizers treat others before their rule: scales are taken off, norms and values
-clipped. Keras leaves variables that are overwritten with their gradient out of all that. The norm of a table's gradient is that of the
-dense weight it stands for: rows that are not in a batch have none.
+Gradients of rows are treated here as Keras's optimizers treat others before their rule, which leave out variables that are overwritten:
+scales are taken off, norms and values clipped. The norm of a table's gradient is that of the dense weight it stands for.
 """
 
 from collections.abc import Callable, Iterator

@@ -18,8 +18,7 @@ import keras
 import numpy as np
 
 from ...bridge.batches_ahead import AheadOptions, BatchesAhead, checked_ahead
-from ...bridge.gathered_batches import GatheredBatches
-from ...bridge.pushed_steps import PushedSteps, merge_parts
+from ...bridge.pushed_steps import GatheredBatches, PushedSteps, merge_parts
 from ...bridge.shared_lookups import LookupResult, SharedLookups
 from ...bridge.step_tables import OwnProcess
 from ...lookahead.cluster_ports import GradientPart
@@ -204,7 +203,7 @@ class ConnectedModel:
         if found is not None and after.trains(shadow):
             gradient = self._handing.gradient(name, after.value(shadow), len(found.ids))
         if found is None or gradient is None:
-            return np.empty(0, np.uint64), np.empty((0, self.tables[name].dim), np.float32), np.empty(0, np.uint64)
+            return merge_parts([], self.tables[name].dim)
         # In memory of its own: the next step gives the shadow's away, and an async push may still be on its way.
         return found.ids, np.array(gradient, np.float32), found.versions
 
@@ -256,10 +255,7 @@ def _nothing() -> None:
     """Do nothing: gradients need not be used up, since each step overwrites them."""
 
 
-def prepare(
-    model: Any,
-    **options: Unpack[AheadOptions],
-) -> BatchesAhead:
+def prepare(model: Any, **options: Unpack[AheadOptions]) -> BatchesAhead:
     """Pull the rows of batches before `fit` comes to them; data, callbacks and the call of `fit` stay as they are.
 
     It holds for every later `fit` of this model; called again, for the next one. Other steps (`train_on_batch`, `evaluate`, `predict`) pull

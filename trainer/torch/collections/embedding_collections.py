@@ -59,16 +59,10 @@ class EmbeddingBagCollection(TableCollection[BagRecipe]):
 
     @eager
     def forward(self, features: KeyedJagged) -> KeyedTensor:
-        """Look up and pool.
+        """Look up and pool the features of a KeyedJaggedTensor, ours or TorchRec's: at least the tables', b bags each.
 
-        Args:
-            features: a KeyedJaggedTensor, ours or TorchRec's, with at least the tables' features and b bags each.
-
-        Returns:
-            KeyedTensor with float32 [b, embedding_dim] per feature, in the order of the tables and their features.
-
-        Raises:
-            InvalidInputError: features are missing or do not fit, or have no weights where they should; nothing was sent.
+        Returns float32 [b, embedding_dim] per feature, in the order of the tables and their features. Wrong features are refused; nothing
+        was sent.
         """
         result = self.recipe.run(features, self._look_up)
         return KeyedTensor(result.keys(), result.length_per_key(), result.values().to(self.dtype))
@@ -104,16 +98,10 @@ class EmbeddingCollection(TableCollection[SequenceRecipe]):
 
     @eager
     def forward(self, features: KeyedJagged) -> dict[str, JaggedTensor]:
-        """Look up.
+        """Look up the features of a KeyedJaggedTensor, ours or TorchRec's: at least the tables', b bags each.
 
-        Args:
-            features: a KeyedJaggedTensor, ours or TorchRec's, with at least the tables' features and b bags each.
-
-        Returns:
-            Per feature a JaggedTensor with values float32 [m, embedding_dim] in the feature's own bags, and its weights if it has any.
-
-        Raises:
-            InvalidInputError: features are missing or do not fit; nothing was sent.
+        Returns per feature float32 [m, embedding_dim] in its own bags, with its weights if any. Wrong features are refused; nothing was
+        sent.
         """
         results = self.recipe.run(features, self._look_up)
         return {name: JaggedTensor(of.values().to(self.dtype), of.weights_or_none(), of.lengths()) for name, of in results.items()}

@@ -103,19 +103,15 @@ class KeyedJagged(Protocol):
 
     def keys(self) -> Sequence[str]:
         """The features' names."""
-        ...
 
     def values(self) -> Tensor:
         """All values, feature by feature, bag after bag: [m]."""
-        ...
 
     def lengths(self) -> Tensor:
         """How many values each bag has: [features * b]."""
-        ...
 
     def weights_or_none(self) -> Tensor | None:
         """A weight per value [m], or None."""
-        ...
 
 
 class KeyedRecipe:

@@ -25,9 +25,8 @@ from ..modules.embedding import Embedding, EmbeddingBag, ScaledEmbedding
 from ..optimizer.joined_step import Follows, JoinedStep
 from ..optimizer.optimizer_map import MappedGroup, watch
 from ..optimizer.sparse_optimizer import SparseOptimizer
-from .distribute_plan import TorchEmbedding, held_at, places_of, problems_of, tied_to
+from .distribute_plan import TorchEmbedding, held_at, is_scaled, places_of, problems_of, tied_to
 from .outside_references import OutsideReference, outside_references
-from .recognized_embeddings import is_scaled
 
 if TYPE_CHECKING:
     from kvemb.api import Cluster
@@ -73,7 +72,7 @@ def distribute(
         optimizer: a torch optimizer made of the model's parameters. It keeps the others, and its step() pushes, too. Each table
             gets its rule and follows its group's run-time values (docs/conversion.md lists the mapped options). Or a `kvemb.optim` rule for
             all tables, to train with SparseOptimizer(model). None: open tables that exist, as for serving.
-        carry_weights: True: assign the weights, however many. False: read their initializer off them. "overwrite": assign them also where
+        carry_weights: True: assign the weights, however many. False: none, so give `initializer`. "overwrite": assign them also where
             the table exists; for one trainer alone.
         max_unapplied: of its pushes in an async job, see SparseOptimizer; goes with a torch optimizer.
         options: `DistributeOptions`: min_rows, names, prefix, leave, initializer, dtype, seed, reduce, quiet. With averaged dense gradients
@@ -82,8 +81,7 @@ def distribute(
     Raises:
         InvalidInputError: an embedding or an optimizer option that has no counterpart, named with its table, or arguments that do not
             go together. Nothing was changed.
-        TableMismatchError, UnknownTableError, DeadlineExceededError, …: a table exists with another identity, or is missing, or is not
-            filled. Model and optimizer are as they were; tables may have been made.
+        TableMismatchError, UnknownTableError, DeadlineExceededError, …: of a table; the model is as it was, tables may have been made.
 
     Example:
         >>> import kvemb, torch

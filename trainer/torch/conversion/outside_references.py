@@ -29,14 +29,7 @@ _PLAIN = (
 
 @dataclass(frozen=True, eq=False)
 class OutsideReference:
-    """An attribute that leads to modules or tensors without being a submodule, parameter or buffer.
-
-    Args:
-        owner: the model's module whose attribute it is.
-        attribute: its path in the model.
-        kind: the type of its value.
-        held: the objects that it leads to, each with the whole path.
-    """
+    """An attribute of a model's module that leads to tensors or modules, by paths, and is no submodule, parameter or buffer."""
 
     owner: nn.Module
     attribute: str

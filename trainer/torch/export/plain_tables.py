@@ -1,9 +1,7 @@
 """Plain copies of collections and DenseFeatures, made by `materialize`: the same results, from rows that are the module's parameters.
 
-They take the same features as the originals, know no cluster, and are trained by any torch optimizer.
-
-KnownRows and KnownRowsBag have the rows of some ids of a table in plain torch; ScaledRows and ScaledKnownRows are the copies of
-`ScaledEmbedding`. A known id is found by binary search, in operations that torch.export and torch.jit.trace record.
+KnownRows and KnownRowsBag have the rows of some ids of a table; ScaledRows and ScaledKnownRows are the copies of `ScaledEmbedding`. A known
+id is found by binary search, in operations that torch.export and torch.jit.trace record.
 """
 
 from collections.abc import Mapping
@@ -24,12 +22,7 @@ from ..modules.pooling import LookedUp, RecipeT
 
 
 class KnownRows(nn.Module):
-    """Rows of some ids, found by binary search; any other id has a row of zeros.
-
-    Args:
-        ids: int64 [n], unique, ascending, at least one.
-        weight: float32 [n + 1, dim]; the last row is that of ids that are not known.
-    """
+    """Rows of some ids int64 [n], unique and ascending, found by binary search; the last of the weight [n + 1, dim] is for any other id."""
 
     ids: Tensor
 
@@ -113,12 +106,7 @@ class ScaledKnownRows(KnownRows):
 
 
 class PlainTables(nn.Module, Generic[RecipeT]):
-    """A module that computes a recipe's result from rows that are its own parameters.
-
-    Args:
-        tables: by name, modules from ids [m] to rows [m, dim]: torch.nn.Embedding or `KnownRows`, whose weights are read where they are,
-            or any other.
-    """
+    """A module that computes a recipe's result from rows of its own: by table a module from ids [m] to rows [m, dim]."""
 
     def __init__(self, recipe: RecipeT, tables: Mapping[str, nn.Module]) -> None:
         super().__init__()

@@ -1,12 +1,10 @@
 """Find out which parts of a batch feed which module, by watching one batch being used.
 
-Strategy: while the first batch is used, a TorchFunctionMode sees every torch function that is called, with plain tensors. Nothing is
-wrapped, so the step computes what it always does. It remembers, by weak reference, which tensors were made from the batch, and how. When a
-lookup module is called, its arguments are looked up among those. A module whose ids come from elsewhere is named with the reason. So is one
-whose ids come in a way that another batch would not repeat: random numbers, changes in place, a detour through Python numbers.
+While the first batch is used, a TorchFunctionMode sees every torch function that is called, and remembers by weak reference which tensors
+were made from the batch, and how. A lookup module's arguments are looked up among those. A module is named with the reason if its ids come
+from elsewhere, or in a way that another batch would not repeat: random numbers, changes in place, a detour through Python numbers.
 
-The forecast may still be wrong, e.g. if a loop branches on the data. Rows that are pulled ahead serve lookups of exactly their ids, so a
-wrong forecast costs only time.
+The forecast may be wrong, e.g. if a loop branches on the data: rows ahead serve exactly their ids, so that costs only time.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -31,7 +31,6 @@ class FeedPlan(Protocol):
 
     def asked(self, batch: Any) -> list[Asked]:
         """Return the lookups of a batch; called in any thread."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,11 +219,7 @@ def template_of(args: Sequence[Any], kwargs: Mapping[str, Any], node_of: Callabl
 def without_move(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Leave a tensor's move to a device out of a call.
-
-    Returns:
-        The remaining arguments; None for a call that does nothing else.
-    """
+    """Return a call's arguments without a move to a device; None for a call that does nothing else."""
     if function in (Tensor.cuda, Tensor.cpu, Tensor.pin_memory):
         return None
     if function is not Tensor.to:

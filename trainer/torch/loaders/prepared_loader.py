@@ -1,11 +1,9 @@
 """A prepared loader: batches whose rows are already pulled when they come.
 
-Strategy: unless `features` are given, the first batches are watched while they are used. From the first that called a lookup module on, the
-lookups of a batch are worked out ahead. A table without a right forecast, batch after batch, is left out. All arguments of `prepare` are
-checked before anything is begun.
+Unless `features` are given, the first batches are watched while they are used, until one has called a lookup module. A table without a
+right forecast, batch after batch, is left out. All arguments of `prepare` are checked before anything is begun.
 
-A batch's rows are one pull. Only the tables of modules with groups (`emb_num_groups`) are pulled apart: each group is a pull of its own,
-one after another. No pull is larger than the module's would be, and none is made in vain.
+A batch's rows are one pull; of modules with groups (`emb_num_groups`) each group is a pull of its own, one after another.
 """
 
 import logging

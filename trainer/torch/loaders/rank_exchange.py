@@ -30,6 +30,7 @@ from kvemb.arrays.segment_sum import group_by_id
 from kvemb.errors import InvalidInputError, KvembError, RankLostError, StorageError
 
 from ...bridge.batches_ahead import AheadOptions
+from ...bridge.pushed_steps import merge_parts
 from ...bridge.shared_lookups import Asked
 from ...lookahead.cluster_ports import GradientPart, PullPort, TablePort
 from ...lookahead.pool_sizes import AUTO
@@ -147,7 +148,7 @@ class RankExchange:
         Raises:
             RankLostError: a rank ended, or did not answer in time; nothing of this step was pushed by this rank.
         """
-        mine = [parts.get(table.name) or _nothing(table.dim) for table in self._tables]
+        mine = [parts.get(table.name) or merge_parts([], table.dim) for table in self._tables]
         orders, counts = _by_owner([ids for ids, _, _ in mine], self._world)
         named = np.array([[table.name in parts] for table in self._tables])
         theirs = self._counts(self._group, np.where(named, counts, _ENDED))
@@ -190,11 +191,7 @@ class RankExchange:
         return answers, None
 
     def _swap(self, group: "ProcessGroup", records: Sequence[Words], sent: Counts, coming: Counts) -> list[Words]:
-        """Send records to ranks, and return those that came: by table, in the order of ranks.
-
-        Args:
-            records: int32 [n, words] of each table, in the order of the ranks that they go to.
-        """
+        """Send records int32 [n, words] of each table to ranks, and return those that came, in the order of ranks."""
         widths = np.array([[record.shape[1]] for record in records])
         ends = np.cumsum(sent, axis=1)
         order = [(rank, at) for rank in range(self._world) for at in range(len(records))]
@@ -297,10 +294,6 @@ def _rows_of(records: Words, order: NDArray[np.intp]) -> tuple[NDArray[np.float3
     rows, versions = np.empty((len(records), records.shape[1] - 2), np.float32), np.empty(len(records), np.uint64)
     rows[order], versions[order] = records[:, 2:].view(np.float32), _longs(records[:, :2])
     return rows, versions
-
-
-def _nothing(dim: int) -> GradientPart:
-    return np.empty(0, np.uint64), np.empty((0, dim), np.float32), np.empty(0, np.uint64)
 
 
 def _summed(records: Words) -> GradientPart:

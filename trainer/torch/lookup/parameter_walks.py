@@ -1,13 +1,10 @@
 """Walks over the parameters of a model or an optimizer: which of them meet the leaves of rows that wait for a step.
 
-Strategy: in one process every walk meets the leaves. In a job of several ranks (torch.distributed) a leaf is this rank's alone. Dense
-gradients are equal on all ranks, and a norm that only this rank has would scale them differently on each. So only GradScaler and zero_grad
-meet the leaves there. Torch does not tell the caller of a walk; where that matters the call stack does. By it a user who saves a model
-without its rows is warned, too, and a model that is frozen freezes its rows.
+In one process every walk meets the leaves. In a job of several ranks a leaf is this rank's alone, and a norm with it would scale dense
+gradients differently on each: only GradScaler and zero_grad meet leaves there. Torch does not tell the caller of a walk; the call stack
+does. By it a user who saves a model without its rows is warned, and a model that is frozen freezes its rows.
 
-Lookups stay outside of torch.compile (`eager`): they fetch rows over the network and count in unsigned 64-bit integers, which compilers of
-tensor programs cannot do. A compiled model runs them as they are, and is compiled before and behind them. `attributes_of` finds an object's
-own attributes without running code of its class: no properties, no `__getattr__`.
+Lookups stay outside of torch.compile (`eager`): they use the network and unsigned 64-bit integers. `attributes_of` runs no code of a class.
 """
 
 import functools
@@ -49,7 +46,6 @@ class HasLeaves(Protocol):
     @property
     def table(self) -> TablePort:
         """The table."""
-        ...
 
 
 def n_ranks() -> int:
@@ -222,10 +218,7 @@ _Forward = TypeVar("_Forward", bound=Callable[..., Any])
 
 
 def eager(forward: _Forward) -> _Forward:
-    """Keep a function, and all that it calls, out of torch.compile.
-
-    As torch.compiler.disable, whose import of the compiler takes seconds and is put off until something has imported it.
-    """
+    """Keep a function out of torch.compile, as torch.compiler.disable, whose import of the compiler takes seconds."""
     disabled: list[Callable[..., Any]] = []
 
     @functools.wraps(forward)

@@ -1,12 +1,8 @@
 """Lookups of a table that have a gradient and wait for a step, as torch's own functions find them.
 
-Strategy: between backward and step a table is one leaf tensor with a gradient, as the dense weight of an Embedding would be. Gradients of
-one row, from several lookups, are summed at the end of each backward pass. That leaf is where torch looks for gradients. It is among the
-parameters of the model, for torch.nn.utils.clip_grad_norm_ and its callers. It is in a group of the optimizer, for GradScaler and for
-trainers that clip their optimizer's gradients.
-
-Backward passes may run in several threads (on GPUs torch runs them in its own). A lock keeps their gradients apart, and apart from a step
-that takes them.
+Between backward and step a table is one leaf tensor with a gradient, as a dense weight would be; gradients of one row are summed at the end
+of each backward pass. It is among the model's parameters, for torch.nn.utils.clip_grad_norm_ and its callers, and in a group of the
+optimizer, for GradScaler and trainers that clip. Backward passes may run in several threads; a lock keeps them and a step apart.
 """
 
 import logging
@@ -43,9 +39,7 @@ _STEPS = "the optimizer that was given to distribute, or of a SparseOptimizer ma
 
 
 class Lookup:
-    """Unique ids uint64 [n], the versions uint64 [n] that the pull saw, and the id uint64 that must not be pushed, if
-    any.
-    """
+    """Unique ids uint64 [n], the versions uint64 [n] that the pull saw, and the id that must not be pushed, if any."""
 
     def __init__(self, ids: NDArray[np.uint64], versions: NDArray[np.uint64], padding_id: np.uint64 | None) -> None:
         self.ids, self.versions, self.padding_id = ids, versions, padding_id
@@ -59,11 +53,7 @@ class Lookup:
 
 
 class PendingLookups:
-    """Lookups of one table that have a gradient and wait for a step. `leaves[i]` belongs to `lookups[i]`.
-
-    The list `leaves` is also the optimizer's `group["params"]`: GradScaler finds the gradients there. It is changed in
-    place only.
-    """
+    """Lookups of one table that wait for a step with a gradient. Their `leaves` are `group["params"]`, changed in place only."""
 
     def __init__(self, table: TablePort, n_modules: int = 1, *, trains: bool = True, lock: ForkLock | None = None) -> None:
         self.table, self._trains = table, trains
@@ -85,10 +75,7 @@ class PendingLookups:
         """Kept alive: the watch over that optimizer's steps (`optimizer_map`)."""
 
     def arrived(self, leaf: Tensor, lookup: Lookup) -> None:
-        """Take a lookup whose leaf has just got a gradient, at the end of its backward pass; if that fails, there is none, as in torch.
-
-        A second pass through the same graph adds to the gradient that waits.
-        """
+        """Take a lookup whose leaf got a gradient in backward, or more of it; if that fails, there is none, as in torch."""
         with self._lock:
             if any(leaf is known for known in self.leaves):
                 return

@@ -1,13 +1,8 @@
 """One lookup: the unique ids of one forward pass, their rows as a leaf tensor, and the gradient that backward leaves there.
 
-Strategy: the rows pulled become a leaf [n, dim] that requires a gradient. torch's own functions index into it, so forward and backward are
-torch's own. Until backward runs, a lookup is held by the autograd graph alone (through the leaf's hook). A forward pass whose loss is
-thrown away leaves nothing behind. Backward hands the lookup to its `PendingLookups`, where the optimizer finds it, and `parameters()` until
-the step.
-
-Ids as torch has them: read out of tensors, and a padding id as a module is given it.
-
-The modules of a model that look rows up, by table, and the one `SharedLookups` that they have in common.
+The rows pulled become a leaf [n, dim] that requires a gradient, into which torch's own functions index. Until backward, a lookup is held by
+the autograd graph alone (through the leaf's hook): a loss that is thrown away leaves nothing behind. Backward hands it to its
+`PendingLookups`, where the optimizer finds it, and `parameters()` until the step.
 """
 
 import json
@@ -127,15 +122,11 @@ class TableModule(LookupModule):
 
     @property
     def recording(self) -> bool:
-        """Whether a lookup made now would be trained: training mode, gradients enabled, and not frozen, by `requires_grad_` or by a loop
-        over the parameters of a module that has a `stand_in`.
-        """
+        """Whether a lookup made now would be trained: training mode, gradients enabled, and not frozen."""
         return self.training and _trains(self)
 
     def _train(self, requires_grad: bool) -> None:
-        """Freeze the table for lookups by this module, or train it again, unless it was created frozen: `requires_grad_` of this module or
-        of one around it asks for parameters, and these know (`parameter_walks`).
-        """
+        """Freeze the table for lookups by this module, or train it again: `requires_grad_` asks for parameters, which know it."""
         self._trained = requires_grad and self.table.definition.optimizer.kind != FROZEN.kind
         if self.stand_in is not None:
             self.stand_in.requires_grad_(requires_grad)
@@ -159,20 +150,16 @@ class TableModule(LookupModule):
         return self
 
     def get_extra_state(self) -> Tensor:
-        """Return this module's part of state_dict: its table, and the step of its rows, which the cluster keeps.
+        """Return this module's part of state_dict: uint8 [n], JSON text with "table", "dim", "cluster" and the rows' "epoch" and "step".
 
-        Returns:
-            uint8 [n]: JSON text with "table", "dim" and "cluster", the name of the table's cluster; "epoch" and "step" unless the cluster
-            is read-only. A tensor, because much that saves a state_dict takes nothing else.
+        A tensor, because much that saves a state_dict takes nothing else.
         """
         return torch.frombuffer(bytearray(json.dumps(_reference(self.table) | self.mark.state()).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Check that a state belongs to this table; its cluster may be another one, which loaded a checkpoint of the first. If the rows
-        are at another step than the state's, the next lookup warns.
+        """Check that a state is of this table, maybe of another cluster; if the rows are at another step, the next lookup warns.
 
-        Raises:
-            InvalidInputError: it is another table's; both are named. Modules before this one may have been loaded.
+        Where it is refused, modules before this one may have been loaded.
         """
         given, mine = json.loads(bytes(state.cpu().numpy())), _reference(self.table)
         if (given["table"], given["dim"]) != (mine["table"], mine["dim"]):
@@ -182,20 +169,14 @@ class TableModule(LookupModule):
         self.mark.load(given)
 
     def asked_of(self, input: Tensor) -> NDArray[np.uint64]:
-        """Return the ids that a lookup of `input` asks the table for: uint64 [m], flat, then the padding id if there is one.
-
-        Torch needs a position for the padding id, even if no input has it, to add up as always.
-        """
+        """Return the ids that a lookup of `input` asks for: uint64 [m], flat, then the padding id, which torch always looks at."""
         flat = asked_of(self.table, values_of(input, self.table.name))[1]
         return flat if self._padding_id is None else np.append(flat, self._padding_id)
 
     def take(self, found: LookupResult, input: Tensor) -> tuple[Tensor, Tensor, int | None]:
-        """Turn the result for `asked_of(input)` into tensors.
+        """Turn the result for `asked_of(input)` into tensors: leaf float32 [n, dim], int64 positions in it, and the padding id's.
 
-        Returns:
-            leaf float32 [n, dim]; int64 positions in it, of the shape of `input`; position of the padding id in it, or
-            None. All on the device of `input`. The leaf requires a gradient, and its lookup will be pending after
-            backward, if the module trains.
+        The leaf requires a gradient, and its lookup will be pending after backward, if the module trains.
         """
         leaf = torch.from_numpy(found.rows).to(input.device)
         self.record(leaf, Lookup(found.ids, found.versions, self._padding_id))
@@ -225,9 +206,7 @@ class TableModule(LookupModule):
         leaf.register_post_accumulate_grad_hook(after_backward)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy: all but the connections with this module's lookups and steps. A pickled table can be opened in a new
-        process only.
-        """
+        """Return the state of a copy: all but the connections with this module's lookups and steps."""
         state = {name: value for name, value in self.__dict__.items() if name not in ("_pending", "shared", "mark")}
         own = {name: self._parameters[name] for name in self._parameters}
         return state | {"_parameters": own, RESTS: getattr(self.stand_in, RESTS, False)}

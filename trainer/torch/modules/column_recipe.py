@@ -12,12 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvemb.arrays.ids import refuse_masked
 from kvemb.errors import InvalidInputError
 
-from ...columns.column_ids import read_ids
-from ...columns.column_kinds import CategoricalColumn, DenseColumn, IndicatorColumn, NumericColumn, WeightedColumn
+from ...columns.column_kinds import DenseColumn, IndicatorColumn, NumericColumn
 from ...columns.column_tables import ColumnTable
+from ...columns.column_values import ColumnValues, feature
 from ...columns.feature_values import Bags, dense_bags, jagged_bags, list_bags
 from .pooling import LookedUp, LookUp, exporting, pool
 
@@ -27,11 +26,9 @@ class Jagged(Protocol):
 
     def values(self) -> Tensor:
         """All values, bag after bag: [m]."""
-        ...
 
     def lengths(self) -> Tensor:
         """How many values each bag has: [b]."""
-        ...
 
 
 Feature = Tensor | Jagged | NDArray[Any] | Sequence[Any]
@@ -39,7 +36,7 @@ Feature = Tensor | Jagged | NDArray[Any] | Sequence[Any]
 
 def numbers(column: NumericColumn, features: Mapping[str, Feature]) -> Tensor:
     """Read the numbers of a column, normalized: float32 [b, width]."""
-    value = _feature(column.key, features)
+    value = feature(column.key, features)
     if isinstance(value, np.ndarray) and value.dtype.kind in "iufb":
         value = torch.from_numpy(value.astype(np.float32))  # a copy: arrays may be read-only, which torch would warn of
     try:
@@ -51,7 +48,11 @@ def numbers(column: NumericColumn, features: Mapping[str, Feature]) -> Tensor:
     column.check_shape(tensor.shape)
     tensor = tensor.to(torch.float32).reshape(-1, *column.shape)
     if column.normalizer_fn is not None:
-        tensor = _normalized(column, tensor)
+        given, tensor = tensor, column.normalizer_fn(tensor)
+        if tensor.shape != given.shape:
+            raise InvalidInputError(
+                f"feature {column.key!r}: normalizer_fn made {tuple(tensor.shape)} of {tuple(given.shape)}; it must keep the shape"
+            )
     return tensor.reshape(len(tensor), column.width)
 
 
@@ -61,47 +62,27 @@ def device_of(features: Mapping[str, Feature]) -> torch.device:
     return next((tensor.device for tensor in tensors if isinstance(tensor, Tensor)), torch.device("cpu"))
 
 
-def _normalized(column: NumericColumn, given: Tensor) -> Tensor:
-    assert column.normalizer_fn is not None
-    tensor: Tensor = column.normalizer_fn(given)
-    if tensor.shape != given.shape:
+def _read(value: Feature) -> tuple[Bags, bool]:
+    """Read a feature's bags; refuse weights that require a gradient: read as plain numbers they would silently stay untrained."""
+    if _is_jagged(value):
+        _refuse_gradient(value.values())
+        return jagged_bags(_array(value.values()), _array(value.lengths())), False
+    if isinstance(value, Tensor):
+        _refuse_gradient(value)
+        return dense_bags(_array(value)), True
+    if isinstance(value, np.ndarray):
+        return dense_bags(value), True
+    if isinstance(value, list | tuple):
+        return list_bags(value), True
+    raise InvalidInputError(f"it must be a tensor, an array, a list or a jagged feature, got {type(value).__name__}")
+
+
+def _refuse_gradient(values: Tensor) -> None:
+    if values.requires_grad and torch.is_grad_enabled():
         raise InvalidInputError(
-            f"feature {column.key!r}: normalizer_fn made {tuple(tensor.shape)} of {tuple(given.shape)}; it must keep the shape"
+            "the weights require a gradient, and columns give them none; detach() them, or use an EmbeddingBagCollection with "
+            "is_weighted=True"
         )
-    return tensor
-
-
-def _refuse_gradient(key: str, weights: Feature) -> None:
-    """Refuse weights that require a gradient: they are read as plain numbers, so they would silently stay untrained."""
-    values = weights.values() if _is_jagged(weights) else weights
-    if isinstance(values, Tensor) and values.requires_grad and torch.is_grad_enabled():
-        raise InvalidInputError(
-            f"feature {key!r} holds weights that require a gradient, and columns give them none; detach() them, or use an "
-            "EmbeddingBagCollection with is_weighted=True"
-        )
-
-
-def _feature(key: str, features: Mapping[str, Feature]) -> Feature:
-    if key not in features:
-        raise InvalidInputError(f"no feature {key!r}; there are {', '.join(sorted(features))}")
-    value = features[key]
-    refuse_masked(value, f"feature {key!r}")
-    return value
-
-
-def _read(key: str, value: Feature) -> Bags:
-    try:
-        if isinstance(value, Tensor):
-            return dense_bags(_array(value))
-        if _is_jagged(value):
-            return jagged_bags(_array(value.values()), _array(value.lengths()))
-        if isinstance(value, np.ndarray):
-            return dense_bags(value)
-        if isinstance(value, list | tuple):
-            return list_bags(value)
-    except InvalidInputError as error:
-        raise InvalidInputError(f"feature {key!r}: {error}") from error
-    raise InvalidInputError(f"feature {key!r} must be a tensor, an array, a list or a jagged feature, got {type(value).__name__}")
 
 
 def _is_jagged(value: object) -> TypeGuard[Jagged]:
@@ -117,13 +98,7 @@ def _array(tensor: Tensor) -> NDArray[Any]:
 
 @dataclass(frozen=True, eq=False)
 class _TableIds:
-    """The ids that all columns of one table are looked up by, in one array.
-
-    Args:
-        ids: int64 [m]: bags of all its columns, one column after another; ascending where they were promised to be unique.
-        order: int64 [m]: the place of each of `ids` in the bags, or None where that is 0, 1, 2, ….
-        bags: by column; their values are the ids.
-    """
+    """The ids int64 [m] of all columns of one table; the place of each in the bags, None where that is 0, 1, 2, …; the bags by column."""
 
     ids: Tensor
     order: Tensor | None
@@ -143,7 +118,7 @@ class ColumnRecipe:
 
     def ids(self, features: Mapping[str, Feature]) -> dict[str, Tensor]:
         """Return the ids of every table."""
-        return {name: of.ids for name, of in self._table_ids(features).items()}
+        return {name: of.ids for name, of in self._table_ids(_values(features), device_of(features)).items()}
 
     def run(self, features: Mapping[str, Feature], look_up: LookUp) -> Tensor:
         """Return float32 [b, width]."""
@@ -152,9 +127,11 @@ class ColumnRecipe:
                 "feature columns read features outside of torch, which torch.export cannot record; keep the copy with torch.save, and "
                 "export what comes behind the columns"
             )
-        tables = self._table_ids(features)
+        values, device = _values(features), device_of(features)
+        tables = self._table_ids(values, device)
         blocks = {c.name: numbers(c, features) for c in self.columns if isinstance(c, NumericColumn)}
-        blocks |= {c.name: _counts(c, features) for c in self.columns if isinstance(c, IndicatorColumn)}
+        counted = [column for column in self.columns if isinstance(column, IndicatorColumn)]
+        blocks |= {column.name: torch.from_numpy(column.counts(values.ids(column.source))).to(device) for column in counted}
         sizes = {name: len(block) for name, block in blocks.items()}
         sizes |= {c.name: len(b.lengths) for s in self.specs for c, b in zip(s.columns, tables[s.name].bags, strict=True)}
         if len(set(sizes.values())) > 1:
@@ -167,13 +144,11 @@ class ColumnRecipe:
     def __str__(self) -> str:
         return ", ".join(column.name for column in self.columns)
 
-    def _table_ids(self, features: Mapping[str, Feature]) -> dict[str, _TableIds]:
+    def _table_ids(self, values: ColumnValues, device: torch.device) -> dict[str, _TableIds]:
         """Find the ids that each table is asked for."""
-        device = device_of(features)
-        known: dict[int, Bags] = {}  # two embeddings of one column read it once
         tables: dict[str, _TableIds] = {}
         for spec in self.specs:
-            bags = [column.rows(_ids(column.source, features, known)) for column in spec.columns]
+            bags = [column.rows(values.ids(column.source)) for column in spec.columns]
             ids = np.concatenate([one.values for one in bags])
             order = _unique_order(spec, ids) if spec.unique else None
             sent = torch.from_numpy(ids if order is None else ids[order]).to(device)
@@ -181,23 +156,8 @@ class ColumnRecipe:
         return tables
 
 
-def _ids(source: CategoricalColumn, features: Mapping[str, Feature], known: dict[int, Bags]) -> Bags:
-    """The ids of a categorical column, bag after bag."""
-    if id(source) not in known:
-        if isinstance(source, WeightedColumn):
-            _refuse_gradient(source.weight_key, _feature(source.weight_key, features))
-
-        def read(key: str) -> tuple[Bags, bool]:
-            value = _feature(key, features)
-            return _read(key, value), not _is_jagged(value)
-
-        known[id(source)] = read_ids(source, read, lambda column: _array(numbers(column, features)))
-    return known[id(source)]
-
-
-def _counts(column: IndicatorColumn, features: Mapping[str, Feature]) -> Tensor:
-    """The block of an indicator column."""
-    return torch.from_numpy(column.counts(_ids(column.source, features, {}))).to(device_of(features))
+def _values(features: Mapping[str, Feature]) -> ColumnValues:
+    return ColumnValues(features, _read, lambda column, features: _array(numbers(column, features)))
 
 
 def _unique_order(spec: ColumnTable, ids: NDArray[np.int64]) -> NDArray[np.intp]:

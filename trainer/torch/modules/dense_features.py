@@ -1,10 +1,6 @@
 """DenseFeatures: from features by name, through columns, to one tensor, as tf.keras.layers.DenseFeatures and HybridBackend's.
 
-Rows of embedding columns live in kvemb tables; all of them are one pull, or as many as `emb_num_groups` allows.
-
-HybridBackend's `batch_size` is not offered: nothing is laid out by it here, memory follows the batches that come.
-
-Source: tf.feature_column, and HybridBackend's options of the same names (interfaces only).
+All tables are one pull, or as many as `emb_num_groups` allows. HybridBackend's `batch_size` has no meaning: memory follows the batches.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,15 +1,12 @@
-"""A torch optimizer whose step pushes the tables' gradients, too.
-
-Strategy: hooks on the user's own optimizer, so that every caller of its step reaches the push: a scheduler's patch, GradScaler, a wrapper
-of another library.
+"""A torch optimizer whose step pushes the tables' gradients, too: by hooks, so that every caller of its step reaches the push.
 
 * The push comes before the dense step. If it fails, step() raises and nothing has changed: neither dense weights nor gradients.
-* Leaves with a gradient wait in the group that their weight was in: GradScaler unscales them and sees their overflows, zero_grad
-  drops them. They leave with the push, so the dense step never sees one; to state_dict they are not shown.
+* Leaves with a gradient wait in the group that their weight was in: GradScaler unscales them and sees their overflows, zero_grad drops
+  them. They leave with the push, so the dense step never sees one; to state_dict they are not shown.
 * Run-time values are read from that group at every step, so schedulers work.
 * Copies and pickles of an optimizer come without its hooks, so they are refused; a plain copy of a model that holds one has None there.
-* In a sync job every trainer has to take part in every step. GradScaler leaves step() out after an overflow, unless the optimizer says that
-  it handles scaled gradients. So it is made to say so, and the dense part does here what GradScaler would have done.
+* In a sync job every trainer takes part in every step. GradScaler leaves step() out after an overflow, unless the optimizer says that it
+  handles scaled gradients. So it is made to say so, and the dense part does here what GradScaler would have done.
 """
 
 from collections.abc import Callable, Mapping

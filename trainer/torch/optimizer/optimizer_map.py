@@ -1,20 +1,13 @@
 """torch.optim's optimizers in a table's words: which update rule a parameter group asks for, and its run-time values now.
 
-Nothing of a group is changed.
+One table of rules, by exact class (a subclass may compute anything). What parameter servers cannot apply is refused by name.
+torch.optim.Adam and AdamW differ from SparseAdam in where eps stands: both are kvemb's "adamw". The weight_decay of Adam, RMSprop and
+Adagrad is the transform "l2".
 
-Strategy: one table of rules, by exact class (a subclass may compute anything). An option that parameter servers cannot apply is refused by
-name, never left out. torch.optim.Adam and AdamW differ from SparseAdam in where eps stands: both are kvemb's "adamw", Adam with a decay of
-0. The weight_decay of Adam itself, of RMSprop and of Adagrad is part of the gradient: the transform "l2".
-
-Optimizers that step where the one that pushes does not: found out at their second step.
-
-Strategy: libraries make an optimizer of their own of model.parameters(), and the one that was given to distribute is never called again.
-Rows then silently stay untrained. Torch reports every optimizer's step. One that has weights of the joined optimizer, while gradients of
-rows wait, is remembered. If it steps again after another backward, and the joined one has not stepped in between, no step pushes. One such
-step is no proof: wrappers step before the optimizer inside of them does, and two optimizers may share weights.
-
-The hook runs in every thread that steps an optimizer, and the model may be trained in another one: lists and counts are looked at, and no
-tensor's gradient, which backward replaces without Python's lock.
+Optimizers that step where the one that pushes does not: libraries make one of model.parameters(), and rows would silently stay untrained.
+One that has weights of the joined optimizer and steps while gradients of rows wait is remembered, and refused if it does so again after
+another backward: one such step is no proof, since wrappers step before the optimizer inside of them, and two may share weights. The hook
+runs in any thread: it looks at lists and counts, and at no gradient, which backward replaces without Python's lock.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,14 +33,10 @@ _INSTEAD = {"lr_decay": "; follow a rate that falls with a scheduler instead, e.
 
 @dataclass(frozen=True)
 class Rule:
-    """One class of torch's optimizers in a table's terms.
+    """One class of torch's optimizers in a table's terms: the kind of kvemb.optim, and the values and fixed options of the same name.
 
-    Args:
-        kind: of kvemb.optim.
-        values: run-time values of the same name on both sides.
-        fixed: options of the same name on both sides, which shape the slots.
-        decay: the meaning of weight_decay: "own" (a run-time value of the kind), "l2" (part of the gradient), "" (there is none).
-        betas: whether there are two, which the kind calls beta1 and beta2.
+    `decay` is the meaning of weight_decay: "own" (a run-time value), "l2" (part of the gradient), "" (none); `betas`: whether there are
+    two.
     """
 
     kind: str
@@ -165,11 +154,7 @@ class OtherOptimizers:
         self._seen: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = WeakKeyDictionary()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse a second step in a row of one that does not push.
-
-        Raises:
-            InvalidInputError: naming the remedy. This step has changed nothing, and gradients still wait.
-        """
+        """Refuse a second step in a row of one that does not push, naming the remedy; it has changed nothing, and gradients still wait."""
         if optimizer is self._joined or not any(pending.leaves for pending in self._pendings) or not self._shares(optimizer):
             return
         steps, backwards = (sum(getattr(one, count) for one in self._pendings) for count in ("n_steps", "n_backwards"))

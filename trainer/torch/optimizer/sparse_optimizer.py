@@ -1,13 +1,10 @@
 """SparseOptimizer: a torch.optim.Optimizer whose step is one push of all tables' gradients to the parameter servers.
 
-A group per table holds the run-time values of the table's optimizer under their own names (lr, beta1, …), so that schedulers work on them.
-`group["params"]` holds the leaves that wait for a step, so that GradScaler sees their gradients. Backward passes may run in several
-threads; a step and they wait for one another. It does not survive fork().
+A group per table holds the run-time values of its rule (lr, beta1, …), for schedulers; `group["params"]` the leaves that wait for a step,
+for GradScaler. Backward passes may run in several threads; a step and they wait for one another. It does not survive fork().
 
-A step pushes for each table the gradients of all its lookups, summed by id.
-
-A plain copy of a model has no optimizers that push, wherever the model holds them. In any other copy they refuse. `copy` hands one memo to
-all objects that are copied. A mark in it reaches optimizers in lists, on schedulers and on other objects; no search is needed.
+A plain copy of a model has no optimizers that push; in any other copy they refuse. `copy` hands one memo to all objects, and a mark in it
+reaches optimizers wherever the model holds them.
 """
 
 from collections.abc import Callable
