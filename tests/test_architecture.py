@@ -36,6 +36,11 @@ FACADES = {
     "kvemb.commands.shard_program": "paramserver.__main__",
 }
 
+# Of what a shard lists in paramserver/capabilities.py each has a folder; the client's end has one of the same name.
+CAPABILITIES = frozenset(
+    re.findall(r"^from \.(?!rpc)(\w+)\.", (ROOT / "paramserver/capabilities.py").read_text(encoding="utf-8"), re.MULTILINE)
+)
+
 # The rooms of each package, lowest first. A room is a folder's own files, or a file that lies directly in the package; the longest name
 # that fits is a module's. A room imports rooms of the lines before its own, and itself. Every module is in one: none is on top by default.
 # docs/architecture.md has a line for each.
@@ -54,7 +59,7 @@ ROOMS = {
         {"kvemb.datapath", "kvemb.local_cluster", "kvemb.stores.redis_server"},
         {"kvemb.client", "kvemb.stores.redis_cluster", "kvemb.stores.standalone"},
         {"kvemb.connection"},
-        {"kvemb.alter", "kvemb.checkpoint", "kvemb.feed", "kvemb.life", "kvemb.sample", "kvemb.scaling"},
+        {f"kvemb.{name}" for name in CAPABILITIES - {"operate"}},
         {"kvemb.operate", "kvemb.testing"},
         {"kvemb.foreign"},
         {"kvemb.capabilities"},
@@ -75,15 +80,7 @@ ROOMS = {
         {"paramserver.apply"},
         {"paramserver.capability"},
         {"paramserver.rpc"},
-        {
-            "paramserver.alter",
-            "paramserver.checkpoint",
-            "paramserver.feed",
-            "paramserver.life",
-            "paramserver.operate",
-            "paramserver.sample",
-            "paramserver.scaling",
-        },
+        {f"paramserver.{name}" for name in CAPABILITIES},
         {"paramserver.capabilities"},
         {"paramserver.lifecycle"},
         {"paramserver.__main__"},

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_architecture import CAPABILITIES as LISTED_BY_SHARDS
 from tests.test_architecture import PACKAGES, ROOT, SOURCES, imported, is_in
 
-CAPABILITIES = ("feed", "life", "alter", "foreign", "projection", "serve", "scaling", "checkpoint", "sample")
+CAPABILITIES = sorted({*LISTED_BY_SHARDS, "foreign", "projection", "serve"} - {"operate"})  # with that, `cluster.status` would go
 LISTED = (ROOT / "kvemb" / "capabilities.py", ROOT / "paramserver" / "capabilities.py")
 MOST_FILES = 6
 USE = """

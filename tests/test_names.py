@@ -7,17 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from matrix import FULL
-from test_architecture import SOURCES, nodes, read, without_collection  # noqa: F401  (the last is a fixture)
+from test_architecture import CAPABILITIES, SOURCES, nodes, read, without_collection  # noqa: F401  (the last is a fixture)
 
 # Classes that may have another one's name, up to the underscore of a private one.
 CLASSES_TWICE = {
     "Loader": "kvemb.config's is PyYAML's word for what it derives from",
 }
 # Modules and folders that may have another one's name: a search for one of them must not mislead to the other.
-MODULES_TWICE = dict.fromkeys(
-    ("alter", "capabilities", "checkpoint", "feed", "life", "operate", "sample", "scaling"),
-    "a shard's part and a client's",
-) | {
+MODULES_TWICE = dict.fromkeys({*CAPABILITIES, "capabilities"}, "a shard's part and a client's") | {
     "columns": "a facade (kvemb.own): both are the same module",
     "engine": "the file for which its folder is named",
     "ingest": "the file for which its folder is named",
