@@ -10,6 +10,7 @@ from pathlib import Path
 from benchmarks import (
     apply,
     checkpoint,
+    compare,
     deepfm,
     dlrm,
     durability,
@@ -53,6 +54,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "durability": Benchmark(durability.durability, durability.add_arguments),
     "recovery": Benchmark(recovery.recovery, recovery.add_arguments),
     "checkpoint": Benchmark(checkpoint.checkpoint, checkpoint.add_arguments),
+    "compare": Benchmark(compare.compare, compare.add_arguments),
     "deepfm": Benchmark(deepfm.deepfm, deepfm.add_arguments),
     "dlrm": Benchmark(dlrm.dlrm, dlrm.add_arguments),
     "memory": Benchmark(memory.memory, memory.add_arguments),
@@ -72,6 +74,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 
 BY_NAME_ONLY = (
+    "compare",
     "dlrm",
     "elastic",
     "evictions",
@@ -119,13 +122,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for one in chosen:
         try:
             load = load_average()
-            report = BENCHMARKS[one.name].run(one).to_dict(this_command(), load)
+            report = BENCHMARKS[one.name].run(one)
+            values = report.to_dict(this_command(), load)
         except KvembError as error:
             print(f"benchmarks {one.name}: {error}", file=sys.stderr)
             return 1
         if one.json:
-            write_json(one.json, report)
-        print(as_text(report))
+            write_json(one.json, values)
+        print(as_text(values))
+        if report.failed:
+            return 1
     return 0
 
 

@@ -73,11 +73,13 @@ class Report:
         name: of the benchmark.
         sections: one per setting.
         versions: of servers and peers, beside the Python packages', which are added.
+        failed: whether the command is to end with 1.
     """
 
     name: str
     sections: Sequence[Section]
     versions: Mapping[str, str] = field(default_factory=dict)
+    failed: bool = False
 
     def to_dict(self, command: Sequence[str], load_before: float) -> dict[str, object]:
         """Plain values, with machine, versions, date and command.

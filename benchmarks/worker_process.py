@@ -20,6 +20,7 @@ from benchmarks.peers import PeerError
 
 ROOT = Path(__file__).resolve().parents[1]
 _TAIL_CHARS = 2000
+_END_S = 60.0
 
 
 class WorkerProcess:
@@ -54,12 +55,16 @@ class WorkerProcess:
             PeerError: it failed, or has ended; with its last words.
         """
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # it has ended; its last words are in its log
+        return self.reply()
+
+    def reply(self) -> dict[str, Any]:
+        """Return what the worker says next; raises as `ask`."""
+        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise PeerError(f"{self.name}'s process has ended: {self._log.read_text(encoding='utf-8', errors='replace')[-_TAIL_CHARS:]}")
@@ -68,6 +73,12 @@ class WorkerProcess:
             raise PeerError(f"{self.name}: {reply['error']}")
         return reply
 
+    def end(self) -> None:
+        """Let it end by itself, and wait for that."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(_END_S)
+
 
 @contextmanager
 def running(name: str, command: Sequence[str], more_environment: Mapping[str, str] | None = None) -> Iterator[WorkerProcess]:
@@ -75,12 +86,13 @@ def running(name: str, command: Sequence[str], more_environment: Mapping[str, st
     with tempfile.TemporaryDirectory(prefix="kvemb-worker-") as folder:
         log = Path(folder) / "worker.log"
         environment = {**os.environ, **(more_environment or {})}
-        with log.open("wb") as words:
-            process = subprocess.Popen(
+        with (
+            log.open("wb") as words,
+            subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words, text=True, cwd=ROOT, env=environment
-            )
-        try:
-            yield WorkerProcess(name, process, Path(folder), log)
-        finally:
-            process.kill()
-            process.communicate()
+            ) as process,
+        ):
+            try:
+                yield WorkerProcess(name, process, Path(folder), log)
+            finally:
+                process.kill()

@@ -20,6 +20,7 @@ TINY: dict[str, Sequence[str]] = {
     "durability": ("--rows", "4000", "--batch", "400", *_ONCE),
     "recovery": ("--store", "redis", "--rows", "4000", "--batch", "1000", "--small-batch", "100", *_ONCE),
     "checkpoint": ("--rows", "4000", "--batch", "1000", "--changed", "0.1", *_ONCE),
+    "compare": ("HEAD", "--rounds", "1", "--seconds", "0.05", "--dims", "4", "--limit", "1000"),
     "deepfm": ("--store", "redis", "--mode", "sync", "--batch", "64", "--lines", "2000", "--steps", "2", *_ONCE),
     "dlrm": ("--batch", "64", "--ids", "500", "--steps", "1", *_ONCE),
     "memory": ("--store", "redis", "--dim", "8", "--optimizer", "sgd", "--rows", "4000"),
