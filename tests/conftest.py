@@ -16,8 +16,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests import forked
-from tests.matrix import FULL
+from tests import forked, warm_clusters
 
 collect_ignore_glob = ["*conftest.py"]  # searched for doctests, one would be imported beside another folder's of the same name
 
@@ -70,10 +69,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests that are slow, leave out those whose turn it is not, and begin with the longest; a turn has an order of its own."""
-    for item in items:
-        if item.nodeid.startswith(FULL):
-            item.add_marker("full")
+    """Leave out those whose turn it is not, and begin with the longest; a turn has an order of its own."""
     turn = config.getoption("turn")
     waiting = [item for item in items if turn is not None and item.get_closest_marker("full") and hash_of(item) % TURNS != turn % TURNS]
     config.hook.pytest_deselected(items=waiting)
@@ -153,6 +149,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """See these classes."""
     for plugin in (FailuresAtOnce, UnderWay, Starts):
         config.pluginmanager.register(plugin(config))
+
+
+def pytest_sessionfinish() -> None:
+    """End what waits for further tests."""
+    warm_clusters.end_idle()
 
 
 def pytest_collection_finish() -> None:

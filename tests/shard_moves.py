@@ -89,6 +89,7 @@ class HastyTrainer:
                 self.longest_s = max(self.longest_s, time.monotonic() - begun_s)
                 self.counts[ids] += 1
                 self.n_pushed += 1
+                self._end.wait(0.002)  # leaves the cores to what is tested, too
         except BaseException as error:
             self._error = error
 

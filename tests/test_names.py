@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-from matrix import FULL
 from test_architecture import CAPABILITIES, SOURCES, nodes, read, without_collection  # noqa: F401  (the last is a fixture)
 
 # Classes that may have another one's name, up to the underscore of a private one.
@@ -55,15 +54,6 @@ def test_a_test_files_name_occurs_once() -> None:
     for path in Path(__file__).parent.rglob("test_*.py"):
         homes[path.name].append(str(path))
     assert repeated(homes) == {}, "pytest imports them by their names"
-
-
-def test_what_the_short_suite_leaves_out_is_there() -> None:
-    root = Path(__file__).resolve().parents[1]
-    for path, _, test in (name.partition("::") for name in FULL):
-        assert f"def {test.partition('[')[0]}" in (root / path).read_text(encoding="utf-8") if test else (root / path).exists(), (
-            path,
-            test,
-        )
 
 
 def test_the_headings_of_the_changelog_are_those_that_its_readers_know() -> None:

@@ -31,6 +31,8 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.record import make_version
 from paramserver.row_log.state_file import STATE, decode_state
 
+pytestmark = pytest.mark.full  # test_save_load.py: a shard killed in a save, in a load; unit/test_loader.py: at every step
+
 N, DIM = 3000, 5
 OLD = np.arange(2000)
 

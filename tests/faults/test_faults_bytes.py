@@ -27,7 +27,7 @@ from kvemb.schema.buckets import BucketKeys
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.pages import PagedKeys
 from kvemb.testing.real_servers import memcached_client, redis_client
-from tests.matrix import examples
+from tests.matrix import examples, one_of
 from tests.raw_shard import RawShard, RawStream
 
 IDS = np.arange(200)
@@ -171,7 +171,7 @@ def test_a_foreign_value_under_a_rows_key_is_named_and_never_used(what: str, loc
     require(table, np.array([row, 500 + row]), 2)
 
 
-@pytest.mark.parametrize("cache_mb", [0, 64])
+@pytest.mark.parametrize("cache_mb", one_of(0, 64))
 def test_rows_that_another_program_wrote_over_come_back_with_the_next_push_or_repair(kind: str, cache_mb: int) -> None:
     with (
         FaultyCluster(kind, 3, shards=2, storage={"timeout_s": 2}, servers={"cache_mb": cache_mb}) as local,
@@ -216,7 +216,7 @@ def saved_rows(url: str) -> dict[str, tuple[list[int], list[float]]]:
     return found
 
 
-@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize("weights_only", one_of(False, True))
 def test_a_save_has_the_rows_that_another_program_wrote_over_or_deleted_in_storage(kind: str, weights_only: bool, tmp_path: Path) -> None:
     with (
         FaultyCluster(kind, 3, shards=2, storage={"timeout_s": 2}, servers={"cache_mb": 0}) as local,

@@ -19,6 +19,8 @@ from training import Training
 from kvemb.cli import main
 from kvemb.local_cluster import storage_servers
 
+pytestmark = pytest.mark.full  # faults at further points of a way; tests/models searches the steps
+
 _CHANGE_S = 600.0
 _FEW = 0.02  # the share of nodes that come and go
 

@@ -114,6 +114,7 @@ def test_more_rows_than_memory_are_trained_exactly(flash: Flash) -> None:
         assert 0 < node.used_bytes <= node.limit_bytes
 
 
+@pytest.mark.full
 def test_a_node_without_memory_for_its_rows_on_flash_says_so_and_loses_none(flash: Flash, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"timeout_s": 2}
     with (
@@ -135,6 +136,7 @@ def test_a_node_without_memory_for_its_rows_on_flash_says_so_and_loses_none(flas
         require(table, np.ones(N))
 
 
+@pytest.mark.full
 def test_a_flash_file_that_fills_up_stops_shards_before_a_row_is_lost(flash: Flash) -> None:
     flash.size_mb = 48
     assert 0.6 * (flash.size_mb << 20) < N * ROW_BYTES

@@ -19,6 +19,8 @@ from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import TableRows
 from kvemb.protocol.messages import ASSIGN_ROWS, MAX_REQUEST_BYTES, RowsRequest
 
+pytestmark = pytest.mark.full  # faults at further points of a way; tests/models searches the steps
+
 N_ROWS, DIM = 24_000, 4
 SLOW = Flow(bytes_per_s=512 << 10)  # to read the rows of one batch takes several seconds, the timeout is one
 LONG_S = 4 * PATIENCE_S

@@ -14,6 +14,7 @@ from chaos import processes, storage
 from chaos.cluster import FaultyCluster
 from chaos.proxy import UP, Flow
 from jobs import PATIENCE_S, eventually
+from matrix import one_of
 from replayed import Replayed
 
 import kvemb
@@ -121,6 +122,7 @@ def test_a_load_over_newer_rows_ends_exactly_at_the_checkpoint_and_training_goes
     job.check()
 
 
+@pytest.mark.full
 def test_writes_that_land_after_the_load_change_nothing_of_it(local: FaultyCluster, cluster: kvemb.Cluster, tmp_path: Path) -> None:
     job = Job(cluster)
     for _ in range(2):  # the shards hold the rows: their next batch is a write, and nothing else
@@ -141,7 +143,7 @@ def test_writes_that_land_after_the_load_change_nothing_of_it(local: FaultyClust
         job.check()
 
 
-@pytest.mark.parametrize("num_ids", [None, N])
+@pytest.mark.parametrize("num_ids", one_of(None, N))
 def test_a_load_over_nodes_that_lost_rows_and_keys_of_another_type_ends_at_the_checkpoint(
     num_ids: int | None, local: FaultyCluster, cluster: kvemb.Cluster, tmp_path: Path
 ) -> None:
@@ -162,6 +164,7 @@ def test_a_load_over_nodes_that_lost_rows_and_keys_of_another_type_ends_at_the_c
     assert np.unique(table.pull(np.arange(N), timeout_s=PATIENCE_S)).tolist() == [2]
 
 
+@pytest.mark.full
 def test_a_shard_that_wakes_up_after_a_load_by_its_successor_changes_nothing_of_it(
     local: FaultyCluster, cluster: kvemb.Cluster, tmp_path: Path
 ) -> None:
@@ -187,6 +190,7 @@ def test_a_shard_that_wakes_up_after_a_load_by_its_successor_changes_nothing_of_
     job.check()
 
 
+@pytest.mark.full
 def test_rows_created_since_that_a_late_write_brings_back_are_new_rows_to_the_next_push(
     local: FaultyCluster, cluster: kvemb.Cluster, tmp_path: Path
 ) -> None:

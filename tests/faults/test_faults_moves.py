@@ -42,6 +42,7 @@ def kill_shard(local: LocalCluster, shard: int) -> None:
     local.launch_shard(shard)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_shard_that_is_killed_in_any_phase_goes_on_with_it(local: LocalCluster) -> None:
     with further_node(local) as third, MovingLoad(local) as load:
@@ -76,6 +77,7 @@ def test_a_node_that_dies_while_it_is_to_join_is_given_up_and_training_goes_on(l
             time.sleep(0.02)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("who", ["source", "target"])
 def test_a_node_that_loses_its_rows_in_the_middle_is_repaired_and_the_move_goes_on(local: LocalCluster, who: str) -> None:
     with further_node(local) as third, MovingLoad(local) as load:
@@ -87,6 +89,7 @@ def test_a_node_that_loses_its_rows_in_the_middle_is_repaired_and_the_move_goes_
         assert third.address in state.nodes.values()
 
 
+@pytest.mark.full
 def test_a_dead_node_is_replaced_from_python_without_connecting_to_storage(local: LocalCluster) -> None:
     with further_node(local) as third, MovingLoad(local):
         dead = local.servers[0]
@@ -115,6 +118,7 @@ def test_a_move_is_taken_back_on_request_and_another_refused_meanwhile(local: Lo
         assert third.address in nodes.wait(timeout_s=PATIENCE_S).nodes.values()
 
 
+@pytest.mark.full
 def test_a_node_without_room_is_not_moved_to(require_server: Callable[[str], str]) -> None:
     require_server("redis-server")
     with LocalCluster("redis", 2, shards=2, memory_mb=64) as local, further_node(local) as third:
@@ -128,6 +132,7 @@ def test_a_node_without_room_is_not_moved_to(require_server: Callable[[str], str
             assert third.address not in nodes.state().nodes.values()
 
 
+@pytest.mark.full
 def test_who_slept_through_all_of_it_goes_on_by_the_new_map(local: LocalCluster) -> None:
     with kvemb.connect(local.url, timeout_s=PATIENCE_S) as sleeper, further_node(local) as third, MovingLoad(local) as load:
         try:

@@ -1,12 +1,15 @@
 """The second ledger: optimizers with memory. Counts cannot see a torn state, so rows and state are compared, bit for bit, with a replay."""
 
 import numpy as np
+import pytest
 from chaos import processes, storage
 from chaos.cluster import FaultyCluster
 from jobs import PATIENCE_S
 from replayed import Replayed
 
 import kvemb
+
+pytestmark = pytest.mark.full  # faults at further points of a way; tests/models searches the steps
 
 N_PUSHES, N_ROWS, DIM = 40, 600, 5
 OPTIMIZERS = {

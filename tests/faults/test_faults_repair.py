@@ -70,6 +70,7 @@ def test_a_node_rolled_back_to_an_old_snapshot_is_brought_up_to_date(training: T
     training.is_kept()
 
 
+@pytest.mark.full
 def test_nodes_whose_addresses_were_swapped_are_not_written_to_and_work_goes_on_when_they_are_right_again(training: Training) -> None:
     if training.cluster.store == "redis-cluster":
         pytest.skip("a Redis Cluster's nodes know themselves where they are")
@@ -122,6 +123,7 @@ def test_rows_that_vanish_one_by_one_are_brought_back_by_the_next_push() -> None
         require(table, IDS, 4)
 
 
+@pytest.mark.full
 def test_a_pull_from_a_lost_node_waits_or_fails_as_configured(require_server: Callable[[str], str]) -> None:
     require_server("redis-server")
     for policy in ("wait", "fail"):
@@ -144,6 +146,7 @@ def test_a_pull_from_a_lost_node_waits_or_fails_as_configured(require_server: Ca
             eventually(lambda table=table: np.unique(table.pull(IDS, timeout_s=PATIENCE_S)).tolist() == [2], "not repaired")  # type: ignore[misc]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("policy", ["wait", "fail"])
 @pytest.mark.parametrize("store", one_of("memcached", "redis"))
 def test_connecting_to_a_node_that_is_down_waits_or_fails_as_configured(

@@ -123,6 +123,7 @@ POINTS_OF = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_shard_killed_at_any_point_of_a_hand_over_goes_on_with_it(training: MovingTraining) -> None:
     for who, point in POINTS_OF:
@@ -136,6 +137,7 @@ def test_a_shard_killed_at_any_point_of_a_hand_over_goes_on_with_it(training: Mo
         training.require_progress()
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_shard_0_killed_between_two_phases_carries_the_move_on(training: MovingTraining) -> None:
     for phase, point in (
@@ -153,7 +155,7 @@ def test_shard_0_killed_between_two_phases_carries_the_move_on(training: MovingT
         training.require_progress()
 
 
-@pytest.mark.parametrize("who", ["giver", "taker"])
+@pytest.mark.parametrize("who", one_of("giver", "taker"))
 def test_a_shard_killed_while_rows_are_read_ahead_is_waited_for(training: MovingTraining, who: str) -> None:
     giver, taker = training.begin_move()
     training.moves.wait(lambda now: phase_of(now) in after(MOVING))
@@ -164,6 +166,7 @@ def test_a_shard_killed_while_rows_are_read_ahead_is_waited_for(training: Moving
     training.require_progress()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("silent", ["taker", "giver"])
 def test_a_move_is_taken_back_while_slots_are_on_their_way(training: MovingTraining, silent: str) -> None:
     giver, taker = training.next_pair()
@@ -192,6 +195,7 @@ SYNC_POINTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("who", SYNC_POINTS)
 def test_a_shard_killed_while_the_shards_of_a_sync_job_stop_at_one_step_ends_the_move_or_goes_on_with_it(
@@ -248,6 +252,7 @@ def test_what_a_shard_had_taken_before_it_left_is_heard_of_from_shard_0(
         assert np.unique(table.pull(IDS, timeout_s=PATIENCE_S)).tolist() == [-6]
 
 
+@pytest.mark.full
 def test_what_was_on_its_way_while_slots_went_and_came_back_is_applied_once(require_server: Callable[[str], str]) -> None:
     require_server("redis-server")
     ones = np.ones((len(IDS), 2), np.float32)

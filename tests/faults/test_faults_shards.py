@@ -23,6 +23,7 @@ from tests.raw_shard import RawShard, RawStream
 IDS = np.arange(100)
 
 
+@pytest.mark.full  # test_shard_crash.py kills shards under load
 def test_a_shard_killed_at_any_point_goes_on_where_its_journal_ends(training: Training) -> None:
     for number, point in enumerate(POINTS):
         shard = number % 2
@@ -52,6 +53,7 @@ def test_a_shard_that_wakes_up_after_another_took_over_changes_nothing(kind: str
         assert verdict.kept, f"{verdict}\n{run.last_words()}"
 
 
+@pytest.mark.full
 def test_a_shard_without_pushes_that_looked_at_its_nodes_for_long_still_learns_of_a_take_over(require_server: Callable[[str], str]) -> None:
     require_server("memcached")
     with FaultyCluster("memcached", 3, shards=1, storage={"timeout_s": 5}) as cluster:
@@ -67,6 +69,7 @@ def test_a_shard_without_pushes_that_looked_at_its_nodes_for_long_still_learns_o
         assert zombie.poll() == 5
 
 
+@pytest.mark.full
 def test_all_shards_may_be_restarted_in_turn_under_load(require_server: Callable[[str], str]) -> None:
     require_server("redis-server")
     with FaultyCluster("redis", 3, shards=2, storage={"timeout_s": 1}) as cluster, LedgerRun(cluster, n_trainers=2) as run:
@@ -79,6 +82,7 @@ def test_all_shards_may_be_restarted_in_turn_under_load(require_server: Callable
         assert verdict.kept, f"{verdict}\n{run.last_words()}"
 
 
+@pytest.mark.full
 def test_a_shard_or_trainer_with_another_configuration_is_refused(require_server: Callable[[str], str]) -> None:
     require_server("redis-server")
     with FaultyCluster("redis", 2, shards=1, storage={"timeout_s": 1}) as cluster, kvemb.connect(cluster.url) as connected:

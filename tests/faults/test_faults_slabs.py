@@ -17,6 +17,8 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import RowKeys
 from kvemb.testing.real_servers import memcached_client
 
+pytestmark = pytest.mark.full  # test_deleted_rows.py: rows that vanish one by one
+
 N = 60_000
 IDS = np.arange(N)
 

@@ -100,6 +100,7 @@ def test_abort_ends_the_others_and_nothing_of_the_step_is_applied_where_it_was_n
     job.comes_to([DIES_IN] * 3, [DIES_IN - 1] * 3)
 
 
+@pytest.mark.full
 def test_wait_holds_the_step_and_says_so_until_a_trainer_of_that_name_is_back(start: Callable[..., Job]) -> None:
     job = start("wait")
     eventually(lambda: "for c; here are a, b" in job.shards[1].status().failure, "shard 1 does not say for whom it waits")
@@ -113,6 +114,7 @@ def test_wait_holds_the_step_and_says_so_until_a_trainer_of_that_name_is_back(st
     assert job.shards[1].status().failure == ""
 
 
+@pytest.mark.full
 def test_drop_goes_on_without_the_trainer_also_over_a_restart_and_lets_it_in_again(start: Callable[..., Job]) -> None:
     job = start("drop", GATE)
     job.comes_to([GATE - 1, GATE - 1, DIES_IN], [GATE - 1, GATE - 1, DIES_IN - 1])

@@ -12,6 +12,8 @@ from tests.fuzz.http2 import PREFACE, frames_of, odd_connection
 from tests.fuzz.mutation import corpus, golden_messages, mutated, odd_message, with_odd_digits
 from tests.fuzz.run import fuzz
 
+pytestmark = pytest.mark.full  # bytes of any kind; test_wire_fuzz.py says it of the parsers, and CI fuzzes for five minutes
+
 SECONDS = 4.0
 
 

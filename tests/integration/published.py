@@ -183,6 +183,7 @@ class Churn(Beside):
                     with suppress(ShardUnavailableError):  # it was killed; what it had erased is erased
                         table.erase(self._random.choice(N_IDS, 40, replace=False), timeout_s=PATIENCE_S)
                 self.n_steps += 1
+                self._end.wait(0.01)  # the cores are for what is tested
 
 
 class Watch(Beside):

@@ -104,7 +104,7 @@ class Cluster:
     def write(self, n_shards: int, extra: str = "") -> None:
         shards = [f"127.0.0.1:{port}" for port in range(1, n_shards + 1)]  # never bound: every shard is told where to listen
         self.folder.joinpath("kvemb.yaml").write_text(
-            f"cluster: test\nstorage: {{kind: {self.storage.kind}, nodes: {list(self.storage.nodes)}, timeout_s: 2}}\n"
+            f"cluster: test\nstorage: {{kind: {self.storage.kind}, nodes: {list(self.storage.nodes)}, timeout_s: 10}}\n"
             f"parameter_servers: {{shards: {shards}, data_dir: {self.folder}/data{extra}}}\n"
         )
 

@@ -1,6 +1,7 @@
 """A cluster of each storage kind, and new tables of it."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import count
 from typing import Any
 
@@ -10,16 +11,17 @@ import kvemb
 from kvemb.api import Cluster
 from kvemb.api.table import Table
 from kvemb.local_cluster import LocalCluster
+from tests.warm_clusters import warm
 
 NODES = {"memcached": 2, "redis": 2, "valkey": 2, "redis-cluster": 3}
 PROGRAMS = {"memcached": "memcached", "redis": "redis-server", "redis-cluster": "redis-server"}
 names = (f"t{i}" for i in count())
 
 
-def start(kind: str, require_server: Callable[[str], str], **options: Any) -> LocalCluster:
+def start(kind: str, require_server: Callable[[str], str], **options: Any) -> AbstractContextManager[LocalCluster]:
     if kind in PROGRAMS:
         require_server(PROGRAMS[kind])
-    return LocalCluster(kind, NODES[kind], shards=2, **options)
+    return warm(kind, NODES[kind], shards=2, **options)
 
 
 def new_table(cluster: Cluster, dim: int = 4, **options: object) -> Table:

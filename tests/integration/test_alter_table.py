@@ -244,42 +244,19 @@ DEATHS = [
     ("end_drop", 0, True),
     ("end_drop", 0, False),
 ]
-ALTER_AND_DIE = """
-import os, signal, sys
-import kvemb
-from kvemb.alter import table_alteration
-from kvemb.client.shard_client import ShardClient
-
-url, name, method, nth, before = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5] == "True"
-table_alteration.block_rows = lambda definition: 100
-where = ShardClient if method == "end_drop" else table_alteration
-whole, calls = getattr(where, method), []
+SELDOM = [death for death in DEATHS if death[0] not in ("copy_rows", "end_drop")]
+ABORTED = [pytest.param(*death, True, marks=[pytest.mark.full] * (death in SELDOM)) for death in DEATHS]
+DYING = str(Path(__file__).with_name("dying_alteration.py"))
 
 
-def dying(self, *arguments, **options):
-    calls.append(method)
-    if len(calls) <= nth:
-        return whole(self, *arguments, **options)
-    if not before:
-        whole(self, *arguments, **options)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-setattr(where, method, dying)
-with kvemb.connect(url) as cluster:
-    cluster.alter_table(name, dim=6, new_columns="zeros")
-"""
-
-
-@pytest.mark.parametrize("aborted", [False, True])
-@pytest.mark.parametrize(("method", "nth", "before"), DEATHS, ids=[f"{m}-{n}-{'before' if b else 'behind'}" for m, n, b in DEATHS])
+@pytest.mark.parametrize(("method", "nth", "before", "aborted"), [*((*death, False) for death in DEATHS), *ABORTED])
 def test_a_command_that_is_killed_leaves_one_whole_table_and_is_repeated_or_aborted(
     local: LocalCluster, cluster: Cluster, method: str, nth: int, before: bool, aborted: bool
 ) -> None:
     name = next(names)
     held = trained(cluster, name)
     rows = held.pull(IDS)
-    command = [sys.executable, "-c", ALTER_AND_DIE, local.url, name, method, str(nth), str(before)]
+    command = [sys.executable, DYING, local.url, name, method, str(nth), str(before)]
     assert subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120, check=False).returncode == -9
     switched = method == "end_drop"
     assert f"table {name!r}" in failures(cluster) or (switched and not before)
@@ -465,7 +442,7 @@ def test_a_row_that_storage_has_lost_is_not_taken_for_a_new_one(local: LocalClus
     rows = table.pull(IDS)
     definition = table.definition
     keys = definition.keys(IDS[7:8].astype(np.uint64), pages=cluster.store.capabilities.pages)
-    cluster.store.rows.erase([WritePart(keys, np.empty((0, 0), np.uint8))], Deadline.after(5))
+    cluster.store.rows.erase([WritePart(keys, np.empty((0, 0), np.uint8))], Deadline.after(60))
     with pytest.raises(LostRowError, match=f"id {IDS[7]}"):
         cluster.alter_table(name, dim=6)
     assert main(["repair", "--config", str(local.config_path), "--all"]) == 0

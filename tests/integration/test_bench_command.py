@@ -17,6 +17,8 @@ from kvemb.local_cluster import LocalCluster
 from kvemb.operate.pull_rates import PullRate
 from tests.integration.tls_clusters import TlsCluster, running
 
+pytestmark = pytest.mark.full  # commands and pages for operators, on clusters that something is wrong with
+
 N_ROWS = 20_000
 
 

@@ -25,6 +25,7 @@ from kvemb.protocol.shard_routing import split
 from tests.integration.shard_processes import Cluster as Shards
 from tests.integration.shard_processes import Server, part, redis_command
 from tests.raw_shard import RawStream
+from tests.warm_clusters import warm
 
 IDS = np.arange(400)
 PATIENCE_S = 60.0
@@ -34,7 +35,7 @@ Rows = dict[str, NDArray[np.int64]]
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[LocalCluster]:
-    with LocalCluster("valkey", 2, shards=2, mode="sync", trainers=1) as local:
+    with warm("valkey", 2, shards=2, mode="sync", trainers=1) as local:
         yield local
 
 
@@ -90,7 +91,7 @@ def test_the_release_brings_exactly_the_rows_that_changed(alone: LocalCluster, d
 def test_a_step_is_released_before_storage_has_it_and_pulls_wait_for_that() -> None:
     rng = np.random.default_rng(3)
     with (
-        LocalCluster("redis", shards=2, mode="sync", trainers=1) as local,
+        warm("redis", shards=2, mode="sync", trainers=1) as local,
         kvemb.connect(local.url, trainer="a") as trainer,
         kvemb.connect(local.url, read_only=True) as reader,
     ):
@@ -122,7 +123,7 @@ def test_a_step_is_released_before_storage_has_it_and_pulls_wait_for_that() -> N
 def test_every_part_of_a_push_that_holds_rows_is_released_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(push_session, "split", lambda tables: split(tables, 600))
     rng = np.random.default_rng(6)
-    with LocalCluster("redis", shards=2, mode="sync", trainers=1) as local, kvemb.connect(local.url, trainer="a") as trainer:
+    with warm("redis", shards=2, mode="sync", trainers=1) as local, kvemb.connect(local.url, trainer="a") as trainer:
         create(trainer, "t")
         push(trainer, {"t": IDS[:100]}, rng).wait_applied()
         _, prefetched = pull(trainer, {"t": IDS[:50]})
@@ -141,7 +142,7 @@ def test_every_part_of_a_push_that_holds_rows_is_released_early(monkeypatch: pyt
 @pytest.mark.parametrize("verb", ["len", "export", "close"])
 def test_what_tells_of_rows_waits_until_storage_has_a_released_step(verb: str) -> None:
     rng = np.random.default_rng(4)
-    with LocalCluster("redis", shards=2, mode="sync", trainers=1) as local, kvemb.connect(local.url, read_only=True) as reader:
+    with warm("redis", shards=2, mode="sync", trainers=1) as local, kvemb.connect(local.url, read_only=True) as reader:
         trainer = kvemb.connect(local.url, trainer="a")
         create(trainer, "t")
         push(trainer, {"t": IDS[:100]}, rng).wait_applied()
@@ -166,7 +167,7 @@ def test_what_tells_of_rows_waits_until_storage_has_a_released_step(verb: str) -
 
 def test_a_connection_that_is_closed_waits_for_nothing() -> None:
     rng = np.random.default_rng(5)
-    with LocalCluster("redis", shards=1, mode="sync", trainers=1) as local:
+    with warm("redis", shards=1, mode="sync", trainers=1) as local:
         trainer = kvemb.connect(local.url, trainer="a")
         create(trainer, "t")
         push(trainer, {"t": IDS[:100]}, rng).wait_applied()
@@ -224,7 +225,7 @@ def test_erased_and_assigned_rows_are_told_by_the_next_release(alone: LocalClust
 def test_two_trainers_hear_of_each_others_rows(require_server: Callable[[str], str]) -> None:
     require_server("memcached")
     with (
-        LocalCluster("memcached", 2, shards=2, mode="sync", trainers=2) as local,
+        warm("memcached", 2, shards=2, mode="sync", trainers=2) as local,
         kvemb.connect(local.url, trainer="a") as a,
         kvemb.connect(local.url, trainer="b") as b,
         kvemb.connect(local.url, read_only=True) as reader,
@@ -249,7 +250,7 @@ def test_what_the_shard_does_not_keep_comes_from_the_step_or_from_storage(requir
     require_server("redis-server")
     rng, many = np.random.default_rng(4), np.arange(20_000)
     with (
-        LocalCluster("redis", shards=1, mode="sync", trainers=1, cache_mb=cache_mb) as local,
+        warm("redis", shards=1, mode="sync", trainers=1, cache_mb=cache_mb) as local,
         kvemb.connect(local.url, trainer="a") as trainer,
     ):
         create(trainer, "large")
@@ -298,7 +299,7 @@ def test_what_cannot_be_prefetched_is_refused_before_anything_is_sent(alone: Loc
 
 
 def test_in_async_mode_prefetched_rows_are_refused(require_server: Callable[[str], str]) -> None:
-    with LocalCluster("valkey") as local, kvemb.connect(local.url) as trainer:
+    with warm("valkey") as local, kvemb.connect(local.url) as trainer:
         create(trainer, "user")
         with pytest.raises(InvalidInputError, match="sync mode only"):
             trainer.push({}, prefetched={"user": ([1], np.zeros(1, np.uint64))})
@@ -345,7 +346,7 @@ def test_a_shard_that_is_killed_around_the_release_says_it_right_or_not_at_all(r
     require_server("redis-server")
     rng = np.random.default_rng(6)
     with (
-        LocalCluster("redis", shards=2, mode="sync", trainers=1, barrier_timeout_s=PATIENCE_S) as local,
+        warm("redis", shards=2, mode="sync", trainers=1, barrier_timeout_s=PATIENCE_S) as local,
         kvemb.connect(local.url, trainer="a") as trainer,
         kvemb.connect(local.url, read_only=True) as reader,
     ):

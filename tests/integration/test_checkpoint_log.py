@@ -28,6 +28,7 @@ from kvemb.local_cluster import LocalCluster
 from kvemb.schema.cluster_map import equal_runs
 from kvemb.schema.slots import N_SLOTS
 from tests.integration.counting_trainers import wait_for
+from tests.warm_clusters import warm
 
 WAIT_S, N_IDS, DIM = 90.0, 6000, 128
 KINDS = {"valkey": 1, "memcached": 2, "redis-cluster": 3}
@@ -37,13 +38,13 @@ Row = tuple[int, np.float32, np.float32]
 
 @pytest.fixture(params=one_of("valkey", "memcached", "redis-cluster"))
 def local(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
-    with LocalCluster(request.param, KINDS[request.param], shards=2, memory_mb=64, journal_max_mb=1) as running:
+    with warm(request.param, KINDS[request.param], shards=2, journal_max_mb=1) as running:
         yield running
 
 
 @pytest.fixture
 def small() -> Iterator[LocalCluster]:
-    with LocalCluster("valkey", shards=2, memory_mb=64) as running:
+    with warm("valkey", shards=2) as running:
         yield running
 
 
@@ -212,7 +213,7 @@ def saves(log: CheckpointLog) -> bool:
 def test_few_levels_are_read_and_those_in_between_go_without_a_change_of_what_remains(small: LocalCluster, tmp_path: Path) -> None:
     with kvemb.connect(small.url) as cluster:
         table, log = new_table(cluster), CheckpointLog(cluster.save, str(tmp_path))
-        push(table, np.arange(60_000))
+        push(table, np.arange(6000))
         kept: dict[str, dict[int, Row]] = {}
         for number in range(1, 18):
             done = log.save(extra={"number": number})

@@ -21,6 +21,7 @@ from kvemb.commands.verb_options import EXAMPLES, words_of
 from kvemb.demo.trainer_process import TrainerError, Trainers
 from kvemb.errors import ConfigError
 from kvemb.local_cluster import LocalCluster
+from tests.warm_clusters import warm
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +36,7 @@ def run(*words: str) -> "subprocess.CompletedProcess[str]":
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster("valkey", 2, shards=2) as running:
+    with warm("valkey", 2, shards=2) as running:
         with kvemb.connect(running.url) as client:
             table = client.create_table("t", dim=4, optimizer=kvemb.optim.sgd(lr=1.0))
             table.push(np.arange(1000), np.ones((1000, 4)))
@@ -58,7 +59,7 @@ def test_status_shows_every_node_and_shard(cluster: LocalCluster) -> None:
 
 
 def test_status_of_a_cluster_with_a_dead_node_says_so_and_fails() -> None:
-    with LocalCluster("valkey", 2, shards=1) as running:
+    with warm("valkey", 2, shards=1) as running:
         running.servers[1].process.kill()
         done = run("status", str(running.config_path))
     assert done.returncode == 1
@@ -69,7 +70,7 @@ def test_status_of_a_cluster_with_a_dead_node_says_so_and_fails() -> None:
 
 
 def test_status_says_that_nodes_or_the_cluster_are_others_than_kvemb_yaml_says_though_all_answer(tmp_path: Path) -> None:
-    with LocalCluster("redis", 2, shards=1) as cluster, LocalCluster("redis", 1, shards=1) as other:
+    with warm("redis", 2, shards=1) as cluster, warm("redis", 1, shards=1) as other:
         tree = yaml.safe_load(cluster.config_path.read_text())
         changed = tmp_path / "kvemb.yaml"
         for wrong, told in (
@@ -83,7 +84,7 @@ def test_status_says_that_nodes_or_the_cluster_are_others_than_kvemb_yaml_says_t
 
 
 def test_status_shows_the_other_shards_when_one_is_down() -> None:
-    with LocalCluster("valkey", 1, shards=2) as running:
+    with warm("valkey", 1, shards=2) as running:
         running.shards[0].kill()
         done = run("status", str(running.config_path))
     states = {line.split()[0]: line for line in done.stdout.splitlines() if line.startswith(("0 ", "1 "))}
@@ -277,6 +278,7 @@ def test_a_missing_server_program_is_one_line_with_the_mend(tmp_path: Path) -> N
 
 
 # SIGHUP has the handler of SIGTERM.
+@pytest.mark.full
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_demo_that_is_told_to_end_leaves_no_process_and_no_folder(number: signal.Signals, code: int, tmp_path: Path) -> None:
     demo = subprocess.Popen(

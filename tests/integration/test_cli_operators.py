@@ -13,6 +13,8 @@ from test_cli import ROOT, command, run
 import kvemb
 from kvemb.local_cluster import LocalCluster
 
+pytestmark = pytest.mark.full  # commands and pages for operators, on clusters that something is wrong with
+
 
 @pytest.fixture(scope="module")
 def cluster(require_server: Callable[[str], str]) -> Iterator[LocalCluster]:

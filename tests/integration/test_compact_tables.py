@@ -13,6 +13,7 @@ from kvemb.errors import InvalidInputError
 from kvemb.local_cluster import LocalCluster
 from kvemb.schema.table_def import TableDef
 from kvemb.testing.real_servers import redis_client
+from tests.warm_clusters import warm
 
 PATIENCE_S = 60.0
 N = 3000
@@ -24,7 +25,7 @@ SGD, ADAM, ZEROS = kvemb.optim.sgd(lr=1.0), kvemb.optim.adam(lr=0.1), kvemb.init
 def local(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
     if request.param != "valkey":
         require_server("redis-server")
-    with LocalCluster(request.param, 3 if request.param == "redis-cluster" else 2, shards=2, durability="os") as running:
+    with warm(request.param, 3 if request.param == "redis-cluster" else 2, shards=2, durability="os") as running:
         yield running
 
 
@@ -79,7 +80,7 @@ def test_a_node_that_lost_its_rows_and_its_limits_holds_compact_strings_again(lo
 
 def test_limits_that_may_not_be_changed_refuse_a_compact_table_by_name(require_server: Callable[[str], str]) -> None:
     require_server("redis-server")
-    with LocalCluster("redis", 1, shards=1, durability="os") as local, kvemb.connect(local.url) as cluster:
+    with warm("redis", 1, shards=1, durability="os") as local, kvemb.connect(local.url) as cluster:
         server = local.servers[0]
         with closing(redis.Redis(port=server.port)) as client:
             client.execute_command("ACL", "SETUSER", "default", "-config|set")
@@ -99,7 +100,7 @@ def test_limits_that_may_not_be_changed_refuse_a_compact_table_by_name(require_s
 
 def test_on_memcached_a_layout_is_refused_before_anything_is_made(require_server: Callable[[str], str]) -> None:
     require_server("memcached")
-    with LocalCluster("memcached", 1, shards=1, durability="os") as local, kvemb.connect(local.url) as cluster:
+    with warm("memcached", 1, shards=1, durability="os") as local, kvemb.connect(local.url) as cluster:
         for layout in ("fast", "compact"):
             with pytest.raises(InvalidInputError, match=f"'small': layout='{layout}'.*a key for every row"):
                 cluster.create_table("small", dim=16, optimizer=SGD, expected_rows=N, layout=layout)  # type: ignore[arg-type]

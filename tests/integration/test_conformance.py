@@ -144,6 +144,7 @@ def test_each_thing_that_a_server_lacks_is_told_with_what_it_costs(start: Start,
     assert keys_of(url) == [b"of-another-program"]
 
 
+@pytest.mark.full
 def test_what_only_helps_operators_may_be_missing(start: Start) -> None:
     done = doctor("--json", "--conformance", start(find_server("redis"), "--rename-command", "ACL", "", "--rename-command", "CONFIG", ""))
     assert done.returncode == 0
@@ -155,6 +156,7 @@ def test_what_only_helps_operators_may_be_missing(start: Start) -> None:
     ]
 
 
+@pytest.mark.full
 def test_a_server_whose_ended_connections_go_on_fails_the_contract(start: Start) -> None:
     url = start(find_server("redis"))
     done = subprocess.run([sys.executable, "-c", _PATCHED.format(url=url)], capture_output=True, text=True, timeout=600, check=False)
@@ -166,6 +168,7 @@ def test_a_server_whose_ended_connections_go_on_fails_the_contract(start: Start)
     assert keys_of(url) == [b"of-another-program"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_examination_deletes_its_keys(start: Start, number: signal.Signals, code: int) -> None:
     url = start(find_server("redis"))
@@ -202,6 +205,7 @@ def test_a_server_that_goes_away_leaves_keys_and_they_are_named(tmp_path: Path) 
         server.kill()
 
 
+@pytest.mark.full
 def test_a_users_credentials_are_used_and_the_rights_of_a_shard_are_enough(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     url = start(find_server("redis"))
     with closing(client(url)) as admin:

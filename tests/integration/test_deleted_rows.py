@@ -20,6 +20,7 @@ from kvemb.stores.row_io import WritePart
 from kvemb.stores.storage_kinds import open_store
 from paramserver.lifecycle.start import start
 from paramserver.repair import scrub
+from tests.warm_clusters import warm
 
 PATIENCE_S = 60.0
 IDS = np.arange(3000)
@@ -39,7 +40,7 @@ def trained(request: pytest.FixtureRequest, require_server: Callable[[str], str]
     if kind in PROGRAMS:
         require_server(PROGRAMS[kind])
     n_nodes = 3 if kind == "redis-cluster" else 2
-    with LocalCluster(kind, n_nodes, shards=2, durability="os", cache_mb=0) as local, kvemb.connect(local.url) as cluster:
+    with warm(kind, n_nodes, shards=2, durability="os", cache_mb=0) as local, kvemb.connect(local.url) as cluster:
         optimizer, first = kvemb.optim.adam(lr=0.1), kvemb.init.normal()
         table = cluster.create_table("t", dim=4, optimizer=optimizer, initializer=first, num_ids=num_ids)
         table.push(IDS, np.random.default_rng(1).normal(size=(3000, 4)).astype(np.float32), timeout_s=PATIENCE_S)

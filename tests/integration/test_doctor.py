@@ -36,6 +36,8 @@ from kvemb.schema.slots import N_SLOTS
 from kvemb.stores.storage_kinds import KINDS
 from tests.integration.tls_clusters import TlsCluster, running
 
+pytestmark = pytest.mark.full  # commands and pages for operators, on clusters that something is wrong with
+
 PATIENCE_S = 60.0
 
 

@@ -29,6 +29,8 @@ from tests.integration.scraped import ports_side_by_side, value
 from tests.integration.tls_clusters import TlsCluster, running
 from tests.integration.tls_storage import start_tls_servers
 
+pytestmark = pytest.mark.full  # commands and pages for operators, on clusters that something is wrong with
+
 DAY_S = 86_400
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from matrix import one_of
 
 import kvemb
 from kvemb.api import Cluster
@@ -84,7 +85,7 @@ def test_a_name_is_given_to_a_table_of_another_definition_once_all_rows_are_gone
     assert len(new) == N
 
 
-@pytest.mark.parametrize("layout", ["fast", "compact"])
+@pytest.mark.parametrize("layout", one_of("fast", "compact"))
 def test_a_table_in_buckets_goes_bucket_by_bucket_and_not_row_by_row(require_server: Callable[[str], str], layout: str) -> None:
     ids = np.arange(20_000)
     with start("redis", require_server) as local, kvemb.connect(local.url) as cluster:
@@ -264,6 +265,7 @@ def test_the_command_drops_only_when_told_so_and_not_what_the_file_declares(
     assert cluster.drop_table(declared) == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["valkey"])
 def test_row_logs_and_checkpoints_tell_a_dropped_table_from_the_next_of_its_name(
     kind: str, require_server: Callable[[str], str], tmp_path: Path

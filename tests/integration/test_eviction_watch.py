@@ -17,6 +17,8 @@ from kvemb.stores.store_nodes import NodeStats
 from paramserver.repair.node_watch import NodeWatch
 from paramserver.rpc.service import LIVE
 
+pytestmark = pytest.mark.full  # commands and pages for operators, on clusters that something is wrong with
+
 
 class CountingStore:
     """A store and its nodes, with counters that a test sets."""

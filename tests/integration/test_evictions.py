@@ -20,6 +20,7 @@ from kvemb.local_cluster import LocalCluster
 from tests.integration.counting_trainers import KINDS
 from tests.integration.table_clusters import new_table
 from tests.shard_moves import ShardMoves
+from tests.warm_clusters import warm
 
 WAIT_S, DIM = 90.0, 4
 IDS = np.arange(0, 6000, dtype=np.int64)
@@ -28,7 +29,7 @@ IDS = np.arange(0, 6000, dtype=np.int64)
 @pytest.fixture(scope="module", params=one_of("redis", "memcached"))
 def local(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
     require_server(KINDS[request.param])
-    with LocalCluster(request.param, 2, shards=2, journal_max_mb=1) as running:
+    with warm(request.param, 2, shards=2, journal_max_mb=1) as running:
         yield running
 
 
@@ -210,7 +211,7 @@ def test_a_policy_that_could_do_nothing_for_a_table_is_refused(local: LocalClust
 
 def test_shards_of_a_sync_job_evict_between_two_steps(require_server: Callable[[str], str]) -> None:
     require_server("redis-server")
-    with LocalCluster("redis", 1, shards=2, mode="sync", trainers=1) as local, kvemb.connect(local.url, trainer="a") as cluster:
+    with warm("redis", 1, shards=2, mode="sync", trainers=1) as local, kvemb.connect(local.url, trainer="a") as cluster:
         table = new_table(cluster)
         for part in np.split(IDS[:3000], 10):
             push(table, part)

@@ -96,7 +96,7 @@ def test_a_server_of_another_kind_is_asked_about(kind: str, taken_for: str, tmp_
             open_store(StorageConfig(taken_for, (server.address,)), role="reader") as store,
             pytest.raises(KvembError, match=r"is this a server of the kind that storage\.kind says"),
         ):
-            store.open(Deadline.after(5))
+            store.open(Deadline.after(60))
     finally:
         server.process.kill()
 
@@ -110,7 +110,7 @@ def test_a_memcached_of_the_binary_protocol_alone_is_named_with_the_mend(tmp_pat
             open_store(StorageConfig("memcached", (server.address,)), role="reader") as store,
             pytest.raises(KvembError, match=r"closed the connection.*started with -B binary ends so, too: use -B auto"),
         ):
-            store.open(Deadline.after(5))
+            store.open(Deadline.after(60))
     finally:
         server.process.kill()
 
@@ -171,18 +171,18 @@ def test_a_new_connection_to_a_foreign_node_carries_no_row(tmp_path: Path) -> No
     config = StorageConfig("redis", (server.address,))
     mine, other = open_store(config, role="shard:0"), open_store(config, role="shard:1")
     try:
-        mine.provision(b"m" * 16, b"g" * 8, Deadline.after(5))
-        (marker,) = mine.open(Deadline.after(5))
-        other.open(Deadline.after(5))
+        mine.provision(b"m" * 16, b"g" * 8, Deadline.after(60))
+        (marker,) = mine.open(Deadline.after(60))
+        other.open(Deadline.after(60))
         foreign = Marker(b"f" * 16, 0, marker.generation, marker.map_digest, marker.map_serial, marker.run_id)
-        other.values.put(MARKER_KEY.decode(), foreign.encode(), Deadline.after(5))
+        other.values.put(MARKER_KEY.decode(), foreign.encode(), Deadline.after(60))
         pool = mine._links.pool  # type: ignore[attr-defined]
         pool.close()
         pool._closed = False  # the next batch opens a link of its own
         keys = BucketKeys(b"tab", np.arange(10, dtype=np.uint64), 1)
         with pytest.raises(WrongNodeError, match="belongs to cluster"):
-            mine.rows.write([WritePart(keys, np.zeros((10, 12), np.uint8))], Deadline.after(5))
-        assert other.nodes.stats(Deadline.after(5))[0].n_keys == 2  # marker and cluster map
+            mine.rows.write([WritePart(keys, np.zeros((10, 12), np.uint8))], Deadline.after(60))
+        assert other.nodes.stats(Deadline.after(60))[0].n_keys == 2  # marker and cluster map
     finally:
         mine.close()
         other.close()
@@ -199,10 +199,10 @@ def test_two_names_of_one_server_are_refused_and_a_cluster_begins_once_they_are_
     twice = StorageConfig(kind, (first, second, first.replace("127.0.0.1", "localhost")))
     same = rf"localhost:\d+ leads to the same server as {first} or {second}"
     with open_store(twice, role="shard:0") as store, pytest.raises(ConfigError, match=same):
-        store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
+        store.provision(b"c" * 16, b"g" * 8, Deadline.after(60))
     with open_store(StorageConfig(kind, (first, second)), role="shard:0") as store:
-        store.provision(b"o" * 16, b"g" * 8, Deadline.after(5))
-        assert len(store.open(Deadline.after(5))) == 2
+        store.provision(b"o" * 16, b"g" * 8, Deadline.after(60))
+        assert len(store.open(Deadline.after(60))) == 2
     for server in servers:
         server.process.kill()
 
@@ -210,9 +210,9 @@ def test_two_names_of_one_server_are_refused_and_a_cluster_begins_once_they_are_
 def test_a_look_at_the_nodes_blames_none_that_answers_for_one_that_hangs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     servers = start_servers("redis", 2, tmp_path, 64)
     with open_store(StorageConfig("redis", tuple(server.address for server in servers)), role="shard:0") as store:
-        store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
-        store.open(Deadline.after(5))
-        store.fence(0, 1, Deadline.after(5))
+        store.provision(b"c" * 16, b"g" * 8, Deadline.after(60))
+        store.open(Deadline.after(60))
+        store.fence(0, 1, Deadline.after(60))
         servers[1].process.signal(signal.SIGSTOP)
         for _ in range(2):
             assert store.repair.lost_nodes(Deadline.after(3)) == []
@@ -233,7 +233,7 @@ def test_a_shard_that_was_started_in_another_mode_gets_no_push_and_the_job_goes_
         local.start_shard(1)
         ack = table.push(ids, ones)
         with pytest.raises(ShardUnavailableError, match=r"shard 1 .*was started in mode sync"):
-            ack.wait(timeout_s=5)
+            ack.wait(timeout_s=60)
         local.shards[1].stop(30)
         local.config_path.write_text(right)
         local.start_shard(1)

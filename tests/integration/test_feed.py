@@ -498,6 +498,7 @@ def test_the_command_prints_a_line_of_json_for_every_event(on_valkey: LocalClust
     assert all(event["weights"] == [[-1.0] * 4] * len(event["ids"]) for event in events if event["kind"] == "apply")
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_subscriber_that_reads_nothing_is_cut_off_and_costs_the_shard_no_memory(require_server: Callable[[str], str]) -> None:
     with LocalCluster("valkey", memory_mb=256, cache_mb=8) as local, kvemb.connect(local.url) as cluster:

@@ -195,6 +195,7 @@ def test_trainers_wait_for_a_repair_or_fail_at_once(start: Callable[[str, int], 
             require_rows(late, rows, records_of(rows))
 
 
+@pytest.mark.full
 def test_a_replica_that_takes_over_is_suspect_until_its_rows_were_compared(start: Callable[[str, int], ServerNodes]) -> None:
     nodes = start("redis-cluster", 3)
     with opened(nodes) as store, opened(nodes, "trainer", provision=False, on_lost_node="fail") as trainer, ExitStack() as stack:

@@ -8,7 +8,7 @@ import pytest
 
 import kvemb
 from kvemb.errors import TableMismatchError
-from kvemb.local_cluster import LocalCluster
+from tests.warm_clusters import warm
 
 EARLIER = Path(__file__).parent / "golden" / "checkpoint_first_draws_1"
 # Written by the last commit whose definitions named no algorithm and no buckets: rows 0 and 1 were pushed, rows 2 and 3 only pulled.
@@ -22,7 +22,7 @@ USER = {"dim": 3, "optimizer": kvemb.optim.sgd(lr=1.0), "initializer": kvemb.ini
 
 @pytest.fixture
 def client() -> Iterator[kvemb.Cluster]:
-    with LocalCluster("valkey", 1, shards=1) as local, kvemb.connect(local.url) as opened:
+    with warm("valkey", 1, shards=1) as local, kvemb.connect(local.url) as opened:
         yield opened
 
 

@@ -10,13 +10,14 @@ from kvemb.api import Cluster
 from kvemb.arrays.rounding import round_nearest, to_float32
 from kvemb.errors import InvalidInputError
 from kvemb.local_cluster import LocalCluster
+from tests.warm_clusters import warm
 
 IDS = np.arange(1000)
 
 
 @pytest.fixture(scope="module")
 def two_shards() -> Iterator[LocalCluster]:
-    with LocalCluster("valkey", 2, shards=2) as local:
+    with warm("valkey", 2, shards=2) as local:
         yield local
 
 

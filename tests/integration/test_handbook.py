@@ -20,6 +20,8 @@ from test_cli import ROOT, command, run
 import kvemb
 from kvemb.local_cluster import LocalCluster
 
+pytestmark = pytest.mark.full  # commands and pages for operators, on clusters that something is wrong with
+
 PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 PATIENCE_S = 60.0
 

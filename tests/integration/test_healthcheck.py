@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvemb.config import load
-from kvemb.local_cluster import LocalCluster
 from tests.integration.counting_trainers import PATIENCE_S
 from tests.integration.tls_clusters import NAME, TlsCluster, running
+from tests.warm_clusters import warm
 
 SCRIPT = Path(__file__).resolve().parents[2] / "deploy/healthcheck.py"
 
@@ -22,7 +22,7 @@ def check(*words: object) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("service", [(), ("--service", "live"), ("--service", "")])
 def test_a_shard_that_serves_is_healthy_and_one_that_is_gone_is_not(require_server: Callable[[str], str], service: tuple[str, ...]) -> None:
     require_server("redis-server")
-    with LocalCluster("redis", 1, shards=1) as cluster:
+    with warm("redis", 1, shards=1) as cluster:
         (address,) = load(cluster.config_path, {}).servers.shards
         assert check(address, *service).returncode == 0
         cluster.shards[0].kill()

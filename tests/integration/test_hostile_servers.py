@@ -14,6 +14,8 @@ from kvemb.errors import KvembError
 from kvemb.local_cluster.storage_servers import StorageServer, start_servers
 from tests.integration.lying_server import ANSWERS, DEADLINE_S, Liar, everything
 
+pytestmark = pytest.mark.full  # bytes of any kind; test_wire_fuzz.py says it of the parsers, and CI fuzzes for five minutes
+
 PATIENCE_S = 30.0  # of a machine that does much else; less than an endless answer would take
 ENDLESS = 64 << 20
 SLOW: dict[str, Callable[[socket.socket], None]] = {

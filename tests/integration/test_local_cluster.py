@@ -26,6 +26,8 @@ from kvemb.net.deadline import Deadline
 from kvemb.stores.storage_kinds import KINDS
 from kvemb.testing.real_servers import redis_client
 
+pytestmark = pytest.mark.full  # starts and ends of processes, of which each test needs several
+
 ROOT = Path(__file__).resolve().parents[2]
 # Another user's job: prints the processes of its cluster and its folder, then does as told.
 JOB = """

@@ -119,7 +119,7 @@ def until(ready: Callable[[], bool]) -> None:
     ("kind", "damage", "forget"),
     [
         ("redis", cut_behind_an_entry, False),
-        ("redis", remove_the_last_segment, False),
+        pytest.param("redis", remove_the_last_segment, False, marks=pytest.mark.full),
         ("memcached", cut_in_an_entry, True),
         pytest.param("redis", cut_in_an_entry, True, marks=pytest.mark.full),
         pytest.param("valkey", cut_in_an_entry, True, marks=pytest.mark.full),
@@ -156,6 +156,7 @@ def test_a_journal_that_lost_its_end_is_refused_by_name_and_no_row_goes_backward
         assert (lossy.rows() == 101).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_ids", [None, 1000])
 def test_rows_that_only_the_lost_batches_made_stop_the_shard_and_are_not_made_anew(
     num_ids: int | None, require_server: Callable[[str], str]
@@ -178,6 +179,7 @@ def test_rows_that_only_the_lost_batches_made_stop_the_shard_and_are_not_made_an
         assert (lossy.rows(last) == 1).all()
 
 
+@pytest.mark.full
 def test_a_shard_that_cannot_tell_at_its_start_stops_at_the_first_row_that_is_ahead(require_server: Callable[[str], str]) -> None:
     require_server("redis-server")
     with LocalCluster("redis") as local:
@@ -219,6 +221,7 @@ def test_by_order_a_shard_goes_back_to_where_its_journal_ends_on_every_row(kind:
         assert (lossy.rows() == 93).all()
 
 
+@pytest.mark.full
 def test_an_entry_that_a_crash_cut_off_before_it_was_acknowledged_is_no_loss(require_server: Callable[[str], str]) -> None:
     require_server("redis-server")
     with LocalCluster("redis") as local:

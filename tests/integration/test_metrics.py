@@ -18,6 +18,8 @@ from kvemb.errors import ConfigError
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.storage_servers import start_servers
 
+pytestmark = pytest.mark.full  # commands and pages for operators, on clusters that something is wrong with
+
 
 @pytest.fixture(scope="module")
 def port() -> int:

@@ -19,6 +19,8 @@ from scraped import ports_side_by_side, program, text, until
 import kvemb
 from kvemb.local_cluster import LocalCluster
 
+pytestmark = pytest.mark.full  # commands and pages for operators, on clusters that something is wrong with
+
 ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "deploy" / "monitoring"
 RULES = [rule for group in yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"] for rule in group["rules"]]

@@ -28,7 +28,7 @@ def kind(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -
     return str(request.param)
 
 
-@pytest.mark.parametrize("pages", [False, True])
+@pytest.mark.parametrize("pages", one_of(False, True))
 def test_a_node_joins_and_another_leaves_while_rows_are_pushed_and_pulled(kind: str, pages: bool) -> None:
     with LocalCluster(kind, 2, shards=2, memory_mb=64) as local, further_node(local) as third:
         phases: list[str] = []

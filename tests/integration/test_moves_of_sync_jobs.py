@@ -4,12 +4,15 @@ import threading
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
 import kvemb
 import kvemb.init
 import kvemb.optim
 from kvemb.local_cluster import LocalCluster
 from tests.integration.test_moves import PATIENCE_S, further_node
+
+pytestmark = pytest.mark.full  # faults at further points of a way; tests/models searches the steps
 
 N_IDS, DIM, AT_ONCE = 2_000, 2, 2
 IDS = np.arange(N_IDS)

@@ -50,7 +50,7 @@ def replace_node(local: LocalCluster, number: int) -> None:
     (local.servers[number],) = start_servers(local.store, 1, local.folder, 64)
     edit(local, [server.address for server in local.servers])
     for shard, process in enumerate(local.shards):
-        process.stop(grace_s=5.0)
+        process.stop(grace_s=60.0)
         local.launch_shard(shard)
 
 
@@ -84,6 +84,7 @@ def test_a_running_trainer_finds_a_node_that_was_replaced_at_a_new_address(kind:
         np.testing.assert_array_equal(cluster.table("t").pull(IDS, timeout_s=PATIENCE_S), np.load(tmp_path / "expected.npy"))
 
 
+@pytest.mark.full
 def test_a_client_that_fails_at_once_follows_with_its_next_pull(kind: str) -> None:
     with LocalCluster(kind, 2, memory_mb=64) as local:
         tree = yaml.safe_load(local.config_path.read_text(encoding="utf-8"))
@@ -107,6 +108,7 @@ def pulled(cluster: "kvemb.Cluster") -> np.ndarray | None:
         return None
 
 
+@pytest.mark.full
 def test_addresses_that_lead_elsewhere_are_refused_until_they_are_right(kind: str) -> None:
     with LocalCluster(kind, 2, memory_mb=64) as local, kvemb.connect(local.url) as cluster:
         table = new_table(cluster)

@@ -26,6 +26,8 @@ from kvemb.schema.slots import N_SLOTS
 from kvemb.testing.real_servers import memcached_client, redis_client
 from tests.integration.scraped import ports_side_by_side, until, value
 
+pytestmark = pytest.mark.full  # commands and pages for operators, on clusters that something is wrong with
+
 IDS = np.arange(5000)
 PATIENCE_S = 90.0
 LESS = ["-I", "512k"]

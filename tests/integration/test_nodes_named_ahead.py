@@ -4,11 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 import yaml
 
 import kvemb
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.storage_servers import start_servers
+
+pytestmark = pytest.mark.full  # starts and ends of processes, of which each test needs several
 
 PATIENCE_S = 60.0
 IDS = np.arange(500)

@@ -20,6 +20,7 @@ from kvemb.protocol.message_format import TableRows
 from kvemb.schema.cluster_map import equal_runs
 from tests.integration.table_clusters import ids_of, names, start
 from tests.integration.test_repair import flush
+from tests.warm_clusters import warm
 
 pa = pytest.importorskip("pyarrow")
 from pyarrow import parquet  # noqa: E402
@@ -283,7 +284,7 @@ def test_bytes_are_saved_and_loaded_onto_another_cluster(kind: str, require_serv
     files = [parquet.read_table(file) for file in sorted((tmp_path / "saves" / "a").rglob("*.parquet")) if "ngram" in str(file)]
     told = {row["id"]: row["weights"] for file in files for row in file.to_pylist()}
     assert told == {int(i): row.tobytes() for i, row in zip(ids[:2000], rows, strict=False)}, "other programs read them"
-    with LocalCluster("valkey" if kind != "valkey" else "memcached", 3, shards=1) as local, kvemb.connect(local.url) as cluster:
+    with warm("valkey" if kind != "valkey" else "memcached", 3, shards=1) as local, kvemb.connect(local.url) as cluster:
         cluster.load(f"{url}/b")
         table = cluster.table("ngram")
         np.testing.assert_array_equal(table.pull(ids), rows)
@@ -294,7 +295,7 @@ def test_bytes_are_saved_and_loaded_onto_another_cluster(kind: str, require_serv
 
 def test_a_step_of_a_sync_job_brings_prefetched_rows_of_bytes_that_were_assigned() -> None:
     with (
-        LocalCluster("valkey", 1, shards=1, mode="sync", trainers=1) as local,
+        warm("valkey", 1, shards=1, mode="sync", trainers=1) as local,
         kvemb.connect(local.url) as trainer,
         kvemb.connect(local.url) as other,
     ):

@@ -9,6 +9,8 @@ import pytest
 
 import kvemb
 
+pytestmark = pytest.mark.full  # starts and ends of processes, of which each test needs several
+
 ROOT = Path(kvemb.__file__).parent.parent
 
 PROGRAM = """

@@ -259,6 +259,7 @@ def test_after_kill_9_a_restart_goes_on_from_the_journal(cluster: Cluster) -> No
     assert third.hello("b").incarnation == 3
 
 
+@pytest.mark.full
 def test_a_changed_name_of_the_cluster_is_refused_and_the_old_one_goes_on(cluster: Cluster) -> None:
     shard = cluster.start()
     shard.create()
@@ -284,6 +285,7 @@ def test_a_start_that_cannot_be_is_one_line(tmp_path: Path, options: list[str], 
     assert (got, says in text.strip().splitlines()[-1], "Traceback" in text) == (code, True, False)
 
 
+@pytest.mark.full
 def test_a_start_that_finds_its_port_taken_does_not_use_up_the_saved_state(cluster: Cluster, server: Server) -> None:
     shard = cluster.start()
     shard.create()

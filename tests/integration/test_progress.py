@@ -6,8 +6,8 @@ import pytest
 import kvemb
 from kvemb.api import Cluster
 from kvemb.errors import ReadOnlyError, ShardUnavailableError
-from kvemb.local_cluster import LocalCluster
 from tests.owners import shard_of
+from tests.warm_clusters import warm
 
 IDS = np.arange(100)
 PATIENCE_S = 60.0
@@ -23,7 +23,7 @@ def push(table: kvemb.Table, ids: np.ndarray) -> None:
 
 def test_every_batch_up_to_k_is_seen_by_pulls() -> None:
     first = IDS[shard_of(IDS.astype(np.uint64), 2) == 0]
-    with LocalCluster("valkey", shards=2) as local, kvemb.connect(local.url) as cluster:
+    with warm("valkey", shards=2) as local, kvemb.connect(local.url) as cluster:
         table = table_of(cluster)
         assert cluster.progress() == [(1, 0), (1, 0)]
         push(table, IDS)

@@ -22,12 +22,13 @@ from kvemb.schema.slots import N_SLOTS
 from tests.integration.counting_trainers import wait_for
 from tests.integration.encrypted_cluster import EncryptedCluster
 from tests.integration.published import DIM, N_IDS, PATIENCE_S, Churn, Published, Watch, published, user_table
+from tests.warm_clusters import warm
 
 
 @pytest.fixture
 def local(require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
     require_server("redis-server")
-    with LocalCluster("valkey", shards=2, memory_mb=64) as made:
+    with warm("valkey", shards=2) as made:
         yield made
 
 
@@ -48,7 +49,7 @@ def test_rows_are_published_from_the_row_log_and_then_as_they_change(
 ) -> None:
     require_server("memcached" if kind == "memcached" else "redis-server")
     with (
-        LocalCluster(kind, 3 if kind == "redis-cluster" else 1, shards=2, memory_mb=64) as local,
+        warm(kind, 3 if kind == "redis-cluster" else 1, shards=2) as local,
         kvemb.connect(local.url) as cluster,
         published(local, "--dtype", dtype, kind=target) as one,
     ):
@@ -80,6 +81,7 @@ def test_a_publisher_that_is_killed_at_any_point_goes_on_where_it_was(local: Loc
         one.check(cluster)
 
 
+@pytest.mark.full
 def test_a_target_that_comes_back_empty_or_older_is_brought_up_again(local: LocalCluster, tmp_path: Path) -> None:
     with kvemb.connect(local.url) as cluster, published(local) as one:
         table = user_table(cluster)
@@ -130,10 +132,11 @@ def test_shards_are_killed_slots_move_and_a_checkpoint_is_loaded_meanwhile(local
         one.check(cluster)
 
 
+@pytest.mark.full
 def test_rows_that_went_while_no_publisher_ran_go_also_where_nothing_is_known_of_them(require_server: Callable[[str], str]) -> None:
     require_server("redis-server")
     with (
-        LocalCluster("valkey", memory_mb=64, journal_max_mb=1) as local,
+        warm("valkey", journal_max_mb=1) as local,
         kvemb.connect(local.url) as cluster,
         published(local) as one,
     ):
@@ -183,6 +186,7 @@ def test_a_second_publisher_takes_over_and_the_first_ends(local: LocalCluster) -
         one.check(cluster)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_no_row_goes_back_while_publishers_are_killed_paused_and_succeeded_and_slots_move(local: LocalCluster) -> None:
     with kvemb.connect(local.url) as cluster, published(local) as one:
@@ -216,6 +220,7 @@ def test_no_row_goes_back_while_publishers_are_killed_paused_and_succeeded_and_s
     assert counts.any()
 
 
+@pytest.mark.full
 def test_publishers_share_the_slots(local: LocalCluster) -> None:
     with kvemb.connect(local.url) as cluster, published(local) as one:
         table = user_table(cluster)

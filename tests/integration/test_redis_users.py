@@ -21,6 +21,8 @@ from tests.integration.scraped import ports_side_by_side, until, value
 from tests.integration.tls_clusters import TlsCluster, running
 from tests.matrix import one_of
 
+pytestmark = pytest.mark.full  # users, passwords and certificates that change while a cluster works
+
 PASSWORDS = {"trainer": "read-only-secret", "shard": "write-secret"}
 
 

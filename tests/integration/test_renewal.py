@@ -23,6 +23,8 @@ from tests.integration.shard_processes import PATIENCE_S, until
 from tests.integration.tls_clusters import NAME, TlsCluster, running
 from tests.integration.tls_storage import TlsServer, start_tls_servers
 
+pytestmark = pytest.mark.full  # users, passwords and certificates that change while a cluster works
+
 LOOKED_AT_S = 1.5  # files go unlooked at for a second
 OLD, NEW = "the-old-password", "the-new-password"
 

@@ -199,6 +199,7 @@ def test_a_node_that_goes_back_in_the_same_process_to_before_its_repair_shows_no
         train_on(table)
 
 
+@pytest.mark.full
 def test_a_node_restarted_from_a_snapshot_older_than_the_last_move_is_compared_and_keeps_no_row_that_left(
     require_server: Callable[[str], str],
 ) -> None:
@@ -258,6 +259,7 @@ def test_a_shard_and_a_node_that_are_lost_together_come_back_from_the_data_folde
         train_on(table)
 
 
+@pytest.mark.full
 def test_a_repair_names_every_shard_that_is_away_and_does_not_wait_for_its_whole_time(
     kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import equal_runs
 from kvemb.schema.slots import N_SLOTS
+from tests.warm_clusters import warm
 
 ROOT = Path(__file__).parents[2]
 N = 60_000
@@ -40,7 +41,7 @@ def nodes_of(kind: str) -> int:
 
 @pytest.fixture(scope="module", params=one_of("memcached", "valkey", "redis-cluster"))
 def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
-    with LocalCluster(request.param, nodes_of(request.param), shards=2) as running:
+    with warm(request.param, nodes_of(request.param), shards=2) as running:
         with kvemb.connect(running.url) as client:
             client.create_table("count", dim=4, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
             client.create_table("user", dim=8, optimizer=kvemb.optim.adam(lr=0.1))
@@ -151,7 +152,7 @@ def test_a_checkpoint_goes_to_another_number_of_shards_and_another_storage(clust
         client.save(str(tmp_path / "a"))
         client.save(str(tmp_path / "w"), weights_only=True)
     other = KINDS[(KINDS.index(cluster.store) + 1) % len(KINDS)]
-    with LocalCluster(other, nodes_of(other), shards=1) as running, kvemb.connect(running.url) as client:
+    with warm(other, nodes_of(other), shards=1) as running, kvemb.connect(running.url) as client:
         for name in ("a", "w"):
             client.load(str(tmp_path / name))
             assert [len(client.table(table)) for table in ("count", "user")] == n_rows
@@ -170,7 +171,7 @@ def test_a_checkpoint_goes_to_another_number_of_shards_and_another_storage(clust
 @pytest.fixture(scope="module")
 def small() -> Iterator[LocalCluster]:
     """A cluster whose processes may be killed."""
-    with LocalCluster("valkey", 1, shards=2) as running:
+    with warm("valkey", 1, shards=2) as running:
         with kvemb.connect(running.url) as client:
             table = client.create_table("user", dim=32, optimizer=kvemb.optim.adam())
             for _ in range(2):
@@ -240,7 +241,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused_before_anything_happens(small
             with pytest.raises(InvalidInputError, match="give a number of seconds above 0"):
                 client.load(str(tmp_path / "a"), stall_timeout_s=wrong)  # type: ignore[arg-type]
     assert not (tmp_path / "b").exists()
-    with LocalCluster("valkey", 1, shards=1) as other, kvemb.connect(other.url) as client:
+    with warm("valkey", 1, shards=1) as other, kvemb.connect(other.url) as client:
         client.create_table("user", dim=32, optimizer=kvemb.optim.sgd())
         with pytest.raises(TableMismatchError, match=r"optimizer(.|\n)*drop the table first"):
             client.load(str(tmp_path / "a"))
@@ -288,7 +289,7 @@ def test_a_save_is_not_resumed_when_slots_have_moved_between_shards_since(tmp_pa
         raise LookedAway
 
     url, n = str(tmp_path / "a"), 5_000
-    with LocalCluster("valkey", 1, shards=2) as local, kvemb.connect(local.url) as client:
+    with warm("valkey", 1, shards=2) as local, kvemb.connect(local.url) as client:
         table = client.create_table("count", dim=4, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
         table.push(IDS[:n], np.ones((n, 4), np.float32)).wait_applied(60)
         with pytest.raises(LookedAway):
@@ -341,6 +342,7 @@ def run(*words: str, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.full
 def test_the_commands_save_list_verify_load_and_prune(small: LocalCluster, tmp_path: Path) -> None:
     config, root = ["--config", str(small.config_path)], tmp_path
     assert "saved 60,000 rows" in run("save", str(root / "1"), *config, "--extra", '{"step": 3}')
@@ -428,6 +430,7 @@ def test_a_load_can_be_decided_while_shards_are_down(small: LocalCluster, tmp_pa
     require_state(small, before)
 
 
+@pytest.mark.full
 def test_the_commands_say_in_one_line_what_is_wrong(small: LocalCluster, tmp_path: Path) -> None:
     config = ["--config", str(small.config_path)]
     assert "no checkpoint there" in run("load", str(tmp_path / "x"), *config, "--yes", code=1)
@@ -461,7 +464,7 @@ def test_shards_save_to_s3_and_load_from_there(monkeypatch: pytest.MonkeyPatch) 
                 monkeypatch.setenv(name, value)
             s3fs.S3FileSystem.clear_instance_cache()
             s3fs.S3FileSystem().makedirs("kvemb-shards", exist_ok=True)
-            with LocalCluster("valkey", 1, shards=2) as running, kvemb.connect(running.url) as client:
+            with warm("valkey", 1, shards=2) as running, kvemb.connect(running.url) as client:
                 table = client.create_table("user", dim=4, optimizer=kvemb.optim.adam())
                 table.push(IDS[:1000], np.ones((1000, 4), np.float32))
                 client.flush()

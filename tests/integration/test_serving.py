@@ -34,6 +34,7 @@ from kvemb.serve import ServedFrom, ServingClient
 from kvemb.stores.standalone.mapped_nodes import SeenNodes
 from tests.integration.counting_trainers import KINDS, PATIENCE_S, wait_for
 from tests.integration.tls_clusters import TlsCluster, running
+from tests.warm_clusters import warm
 
 IDS, DIM = np.arange(2000), 4
 NEVER_MS = 1e9  # an age that nothing reaches
@@ -43,7 +44,7 @@ NOBODY = ["127.0.0.1:1", "127.0.0.1:2"]
 @pytest.fixture(params=one_of("redis", "memcached"))
 def local(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
     require_server(KINDS[request.param])
-    with LocalCluster(request.param, 2, shards=2, memory_mb=64) as made:
+    with warm(request.param, 2, shards=2) as made:
         yield made
 
 

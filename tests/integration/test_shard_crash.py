@@ -65,6 +65,7 @@ def test_every_push_is_applied_exactly_once_while_shards_are_killed_under_load(k
         np.testing.assert_array_equal(rows, sum(trainer.counts for trainer in trainers))
 
 
+@pytest.mark.full
 def test_a_push_in_many_parts_survives_a_kill_as_a_whole(require_server: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     require_server("redis-server")
     original = push_session.split
@@ -196,6 +197,7 @@ def fill(disk: Path, leave: int) -> Path:
     return filler
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["redis"], indirect=True)
 @pytest.mark.parametrize("served_before", [False, True])
 def test_a_shard_that_starts_on_a_full_disk_names_its_folder_and_starts_when_there_is_room(

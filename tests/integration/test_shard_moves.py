@@ -97,6 +97,7 @@ def test_a_trainer_of_a_sync_job_starts_anew_while_a_shard_has_no_slots(require_
         np.testing.assert_array_equal(table.pull(IDS)[:, 0], -20.0)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", one_of("redis", "redis-cluster"))
 def test_a_node_that_loses_its_rows_while_slots_change_their_shard_is_repaired(kind: str, require_server: Callable[[str], str]) -> None:

@@ -20,6 +20,8 @@ from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import free_ports
 from kvemb.stores.storage_kinds import KINDS
 
+pytestmark = pytest.mark.full  # commands and pages for operators, on clusters that something is wrong with
+
 IDS = np.arange(5000)
 PATIENCE_S = 200.0
 

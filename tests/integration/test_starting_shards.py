@@ -31,6 +31,8 @@ from paramserver.lifecycle.shard import Shard
 from paramserver.lifecycle.start import start
 from paramserver.recovery.start_report import PHASES
 
+pytestmark = pytest.mark.full  # starts and ends of processes, of which each test needs several
+
 PATIENCE_S = 90.0
 KINDS = {"redis": "redis-server", "memcached": "memcached"}
 STEPS = {

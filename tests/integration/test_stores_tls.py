@@ -24,6 +24,8 @@ from kvemb.testing.repair_contract import RepairContract
 from kvemb.testing.store_contract import CLUSTER, GENERATION, Nodes, keys_for, records_of, require_rows, within, write
 from tests.integration.tls_storage import TlsNodes
 
+pytestmark = pytest.mark.full  # the contract of stores once more; test_tls.py says that TLS holds strangers off
+
 
 class _OverTls(StoreOnNodes):
     kind = ""

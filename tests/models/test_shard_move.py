@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+from matrix import named
 
 from kvemb.schema.move_plan import DRAINING, FLIPPED, SERVING
 from tests.models import shard_move
@@ -35,7 +36,7 @@ STARTS = {
 }
 
 
-@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+@pytest.mark.parametrize("start", named(STARTS, full=["a lost node"]))
 def test_whatever_comes_in_between_each_push_is_taken_once_and_the_move_can_end(start: State) -> None:
     after = reachable(start, steps, require_sound)
     assert not stuck(after, is_over)
@@ -44,6 +45,7 @@ def test_whatever_comes_in_between_each_push_is_taken_once_and_the_move_can_end(
     assert {state.rows for state in after if is_over(state)} == {(every, every)}
 
 
+@pytest.mark.full
 def test_a_move_that_is_not_aborted_can_still_be_done() -> None:
     def without_abort(state: State) -> Iterator[tuple[str, State]]:
         return ((name, one) for name, one in steps(state) if name != "abort")
@@ -112,6 +114,7 @@ def drop_in_repair(state: State) -> Iterator[tuple[str, State]]:
 LESSER = [without_serials, without_hold, flip_on_promise, serve_at_once, take_ahead_only, end_abort_early, drop_in_repair]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wrong", LESSER)
 def test_the_search_finds_what_is_wrong_with_lesser_protocols(wrong: Steps) -> None:
     with pytest.raises(AssertionError) as found:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+from matrix import named
 
 from kvemb.schema.move_plan import CLEANING, FLIPPED, MOVING
 from tests.models import slot_move
@@ -28,7 +29,7 @@ def first(*, crashes: int = 0, losses: int = 0, batches: int = 1) -> State:
 STARTS = {"calm": first(), "a crash": first(crashes=1), "two batches": first(crashes=1, batches=2), "a lost node": first(losses=1)}
 
 
-@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+@pytest.mark.parametrize("start", named(STARTS, full=["a lost node", "two batches"]))
 def test_whatever_comes_in_between_reads_are_right_and_the_move_can_end(start: State) -> None:
     after = reachable(start, steps, require_sound)
     assert not stuck(after, is_over)
@@ -76,6 +77,7 @@ def impatient(state: State) -> Iterator[tuple[str, State]]:
             yield "clean early", replace(state, phase=CLEANING)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("wrong", "losses"),
     [(hasty, 0), (credulous, 0), (forgetful, 0), (impatient, 1)],
@@ -87,6 +89,7 @@ def test_the_search_finds_what_is_wrong_with_lesser_protocols(wrong: Steps, loss
     assert "plan" in found.value.__notes__[0]
 
 
+@pytest.mark.full
 def test_the_search_finds_reads_that_go_back_where_the_node_that_the_map_does_not_name_is_always_written_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -98,6 +101,7 @@ def test_the_search_finds_reads_that_go_back_where_the_node_that_the_map_does_no
         reachable(first(), steps, require_sound)
 
 
+@pytest.mark.full
 def test_the_search_finds_reads_that_go_back_where_a_repair_leaves_out_the_batch_that_is_being_written() -> None:
     def by_the_index_alone(state: State) -> Iterator[tuple[str, State]]:
         for name, after in steps(state):

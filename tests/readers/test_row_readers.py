@@ -20,6 +20,8 @@ import kvemb.optim
 from kvemb.local_cluster import LocalCluster
 from kvemb.testing.real_servers import redis_client
 
+pytestmark = pytest.mark.full  # whole programs, examples and pages
+
 Programs = dict[str, list[str]]
 SOME = [int(id_) for id_ in IDS[::50]]
 

@@ -23,6 +23,8 @@ from kvemb import optim
 from trainer.torch import Embedding, SparseOptimizer, clip_grad_norm_, distribute
 from trainer.torch.lookup.parameter_walks import ParametersWithLeaves
 
+pytestmark = pytest.mark.full  # jobs of several processes; tests/bridges and test_prefetch_consistency.py say how they train
+
 ROOT = Path(__file__).resolve().parents[2]
 N_RANKS, MAX_NORM = 2, 0.25
 TOLD = "torch.nn.utils.clip_grad_norm_ leaves the gradients of rows out in a job of 2 ranks (table 'user'"

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import kvemb
 from kvemb import Cluster, init, optim
 from kvemb.errors import InvalidInputError, TableMismatchError
+from tests.warm_clusters import warm_url
 from trainer.columns import categorical_column_with_hash_bucket, categorical_column_with_identity, embedding_column, numeric_column
 from trainer.torch import (
     DenseFeatures,
@@ -34,7 +35,7 @@ from trainer.torch import (
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with kvemb.local(store="valkey", nodes=2, shards=2) as url, kvemb.connect(url) as cluster:
+    with warm_url(store="valkey", nodes=2, shards=2) as url, kvemb.connect(url) as cluster:
         yield cluster
 
 

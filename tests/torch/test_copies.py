@@ -18,7 +18,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import kvemb
 from kvemb.errors import InvalidInputError
+from tests.warm_clusters import warm_url
 from trainer.torch import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, SparseOptimizer, distribute
+
+pytestmark = pytest.mark.full  # jobs of several processes; tests/bridges and test_prefetch_consistency.py say how they train
 
 IDS = torch.arange(20)
 names = (f"user{i}" for i in range(100))
@@ -36,7 +39,7 @@ class Model(nn.Module):
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[kvemb.Cluster]:
-    with kvemb.local(shards=1) as url, kvemb.connect(url) as cluster:
+    with warm_url(shards=1) as url, kvemb.connect(url) as cluster:
         yield cluster
 
 

@@ -18,7 +18,10 @@ import ddp_job
 import kvemb
 from kvemb.local_cluster.processes import free_ports
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.timeout(300),
+]  # jobs of several processes; tests/bridges and test_prefetch_consistency.py say how they train
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = 2
 

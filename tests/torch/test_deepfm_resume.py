@@ -26,6 +26,8 @@ from kvemb.checkpoint.listing import list_checkpoints
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
 
+pytestmark = pytest.mark.full  # whole programs, examples and pages
+
 FACTORS = TABLES["factors"]
 ROOT = Path(deepfm_torch.__file__).parents[1]
 LINE = re.compile(r"^ +(\d+)((?: +[\d.]+){4}) +[\d.]+$", re.MULTILINE)

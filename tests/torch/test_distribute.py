@@ -17,6 +17,7 @@ from torch import nn
 import kvemb
 from kvemb import init, optim
 from kvemb.errors import DeadlineExceededError, InvalidInputError, ShardUnavailableError, TableMismatchError, UnknownTableError
+from tests.warm_clusters import warm_url
 from trainer.bridge.convert_model import make_plan
 from trainer.torch import Embedding, SparseOptimizer, distribute
 from trainer.torch.conversion.distribute import TorchModel
@@ -24,7 +25,7 @@ from trainer.torch.conversion.distribute import TorchModel
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with kvemb.local(nodes=2, shards=2) as started:
+    with warm_url(nodes=2, shards=2) as started:
         yield started
 
 

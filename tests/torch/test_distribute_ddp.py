@@ -24,7 +24,10 @@ from torch import nn
 import kvemb
 from trainer.torch import distribute
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.timeout(300),
+]  # jobs of several processes; tests/bridges and test_prefetch_consistency.py say how they train
 
 ROOT = Path(__file__).resolve().parents[2]
 N_RANKS, N_STEPS, N_IDS, DIM, BATCH, LENGTH = 2, 50, 30, 4, 16, 5

@@ -20,6 +20,7 @@ from matrix import one_of
 from torch import nn, optim
 
 import kvemb
+from tests.warm_clusters import warm_url
 from trainer.torch import distribute
 
 pytestmark = pytest.mark.timeout(300)
@@ -74,14 +75,16 @@ TURNS: dict[str, Make] = {
     "momentum": partial(optim.SGD, lr=0.1, momentum=0.9),
     "rmsprop": partial(optim.RMSprop, lr=0.01, momentum=0.5),
 }
-CASES = [("memcached", job) for job in JOBS] + [pytest.param("redis", job, marks=pytest.mark.full) for job in JOBS]
+# Of the others tests/parity says it for every rule.
+CASES = [pytest.param("memcached", job, marks=[] if job in ("sgd", "adam") else pytest.mark.full) for job in JOBS]
+CASES += [pytest.param("redis", job, marks=pytest.mark.full) for job in JOBS]
 
 
 @pytest.fixture(scope="module")
 def cluster(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> Iterator[kvemb.Cluster]:
     require_server(SERVER[request.param])
     with (
-        kvemb.local(store=request.param, nodes=2, shards=2, mode="sync", trainers=1) as url,
+        warm_url(store=request.param, nodes=2, shards=2, mode="sync", trainers=1) as url,
         kvemb.connect(url, trainer="trainer-0") as connected,
     ):
         yield connected

@@ -17,6 +17,7 @@ from torch import nn
 import kvemb
 from kvemb import init, optim
 from kvemb.errors import InvalidInputError, TableMismatchError
+from tests.warm_clusters import warm_url
 from trainer.torch import distribute
 
 N = 20_000
@@ -24,7 +25,7 @@ N = 20_000
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with kvemb.local(shards=2) as started:
+    with warm_url(shards=2) as started:
         yield started
 
 

@@ -22,6 +22,7 @@ import kvemb
 from kvemb.errors import FencedError, InvalidInputError
 from kvemb.net.deadline import Deadline
 from kvemb.torch import connect_rank
+from tests.warm_clusters import warm_url
 
 pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,7 +85,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_worlds_of_other_sizes_apply_each_line_once_beside_a_rank_of_a_world_that_is_over(mode: str, folder: Path) -> None:
     ends = [elastic_job.STAGE, 2 * elastic_job.STAGE]
-    with kvemb.local(shards=2, mode=mode, **({"trainers": 3} if mode == "sync" else {})) as url:
+    with warm_url(shards=2, mode=mode, **({"trainers": 3} if mode == "sync" else {})) as url:
         with torchrun(2, url, folder) as run:
             gates = [folder / f"waits-{ends[0]}-{rank}" for rank in (0, 1)]
             until(lambda: all(gate.exists() for gate in gates), run, folder, "the first world")
@@ -110,7 +111,7 @@ def test_worlds_of_other_sizes_apply_each_line_once_beside_a_rank_of_a_world_tha
 def test_a_rank_fences_every_place_of_its_job_and_no_other_job(mode: str) -> None:
     made = {"dim": 1, "optimizer": kvemb.optim.sgd(lr=1.0), "initializer": kvemb.init.zeros(), "exist_ok": True}
     ids, ones = np.arange(8), np.full((8, 1), -1.0, np.float32)
-    with kvemb.local(mode=mode, **({"trainers": 2} if mode == "sync" else {})) as url:
+    with warm_url(mode=mode, **({"trainers": 2} if mode == "sync" else {})) as url:
         places = None if mode == "sync" else 2
         with connect_rank(url, places=places, job="click") as before:
             before.create_table("count", **made).push(ids, ones).wait_applied(WAIT_S)

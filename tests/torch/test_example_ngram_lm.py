@@ -15,7 +15,7 @@ import redis
 import kvemb
 from kvemb.net.deadline import Deadline
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]  # whole programs, examples and pages
 STEPS = 40
 SMALL = f"--rows 5000 --steps {STEPS} --context 24 --batch-size 4 --layers 1 --text-mb 1 --every 1 --save-every 10".split()
 

@@ -12,6 +12,8 @@ import two_tower_torch
 from two_tower.data import Batches
 from two_tower.interests import PER_USER, draw
 
+pytestmark = pytest.mark.full  # whole programs, examples and pages
+
 SMALL = ["--users", "600", "--items", "400", "--batch-size", "256", "--dim", "8", "--k", "40", "--lr", "0.01", "--row-lr", "0.2"]
 
 

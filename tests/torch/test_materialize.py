@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 import kvemb
 from kvemb import init, optim
 from kvemb.errors import InvalidInputError
+from tests.warm_clusters import warm_url
 from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer, distribute, materialize
 from trainer.torch.export.materialize import KnownRows, KnownRowsBag
 
@@ -29,7 +30,7 @@ N_IDS, DIM = 30, 3
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[kvemb.Cluster]:
     """With a trained dense table, and a table of hashed ids."""
-    with kvemb.local(nodes=2, shards=2) as url, kvemb.connect(url) as connected:
+    with warm_url(nodes=2, shards=2) as url, kvemb.connect(url) as connected:
         for name, num_ids in (("dense", N_IDS), ("hashed", None)):
             table = connected.create_table(name, dim=DIM, optimizer=optim.sgd(lr=1.0), initializer=init.normal(std=1.0), num_ids=num_ids)
             table.push(np.arange(10), np.random.default_rng(0).normal(size=(10, DIM)))

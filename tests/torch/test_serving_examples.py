@@ -37,6 +37,8 @@ from webdriver import WHY_NOT, Browser
 from kvemb.local_cluster.processes import free_ports
 from tests.integration.counting_trainers import PATIENCE_S, wait_for
 
+pytestmark = pytest.mark.full  # whole programs, examples and pages
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 N_USERS, N_ITEMS, K = 400, 200, 10

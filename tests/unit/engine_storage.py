@@ -39,8 +39,8 @@ class Storage(MemoryStore):
 
 def make_store() -> Storage:
     store = Storage(StorageConfig("memory", unused_nodes()), role="shard:0")
-    store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
-    store.open(Deadline.after(5))
+    store.provision(b"c" * 16, b"g" * 8, Deadline.after(60))
+    store.open(Deadline.after(60))
     return store
 
 
@@ -66,7 +66,7 @@ def run(engine: Engine, batch: Batch, pause: Pause) -> Applied:
 def read(store: Storage, definition: TableDef, ids: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """found, versions, weights."""
     size, keys = definition.record.size_bytes, RowKeys(definition.tag, np.array(ids, np.uint64))
-    got = store.rows.read([ReadPart(keys, size, size)], Deadline.after(5))[0].in_key_order()
+    got = store.rows.read([ReadPart(keys, size, size)], Deadline.after(60))[0].in_key_order()
     return got.found, definition.record.versions(got.records), definition.record.weights(got.records)
 
 

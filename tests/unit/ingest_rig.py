@@ -95,8 +95,8 @@ class Rig:
         background: Callable[["Rig"], IdleBackground] = lambda rig: IdleBackground(),
     ) -> None:
         self.store = GatedStore(StorageConfig("memory", (f"ingest-{next(_NUMBERS)}:1",)), role="shard:0")
-        self.store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
-        self.store.open(Deadline.after(5))
+        self.store.provision(b"c" * 16, b"g" * 8, Deadline.after(60))
+        self.store.open(Deadline.after(60))
         self.tables = Tables([])
         self.engine = Engine(self.store, self.tables, Timeline(1), k=0, timeout_s=5, repair=ALONE)
         steps = SyncSteps.first(trainers, barrier_timeout_s) if trainers else None
@@ -168,7 +168,7 @@ class Rig:
         from kvemb.schema.keys import RowKeys
 
         size, keys = table.record.size_bytes, RowKeys(table.tag, np.array(ids, np.uint64))
-        got = MemoryStore.read(self.store, [ReadPart(keys, size, size)], Deadline.after(5))[0].in_key_order()
+        got = MemoryStore.read(self.store, [ReadPart(keys, size, size)], Deadline.after(60))[0].in_key_order()
         assert got.found.all()
         return table.record.weights(got.records)[:, 0].tolist()
 

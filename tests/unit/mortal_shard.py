@@ -86,8 +86,8 @@ def find(name: str, schema: int) -> TableDef:
 def make_store() -> MortalStore:
     number = next(NUMBERS)
     store = MortalStore(StorageConfig("memory", (f"replay-{number}-a:1", f"replay-{number}-b:1")), role="shard:0")
-    store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
-    store.open(Deadline.after(5))
+    store.provision(b"c" * 16, b"g" * 8, Deadline.after(60))
+    store.open(Deadline.after(60))
     return store
 
 
@@ -166,7 +166,7 @@ def stored(store: MemoryStore) -> dict[str, bytes]:
     found = {}
     for name, table in TABLES.items():
         size = table.record.size_bytes
-        got = MemoryStore.read(store, [ReadPart(RowKeys(table.tag, IDS), size, size)], Deadline.after(5))[0].in_key_order()
+        got = MemoryStore.read(store, [ReadPart(RowKeys(table.tag, IDS), size, size)], Deadline.after(60))[0].in_key_order()
         found[name] = got.found.tobytes() + np.where(got.found[:, None], got.records, 0).tobytes()
     return found
 

@@ -43,7 +43,7 @@ class Shard:
         self.k = 0
 
     def open(self) -> "Shard":
-        self.store.open(Deadline.after(5))
+        self.store.open(Deadline.after(60))
         self.engine = Engine(self.store, self.tables, Timeline(1), k=0, timeout_s=5, repair=ALONE)
         self.repairer = Repairer(
             self.store,
@@ -70,7 +70,7 @@ class Shard:
     def read(self, definition: TableDef, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """found, whole records."""
         size = definition.record.size_bytes
-        got = self.store.rows.read([ReadPart(definition.keys(ids, pages=False), size, size)], Deadline.after(5))[0].in_key_order()
+        got = self.store.rows.read([ReadPart(definition.keys(ids, pages=False), size, size)], Deadline.after(60))[0].in_key_order()
         return got.found, got.records.copy()
 
     def reconstruct(self, wanted: Sequence[WantedVersions]) -> list[np.ndarray]:
@@ -93,4 +93,4 @@ def addresses() -> tuple[str, ...]:
 
 
 def provision(nodes: tuple[str, ...], n_shards: int = 1) -> None:
-    MemoryStore(StorageConfig("memory", nodes), role="shard:0").provision(b"c" * 16, b"g" * 8, Deadline.after(5), n_shards)
+    MemoryStore(StorageConfig("memory", nodes), role="shard:0").provision(b"c" * 16, b"g" * 8, Deadline.after(60), n_shards)

@@ -156,8 +156,8 @@ def test_one_bit_or_one_version_that_differs_is_found() -> None:
 def target() -> Iterator[Target]:
     """Three blocks of rows on a store with compare-and-swap, in the order of the load."""
     store = MemoryStore(StorageConfig("memory", (f"benchmarks-{next(_NUMBERS)}:1",)), role="shard:0")
-    store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
-    store.open(Deadline.after(5))
+    store.provision(b"c" * 16, b"g" * 8, Deadline.after(60))
+    store.open(Deadline.after(60))
     load = load_of(25)
     yield Target(None, load, store)  # type: ignore[arg-type]
     store.close()
@@ -169,9 +169,9 @@ def write(target: Target, k: int) -> np.ndarray:
     rows = np.arange(len(ids) * 3, dtype=np.float32).reshape(-1, 3) + 1000 * k
     encoded = DEFINITION.record.encode(ids, make_version(1, k), rows, np.zeros((len(ids), 6), np.float32))
     keys = DEFINITION.keys(ids, pages=False)
-    held = target.store.rows.read([ReadPart(keys, encoded.shape[1], 12, tokens=True)], Deadline.after(5))[0].in_key_order()
+    held = target.store.rows.read([ReadPart(keys, encoded.shape[1], 12, tokens=True)], Deadline.after(60))[0].in_key_order()
     assert held.tokens is not None
-    (result,) = target.store.rows.write([WritePart(keys, encoded, np.where(held.found, held.tokens, np.uint64(0)))], Deadline.after(5))
+    (result,) = target.store.rows.write([WritePart(keys, encoded, np.where(held.found, held.tokens, np.uint64(0)))], Deadline.after(60))
     assert result.stored.all()
     return encoded
 
@@ -179,7 +179,7 @@ def write(target: Target, k: int) -> np.ndarray:
 def test_a_row_that_is_not_there_is_found_when_records_are_read(target: Target) -> None:
     write(target, 1)
     lost = DEFINITION.keys(target.load.batches[1][3:4], pages=False)
-    target.store.rows.erase([WritePart(lost, np.empty((0, 0), np.uint8))], Deadline.after(5))
+    target.store.rows.erase([WritePart(lost, np.empty((0, 0), np.uint8))], Deadline.after(60))
     with pytest.raises(WrongApplyError, match="1 of 25 rows"):
         recovery_steps.records(target)
 

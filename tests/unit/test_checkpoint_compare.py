@@ -28,14 +28,14 @@ _NUMBERS = count()
 def stored(changes: dict[int, tuple[int, float]], n: int = 10) -> MemoryStore:
     """Storage with rows 0 to n - 1 as a save with k = 1 has them, but for changes: id -> (k, value), k = 0: no row."""
     store = MemoryStore(StorageConfig("memory", (f"compare-{next(_NUMBERS)}:1",)), role="shard:0")
-    store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
-    store.open(Deadline.after(5))
+    store.provision(b"c" * 16, b"g" * 8, Deadline.after(60))
+    store.open(Deadline.after(60))
     for i in range(n):
         k, value = changes.get(i, (1, 1.0))
         if k:
             ids = ids_of([i])
             records = block_of(USER, ids, make_version(1, k), value).records(USER, make_version(1, k))
-            store.rows.write([WritePart(RowKeys(USER.tag, ids), records, np.zeros(1, np.uint64))], Deadline.after(5))
+            store.rows.write([WritePart(RowKeys(USER.tag, ids), records, np.zeros(1, np.uint64))], Deadline.after(60))
     return store
 
 

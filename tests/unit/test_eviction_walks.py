@@ -94,8 +94,8 @@ class HandDriven:
         self.applied_at: dict[int, float] = {}  # by batch: when a shard first had it applied
         self.n_judged = self.n_evicted = 0
         self.store = MortalStore(StorageConfig("memory", (f"evict-{next(_NUMBERS)}:1",)), role="shard:0")
-        self.store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
-        self.store.open(Deadline.after(5))
+        self.store.provision(b"c" * 16, b"g" * 8, Deadline.after(60))
+        self.store.open(Deadline.after(60))
         self.saved: tuple[int, int, tuple[np.ndarray, np.ndarray]] = (0, 0, (np.empty(0, np.uint64), np.empty(0, np.uint64)))
         self.points: tuple[tuple[int, int], ...] = ()
         self.epoch = 0
@@ -247,7 +247,7 @@ class HandDriven:
         """Index and storage have the model's rows, and no others; each has counted its pushes since it began."""
         ids = np.arange(64, dtype=np.uint64)
         got = MemoryStore.read(self.store, [ReadPart(TABLE.keys(ids, pages=False), TABLE.record.size_bytes, TABLE.record.size_bytes)],
-                               Deadline.after(5))[0].in_key_order()  # fmt: skip
+                               Deadline.after(60))[0].in_key_order()  # fmt: skip
         counts = {int(i): int(w) for i, w, found in zip(ids, TABLE.record.weights(got.records)[:, 0], got.found, strict=True) if found}
         assert counts == {row_id: n for row_id, (_, n) in self.model.items()}
         assert set(np.flatnonzero(self.state.versions(ids)).tolist()) == set(self.model)

@@ -349,7 +349,7 @@ class Holding(Link):
 def test_bytes_that_a_connection_holds_back_are_read_though_no_poll_tells_of_them(link_to: Callable[..., Link]) -> None:
     step, reply = values(3)
     link = Holding(link_to(say(b"$4\r\nabcd\r\n$-1\r\n$4\r\nefgh\r\n")))
-    run([Conversation(link, [step])], Deadline.after(5))
+    run([Conversation(link, [step])], Deadline.after(60))
     assert reply.found.tolist() == [True, False, True]
 
 
@@ -357,7 +357,7 @@ def test_connecting_to_nobody_names_the_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(NodeUnavailableError, match=rf"node 127.0.0.1:{port}: cannot connect"):
-        connect_link(f"127.0.0.1:{port}", Deadline.after(5))
+        connect_link(f"127.0.0.1:{port}", Deadline.after(60))
 
 
 # --- the pool -------------------------------------------------------------------------------------------------------------------
@@ -382,11 +382,11 @@ class Connections:
 def test_links_are_used_again_after_a_batch_that_ended_well(link_to: Callable[..., Link]) -> None:
     net = Connections(link_to)
     for _ in range(3):
-        with net.pool.lease(["a:1", "b:1"], Deadline.after(5)) as links:
+        with net.pool.lease(["a:1", "b:1"], Deadline.after(60)) as links:
             assert sorted(links) == ["a:1", "b:1"]
             run([Conversation(link, lines(2)) for link in links.values()], Deadline.after(20))
     assert (len(net.made), net.dropped) == (2, [])
-    with net.pool.lease(["a:1"], Deadline.after(5)), net.pool.lease(["a:1"], Deadline.after(5)):
+    with net.pool.lease(["a:1"], Deadline.after(60)), net.pool.lease(["a:1"], Deadline.after(60)):
         assert len(net.made) == 3  # two at once never share a link
     net.pool.close()
     assert all(link.sock.fileno() == -1 for link in net.made)
@@ -397,23 +397,23 @@ def test_every_link_of_a_failed_batch_is_dropped(link_to: Callable[..., Link], e
     net = Connections(link_to)
 
     def fail() -> None:
-        with net.pool.lease(["a:1", "b:1"], Deadline.after(5)):
+        with net.pool.lease(["a:1", "b:1"], Deadline.after(60)):
             raise error("x")
 
     with pytest.raises(error):
         fail()
     assert net.dropped == net.made
     assert all(link.sock.fileno() == -1 for link in net.made)
-    with net.pool.lease(["a:1"], Deadline.after(5)) as links:
+    with net.pool.lease(["a:1"], Deadline.after(60)) as links:
         assert links["a:1"] not in net.dropped
 
 
 def test_links_made_before_one_that_failed_are_kept_because_nothing_was_sent_on_them(link_to: Callable[..., Link]) -> None:
     net = Connections(link_to)
     for _ in range(2):
-        with pytest.raises(NodeUnavailableError), net.pool.lease(["a:1", "down:1"], Deadline.after(5)):
+        with pytest.raises(NodeUnavailableError), net.pool.lease(["a:1", "down:1"], Deadline.after(60)):
             pass
-    with net.pool.lease(["a:1"], Deadline.after(5)) as links:
+    with net.pool.lease(["a:1"], Deadline.after(60)) as links:
         run([Conversation(links["a:1"], lines(2))], Deadline.after(20))
     assert (len(net.made), net.dropped) == (1, [])
     net.pool.close()
@@ -421,8 +421,8 @@ def test_links_made_before_one_that_failed_are_kept_because_nothing_was_sent_on_
 
 def test_a_closed_pool_lends_nothing_and_takes_nothing_back(link_to: Callable[..., Link]) -> None:
     net = Connections(link_to)
-    with net.pool.lease(["a:1"], Deadline.after(5)):
+    with net.pool.lease(["a:1"], Deadline.after(60)):
         net.pool.close()
     assert net.made[0].sock.fileno() == -1
-    with pytest.raises(ClosedError), net.pool.lease(["a:1"], Deadline.after(5)):
+    with pytest.raises(ClosedError), net.pool.lease(["a:1"], Deadline.after(60)):
         pass

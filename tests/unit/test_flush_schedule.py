@@ -48,8 +48,8 @@ class Shard:
 
     def __init__(self, folder: Path, index_bytes: int | None = None) -> None:
         self.store = MemoryStore(StorageConfig("memory", (f"flushes-{next(_NUMBERS)}:1",)), role="shard:0")
-        self.store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
-        self.store.open(Deadline.after(5))
+        self.store.provision(b"c" * 16, b"g" * 8, Deadline.after(60))
+        self.store.open(Deadline.after(60))
         self.journal = Journal(folder / "journal", "os", segment_bytes=MAX_BYTES // 8)
         folder.mkdir(exist_ok=True)
         self.saved = saved_in(folder)

@@ -80,7 +80,7 @@ class Cluster:
     def store(self) -> Store:
         """Open the storage as a trainer does."""
         store = open_store(self.config.storage, role="trainer")
-        store.open(Deadline.after(5))
+        store.open(Deadline.after(60))
         return store
 
     def assign(self, definition: TableDef, ids: range, value: float) -> None:
@@ -96,13 +96,13 @@ class Cluster:
         """Weights and state of the rows that storage has."""
         with self.store() as store:
             size, keys = definition.record.size_bytes, RowKeys(definition.tag, ids_of(ids))
-            got = store.rows.read([ReadPart(keys, size, size)], Deadline.after(5))[0].in_key_order()
+            got = store.rows.read([ReadPart(keys, size, size)], Deadline.after(60))[0].in_key_order()
         return {int(i): bytes(record[12:]) for i, record, there in zip(keys.ids, got.records, got.found, strict=True) if there}
 
     def decide(self, url: str, save_id: str, serial: int = 1, tables: tuple[str, ...] = ()) -> None:
         """Put a decision on the nodes."""
         with self.store() as store:
-            store.values.put(META_NAME, Decision(serial, f"{serial:032x}", url, save_id, tables).encode(), Deadline.after(5))
+            store.values.put(META_NAME, Decision(serial, f"{serial:032x}", url, save_id, tables).encode(), Deadline.after(60))
 
     def counts(self) -> dict[str, int]:
         """Rows by table, as the index has them."""
@@ -112,7 +112,7 @@ class Cluster:
     def report(self) -> tuple[str, str]:
         """The shard's state and error as an observer of a load sees them."""
         with self.store() as store:
-            report = newest_report(store.values.get(report_name(0), Deadline.after(5)))
+            report = newest_report(store.values.get(report_name(0), Deadline.after(60)))
         assert report is not None
         return report.state, report.error
 
@@ -250,7 +250,7 @@ def test_a_load_of_a_table_is_refused_while_one_of_another_is_not_carried_out(cl
             undone = None if decided is None else Decision(1, "1", "u", "s", decided)
             loads = LoadPorts(lambda: undone, lambda: flushed, lambda: None, 0)
             handlers = CheckpointHandlers(SimpleNamespace(), shard._parts.registry, store.nodes, loads)
-            handlers.load(LoadRequest("2", str(tmp_path / "a"), manifest.save_id, False, list(tables)), Deadline.after(5))
+            handlers.load(LoadRequest("2", str(tmp_path / "a"), manifest.save_id, False, list(tables)), Deadline.after(60))
 
         for tables, decided in ((["user"], None), (["user"], ("user",)), ([], ("other",)), ([], ())):
             ask(*tables, decided=decided)
@@ -268,7 +268,7 @@ def test_a_second_load_is_refused_between_the_first_ones_check_and_its_decision(
         handlers = CheckpointHandlers(SimpleNamespace(), shard._parts.registry, store.nodes, loads)
 
         def ask(load_id: str, url: str) -> None:
-            handlers.load(LoadRequest(load_id, url, manifest.save_id, False, ["user"]), Deadline.after(5))
+            handlers.load(LoadRequest(load_id, url, manifest.save_id, False, ["user"]), Deadline.after(60))
 
         for again in ("1", "1"):
             ask(again, str(tmp_path / "a"))
@@ -465,6 +465,6 @@ def test_trainers_go_on_after_a_load_with_the_sequences_they_had(cluster: Cluste
 
 def test_a_value_that_is_no_decision_is_refused(cluster: Cluster) -> None:
     with cluster.store() as store:
-        store.values.put(META_NAME, b"\x93\x01\x02\x03", Deadline.after(5))
+        store.values.put(META_NAME, b"\x93\x01\x02\x03", Deadline.after(60))
     with pytest.raises(KvembError, match="kvemb:load"):
         cluster.start()

@@ -199,7 +199,7 @@ def test_slots_that_move_between_nodes_make_no_push_wait_for_those_before_it(
     with shards[1].lock:  # as one that waits for another trainer's part of the step: that trainer may wait for our next one
         acks = [session.push(rows_of(*IDS), soon())]
         maps.now = maps.cluster_map = replace(FIRST, serial=2, n_node_moves=1)
-        acks.append(session.push(rows_of(*IDS), Deadline.after(5)))
+        acks.append(session.push(rows_of(*IDS), Deadline.after(60)))
     for ack in acks:
         ack.wait_applied(20)
     assert [shard.refused for shard in shards] == [[], []]

@@ -62,8 +62,8 @@ def nothing_exists(definition: TableDef, ids: np.ndarray) -> np.ndarray:
 
 def slow_store() -> SlowStorage:
     store = SlowStorage(StorageConfig("memory", unused_nodes()), role="shard:0")
-    store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
-    store.open(Deadline.after(5))
+    store.provision(b"c" * 16, b"g" * 8, Deadline.after(60))
+    store.open(Deadline.after(60))
     return store
 
 

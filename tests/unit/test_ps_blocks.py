@@ -32,8 +32,8 @@ CACHE_BYTES = 1 << 20
 
 def make_engine(cache_bytes: int) -> tuple[Engine, MemoryStore, Tables]:
     store = MemoryStore(StorageConfig("memory", (f"blocks-{next(_NUMBERS)}:1",)), role="shard:0")
-    store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
-    store.open(Deadline.after(5))
+    store.provision(b"c" * 16, b"g" * 8, Deadline.after(60))
+    store.open(Deadline.after(60))
     tables = Tables([], CacheBudget(cache_bytes))
     return Engine(store, tables, Timeline(1), k=0, timeout_s=5, repair=ALONE), store, tables
 
@@ -54,7 +54,7 @@ def run(engine: Engine, batch: Batch, pause: Pause) -> Applied:
 
 def stored(store: MemoryStore, definition: TableDef, n: int) -> np.ndarray:
     size = definition.record.size_bytes
-    (read,) = store.rows.read([ReadPart(RowKeys(definition.tag, np.arange(n, dtype=np.uint64)), size, size)], Deadline.after(5))
+    (read,) = store.rows.read([ReadPart(RowKeys(definition.tag, np.arange(n, dtype=np.uint64)), size, size)], Deadline.after(60))
     got = read.in_key_order()
     return np.where(got.found[:, None], got.records, 0)
 

@@ -50,7 +50,7 @@ def join(nodes: tuple[str, ...], data: DataDir, shard: int = 0) -> bytes:
 
 def opened_store(nodes: tuple[str, ...]) -> MemoryStore:
     store = make_store(nodes)
-    store.open(Deadline.after(5))
+    store.open(Deadline.after(60))
     return store
 
 
@@ -96,7 +96,7 @@ def left(first: ShardState, k: int = 7, journal: tuple[int, int] = (0, 0)) -> Sh
 
 
 def stored_epoch(nodes: tuple[str, ...]) -> int:
-    owner = newest_owner(make_store(nodes).values.get(owner_name(0), Deadline.after(5)), 0)
+    owner = newest_owner(make_store(nodes).values.get(owner_name(0), Deadline.after(60)), 0)
     return owner.epoch if owner is not None else 0
 
 
@@ -137,8 +137,8 @@ def test_a_number_that_has_left_goes_on_in_an_empty_folder_with_the_sessions_tha
     nodes, data = addresses(), folder(tmp_path, 0)
     start(nodes, data)
     store, empty = opened_store(nodes), folder(tmp_path / "new", 2)
-    store.values.put(owner_name(2), Owner(4, 3).encode(), Deadline.after(5))
-    store.values.put(note_name(2), ShardNote(4, 90).encode(), Deadline.after(5))
+    store.values.put(owner_name(2), Owner(4, 3).encode(), Deadline.after(60))
+    store.values.put(note_name(2), ShardNote(4, 90).encode(), Deadline.after(60))
     state = claim_shard(store, empty, 2, join(nodes, empty, 2), 5, left=lambda: [("never", 1, 1)])
     assert (state.epoch, state.k, state.sessions) == (5, 90, ())  # this map has no such number: it never had a slot
     assert state.cut == make_version(4, 90)
@@ -183,9 +183,9 @@ def test_a_folder_behind_the_nodes_is_told_the_way_back_where_no_later_owner_has
     nodes, data = addresses(), folder(tmp_path, 0)
     start(nodes, data)
     store = opened_store(nodes)
-    store.values.put(owner_name(0), Owner(2, 1).encode(), Deadline.after(5))
+    store.values.put(owner_name(0), Owner(2, 1).encode(), Deadline.after(60))
     if told is not None:
-        store.values.put(note_name(0), told.encode(), Deadline.after(5))
+        store.values.put(note_name(0), told.encode(), Deadline.after(60))
     with pytest.raises(ParameterServerError) as refused:
         start(nodes, data)
     assert (f"write 2 to {data.path / EPOCH}." in str(refused.value)) == advice

@@ -86,7 +86,7 @@ def test_a_batch_without_a_reply_is_tried_again_under_the_same_version() -> None
     def half_written(parts: Sequence[WritePart]) -> list[WriteResult]:
         (part,) = parts
         some = np.arange(len(part.keys)) % 2 == 0
-        MemoryStore.write(store, [WritePart(part.keys[np.flatnonzero(some)], part.records[some], part.tokens[some])], Deadline.after(5))
+        MemoryStore.write(store, [WritePart(part.keys[np.flatnonzero(some)], part.records[some], part.tokens[some])], Deadline.after(60))
         raise NodeUnavailableError("node x: connection reset")
 
     store.spoil = half_written
@@ -117,7 +117,7 @@ def test_a_write_of_our_own_that_landed_late_is_no_conflict() -> None:
     store = make_store()
 
     def landed_before(parts: Sequence[WritePart]) -> None:
-        MemoryStore.write(store, parts, Deadline.after(5))
+        MemoryStore.write(store, parts, Deadline.after(60))
 
     store.spoil = landed_before  # every write now finds its row changed: by itself
     engine = engine_on(store)
@@ -233,7 +233,7 @@ def test_assign_sets_rows_and_begins_their_optimizer_state_anew() -> None:
     assert versions.tolist() == [make_version(1, 2)] * 2
     assert (weights == to_float32(round_nearest(np.float32([1 / 3]), "bfloat16"), "bfloat16")).all()
     size, keys = HALF.record.size_bytes, RowKeys(HALF.tag, np.array([1, 2], np.uint64))
-    got = store.rows.read([ReadPart(keys, size, size)], Deadline.after(5))[0]
+    got = store.rows.read([ReadPart(keys, size, size)], Deadline.after(60))[0]
     assert not HALF.record.state(got.records).any()
     assert engine._tables.state(HALF).step == 1
 
@@ -243,7 +243,7 @@ def test_assign_sets_the_state_that_lies_behind_the_weights() -> None:
     wide = np.arange(2 * (HALF.dim + HALF.record.state_size), dtype=np.float32).reshape(2, -1)
     run(engine_on(store), Batch(ASSIGN, (replace(rows(HALF, [1, 2]), rows=wide),)), never)
     size, keys = HALF.record.size_bytes, RowKeys(HALF.tag, np.array([1, 2], np.uint64))
-    got = store.rows.read([ReadPart(keys, size, size)], Deadline.after(5))[0].in_key_order()
+    got = store.rows.read([ReadPart(keys, size, size)], Deadline.after(60))[0].in_key_order()
     assert HALF.record.weights(got.records).tolist() == wide[:, : HALF.dim].tolist()
     assert HALF.record.state(got.records).tolist() == wide[:, HALF.dim :].tolist()
 
@@ -319,7 +319,7 @@ def test_an_assign_whose_answer_was_lost_is_completed_and_a_row_of_a_later_owner
     engine = cached_engine(store)
 
     def landed_without_a_reply(parts: Sequence[WritePart]) -> list[WriteResult]:
-        MemoryStore.write(store, parts, Deadline.after(5))
+        MemoryStore.write(store, parts, Deadline.after(60))
         raise NodeUnavailableError("node x: connection reset")
 
     store.spoil = landed_without_a_reply
@@ -338,7 +338,7 @@ def test_rows_of_an_unanswered_write_are_fetched_before_the_next_try() -> None:
     asked = count_reads(store)
 
     def landed_without_a_reply(parts: Sequence[WritePart]) -> list[WriteResult]:
-        MemoryStore.write(store, parts, Deadline.after(5))
+        MemoryStore.write(store, parts, Deadline.after(60))
         raise NodeUnavailableError("node x: connection reset")
 
     store.spoil = landed_without_a_reply
@@ -386,8 +386,8 @@ def test_rows_that_change_while_they_are_erased_are_looked_at_again() -> None:
             return super().erase(parts, deadline)
 
     store = Busy(StorageConfig("memory", unused_nodes()), role="shard:0")
-    store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
-    store.open(Deadline.after(5))
+    store.provision(b"c" * 16, b"g" * 8, Deadline.after(60))
+    store.open(Deadline.after(60))
     engine = engine_on(store)
     engine.run(Batch(APPLY, (rows(SGD, [1, 2, 3]),)), make_version(1, 1), never)
     store.left = 3

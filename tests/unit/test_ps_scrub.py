@@ -64,7 +64,7 @@ def a_round(scrub: Scrub, clock: Clock) -> int:
 
 
 def delete(shard: Shard, table: TableDef, ids: np.ndarray) -> None:
-    shard.store.rows.erase([WritePart(table.keys(ids, pages=False), np.empty((0, 0), np.uint8))], Deadline.after(5))
+    shard.store.rows.erase([WritePart(table.keys(ids, pages=False), np.empty((0, 0), np.uint8))], Deadline.after(60))
 
 
 def test_a_round_finds_every_deleted_row_of_every_table_and_brings_back_its_bytes(shard: Shard) -> None:
@@ -129,7 +129,7 @@ def test_a_row_of_a_batch_that_the_journal_lacks_is_not_set_back(shard: Shard) -
     version = make_version(1, shard.k + 5)
     delete(shard, ADAM, MANY[40:41])
     records = ADAM.record.encode(MANY[40:41], version, np.ones((1, 2), np.float32), np.ones((1, ADAM.record.state_size), np.float32))
-    shard.store.rows.write([WritePart(ADAM.keys(MANY[40:41], pages=False), records)], Deadline.after(5))
+    shard.store.rows.write([WritePart(ADAM.keys(MANY[40:41], pages=False), records)], Deadline.after(60))
     with pytest.raises(JournalBehindError, match=r"table 'adam', id 40 has version \(1, 7\) in storage"):
         a_round(scrub, clock)
     assert shard.read(ADAM, MANY[40:41])[1].tobytes() == records.tobytes()

@@ -61,7 +61,7 @@ class Shard:
         self.close()
         self.epoch = max(self.epoch, above) + 1
         self.store = MemoryStore(StorageConfig("memory", self.nodes), role=f"shard:{self.number}")
-        self.store.open(Deadline.after(5))
+        self.store.open(Deadline.after(60))
         budget = CacheBudget(1 << 12)
         self.journal = Journal(self.folder / "journal", "os", segment_bytes=1)
         self.saved = saved_in(self.folder)
@@ -119,7 +119,7 @@ class Shard:
             ids, versions = all_rows(state)
             size = table.record.size_bytes
             part = ReadPart(table.keys(ids, pages=False), size, size)
-            got = self.store.rows.read([part], Deadline.after(5))[0].in_key_order()
+            got = self.store.rows.read([part], Deadline.after(60))[0].in_key_order()
             assert got.found.all()
             assert table.record.versions(got.records).tolist() == versions.tolist()
             assert self.reconstructor.records([WantedVersions(state, ids, versions)])[0].tobytes() == got.records.tobytes()
@@ -166,7 +166,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[Shard, Shard]]:
 def new_pair(folder: Path, *, on_disk: bool = False) -> tuple[Shard, Shard]:
     number = next(_NUMBERS)
     nodes = (f"handover-{number}-a:1", f"handover-{number}-b:1")
-    MemoryStore(StorageConfig("memory", nodes), role="shard:0").provision(b"c" * 16, b"g" * 8, Deadline.after(5), 2)
+    MemoryStore(StorageConfig("memory", nodes), role="shard:0").provision(b"c" * 16, b"g" * 8, Deadline.after(60), 2)
     return Shard(folder / "0", nodes, 0, on_disk=on_disk), Shard(folder / "1", nodes, 1, on_disk=on_disk)
 
 

@@ -54,8 +54,8 @@ class Shard:
     def __init__(self, folder: Path, cache_bytes: int = 0) -> None:
         number = next(_NUMBERS)
         self.store = MemoryStore(StorageConfig("memory", (f"snap-{number}-a:1", f"snap-{number}-b:1")), role="shard:0")
-        self.store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
-        self.store.open(Deadline.after(5))
+        self.store.provision(b"c" * 16, b"g" * 8, Deadline.after(60))
+        self.store.open(Deadline.after(60))
         self.folder, self.epoch = folder, 1
         self.tables = Tables([], CacheBudget(cache_bytes), log=self)
         self.engine = Engine(self.store, self.tables, Timeline(1), k=0, timeout_s=5, repair=ALONE)
@@ -109,7 +109,7 @@ class Shard:
 
     def read(self, table: TableDef, ids: np.ndarray) -> np.ndarray:
         size = table.record.size_bytes
-        got = self.store.rows.read([ReadPart(table.keys(ids, pages=False), size, size)], Deadline.after(5))[0].in_key_order()
+        got = self.store.rows.read([ReadPart(table.keys(ids, pages=False), size, size)], Deadline.after(60))[0].in_key_order()
         assert got.found.all()
         return got.records
 

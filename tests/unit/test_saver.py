@@ -56,8 +56,8 @@ class Shard:
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
         self.store = MemoryStore(StorageConfig("memory", (f"{name}-a:1", f"{name}-b:1")), role="shard:0")
-        self.store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
-        self.store.open(Deadline.after(5))
+        self.store.provision(b"c" * 16, b"g" * 8, Deadline.after(60))
+        self.store.open(Deadline.after(60))
         self.n_ahead = 0  # batches that are acknowledged and not applied
         self.flushes = True  # whether the shard flushes before a save
         self.saved = saved_in(folder)
@@ -123,7 +123,7 @@ class Shard:
         for definition in (ITEM, USER):
             ids = np.sort(all_rows(self.tables.state(definition))[0])
             size = definition.record.size_bytes
-            got = self.store.rows.read([ReadPart(RowKeys(definition.tag, ids), size, size)], Deadline.after(5))[0].in_key_order()
+            got = self.store.rows.read([ReadPart(RowKeys(definition.tag, ids), size, size)], Deadline.after(60))[0].in_key_order()
             assert got.found.all()
             found[definition.name] = {int(i): bytes(record[4:]) for i, record in zip(ids, got.records, strict=True)}
         return found
@@ -131,7 +131,7 @@ class Shard:
     def begin(self, url: str, *, save_id: str = "1" * 32, base: CheckpointManifest | None = None, weights_only: bool = False) -> None:
         """Begin a save."""
         order = SaveOrder(save_id, url, 0 if base is None else base.cuts[0].version, weights_only)
-        self.saver.begin(order, Deadline.after(5))
+        self.saver.begin(order, Deadline.after(60))
 
     def finish(
         self, url: str, *, save_id: str = "1" * 32, base: tuple[str, CheckpointManifest] | None = None, weights_only: bool = False

@@ -55,7 +55,7 @@ def following(values: Values, known: ClusterMap | None = None) -> ShardsMap:
 
 
 def within() -> Deadline:
-    return Deadline.after(5)
+    return Deadline.after(60)
 
 
 def test_a_newer_copy_is_followed_and_an_older_one_is_not() -> None:

@@ -49,7 +49,7 @@ def test_what_was_released_before_storage_has_it_is_waited_for() -> None:
     assert changes.all_stored(), "nothing was released to this connection that storage lacks"
     released.released = True
     assert not changes.all_stored()
-    changes.wait_stored(Deadline.after(5))
+    changes.wait_stored(Deadline.after(60))
     assert released.settled
     assert not pushed.settled, "a push that is not released is not waited for: its rows need not be seen"
     assert changes.all_stored()

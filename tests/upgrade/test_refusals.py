@@ -110,6 +110,7 @@ def reads(name: str) -> list[int]:
     return sorted({"map": [4], "state": [5], "marker": [7, 8]}.get(name, [2]))
 
 
+@pytest.mark.full
 def test_the_way_that_a_refusal_gives_leads_to_the_other_release(
     cluster: tuple[KeptCluster, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
