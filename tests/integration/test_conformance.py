@@ -184,6 +184,7 @@ def test_an_interrupted_examination_deletes_its_keys(start: Start, number: signa
     assert keys_of(url) == [b"of-another-program"]
 
 
+@pytest.mark.full
 def test_a_server_that_goes_away_leaves_keys_and_they_are_named(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     words = [find_server("redis"), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path)]

