@@ -38,6 +38,17 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f". Did you mean {near[0]!r}?" if near else ""
 
 
+def no_attribute(module: str, name: str, known: Iterable[str]) -> AttributeError:
+    """Return the error of a module's `__getattr__`, with what it has.
+
+    Example:
+        >>> no_attribute("kvemb.init", "norma", ["normal", "zeros"])
+        AttributeError("module 'kvemb.init' has no attribute 'norma'; it has normal, zeros. Did you mean 'normal'?")
+    """
+    known = sorted(known)
+    return AttributeError(f"module {module!r} has no attribute {name!r}; it has {', '.join(known)}{did_you_mean(name, known)}")
+
+
 # --- the caller's fault: nothing was sent, nothing changed -------------------------------------------------------------------------
 
 

@@ -4,6 +4,9 @@
 as many equal parts of the distribution.
 """
 
+from typing import TYPE_CHECKING
+
+from kvemb.errors import no_attribute
 from kvemb.init.first_draws import ALGORITHM_VERSION
 from kvemb.init.initializer import FANS, Initializer
 
@@ -19,6 +22,11 @@ __all__ = [
     "xavier_uniform",
     "zeros",
 ]
+
+if not TYPE_CHECKING:  # it would have any name for a type checker
+
+    def __getattr__(name: str) -> object:
+        raise no_attribute(__name__, name, __all__)
 
 
 def zeros() -> Initializer:

@@ -50,7 +50,7 @@ from kvemb.stores.store_nodes import NodeStats
 
 M = TypeVar("M", bound=Message)
 _PATIENCE_S = 10.0  # with each node: longer than a batch has, so that slow ones are told from those that are gone
-_UNREACHED = ("node-unreachable", "shard-unreachable", "shard-refuses", "storage")
+_UNREACHED = ("node-unreachable", "node-hangs", "shard-unreachable", "shard-hangs", "shard-refuses", "storage")
 _OF_MARKERS: tuple[tuple[type[KvembError], str, str], ...] = (
     (
         WrongNodeError,

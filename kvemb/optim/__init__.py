@@ -7,14 +7,20 @@ One mapping, `_KINDS`, says all that differs between optimizers: a new one is an
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from kvemb.errors import InvalidInputError
+from kvemb.errors import InvalidInputError, no_attribute
 from kvemb.optim.transform_spec import TransformSpec, Value, clip_by_norm, clip_by_value, l2, refuse_unknown
 
 __all__ = [
     "OptimizerSpec", "StateField", "TransformSpec", "adagrad", "adam", "adamw", "chain", "clip_by_norm", "clip_by_value",
     "ftrl", "l2", "rmsprop", "rowwise_adagrad", "sgd",
 ]  # fmt: skip
+
+if not TYPE_CHECKING:  # it would have any name for a type checker
+
+    def __getattr__(name: str) -> object:
+        raise no_attribute(__name__, name, __all__)
 
 
 @dataclass(frozen=True)

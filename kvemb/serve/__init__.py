@@ -12,3 +12,7 @@ from kvemb.serve.served_tables import ServedFrom
 from kvemb.serve.serving_client import MeanOf, ServingClient, connect
 
 __all__ = ["MeanOf", "Model", "ServedFrom", "ServingClient", "connect"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__all__", "__doc__", "__file__", "__name__", "__path__"]

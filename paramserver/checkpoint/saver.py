@@ -43,7 +43,7 @@ class Saver:
         self._job: SaveJob | None = None  # the newest save that was cut
         self._finished: Fragment | None = None
         self._beginning = threading.Lock()
-        self.figures = SaveFigures(folder)
+        self._folder, self.figures = folder.resolve(), SaveFigures(folder)
 
     @property
     def running(self) -> bool:
@@ -76,6 +76,7 @@ class Saver:
         if lacks := missing_for_checkpoints():
             raise ConfigError(f"shard {self._parts.shard}: {lacks}")
         storage = CheckpointStorage(order.url)
+        _refuse_data_folders(order.url, self._folder.parent)
         if self._nodes.cluster_map.plan is not None:
             self._nodes.refresh_map(deadline)  # a move that has just ended is not said to go on
         self._refuse_in_mid_move()
@@ -145,6 +146,16 @@ class Saver:
             tables.append(TableCut(state, state.step, state.n_rows, late, all_of(state.gone()), order.base_version >= logged.erased_since))
         reconstruct = Reconstructor(lambda: view, parts.fenced_log.journal, parts.registry.find_key).records
         return SaveJob(order, cut, tables, view, reconstruct, slots=slots, figures=self.figures)
+
+
+def _refuse_data_folders(url: str, data_dir: Path) -> None:
+    """Refuse what lies in a shard's own folder, this one's or, as far as this machine has it, another's: all shards refuse alike."""
+    for folder in Path(url).resolve().parents if "://" not in url else ():
+        if folder.parent == data_dir and folder.name.startswith("shard-"):
+            raise CheckpointError(
+                f"{url}: lies in the data folder of a shard ({folder}): what loses the one loses the other. Save to a folder outside "
+                "that all shards reach, or to a store (s3://bucket/run/step-1000)"
+            )
 
 
 def _finished(storage: CheckpointStorage, order: SaveOrder, shard: int) -> Fragment | None:

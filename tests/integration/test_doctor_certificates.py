@@ -15,6 +15,7 @@ from chaos.proxy import FaultProxy
 
 from kvemb.client.shard_channel import ShardChannel
 from kvemb.config import Config, StorageConfig, load
+from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import free_ports
 from kvemb.net.certificate_authority import Authority, Issued
 from kvemb.net.deadline import Deadline
@@ -230,6 +231,13 @@ def test_a_connection_that_is_reset_before_it_is_seen_was_taken(monkeypatch: pyt
 
     monkeypatch.setattr(socket, "create_connection", reset)
     assert look_at_port("127.0.0.1:1", Deadline.after(1)) == HANGS_UP
+
+
+def test_of_a_shard_in_plain_text_nothing_else_is_said(secured: TlsCluster) -> None:
+    config = config_of(secured)
+    with LocalCluster("redis", 1, shards=1, memory_mb=64) as plain:
+        seen = found(replace(config, servers=replace(config.servers, shards=load(plain.config_path, {}).servers.shards)))
+    assert [name for name, one in seen.items() if one.where.startswith("shard")] == ["tls-refused"], seen
 
 
 def test_plain_text_where_tls_is_expected_and_plain_text_on_purpose_are_named(secured: TlsCluster) -> None:

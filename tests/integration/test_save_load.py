@@ -233,6 +233,8 @@ def test_what_cannot_be_saved_or_loaded_is_refused_before_anything_happens(small
             client.save(str(tmp_path / "b"), resume=True)
         with pytest.raises(CheckpointError, match="no checkpoint there"):
             client.load(str(tmp_path / "b"))
+        with pytest.raises(CheckpointError, match=r"lies in the data folder of a shard .*Save to a folder outside"):
+            client.save(str(small.folder / "shards" / "shard-0" / "step-1"))
         with pytest.raises(CheckpointError, match="the URL must mean the same place"):
             client.save("memory://in-every-process-its-own", timeout_s=30)
         for wrong in (0, "30", float("nan")):

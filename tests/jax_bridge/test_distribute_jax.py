@@ -136,7 +136,7 @@ def test_a_second_trainer_opens_the_tables_with_their_rows(sync_cluster: kvemb.C
     (user, _) = kj.distribute(make(), sync_cluster, **options).tables
     user.assign([0], np.full((1, DIM), 7, np.float32))
     again = kj.distribute(make(), sync_cluster, **options)
-    assert "it existed and keeps its rows" in str(again)
+    assert "it is not trained yet, and rows that it has stay" in str(again)
     assert (again.tables[0].pull([0]) == 7).all()
 
 

@@ -98,7 +98,7 @@ def test_who_resumes_finds_the_table_with_its_initializer_whatever_the_weights_a
     for draw in (nn.init.zeros_, nn.init.normal_):
         done = run(model_of(draw), cluster, name)
         assert done.tables[0].definition == first
-        assert "it existed and keeps its rows; the module's weights are not used; new rows begin as normal(mean=0, std=0.0" in str(done)
+        assert "it is not trained yet, and rows that it has stay; new rows begin as normal(mean=0, std=0.0" in str(done)
     with torch.device("meta"):
         huge = nn.Sequential(nn.Embedding(N, 2))
     assert run(huge, cluster, name, optimizer=torch.optim.Adagrad(huge.parameters(), lr=0.5)).tables[0].definition == first

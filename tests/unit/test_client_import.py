@@ -39,7 +39,16 @@ def test_every_public_name_is_there_and_listed() -> None:
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = kvemb.nothing  # type: ignore[attr-defined]
+        _ = kvemb.nothing
+    with pytest.raises(AttributeError, match=r"no attribute 'lamb'; it has .*adagrad, adam, adamw.* sgd$"):
+        _ = kvemb.optim.lamb  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"no attribute 'normale'; it has .*Did you mean 'normal'\?"):
+        _ = kvemb.init.normale  # type: ignore[attr-defined]
+    assert not hasattr(kvemb.optim, "__wrapped__")
+
+
+def test_what_serves_lists_its_public_names_alone() -> None:
+    assert {name for name in dir(kvemb.serve) if not name.startswith("__")} == set(kvemb.serve.__all__)
 
 
 @pytest.mark.parametrize("of", ["Table", "Cluster"])

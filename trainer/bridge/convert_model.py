@@ -246,7 +246,10 @@ def _origin(one: SiteTable, carry: Carry, kind: str) -> str:
     if one.made:
         return f"made; {begun}"
     assigned = first.carried or definition.initializer == CARRIED
-    return f"it existed and keeps its rows; the {kind}'s weights are not used" + ("" if assigned else f"; new {begun}")
+    kept = f"it existed and keeps its rows; the {kind}'s weights are not used"
+    if not one.table.cluster.read_only and not one.table.steps():
+        kept = "it exists, made by another rank just now, perhaps: it is not trained yet, and rows that it has stay"
+    return kept + ("" if assigned else f"; new {begun}")
 
 
 def _called(initializer: Initializer) -> str:
