@@ -49,76 +49,57 @@ _LOOPBACK_NAME = "localhost"
 
 @dataclass(frozen=True)
 class StorageConfig:
-    """The section `storage` of kvemb.yaml, checked.
+    """The section `storage` of kvemb.yaml, checked."""
 
-    Args:
-        kind: "memcached", "redis", "valkey", "redis-cluster", or the name of a registered store.
-        nodes: "host:port", in order; for redis-cluster, any primaries to start from.
-        timeout_s: how long a node may be silent before an exchange with it fails, and is tried again. For a shard, and with `on_lost_node:
-            fail`, the deadline of one whole exchange with all nodes. A large call takes several: such a pull of more than 128 MB has this
-            time for every 32 MB. A shard has it for every piece of a batch, and makes pieces smaller where storage is slow.
-        username, password: of Redis; resolved from the environment.
-        allow_row_loss: connect to nodes whose settings can lose rows (eviction, slab moves). A lost row is restored by the next batch that
-            touches it; after memcached moved a slab page, all of the node's are. Until then pulls give the initializer's rows for them.
-        on_lost_node: how connecting and a trainer's pull behave while a node is down or the parameter servers restore its rows. "wait":
-            they wait for it as long as a shard may be away (`parameter_servers.away_timeout_s`), or the call's own timeout; "fail": they
-            fail at once.
-        tls: how connections to the nodes are encrypted; None: they are not.
-        insecure: nodes beyond this machine may be reached without encryption.
-    """
-
-    kind: str
-    nodes: tuple[str, ...]
+    kind: str  # "memcached", "redis", "valkey", "redis-cluster", or the name of a registered store
+    nodes: tuple[str, ...]  # "host:port", in order; for redis-cluster, any primaries to start from
+    # how long a node may be silent before an exchange with it fails, and is tried again. For a shard, and with `on_lost_node: fail`, the
+    # deadline of one whole exchange with all nodes. A large call takes several: such a pull of more than 128 MB has this time for every 32
+    # MB. A shard has it for every piece of a batch, and makes pieces smaller where storage is slow.
     timeout_s: float = 5.0
+    # username, password: of Redis; resolved from the environment
     username: str | None = None
     password: str | None = field(default=None, repr=False)
+    # connect to nodes whose settings can lose rows (eviction, slab moves). A lost row is restored by the next batch that touches it; after
+    # memcached moved a slab page, all of the node's are. Until then pulls give the initializer's rows for them.
     allow_row_loss: bool = False
+    # how connecting and a trainer's pull behave while a node is down or the parameter servers restore its rows. "wait": they wait for it as
+    # long as a shard may be away (`parameter_servers.away_timeout_s`), or the call's own timeout; "fail": they fail at once.
     on_lost_node: str = "wait"
-    tls: TlsConfig | None = None
-    insecure: bool = False
+    tls: TlsConfig | None = None  # how connections to the nodes are encrypted; None: they are not
+    insecure: bool = False  # nodes beyond this machine may be reached without encryption
 
 
 @dataclass(frozen=True)
 class ServersConfig:
-    """The section `parameter_servers` of kvemb.yaml, checked.
+    """The section `parameter_servers` of kvemb.yaml, checked."""
 
-    Args:
-        shards: "host:port" of every shard, in the order of their numbers. `kvemb shards` adds and removes some.
-        mode: "async" (apply as pushes come) or "sync" (all trainers' parts of a step, then one apply).
-        trainers: number of trainers of a sync job (0 in async mode).
-        data_dir: directory in which each shard keeps its state, in a folder of its own. In the file, a relative one starts at the folder of
-            the file.
-        barrier_timeout_s: how long a trainer of a sync job may be silent while a step waits for it; longer than any trainer's longest step.
-        on_lost_trainer: how a shard treats a trainer that is silent for longer. "abort": the step fails and the shard stops. "wait": the
-            step waits until a trainer of that name is back. "drop": steps go on without it, and it may connect again. Each shard decides
-            alone, so the last step of a dead trainer may have reached some shards only. A trainer that never joined is not dropped.
-        away_timeout_s: how long a shard may be away (it restarts and replays a journal, say), or a node, before a call that waits for it
-            fails: pulls, steps, pushes, flushes and all others without a time of their own. Pulls do not wait for a shard.
-        cache_mb: memory in which each shard keeps records that it wrote lately, so as not to fetch them again; 0 for none.
-        index_mb: memory in which each shard keeps versions of rows, 24 bytes each, about; those of the others are on its disk.
-        durability: when a push counts as accepted. "fsync": its journal entry is on disk; "os": the operating system has it, so it survives
-            the death of the shard, not of the machine.
-        journal_max_mb: size of a shard's journal at which it takes a local checkpoint and discards what that holds.
-        metrics_port: where Prometheus scrapes a shard, on the host that the shard listens on; 0: nowhere. Of several shards that `shards`
-            gives one host, the first has this port, the next the one above, and so on.
-        tls: how connections to the shards are encrypted, and the roles of clients; None: plain, and every client may do everything.
-        insecure: shards beyond this machine may be reached without encryption.
-    """
-
-    shards: tuple[str, ...]
-    mode: str = "async"
-    trainers: int = 0
+    shards: tuple[str, ...]  # "host:port" of every shard, in the order of their numbers. `kvemb shards` adds and removes some.
+    mode: str = "async"  # "async" (apply as pushes come) or "sync" (all trainers' parts of a step, then one apply)
+    trainers: int = 0  # number of trainers of a sync job (0 in async mode)
+    # directory in which each shard keeps its state, in a folder of its own. In the file, a relative one starts at the folder of the file.
     data_dir: str = "kvemb-data"
+    # how long a trainer of a sync job may be silent while a step waits for it; longer than any trainer's longest step
     barrier_timeout_s: float = 60.0
+    # how long a shard may be away (it restarts and replays a journal, say), or a node, before a call that waits for it fails: pulls, steps,
+    # pushes, flushes and all others without a time of their own. Pulls do not wait for a shard.
     away_timeout_s: float = 600.0
-    cache_mb: int = 256
-    index_mb: int = 1024
+    cache_mb: int = 256  # memory in which each shard keeps records that it wrote lately, so as not to fetch them again; 0 for none
+    index_mb: int = 1024  # memory in which each shard keeps versions of rows, 24 bytes each, about; those of the others are on its disk
+    # when a push counts as accepted. "fsync": its journal entry is on disk; "os": the operating system has it, so it survives the death of
+    # the shard, not of the machine.
     durability: str = "fsync"
-    journal_max_mb: int = 4096
+    journal_max_mb: int = 4096  # size of a shard's journal at which it takes a local checkpoint and discards what that holds
+    # how a shard treats a trainer that is silent for longer. "abort": the step fails and the shard stops. "wait": the step waits until a
+    # trainer of that name is back. "drop": steps go on without it, and it may connect again. Each shard decides alone, so the last step of
+    # a dead trainer may have reached some shards only. A trainer that never joined is not dropped.
     on_lost_trainer: str = "abort"
+    # where Prometheus scrapes a shard, on the host that the shard listens on; 0: nowhere. Of several shards that `shards` gives one host,
+    # the first has this port, the next the one above, and so on.
     metrics_port: int = 0
+    # how connections to the shards are encrypted, and the roles of clients; None: plain, and every client may do everything
     tls: TlsConfig | None = None
-    insecure: bool = False
+    insecure: bool = False  # shards beyond this machine may be reached without encryption
 
     def metrics_port_of(self, shard: int, address: str = "") -> int:
         """The port on which a shard is scraped; 0 where it is not.

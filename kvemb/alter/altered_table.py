@@ -20,19 +20,15 @@ INITIALIZER, ZEROS = "initializer", "zeros"
 
 @dataclass(frozen=True)
 class TableChanges:
-    """What a table's definition is to be; None: as it is.
+    """What a table's definition is to be; None: as it is."""
 
-    Args:
-        dim, optimizer, dtype, layout: see `TableDef`.
-        expected_rows: decides on the number of buckets anew, as at `create_table`.
-        new_columns: what columns beyond the old dim get in rows that exist: INITIALIZER, as for rows that are new, or ZEROS.
-    """
-
+    # dim, optimizer, dtype, layout: see `TableDef`
     dim: int | None = None
     optimizer: OptimizerSpec | None = None
     dtype: str | None = None
     layout: str | None = None
-    expected_rows: int | None = None
+    expected_rows: int | None = None  # decides on the number of buckets anew, as at `create_table`
+    # what columns beyond the old dim get in rows that exist: INITIALIZER, as for rows that are new, or ZEROS
     new_columns: str = INITIALIZER
 
 

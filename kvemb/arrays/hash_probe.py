@@ -41,18 +41,12 @@ class Homes:
     it has and will have, none where it has none. Without `starts` the rows are even, and so are the buckets.
 
     Rows that a walk erases, or another shard hands over, come in the order of their hashes: then those to come lie behind.
-
-    Args:
-        order: of the ids.
-        n_buckets: of the table.
-        starts: uint64 [cells], where each cell's buckets begin; in units of 2**-32 buckets, as `steps`.
-        steps: uint64 [cells], from one hash of the cell to the next; 0 where it has no buckets.
     """
 
-    order: KeyOrder
-    n_buckets: int
-    starts: Words | None = None
-    steps: Words | None = None
+    order: KeyOrder  # of the ids
+    n_buckets: int  # of the table
+    starts: Words | None = None  # uint64 [cells], where each cell's buckets begin; in units of 2**-32 buckets, as `steps`
+    steps: Words | None = None  # uint64 [cells], from one hash of the cell to the next; 0 where it has no buckets
 
     @staticmethod
     def made_for(order: KeyOrder, n_buckets: int, ids: Iterable[Ids], coming: Ids) -> "Homes":

@@ -196,12 +196,9 @@ class KeyOrder:
     slot, and of a bucket, lie side by side.
 
     A key is the mixed id; where neighbouring ids share a page, the slot, and then the id itself.
-
-    Args:
-        ids_per_group: so many neighbouring ids are mixed as one; above 1, every id is below 2**50.
     """
 
-    ids_per_group: int = 1
+    ids_per_group: int = 1  # so many neighbouring ids are mixed as one; above 1, every id is below 2**50
 
     def keys(self, ids: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Return the key of each id: uint64 [n]."""

@@ -141,15 +141,10 @@ def _wrong_dtype(array: NDArray[Any], table: str) -> InvalidInputError:
 
 @batch_value
 class Unique:
-    """The unique ids of a batch; make one with `unique` or `unique_ascending`.
+    """The unique ids of a batch; make one with `unique` or `unique_ascending`."""
 
-    Args:
-        ids: uint64 [n], unique; ascending, or in no defined order.
-        inverse: intp [m]: for each id of the batch its position in `ids`; None when that is 0, 1, 2, ….
-    """
-
-    ids: NDArray[np.uint64]
-    inverse: NDArray[np.intp] | None
+    ids: NDArray[np.uint64]  # uint64 [n], unique; ascending, or in no defined order
+    inverse: NDArray[np.intp] | None  # intp [m]: for each id of the batch its position in `ids`; None when that is 0, 1, 2, …
 
 
 def unique(ids: NDArray[np.uint64]) -> Unique:

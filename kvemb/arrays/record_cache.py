@@ -67,18 +67,12 @@ class RecordCache:
 
     def put(
         self,
-        ids: Ids,
-        records: NDArray[np.uint8],
-        tokens: Ids | None,
+        ids: Ids,  # uint64 [n]
+        records: NDArray[np.uint8],  # uint8 [n, record bytes]; copied
+        tokens: Ids | None,  # uint64 [n] kept beside them, or None
         at: NDArray[np.int64] | None = None,
     ) -> None:
-        """Keep n unique rows.
-
-        Args:
-            ids: uint64 [n].
-            records: uint8 [n, record bytes]; copied.
-            tokens: uint64 [n] kept beside them, or None.
-        """
+        """Keep n unique rows."""
         found, self._kept = self._kept, None
         if not len(self.records):
             return

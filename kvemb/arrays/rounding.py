@@ -116,11 +116,11 @@ def round_nearest(weights: NDArray[np.float32], name: str) -> NDArray[Any]:
 
 
 def round_stochastic(
-    weights: NDArray[np.float32],
-    name: str,
+    weights: NDArray[np.float32],  # [n, d] float32
+    name: str,  # the storage dtype, of numbers; "float32" returns the weights as they are (perhaps the same array)
     *,
-    ids: NDArray[np.uint64],
-    versions: NDArray[np.uint64] | int,
+    ids: NDArray[np.uint64],  # [n] uint64
+    versions: NDArray[np.uint64] | int,  # [n] uint64 or one int in [0, 2**64): the version the rows are written with
     seed: int,
 ) -> NDArray[Any]:
     """Round up or down at random so that the expected stored value is the weight: small updates are not lost.
@@ -129,12 +129,6 @@ def round_stochastic(
     exact stay. Finite weights beyond the largest finite value become that value; infinities and NaN stay what they are.
     The probability of rounding up is exact, except among float16's subnormals, where it is rounded to a multiple of
     2**-32.
-
-    Args:
-        weights: [n, d] float32.
-        name: the storage dtype, of numbers; "float32" returns the weights as they are (perhaps the same array).
-        ids: [n] uint64.
-        versions: [n] uint64 or one int in [0, 2**64): the version the rows are written with.
 
     Returns:
         [n, d] of storage_dtype(name).

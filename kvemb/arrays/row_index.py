@@ -47,18 +47,12 @@ class IndexLookup:
     """Where an index has some ids: made by `RowIndex.find`, so that the next operation on them need not look for them again.
 
     It stays valid when the index changes: if ids have come or moved since, they are looked up again.
-
-    Args:
-        ids: uint64 [n], unique; they must not change.
-        places: int64 [n], -1 for an id that has none.
-        buckets: int64 [n], where the search for each ended.
-        layout: number of the index's layout then.
     """
 
-    ids: Ids
-    places: Places
-    buckets: Places
-    layout: int
+    ids: Ids  # uint64 [n], unique; they must not change
+    places: Places  # int64 [n], -1 for an id that has none
+    buckets: Places  # int64 [n], where the search for each ended
+    layout: int  # number of the index's layout then
 
     def take(self, which: NDArray[np.intp]) -> "IndexLookup":
         """Return the ids that `which` numbers."""

@@ -27,18 +27,12 @@ _LEAST_RUN = 64  # ids that ascend, on average, for a merge of such runs to be f
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Rows grouped by id; make one with `group_by_id`.
+    """Rows grouped by id; make one with `group_by_id`."""
 
-    Args:
-        ids: uint64 [n], unique, ascending.
-        order: intp [m]: the rows sorted by id, equal ids in order of appearance; None when the ids were unique and
-            ascending already.
-        starts: intp [n]: where each id's rows begin in that order.
-    """
-
-    ids: NDArray[np.uint64]
+    ids: NDArray[np.uint64]  # uint64 [n], unique, ascending
+    # intp [m]: the rows sorted by id, equal ids in order of appearance; None when the ids were unique and ascending already
     order: NDArray[np.intp] | None
-    starts: NDArray[np.intp]
+    starts: NDArray[np.intp]  # intp [n]: where each id's rows begin in that order
 
     @cached_property
     def inverse(self) -> NDArray[np.intp]:

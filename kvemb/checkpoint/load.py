@@ -33,20 +33,13 @@ log = logging.getLogger("kvemb")
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision to load one checkpoint into the whole cluster; from here on every shard will.
+    """The decision to load one checkpoint into the whole cluster; from here on every shard will."""
 
-    Args:
-        serial: rises with every decision.
-        load_id: 32 hex digits.
-        url: of the checkpoint.
-        save_id: of the checkpoint: another one that lies there later is not loaded.
-        tables: names of those to be loaded, while all others stay as they are; none: all, and no other table keeps its rows.
-    """
-
-    serial: int
-    load_id: str
-    url: str
-    save_id: str
+    serial: int  # rises with every decision
+    load_id: str  # 32 hex digits
+    url: str  # of the checkpoint
+    save_id: str  # of the checkpoint: another one that lies there later is not loaded
+    # names of those to be loaded, while all others stay as they are; none: all, and no other table keeps its rows
     tables: tuple[str, ...] = ()
 
     def encode(self) -> bytes:

@@ -30,21 +30,13 @@ FORMAT = "kvemb-checkpoint-shard-2"
 
 @dataclass(frozen=True)
 class Fragment:
-    """The part of a save that one shard has finished.
+    """The part of a save that one shard has finished."""
 
-    Args:
-        save_id: of the save.
-        cut: where the shard was cut.
-        done: whether `files` has all files of the shard.
-        tables: definition and optimizer step of every table at the cut.
-        files: finished files.
-    """
-
-    save_id: str
-    cut: Cut
-    done: bool
-    tables: tuple[tuple[TableDef, int], ...]
-    files: tuple[FileEntry, ...]
+    save_id: str  # of the save
+    cut: Cut  # where the shard was cut
+    done: bool  # whether `files` has all files of the shard
+    tables: tuple[tuple[TableDef, int], ...]  # definition and optimizer step of every table at the cut
+    files: tuple[FileEntry, ...]  # finished files
 
 
 @dataclass(frozen=True)

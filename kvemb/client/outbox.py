@@ -175,30 +175,19 @@ class Outbox:
 
 @dataclass(frozen=True, eq=False)
 class RefusedPush:
-    """The parts of one push that shards refused, or that came behind a refused one.
+    """The parts of one push that shards refused, or that came behind a refused one."""
 
-    Args:
-        ack: the push's.
-        step: its number.
-        refusals: why, of each part that has a reason.
-        serial: of the newest map that it was routed by.
-        tables_serial, load_serial: of the registry of tables and of loads, as its other parts have them.
-        shards: which have refused it.
-        parts: of the ack: new ones are to take their place.
-        tables: rows of each table, ids ascending.
-        prefetched: rows that the trainer holds, one entry per table.
-    """
-
-    ack: Ack
-    step: int
-    refusals: tuple[KvembError, ...]
-    serial: int
+    ack: Ack  # the push's
+    step: int  # its number
+    refusals: tuple[KvembError, ...]  # why, of each part that has a reason
+    serial: int  # of the newest map that it was routed by
+    # tables_serial, load_serial: of the registry of tables and of loads, as its other parts have them
     tables_serial: int
     load_serial: int
-    shards: frozenset[int]
-    parts: tuple[PartAck, ...]
-    tables: tuple[TableRows, ...]
-    prefetched: tuple[PrefetchedRows, ...]
+    shards: frozenset[int]  # which have refused it
+    parts: tuple[PartAck, ...]  # of the ack: new ones are to take their place
+    tables: tuple[TableRows, ...]  # rows of each table, ids ascending
+    prefetched: tuple[PrefetchedRows, ...]  # rows that the trainer holds, one entry per table
 
     @property
     def closed(self) -> TableDroppedError | None:

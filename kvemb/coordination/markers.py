@@ -30,46 +30,27 @@ _VERSION, _REPAIRED_VERSION = 5, 6  # 1 and 2: rows under keys of their own, wit
 
 @dataclass(frozen=True)
 class Identity:
-    """Which cluster, and which lifetime of its data. A shard remembers it, and so knows its nodes without a marker.
+    """Which cluster, and which lifetime of its data. A shard remembers it, and so knows its nodes without a marker."""
 
-    Args:
-        cluster_id: 16 bytes.
-        generation: 8 bytes.
-        cluster_map: the last one that was seen; None where only markers are known.
-        nodes: addresses at which they were; () where none is known.
-        repairs: by node number the nonce of its last repair, of those that are known.
-    """
-
-    cluster_id: bytes
-    generation: bytes
-    cluster_map: ClusterMap | None = None
-    nodes: tuple[str, ...] = ()
-    repairs: Mapping[int, str] = field(default_factory=dict)
+    cluster_id: bytes  # 16 bytes
+    generation: bytes  # 8 bytes
+    cluster_map: ClusterMap | None = None  # the last one that was seen; None where only markers are known
+    nodes: tuple[str, ...] = ()  # addresses at which they were; () where none is known
+    repairs: Mapping[int, str] = field(default_factory=dict)  # by node number the nonce of its last repair, of those that are known
 
 
 @dataclass(frozen=True)
 class Marker:
-    """The content of a node's marker.
+    """The content of a node's marker."""
 
-    Args:
-        cluster_id: 16 bytes, drawn when the cluster was provisioned.
-        node: index in the cluster map; for Redis Cluster the slot.
-        generation: 8 bytes, one lifetime of the node's data.
-        map_digest: 64-bit digest of the cluster map.
-        map_serial: of that map.
-        run_id: the server process that the marker was written for ("" where the server has none).
-        repair: nonce of the node's last repair, 16 hex digits that rise from one to the next; "" before the first.
-        repairing: whether that repair goes on; this is no marker that a normal batch may accept.
-    """
-
-    cluster_id: bytes
-    node: int
-    generation: bytes
-    map_digest: int
-    map_serial: int
-    run_id: str
-    repair: str = ""
-    repairing: bool = False
+    cluster_id: bytes  # 16 bytes, drawn when the cluster was provisioned
+    node: int  # index in the cluster map; for Redis Cluster the slot
+    generation: bytes  # 8 bytes, one lifetime of the node's data
+    map_digest: int  # 64-bit digest of the cluster map
+    map_serial: int  # of that map
+    run_id: str  # the server process that the marker was written for ("" where the server has none)
+    repair: str = ""  # nonce of the node's last repair, 16 hex digits that rise from one to the next; "" before the first
+    repairing: bool = False  # whether that repair goes on; this is no marker that a normal batch may accept
 
     def encode(self) -> bytes:
         """The bytes stored under the marker's key."""

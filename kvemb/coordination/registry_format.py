@@ -28,17 +28,12 @@ STAGED, REPLACED = "staged", "replaced"
 
 
 class Dropped(NamedTuple):
-    """A table without a name: it was dropped, or takes part in an alteration (docs/adr/0102).
+    """A table without a name: it was dropped, or takes part in an alteration (docs/adr/0102)."""
 
-    Args:
-        definition: the table.
-        gone: whether no shard has a row of it any more, so that its name is free.
-        altered: STAGED: it is being filled, to take the place of the table of its name. REPLACED: another one has its name, or the
-            alteration was given up. "": it was dropped.
-    """
-
-    definition: TableDef
-    gone: bool
+    definition: TableDef  # the table
+    gone: bool  # whether no shard has a row of it any more, so that its name is free
+    # STAGED: it is being filled, to take the place of the table of its name. REPLACED: another one has its name, or the alteration was
+    # given up. "": it was dropped.
     altered: str = ""
 
 

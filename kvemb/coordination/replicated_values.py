@@ -80,18 +80,12 @@ def _is_damaged(copy: bytes, decode: Callable[[bytes], object]) -> bool:
 
 @dataclass(frozen=True)
 class ValueCell:
-    """One copy of a small value.
+    """One copy of a small value."""
 
-    Args:
-        holder: of the copy, for messages.
-        name: the key that it stands under.
-        read: returns what stands there.
-        swap: (old, new): puts `new` there if it is still `old` (None: if there is nothing), in one step; returns whether it was.
-    """
-
-    holder: str
-    name: str
-    read: Callable[[], bytes | None]
+    holder: str  # of the copy, for messages
+    name: str  # the key that it stands under
+    read: Callable[[], bytes | None]  # returns what stands there
+    # (old, new): puts `new` there if it is still `old` (None: if there is nothing), in one step; returns whether it was
     swap: Callable[[bytes | None, bytes], bool]
 
     def update(self, change: Change) -> None:

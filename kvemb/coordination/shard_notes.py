@@ -24,20 +24,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ShardNote:
-    """One shard's note.
+    """One shard's note."""
 
-    Args:
-        epoch, k: of the last batch that it had applied.
-        cluster: the name in its kvemb.yaml; "" where an older release wrote the note.
-        place: host and data folder.
-        at_s: Unix time.
-    """
-
+    # epoch, k: of the last batch that it had applied
     epoch: int
     k: int
-    cluster: str = ""
-    place: str = ""
-    at_s: int = 0
+    cluster: str = ""  # the name in its kvemb.yaml; "" where an older release wrote the note
+    place: str = ""  # host and data folder
+    at_s: int = 0  # Unix time
 
     def encode(self) -> bytes:
         """The bytes stored under `note_name`."""
@@ -94,24 +88,16 @@ def whose_keys(node: str, n_keys: int, marker: bytes | None, note: bytes | None,
 
 @dataclass(frozen=True)
 class MoveReport:
-    """One shard's report; it is good for one epoch of the shard, and one version of the map.
+    """One shard's report; it is good for one epoch of the shard, and one version of the map."""
 
-    Args:
-        epoch: of the shard's process.
-        version: of the cluster map that it followed.
-        done: whether its part of the phase is done.
-        rows, n_rows: how many rows it has gone through in this phase, and how many there are.
-        trouble: why its part does not go on; "" while it does.
-        step: of a sync job, while all hold: the last step that it has handed out.
-    """
-
-    epoch: int
-    version: int
-    done: bool
+    epoch: int  # of the shard's process
+    version: int  # of the cluster map that it followed
+    done: bool  # whether its part of the phase is done
+    # rows, n_rows: how many rows it has gone through in this phase, and how many there are
     rows: int = 0
     n_rows: int = 0
-    trouble: str = ""
-    step: int = 0
+    trouble: str = ""  # why its part does not go on; "" while it does
+    step: int = 0  # of a sync job, while all hold: the last step that it has handed out
 
     def encode(self) -> bytes:
         """The bytes stored under `report_name`."""

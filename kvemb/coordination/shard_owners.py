@@ -21,15 +21,10 @@ log = logging.getLogger("kvemb")
 
 @dataclass(frozen=True)
 class Owner:
-    """The nodes' record of a shard's owner.
+    """The nodes' record of a shard's owner."""
 
-    Args:
-        epoch: of the last owner's versions, above 0.
-        n_shards: numbers of shards that the cluster map had; no code goes by it.
-    """
-
-    epoch: int
-    n_shards: int
+    epoch: int  # of the last owner's versions, above 0
+    n_shards: int  # numbers of shards that the cluster map had; no code goes by it
 
     def encode(self) -> bytes:
         """The bytes stored under `owner_name`."""

@@ -60,29 +60,20 @@ Missing = list[tuple[TableDef, NDArray[np.uint64]]]
 
 @batch_value
 class WantedRows:
-    """Rows of one table to be read.
-
-    Args:
-        ids: uint64 [n], unique, n > 0.
-    """
+    """Rows of one table to be read."""
 
     definition: TableDef
-    ids: NDArray[np.uint64]
+    ids: NDArray[np.uint64]  # uint64 [n], unique, n > 0
 
 
 @batch_value
 class TableShare:
-    """The rows of one table as they arrived; good until the memory that they were read into is taken again.
+    """The rows of one table as they arrived; good until the memory that they were read into is taken again."""
 
-    Args:
-        values: [k] items, the raw bytes of weights in the table's `row_dtype`, of any stride; the initializer's of rows that do not exist.
-        found_versions: uint64 [k], 0 where the row does not exist; [0] unless they were asked for.
-        at: intp [n], where among those the row of each id is; None for 0, 1, 2, ….
-    """
-
+    # [k] items, the raw bytes of weights in the table's `row_dtype`, of any stride; the initializer's of rows that do not exist
     values: NDArray[Any]
-    found_versions: NDArray[np.uint64]
-    at: NDArray[np.intp] | None
+    found_versions: NDArray[np.uint64]  # uint64 [k], 0 where the row does not exist; [0] unless they were asked for
+    at: NDArray[np.intp] | None  # intp [n], where among those the row of each id is; None for 0, 1, 2, …
     ours: bool = False
 
     def rows(self, inverse: NDArray[np.intp] | None, out: NDArray[Any] | None = None) -> NDArray[Any]:
@@ -145,11 +136,7 @@ def _of_one_layout(wanted: Sequence[WantedRows], paged: bool) -> Sequence[Sequen
 
 
 class _OneLayout:
-    """A read of tables of one layout; the keys, but not the result, hold one table's rows after the other's.
-
-    Attributes:
-        part: of the read.
-    """
+    """A read of tables of one layout; the keys, but not the result, hold one table's rows after the other's."""
 
     def __init__(self, wanted: Sequence[WantedRows], paged: bool, memory: ThreadArena) -> None:
         record = wanted[0].definition.record
@@ -159,7 +146,7 @@ class _OneLayout:
         self._wanted = wanted
         self._order: NDArray[np.intp] | None = None
         self._expected: NDArray[np.uint32] | None = None
-        self.part = ReadPart(keys, record.size_bytes, record.prefix_bytes, into=into, meanwhile=self._prepare)
+        self.part = ReadPart(keys, record.size_bytes, record.prefix_bytes, into=into, meanwhile=self._prepare)  # of the read
 
     def _prepare(self, order: NDArray[np.intp] | None) -> None:
         """Compute what the result is compared with and put in place by; `order` is the result's."""

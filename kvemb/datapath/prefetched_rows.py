@@ -28,17 +28,11 @@ _ROW_BYTES = 4 + 8 + 16  # of a row beside its weights: position and version in 
 
 @dataclass(frozen=True, eq=False)
 class PrefetchedRows:
-    """Rows of one table; make it with `prepare_prefetched`.
+    """Rows of one table; make it with `prepare_prefetched`."""
 
-    Args:
-        definition: the table.
-        ids: uint64 [n], unique.
-        versions: uint64 [n], as pulled.
-    """
-
-    definition: TableDef
-    ids: NDArray[np.uint64]
-    versions: NDArray[np.uint64]
+    definition: TableDef  # the table
+    ids: NDArray[np.uint64]  # uint64 [n], unique
+    versions: NDArray[np.uint64]  # uint64 [n], as pulled
 
     @property
     def row_bytes(self) -> int:

@@ -40,15 +40,10 @@ class PullRequest:
 
 @batch_value
 class Pulled:
-    """The rows of one table that a pull returns, with their versions if those were asked for.
+    """The rows of one table that a pull returns, with their versions if those were asked for."""
 
-    Args:
-        rows: [*shape, dim] of the table's `row_dtype`.
-        versions: uint64 [*shape], 0 where the row does not exist; [0] unless they were asked for.
-    """
-
-    rows: NDArray[Any]
-    versions: NDArray[np.uint64]
+    rows: NDArray[Any]  # [*shape, dim] of the table's `row_dtype`
+    versions: NDArray[np.uint64]  # uint64 [*shape], 0 where the row does not exist; [0] unless they were asked for
 
 
 def prepare_pull(definition: TableDef, ids: ArrayLike, out: NDArray[Any] | None = None, *, minus_one: bool = False) -> PullRequest:

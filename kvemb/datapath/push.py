@@ -23,19 +23,14 @@ _FLOAT32 = np.dtype(np.float32)
 def prepare_push(
     definition: TableDef,
     ids: ArrayLike,
-    grads: ArrayLike,
-    versions: ArrayLike | None = None,
+    grads: ArrayLike,  # floats [*ids.shape, dim]; rounded to float32
+    versions: ArrayLike | None = None,  # as the pull returned them, [*ids.shape], or None. Of duplicates the oldest counts.
     hyper: Mapping[str, float] | None = None,
-    wire_dtype: str = "float32",
+    wire_dtype: str = "float32",  # "float32", "float16" or "bfloat16"; sums are rounded to the nearest value, ties to even
     *,
     minus_one: bool = False,
 ) -> TableRows:
     """Check a push of one table, sum the gradients of duplicate ids, and round the sums to `wire_dtype`.
-
-    Args:
-        grads: floats [*ids.shape, dim]; rounded to float32.
-        versions: as the pull returned them, [*ids.shape], or None. Of duplicates the oldest counts.
-        wire_dtype: "float32", "float16" or "bfloat16"; sums are rounded to the nearest value, ties to even.
 
     Returns:
         Rows with unique ids; its arrays may be views of the arguments.

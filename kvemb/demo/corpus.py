@@ -28,25 +28,16 @@ _WORD = re.compile(r"\b[^\W\d]\w*")
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Text as ids, file after file. All arrays are read-only by convention; safe to share between threads.
+    """Text as ids, file after file. All arrays are read-only by convention; safe to share between threads."""
 
-    Attributes:
-        tokens: int64 [n], the id of every word in reading order.
-        runs: int32 [n], the unbroken run of text each word stands in; one ends with its file or where held-out text begins or ends.
-        held_out: bool [n], words that are never trained on: every 50th stretch of 512.
-        ids: int64 [v], the unique ids, ascending.
-        counts: int64 [v], how often each of `ids` occurs outside the held-out text.
-        words: [v] the word behind each of `ids`; for display only.
-        n_files: of the text.
-    """
-
-    tokens: NDArray[np.int64]
+    tokens: NDArray[np.int64]  # int64 [n], the id of every word in reading order
+    # int32 [n], the unbroken run of text each word stands in; one ends with its file or where held-out text begins or ends
     runs: NDArray[np.int32]
-    held_out: NDArray[np.bool_]
-    ids: NDArray[np.int64]
-    counts: NDArray[np.int64]
-    words: tuple[str, ...]
-    n_files: int
+    held_out: NDArray[np.bool_]  # bool [n], words that are never trained on: every 50th stretch of 512
+    ids: NDArray[np.int64]  # int64 [v], the unique ids, ascending
+    counts: NDArray[np.int64]  # int64 [v], how often each of `ids` occurs outside the held-out text
+    words: tuple[str, ...]  # [v] the word behind each of `ids`; for display only
+    n_files: int  # of the text
 
 
 def source_files(root: Path) -> list[Path]:

@@ -29,23 +29,16 @@ PROBES = ("socket", "Lock", "TypeError", "mkdir", "encode", "decimal", "thread",
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """The options of `kvemb demo`.
+    """The options of `kvemb demo`."""
 
-    Args:
-        store, nodes, shards: the local cluster; not used with a config.
-        trainers: trainer processes.
-        seed: of corpus sampling, initial rows and negatives.
-        config: kvemb.yaml of a running cluster, "" to start a local one.
-        metrics_port: where the first trainer serves its figures, the next ones on the ports behind it; 0: nowhere.
-    """
-
+    # store, nodes, shards: the local cluster; not used with a config
     store: str = "valkey"
     nodes: int = 2
     shards: int = 2
-    trainers: int = 2
-    seed: int = 0
-    config: str = ""
-    metrics_port: int = 0
+    trainers: int = 2  # trainer processes
+    seed: int = 0  # of corpus sampling, initial rows and negatives
+    config: str = ""  # kvemb.yaml of a running cluster, "" to start a local one
+    metrics_port: int = 0  # where the first trainer serves its figures, the next ones on the ports behind it; 0: nowhere
 
 
 @dataclass

@@ -22,24 +22,15 @@ _PADDING = -1  # the run number of a place in a block that holds no text
 
 @dataclass(frozen=True)
 class Settings:
-    """How the text is sampled. The defaults suit 3 M words on two busy cores.
+    """How the text is sampled. The defaults suit 3 M words on two busy cores."""
 
-    Attributes:
-        window: a word's contexts reach 1..window words to each side, drawn for each word (Mikolov et al. 2013).
-        subsample: of a word with a larger share of the text than this, only sqrt(subsample / share) is kept.
-        n_negatives: weight of the negative samples: so many per positive pair.
-        block: words per block.
-        block_negatives: negatives drawn for a block; their loss is scaled to n_negatives per pair.
-        batch_blocks: blocks per batch, at most.
-        least_batches: of a pass; batches are smaller where the text is short. Trainers that learn from rows a few batches old need many.
-    """
-
-    window: int = 5
-    subsample: float = 1e-4
-    n_negatives: int = 5
-    block: int = 64
-    block_negatives: int = 64
-    batch_blocks: int = 256
+    window: int = 5  # a word's contexts reach 1..window words to each side, drawn for each word (Mikolov et al. 2013).
+    subsample: float = 1e-4  # of a word with a larger share of the text than this, only sqrt(subsample / share) is kept
+    n_negatives: int = 5  # weight of the negative samples: so many per positive pair
+    block: int = 64  # words per block
+    block_negatives: int = 64  # negatives drawn for a block; their loss is scaled to n_negatives per pair
+    batch_blocks: int = 256  # blocks per batch, at most
+    # of a pass; batches are smaller where the text is short. Trainers that learn from rows a few batches old need many.
     least_batches: int = 90
 
 
@@ -47,17 +38,11 @@ DEFAULTS = Settings()
 
 
 class TrainingBatch(NamedTuple):
-    """One step's work: `b` blocks of `l` words with `k` negatives each.
+    """One step's work: `b` blocks of `l` words with `k` negatives each."""
 
-    Attributes:
-        tokens: int64 [b, l], ids in reading order; each is a centre and, for its neighbours, a context.
-        negatives: int64 [b, k], ids drawn as negative contexts for all centres of the block.
-        positives: bool [b, l, l], whether word j is in the window of centre i.
-    """
-
-    tokens: NDArray[np.int64]
-    negatives: NDArray[np.int64]
-    positives: NDArray[np.bool_]
+    tokens: NDArray[np.int64]  # int64 [b, l], ids in reading order; each is a centre and, for its neighbours, a context
+    negatives: NDArray[np.int64]  # int64 [b, k], ids drawn as negative contexts for all centres of the block
+    positives: NDArray[np.bool_]  # bool [b, l, l], whether word j is in the window of centre i
 
 
 class PassText:
@@ -129,10 +114,10 @@ class Gradients(NamedTuple):
 
 
 def loss_and_grads(
-    centers: NDArray[np.float32],
-    contexts: NDArray[np.float32],
-    negatives: NDArray[np.float32],
-    positives: NDArray[np.bool_],
+    centers: NDArray[np.float32],  # float32 [b, l, d], rows of "word_in"
+    contexts: NDArray[np.float32],  # float32 [b, l, d], rows of "word_out"
+    negatives: NDArray[np.float32],  # float32 [b, k, d], rows of "word_out", shared by the centres of a block
+    positives: NDArray[np.bool_],  # bool [b, l, l], whether context j belongs to centre i
     *,
     n_negatives: int,
 ) -> tuple[float, Gradients]:
@@ -141,12 +126,6 @@ def loss_and_grads(
     With s_ij = c_i . x_j and t_im = c_i . y_m, and p_i the number of positive pairs of centre i:
     loss = sum_ij positive log(1 + exp(-s_ij)) + sum_im (n_negatives p_i / k) log(1 + exp(t_im)).
     The sum, not the mean, so that a short last batch weighs each pair like any other.
-
-    Args:
-        centers: float32 [b, l, d], rows of "word_in".
-        contexts: float32 [b, l, d], rows of "word_out".
-        negatives: float32 [b, k, d], rows of "word_out", shared by the centres of a block.
-        positives: bool [b, l, l], whether context j belongs to centre i.
 
     Returns:
         The summed loss (divide by positives.sum() for the mean per pair) and the three gradients.

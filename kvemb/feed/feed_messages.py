@@ -11,18 +11,13 @@ BEGIN, ROW, CAUGHT_UP, REFUSED = "begin", "row", "caught-up", "refused"
 
 
 class FeedPosition(NamedTuple):
-    """How far a subscriber is with one shard: all up to batch k of this epoch was told.
+    """How far a subscriber is with one shard: all up to batch k of this epoch was told."""
 
-    Args:
-        epoch, k: of the last batch told.
-        serial: of the last move of slots that was told.
-            With epoch 0 instead: nothing was told, and the feed begins with this move.
-        segment, offset: behind the last entry told, in the shard's journal; 0 where that is to be found from k.
-    """
-
+    # epoch, k: of the last batch told
     epoch: int
     k: int
-    serial: int = 0
+    serial: int = 0  # of the last move of slots that was told. With epoch 0 instead: nothing was told, and the feed begins with this move.
+    # segment, offset: behind the last entry told, in the shard's journal; 0 where that is to be found from k
     segment: int = 0
     offset: int = 0
 

@@ -26,19 +26,12 @@ State = str | Mapping[str, str] | None
 
 @dataclass(frozen=True, eq=False)
 class ForeignRows:
-    """n rows for one table, as a file has them.
+    """n rows for one table, as a file has them."""
 
-    Args:
-        ids: uint64 [n].
-        weights: [n, dim] of the table's `row_dtype`.
-        state: float32 [n, state values], or None.
-        texts: [n], of which the ids are hashes; None where ids are integers.
-    """
-
-    ids: NDArray[np.uint64]
-    weights: NDArray[Any]
-    state: NDArray[np.float32] | None
-    texts: NDArray[Any] | None = None
+    ids: NDArray[np.uint64]  # uint64 [n]
+    weights: NDArray[Any]  # [n, dim] of the table's `row_dtype`
+    state: NDArray[np.float32] | None  # float32 [n, state values], or None
+    texts: NDArray[Any] | None = None  # [n], of which the ids are hashes; None where ids are integers
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -84,17 +77,11 @@ class RowSource(Protocol):
 
 @dataclass(frozen=True)
 class ArrayNames:
-    """Which arrays (columns, tensors, variables) of a file are meant.
+    """Which arrays (columns, tensors, variables) of a file are meant."""
 
-    Args:
-        ids: of the ids; None: "id" where there is such an array, else row i is id i.
-        weights: of the rows; None: "weights" where there is such an array, else the only one that could be meant.
-        state: of the optimizer's state.
-    """
-
-    ids: str | None = None
-    weights: str | None = None
-    state: State = None
+    ids: str | None = None  # of the ids; None: "id" where there is such an array, else row i is id i
+    weights: str | None = None  # of the rows; None: "weights" where there is such an array, else the only one that could be meant
+    state: State = None  # of the optimizer's state
 
     def choose(self, shapes: Mapping[str, Sequence[int]], where: str) -> "ArrayNames":
         """Return the names that are meant in a file of these arrays, by name their shape (-1: not known)."""

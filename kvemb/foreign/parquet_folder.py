@@ -27,17 +27,11 @@ _LOGS = {
 
 @dataclass(frozen=True)
 class ParquetFiles:
-    """Parquet files whose rows belong together.
+    """Parquet files whose rows belong together."""
 
-    Args:
-        urls: of them, at least one, in the order of the numbers in their names.
-        no_order: why their rows cannot be numbered across them; "": they can.
-        in_folders: the columns that stand in the names of their folders, as Hive and Spark have them (day=1).
-    """
-
-    urls: Sequence[str]
-    no_order: str = ""
-    in_folders: Collection[str] = ()
+    urls: Sequence[str]  # of them, at least one, in the order of the numbers in their names
+    no_order: str = ""  # why their rows cannot be numbered across them; "": they can
+    in_folders: Collection[str] = ()  # the columns that stand in the names of their folders, as Hive and Spark have them (day=1)
 
 
 def parquet_files(url: str) -> ParquetFiles:

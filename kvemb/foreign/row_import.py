@@ -38,17 +38,11 @@ _WHAT = ("ids", "weights", "state")
 
 @dataclass(frozen=True)
 class ImportResult:
-    """The end of an import.
+    """The end of an import."""
 
-    Args:
-        n_rows: that the table has of the source.
-        n_found: of these, which were in the table already, and were not sent.
-        seconds: of all of it.
-    """
-
-    n_rows: int
-    n_found: int
-    seconds: float
+    n_rows: int  # that the table has of the source
+    n_found: int  # of these, which were in the table already, and were not sent
+    seconds: float  # of all of it
 
 
 def import_rows(

@@ -228,6 +228,7 @@ class Local:
 
 
 def local(
+    # store, nodes, shards, mode, trainers, memory_mb, cache_mb, durability, journal_max_mb: see `LocalCluster`
     store: str = "valkey",
     *,
     nodes: int = 1,
@@ -240,9 +241,6 @@ def local(
     journal_max_mb: int | None = None,
 ) -> Local:
     """Run a real cluster on this machine: `with kvemb.local() as url:`, or `started = kvemb.local()`, then `started.start()` and `.stop()`.
-
-    Args:
-        store, nodes, shards, mode, trainers, memory_mb, cache_mb, durability, journal_max_mb: see `LocalCluster`.
 
     Returns:
         An object that gives the URL for `kvemb.connect` when it is entered, or started.

@@ -16,23 +16,17 @@ _FILES = ("ca", "cert", "key")
 
 @dataclass(frozen=True)
 class TlsConfig:
-    """A section `tls`, checked.
+    """A section `tls`, checked."""
 
-    Args:
-        ca: file with the certificates of trusted authorities; None for those that the system trusts.
-        cert, key: files with this process's own certificate (and those between it and the authority) and its private key. In the file,
-            `cert_env` and `key_env` name environment variables that hold the paths instead.
-        token: shown to shards in a certificate's place, from the environment variable that `token_env` names.
-        token_file: the same in a file, read again when it changes. Shards take every line of it, others show the first.
-        unset: the environment variables that `cert_env` and `key_env` name, and that are not set.
-    """
-
-    ca: str | None = None
+    ca: str | None = None  # file with the certificates of trusted authorities; None for those that the system trusts
+    # cert, key: files with this process's own certificate (and those between it and the authority) and its private key. In the file,
+    # `cert_env` and `key_env` name environment variables that hold the paths instead.
     cert: str | None = None
     key: str | None = None
+    # shown to shards in a certificate's place, from the environment variable that `token_env` names
     token: str | None = field(default=None, repr=False)
-    token_file: str | None = None
-    unset: tuple[str, ...] = ()
+    token_file: str | None = None  # the same in a file, read again when it changes. Shards take every line of it, others show the first.
+    unset: tuple[str, ...] = ()  # the environment variables that `cert_env` and `key_env` name, and that are not set
 
     @property
     def lacks(self) -> str:

@@ -40,22 +40,15 @@ def own_uris(config: TlsConfig, at: str, *, server: bool = False) -> tuple[str, 
 
 @dataclass(frozen=True)
 class SeenCertificate:
-    """The result of a look at a certificate.
+    """The result of a look at a certificate."""
 
-    Args:
-        fault: "" where it is good; "expired", "not yet valid", "names", "purpose", "untrusted"; "no tls" (no handshake came about), "files"
-            (our own cannot be used), "nobody" (no connection).
-        why: the fault in words.
-        ends: when its time is over, in words; "" where nothing could be seen.
-        ends_s: the same as a time of day.
-        uris: among its alternative names.
-    """
-
+    # "" where it is good; "expired", "not yet valid", "names", "purpose", "untrusted"; "no tls" (no handshake came about), "files" (our own
+    # cannot be used), "nobody" (no connection)
     fault: str = ""
-    why: str = ""
-    ends: str = ""
-    ends_s: float = 0.0
-    uris: tuple[str, ...] = ()
+    why: str = ""  # the fault in words
+    ends: str = ""  # when its time is over, in words; "" where nothing could be seen
+    ends_s: float = 0.0  # the same as a time of day
+    uris: tuple[str, ...] = ()  # among its alternative names
 
 
 def look_at(address: str, config: TlsConfig, deadline: Deadline) -> SeenCertificate:

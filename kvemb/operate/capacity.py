@@ -101,26 +101,17 @@ _ROUNDS = 50  # of finding numbers of nodes and shards that fit each other
 
 @dataclass(frozen=True)
 class Workload:
-    """A table, its training, and the machines it is to have.
+    """A table, its training, and the machines it is to have."""
 
-    Args:
-        table: its definition; the number of buckets is chosen here.
-        n_rows: that will exist.
-        step_rows: distinct ids of one step, of all trainers together.
-        steps_per_s: how many such steps.
-        trainers: processes.
-        node_bytes, shard_bytes: memory of a node and of a shard's host.
-        cache_bytes: of records, of each shard.
-    """
-
-    table: TableDef
-    n_rows: int
-    step_rows: int
-    steps_per_s: float
-    trainers: int
+    table: TableDef  # its definition; the number of buckets is chosen here
+    n_rows: int  # that will exist
+    step_rows: int  # distinct ids of one step, of all trainers together
+    steps_per_s: float  # how many such steps
+    trainers: int  # processes
+    # node_bytes, shard_bytes: memory of a node and of a shard's host
     node_bytes: float
     shard_bytes: float
-    cache_bytes: float
+    cache_bytes: float  # of records, of each shard
 
     @property
     def rows_per_s(self) -> float:
@@ -143,29 +134,20 @@ class Counted:
 
 @dataclass(frozen=True)
 class CapacityPlan:
-    """A cluster for a workload on one kind and layout of storage.
+    """A cluster for a workload on one kind and layout of storage."""
 
-    Args:
-        work: that it is for.
-        kind, layout: of storage, and of rows there.
-        nodes, shards: how many.
-        at: the same for the costs.
-        row_bytes: of a node's memory, for one row.
-        us: of CPU for a trained row, by role.
-        network_bytes: that nodes receive and send for a trained row.
-        times: of each job, in seconds, and what it waits for.
-    """
-
-    work: Workload
+    work: Workload  # that it is for
+    # kind, layout: of storage, and of rows there
     kind: str
     layout: str
+    # nodes, shards: how many
     nodes: Counted
     shards: Counted
-    at: Scale
-    row_bytes: float
-    us: Mapping[str, float]
-    network_bytes: float
-    times: Mapping[str, tuple[float, str]]
+    at: Scale  # the same for the costs
+    row_bytes: float  # of a node's memory, for one row
+    us: Mapping[str, float]  # of CPU for a trained row, by role
+    network_bytes: float  # that nodes receive and send for a trained row
+    times: Mapping[str, tuple[float, str]]  # of each job, in seconds, and what it waits for
 
     @property
     def node_bytes(self) -> float:

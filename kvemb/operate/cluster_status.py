@@ -36,20 +36,15 @@ class ShardStatus:
 
 @dataclass(frozen=True, eq=False)
 class ClusterStatus:
-    """Every shard (none on a read-only connection), and every node, or why the nodes did not answer.
-
-    Args:
-        held: of each table (name, the rows on each node, None where storage cannot tell), as far as `survey` has looked.
-        strangers: the shard or node that is not the one that kvemb.yaml names, as far as `survey` has looked; "" for none.
-        open_slots: of a Redis Cluster, those that stand open between two nodes.
-    """
+    """Every shard (none on a read-only connection), and every node, or why the nodes did not answer."""
 
     shards: tuple[ShardStatus, ...]
     nodes: tuple[NodeStats, ...]
     nodes_error: str = ""
-    strangers: str = ""
+    strangers: str = ""  # the shard or node that is not the one that kvemb.yaml names, as far as `survey` has looked; "" for none
+    # of each table (name, the rows on each node, None where storage cannot tell), as far as `survey` has looked
     held: tuple[tuple[str, tuple[HeldRows | None, ...]], ...] = ()
-    open_slots: tuple[int, ...] = ()
+    open_slots: tuple[int, ...] = ()  # of a Redis Cluster, those that stand open between two nodes
 
     def __repr__(self) -> str:
         n_shards, n_nodes = sum(one.reply is not None for one in self.shards), sum(not one.error for one in self.nodes)

@@ -18,21 +18,13 @@ ERROR, WARNING = "error", "warning"
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding of the doctor.
+    """One finding of the doctor."""
 
-    Args:
-        name: of the kind of finding, for scripts: it does not change.
-        level: ERROR: rows or pushes are in danger, or nothing goes on. WARNING: that may come, or the cost is higher than needed.
-        where: node, shard or file.
-        what: the fault; without `where`, with which the messages of errors begin.
-        mend: the next step.
-    """
-
-    name: str
-    level: str
-    where: str
-    what: str
-    mend: str
+    name: str  # of the kind of finding, for scripts: it does not change
+    level: str  # ERROR: rows or pushes are in danger, or nothing goes on. WARNING: that may come, or the cost is higher than needed.
+    where: str  # node, shard or file
+    what: str  # the fault; without `where`, with which the messages of errors begin
+    mend: str  # the next step
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "what", self.what.removeprefix(f"{self.where}: "))
@@ -219,24 +211,18 @@ _SAME_FILE = "Start every shard and trainer with the same kvemb.yaml."
 
 @dataclass(frozen=True, eq=False)
 class ShardFacts:
-    """The answers of one shard.
+    """The answers of one shard."""
 
-    Args:
-        shard, address: as the cluster map says, or kvemb.yaml.
-        error: why it did not answer.
-        describe, status, examine: its answers; None where there was none.
-        asked_s: the time of day here when the shard was asked for its own.
-        of_cluster: the addresses of the cluster's nodes and shards, as far as they are known.
-    """
-
+    # shard, address: as the cluster map says, or kvemb.yaml
     shard: int
     address: str
-    error: str = ""
+    error: str = ""  # why it did not answer
+    # describe, status, examine: its answers; None where there was none
     describe: DescribeReply | None = None
     status: StatusReply | None = None
     examine: ExamineReply | None = None
-    asked_s: float = 0.0
-    of_cluster: Collection[str] = ()
+    asked_s: float = 0.0  # the time of day here when the shard was asked for its own
+    of_cluster: Collection[str] = ()  # the addresses of the cluster's nodes and shards, as far as they are known
 
     @property
     def where(self) -> str:

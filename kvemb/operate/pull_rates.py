@@ -27,20 +27,13 @@ _PERCENTILES = (50, 90, 99, 100)
 
 @dataclass(frozen=True)
 class PullRate:
-    """The times of some pulls.
+    """The times of some pulls."""
 
-    Args:
-        n_pulls: how many.
-        n_rows: ids that they asked for.
-        n_missing: of these, rows that storage does not have.
-        seconds: of all of them.
-        p50_ms, p90_ms, p99_ms, longest_ms: of one pull.
-    """
-
-    n_pulls: int
-    n_rows: int
-    n_missing: int
-    seconds: float
+    n_pulls: int  # how many
+    n_rows: int  # ids that they asked for
+    n_missing: int  # of these, rows that storage does not have
+    seconds: float  # of all of them
+    # p50_ms, p90_ms, p99_ms, longest_ms: of one pull
     p50_ms: float
     p90_ms: float
     p99_ms: float

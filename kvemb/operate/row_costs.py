@@ -21,25 +21,17 @@ SERVER, SHARD, TRAINER, NETWORK = "server", "shard", "trainer", "network"
 
 @dataclass(frozen=True)
 class Scale:
-    """How many there are of everything.
+    """How many there are of everything."""
 
-    Args:
-        nodes, shards, trainers: processes.
-        n_rows: that exist.
-        record_bytes: of one.
-        layout: of rows in storage: "fast" or "compact" buckets, "pages", "keys" (one for every row).
-        n_keys: under which storage keeps them.
-        step_rows: distinct rows of one step, of all trainers together.
-    """
-
+    # nodes, shards, trainers: processes
     nodes: int
     shards: int
     trainers: int
-    n_rows: int
-    record_bytes: int
-    layout: str
-    n_keys: int
-    step_rows: int
+    n_rows: int  # that exist
+    record_bytes: int  # of one
+    layout: str  # of rows in storage: "fast" or "compact" buckets, "pages", "keys" (one for every row)
+    n_keys: int  # under which storage keeps them
+    step_rows: int  # distinct rows of one step, of all trainers together
 
 
 COSTS: Mapping[tuple[str, str], Mapping[str, float]] = {

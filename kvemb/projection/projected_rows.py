@@ -31,15 +31,10 @@ _MOST_TOLD_KEYS = N_SLOTS  # of a description
 
 @dataclass(frozen=True)
 class SlotShare:
-    """The slots of one of several publishers.
+    """The slots of one of several publishers."""
 
-    Args:
-        number: of this one, from 0.
-        of: how many there are.
-    """
-
-    number: int = 0
-    of: int = 1
+    number: int = 0  # of this one, from 0
+    of: int = 1  # how many there are
 
     @staticmethod
     def parse(text: str) -> "SlotShare":
@@ -102,26 +97,19 @@ class _PrefixedKeys(BucketKeys):
 
 @dataclass(frozen=True)
 class ProjectedTable:
-    """A table as it lies in a target.
+    """A table as it lies in a target."""
 
-    Args:
-        name, dim: the table's.
-        dtype: of the values: "float32", "float16", "int8"; "bytes" for a table of opaque bytes.
-        life: how many tables of this name were dropped before: another life is another table.
-        tag, n_buckets, compact: of its hashes in the layout "kvemb".
-        hash_key: the name of its hash in the layout "nve"; else "".
-        prefix: of the names of its hashes in a view; else "".
-    """
-
+    # name, dim: the table's
     name: str
     dim: int
-    dtype: str
-    life: int
+    dtype: str  # of the values: "float32", "float16", "int8"; "bytes" for a table of opaque bytes
+    life: int  # how many tables of this name were dropped before: another life is another table
+    # tag, n_buckets, compact: of its hashes in the layout "kvemb"
     tag: str
     n_buckets: int
     compact: bool
-    hash_key: str
-    prefix: str = ""
+    hash_key: str  # the name of its hash in the layout "nve"; else ""
+    prefix: str = ""  # of the names of its hashes in a view; else ""
 
     @staticmethod
     def of(definition: TableDef, dtype: str, layout: str, number: int, prefix: str = "") -> "ProjectedTable":

@@ -69,18 +69,14 @@ class ProjectionReader:
 
 
 class ProjectedRows:
-    """The rows of one view, or of the maintained projection as long as its tables stay the same.
-
-    Attributes:
-        definitions: of its tables, by name.
-    """
+    """The rows of one view, or of the maintained projection as long as its tables stay the same."""
 
     def __init__(self, reader: ProjectionReader, view: View | None, about: dict[str, Any]) -> None:
         self._reader, self.view = reader, view
         fields = {name: {key: value for key, value in one.items() if key not in _MADE_HERE} for name, one in about["tables"].items()}
         self._tables = {name: ProjectedTable(**some) for name, some in fields.items()}
         self._described = {name: asdict(table) for name, table in self._tables.items()}
-        self.definitions = {name: TableDef.from_dict(one["definition"]) for name, one in about["tables"].items()}
+        self.definitions = {name: TableDef.from_dict(one["definition"]) for name, one in about["tables"].items()}  # of its tables, by name
         self._record_keys = [f"{view.prefix if view else PREFIX}projection:{part + 1}/{about['parts']}" for part in range(about["parts"])]
         self._codec = RespCodec()
 

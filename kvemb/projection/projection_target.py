@@ -50,19 +50,12 @@ log = logging.getLogger("kvemb")
 
 @dataclass(frozen=True)
 class TargetUrl:
-    """A target as users name it: redis://[USER@]HOST:PORT, or rediss:// with TLS.
+    """A target as users name it: redis://[USER@]HOST:PORT, or rediss:// with TLS."""
 
-    Args:
-        address: "host:port".
-        username: None for the default user.
-        encrypted: whether it is rediss://.
-        options: of a reader's URL, behind "?": `view`, `password_env`, and of rediss:// `ca`, `cert`, `key`.
-    """
-
-    address: str
-    username: str | None
-    encrypted: bool
-    options: Mapping[str, str]
+    address: str  # "host:port"
+    username: str | None  # None for the default user
+    encrypted: bool  # whether it is rediss://
+    options: Mapping[str, str]  # of a reader's URL, behind "?": `view`, `password_env`, and of rediss:// `ca`, `cert`, `key`
 
     @staticmethod
     def parse(text: str, allowed: Sequence[str] = _READER_OPTIONS) -> "TargetUrl":

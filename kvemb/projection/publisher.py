@@ -66,19 +66,12 @@ _AGAIN = (_BeginAgainError, FeedBehindError, UnknownTableError)  # the last: dro
 
 @dataclass(frozen=True)
 class Projection:
-    """What is published.
+    """What is published."""
 
-    Args:
-        tables: names, each once; the layout "nve" numbers them in this order.
-        dtype: of the values, of `DTYPES`.
-        layout: of `LAYOUTS`.
-        share: of the slots, which this publisher has.
-    """
-
-    tables: tuple[str, ...]
-    dtype: str = "float32"
-    layout: str = "kvemb"
-    share: SlotShare = ALL_SLOTS
+    tables: tuple[str, ...]  # names, each once; the layout "nve" numbers them in this order
+    dtype: str = "float32"  # of the values, of `DTYPES`
+    layout: str = "kvemb"  # of `LAYOUTS`
+    share: SlotShare = ALL_SLOTS  # of the slots, which this publisher has
 
     def __post_init__(self) -> None:
         if not self.tables or len(set(self.tables)) < len(self.tables):
@@ -288,16 +281,12 @@ class Publisher:
 
 
 class _Tally:
-    """What was done since it was last said.
-
-    Attributes:
-        until_s: unix time; all that was applied before is in the target. 0 while that is not known.
-    """
+    """What was done since it was last said."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._said_s = say, time.monotonic()
         self.n_written = self.n_erased = 0
-        self.until_s = 0.0
+        self.until_s = 0.0  # unix time; all that was applied before is in the target. 0 while that is not known.
         self._asked_s, self._wanted, self._ask_s = 0.0, dict[int, int](), 0.0  # how far the shards were at a time; when to ask again
 
     def begin(self) -> None:

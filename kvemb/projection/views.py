@@ -35,38 +35,26 @@ _TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class DenseFile:
-    """A file beside the rows of a view, as it was when the view was made.
+    """A file beside the rows of a view, as it was when the view was made."""
 
-    Args:
-        name: without its folder; its ending tells what it is.
-        size_bytes, sha256: of its content.
-    """
-
-    name: str
+    name: str  # without its folder; its ending tells what it is
+    # size_bytes, sha256: of its content
     size_bytes: int
     sha256: str
 
 
 @dataclass(frozen=True)
 class View:
-    """One view.
+    """One view."""
 
-    Args:
-        name: given by its maker.
-        number: no other view of the target ever had it.
-        state: "building", "complete" or "dropping"; readers see complete ones alone.
-        tables, dtype: of its rows.
-        dense: None where it has none.
-        until: unix time: all that was applied before is in its rows; 0 while it is built.
-    """
-
-    name: str
-    number: int
-    state: str
+    name: str  # given by its maker
+    number: int  # no other view of the target ever had it
+    state: str  # "building", "complete" or "dropping"; readers see complete ones alone
+    # tables, dtype: of its rows
     tables: tuple[str, ...]
     dtype: str
-    dense: DenseFile | None
-    until: float = 0.0
+    dense: DenseFile | None  # None where it has none
+    until: float = 0.0  # unix time: all that was applied before is in its rows; 0 while it is built
 
     @property
     def prefix(self) -> str:
@@ -86,17 +74,11 @@ class View:
 
 @dataclass(frozen=True)
 class ViewList:
-    """All views of a target, as one value; changes make a new one. Pure.
+    """All views of a target, as one value; changes make a new one. Pure."""
 
-    Args:
-        views: by name.
-        in_use: the name of the one that readers follow; "live" for none.
-        last_number: of a view, so far.
-    """
-
-    views: Mapping[str, View] = field(default_factory=dict)
-    in_use: str = LIVE
-    last_number: int = 0
+    views: Mapping[str, View] = field(default_factory=dict)  # by name
+    in_use: str = LIVE  # the name of the one that readers follow; "live" for none
+    last_number: int = 0  # of a view, so far
 
     def encode(self) -> bytes:
         """Return the bytes of `kvemb:views`."""

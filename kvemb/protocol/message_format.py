@@ -34,27 +34,18 @@ _MAX_TEXT = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class TableRows:
-    """Rows of one table inside a message: ids with gradients or weights, and the versions that a pull saw.
+    """Rows of one table inside a message: ids with gradients or weights, and the versions that a pull saw."""
 
-    Args:
-        table: name.
-        schema: the sender's 8-bit digest of the table's definition.
-        ids: uint64 [n], unique.
-        rows: [n, dim] of `kvemb.arrays.rounding.storage_dtype(dtype)` (dim 0 where the message carries no rows).
-        versions: uint64 [n] as pulled (0 = missing), or [0] when unknown.
-        hyper: run-time values of the optimizer in force for these gradients; empty = the table's defaults.
-        dtype: how the rows travel: "float32", "float16" or "bfloat16". The receiver computes in float32.
-        placement: how the table's ids fall into slots, for routing the rows; does not travel.
-    """
-
-    table: str
-    schema: int
-    ids: NDArray[np.uint64]
-    rows: NDArray[Any]
+    table: str  # name
+    schema: int  # the sender's 8-bit digest of the table's definition
+    ids: NDArray[np.uint64]  # uint64 [n], unique
+    rows: NDArray[Any]  # [n, dim] of `kvemb.arrays.rounding.storage_dtype(dtype)` (dim 0 where the message carries no rows)
+    # uint64 [n] as pulled (0 = missing), or [0] when unknown
     versions: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    # run-time values of the optimizer in force for these gradients; empty = the table's defaults
     hyper: dict[str, float] = field(default_factory=dict)
-    dtype: str = "float32"
-    placement: Placement = EACH_SLOT
+    dtype: str = "float32"  # how the rows travel: "float32", "float16" or "bfloat16". The receiver computes in float32.
+    placement: Placement = EACH_SLOT  # how the table's ids fall into slots, for routing the rows; does not travel
 
     def slots(self) -> NDArray[np.int64]:
         """The slot of each row: int64 [n]."""
@@ -96,16 +87,11 @@ class TableRows:
 
 @dataclass(frozen=True, eq=False)
 class ChangedRowsBlock:
-    """Those of a trainer's n rows that have changed since it read them, as they are now.
+    """Those of a trainer's n rows that have changed since it read them, as they are now."""
 
-    Args:
-        at: uint32 [m], their indices among the n, ascending.
-        versions: uint64 [m], 0 for rows that do not exist (now).
-        rows: weights in the table's storage dtype, one row for each version above 0, in order; the trainer computes rows that do not exist.
-    """
-
-    at: NDArray[np.uint32]
-    versions: NDArray[np.uint64]
+    at: NDArray[np.uint32]  # uint32 [m], their indices among the n, ascending
+    versions: NDArray[np.uint64]  # uint64 [m], 0 for rows that do not exist (now)
+    # weights in the table's storage dtype, one row for each version above 0, in order; the trainer computes rows that do not exist
     rows: bytes
 
     def to_list(self) -> list[Any]:

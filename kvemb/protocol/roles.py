@@ -23,15 +23,10 @@ ROLES = (TRAINER, ADMIN, READER, SHARD)
 
 @dataclass(frozen=True)
 class Caller:
-    """A client that calls a shard.
+    """A client that calls a shard."""
 
-    Args:
-        shown: the caller's name in messages.
-        grants: (role, name) of each URI; the name "*" stands for any.
-    """
-
-    shown: str
-    grants: tuple[tuple[str, str], ...]
+    shown: str  # the caller's name in messages
+    grants: tuple[tuple[str, str], ...]  # (role, name) of each URI; the name "*" stands for any
 
     def require(self, verb: Verb[Any, Any]) -> None:
         """Raise unless the caller may call a verb."""

@@ -16,23 +16,15 @@ TRAINERS, ADMINS, SHARDS = frozenset({TRAINER}), frozenset({ADMIN}), frozenset({
 
 @dataclass(frozen=True, eq=False)
 class Verb(Generic[Q, R]):
-    """One method of the service.
+    """One method of the service."""
 
-    Args:
-        name: of the method, as it travels.
-        roles: that may call it.
-        repeatable: asking twice does no harm: a client asks again within its deadline where no answer came.
-        waits: it may hold its thread on the shard for long: only so many of those may run at once.
-        streams: a call has many replies.
-    """
-
-    name: str
+    name: str  # of the method, as it travels
     request: type[Q]
     reply: type[R]
-    roles: frozenset[str]
-    repeatable: bool = False
-    waits: bool = False
-    streams: bool = False
+    roles: frozenset[str]  # that may call it
+    repeatable: bool = False  # asking twice does no harm: a client asks again within its deadline where no answer came
+    waits: bool = False  # it may hold its thread on the shard for long: only so many of those may run at once
+    streams: bool = False  # a call has many replies
 
 
 Handled = Mapping[Verb[Any, Any], Callable[..., Message]]

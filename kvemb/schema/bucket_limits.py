@@ -17,15 +17,10 @@ _MOST_ENTRIES = 256
 
 @dataclass(frozen=True)
 class BucketLimits:
-    """A server's limits.
+    """A server's limits."""
 
-    Args:
-        entries: hash-max-listpack-entries.
-        value_bytes: hash-max-listpack-value.
-    """
-
-    entries: int
-    value_bytes: int
+    entries: int  # hash-max-listpack-entries
+    value_bytes: int  # hash-max-listpack-value
 
 
 def limits_for(tables: Sequence[TableDef], limits: BucketLimits) -> BucketLimits:

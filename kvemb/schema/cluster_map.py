@@ -29,45 +29,28 @@ IN_FILE, BY_COMMAND, GONE = "file", "command", "gone"
 
 
 class NodePlace(NamedTuple):
-    """Where a node is, or a shard.
+    """Where a node is, or a shard."""
 
-    Args:
-        address: "host:port"; "" of one that is gone.
-        said_by: the source of the address. "file": kvemb.yaml, which may name another one later; "command": an operator's command alone;
-            "gone": the number is not in use any more.
-    """
-
-    address: str
+    address: str  # "host:port"; "" of one that is gone
+    # the source of the address. "file": kvemb.yaml, which may name another one later; "command": an operator's command alone; "gone": the
+    # number is not in use any more.
     said_by: str
 
 
 @dataclass(frozen=True, eq=False)
 class ClusterMap:
-    """One map; make the first of a cluster with `first`.
+    """One map; make the first of a cluster with `first`."""
 
-    Args:
-        serial: of the owners, which markers name: the first map has 1, and it rises by 1 whenever owners change.
-        n_nodes: numbers given to storage nodes, those gone included; 0 on a cluster that moves its own slots.
-        slot_nodes: uint16 [16384], which of them holds each slot; of no meaning with n_nodes = 0.
-        n_shards: numbers given to parameter-server shards, those gone included; a process with a higher one waits to be taken in.
-        slot_shards: uint16 [16384], which of them writes each slot.
-        version: of the whole map: the first has 1, and every change, plans included, makes the next. The highest counts.
-        places: where each node is; () while no address is noted.
-        shards: where each shard is; () while no address is noted: then kvemb.yaml's addresses hold.
-        plan: a move under way.
-        n_node_moves: how many of the last serials changed nothing but nodes.
-    """
-
-    serial: int
-    n_nodes: int
-    slot_nodes: NDArray[np.uint16]
-    n_shards: int
-    slot_shards: NDArray[np.uint16]
-    version: int = 1
-    places: tuple[NodePlace, ...] = ()
-    shards: tuple[NodePlace, ...] = ()
-    plan: MovePlan | None = None
-    n_node_moves: int = 0
+    serial: int  # of the owners, which markers name: the first map has 1, and it rises by 1 whenever owners change
+    n_nodes: int  # numbers given to storage nodes, those gone included; 0 on a cluster that moves its own slots
+    slot_nodes: NDArray[np.uint16]  # uint16 [16384], which of them holds each slot; of no meaning with n_nodes = 0
+    n_shards: int  # numbers given to parameter-server shards, those gone included; a process with a higher one waits to be taken in
+    slot_shards: NDArray[np.uint16]  # uint16 [16384], which of them writes each slot
+    version: int = 1  # of the whole map: the first has 1, and every change, plans included, makes the next. The highest counts.
+    places: tuple[NodePlace, ...] = ()  # where each node is; () while no address is noted
+    shards: tuple[NodePlace, ...] = ()  # where each shard is; () while no address is noted: then kvemb.yaml's addresses hold
+    plan: MovePlan | None = None  # a move under way
+    n_node_moves: int = 0  # how many of the last serials changed nothing but nodes
 
     @staticmethod
     def first(n_nodes: int, n_shards: int, nodes: tuple[str, ...] = ()) -> "ClusterMap":

@@ -33,14 +33,10 @@ def table_tag(table: str, attempt: int = 0) -> bytes:
 
 @batch_value
 class RowTags:
-    """The tables that rows of a joined batch belong to.
-
-    Args:
-        which: uint16 [n], the number of each row's table.
-    """
+    """The tables that rows of a joined batch belong to."""
 
     tags: tuple[bytes, ...]
-    which: NDArray[np.uint16]
+    which: NDArray[np.uint16]  # uint16 [n], the number of each row's table
     names: tuple[str, ...] = ()
     placements: tuple[Placement, ...] = ()
 
@@ -51,14 +47,10 @@ class RowTags:
 
 @batch_value
 class RowKeys:
-    """The keys of n rows of one table, or of several (`coalesce_keys`).
-
-    Args:
-        ids: uint64 [n].
-    """
+    """The keys of n rows of one table, or of several (`coalesce_keys`)."""
 
     tag: bytes
-    ids: NDArray[np.uint64]
+    ids: NDArray[np.uint64]  # uint64 [n]
     tables: RowTags | None = field(default=None, kw_only=True)
     name: str = field(default="", kw_only=True)
     placement: Placement = field(default=EACH_SLOT, kw_only=True)

@@ -21,28 +21,18 @@ MAX_WHY = 1000
 
 @dataclass(frozen=True, eq=False)
 class MovePlan:
-    """One plan.
+    """One plan."""
 
-    Args:
-        kind: "nodes" or "shards".
-        phase: between nodes "moving", "flipped", "cleaning" or "aborting"; between shards "moving", "holding" (in sync jobs), "draining",
-            "flipped", "serving" or "aborting".
-        slot_owners: uint16 [16384], the other owner of each slot; of slots that stay, the same one.
-        leaving: numbers of owners that have no slots any more, and are gone, when the plan is done.
-        joining: numbers of owners that came with the plan, and are gone if it is aborted.
-        max_bytes_per_s: how fast all shards together may copy; 0: as fast as storage takes it.
-        why: the reason of an abort.
-        last_step: of a sync job, once it is draining: the last step that shards take by the map of before the flip.
-    """
-
-    kind: str
+    kind: str  # "nodes" or "shards"
+    # between nodes "moving", "flipped", "cleaning" or "aborting"; between shards "moving", "holding" (in sync jobs), "draining", "flipped",
+    # "serving" or "aborting"
     phase: str
-    slot_owners: NDArray[np.uint16]
-    leaving: tuple[int, ...] = ()
-    joining: tuple[int, ...] = ()
-    max_bytes_per_s: int = 0
-    why: str = ""
-    last_step: int = 0
+    slot_owners: NDArray[np.uint16]  # uint16 [16384], the other owner of each slot; of slots that stay, the same one
+    leaving: tuple[int, ...] = ()  # numbers of owners that have no slots any more, and are gone, when the plan is done
+    joining: tuple[int, ...] = ()  # numbers of owners that came with the plan, and are gone if it is aborted
+    max_bytes_per_s: int = 0  # how fast all shards together may copy; 0: as fast as storage takes it
+    why: str = ""  # the reason of an abort
+    last_step: int = 0  # of a sync job, once it is draining: the last step that shards take by the map of before the flip
 
     @property
     def writes_both(self) -> bool:

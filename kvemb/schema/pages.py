@@ -32,15 +32,10 @@ _MOST_TABLE_BITS = 8  # of the 16 bits of `locality`
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Where the rows of a table lie; make it with `page_layout`.
+    """Where the rows of a table lie; make it with `page_layout`."""
 
-    Args:
-        record_bytes: of one row.
-        rows_per_page: how many rows share a page.
-    """
-
-    record_bytes: int
-    rows_per_page: int
+    record_bytes: int  # of one row
+    rows_per_page: int  # how many rows share a page
 
     @property
     def page_bytes(self) -> int:

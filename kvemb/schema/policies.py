@@ -20,15 +20,10 @@ _FIELDS = {"admission", "eviction"}
 
 @dataclass(frozen=True)
 class Policies:
-    """What one table does with new ids and old rows.
+    """What one table does with new ids and old rows."""
 
-    Args:
-        admission: which new ids get a row.
-        eviction: which rows are erased.
-    """
-
-    admission: Admission = field(default_factory=Admission)
-    eviction: Eviction = field(default_factory=Eviction)
+    admission: Admission = field(default_factory=Admission)  # which new ids get a row
+    eviction: Eviction = field(default_factory=Eviction)  # which rows are erased
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -46,12 +41,9 @@ class Policies:
 
 @dataclass(frozen=True)
 class PolicyChange:
-    """Policies that a caller gives; None: as it is.
+    """Policies that a caller gives; None: as it is."""
 
-    Args:
-        admission, eviction: as in `Policies`.
-    """
-
+    # admission, eviction: as in `Policies`
     admission: Admission | None = None
     eviction: Eviction | None = None
 

@@ -38,21 +38,13 @@ def split_version(version: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """How the records of one table are laid out.
+    """How the records of one table are laid out."""
 
-    Args:
-        table: the table's name (part of the id check and of error messages).
-        dim: weights per row.
-        dtype: storage dtype of the weights: "float32", "float16" or "bfloat16".
-        state_size: float32 state values per row.
-        schema: 8-bit digest of the table's definition.
-    """
-
-    table: str
-    dim: int
-    dtype: str
-    state_size: int
-    schema: int
+    table: str  # the table's name (part of the id check and of error messages)
+    dim: int  # weights per row
+    dtype: str  # storage dtype of the weights: "float32", "float16" or "bfloat16"
+    state_size: int  # float32 state values per row
+    schema: int  # 8-bit digest of the table's definition
 
     @cached_property
     def prefix_bytes(self) -> int:
@@ -76,20 +68,13 @@ class RecordFormat:
 
     def encode(
         self,
-        ids: NDArray[np.uint64],
-        versions: NDArray[np.uint64] | int,
-        stored_weights: NDArray[np.generic],
-        state: NDArray[np.float32],
-        out: NDArray[np.uint8] | None = None,
+        ids: NDArray[np.uint64],  # uint64 [n]
+        versions: NDArray[np.uint64] | int,  # uint64 [n], or one version for all
+        stored_weights: NDArray[np.generic],  # [n, dim] in the storage dtype (`kvemb.arrays.rounding`)
+        state: NDArray[np.float32],  # float32 [n, state_size]
+        out: NDArray[np.uint8] | None = None,  # uint8 [n, size_bytes], contiguous, to fill instead of a new array
     ) -> NDArray[np.uint8]:
         """Build n records.
-
-        Args:
-            ids: uint64 [n].
-            versions: uint64 [n], or one version for all.
-            stored_weights: [n, dim] in the storage dtype (`kvemb.arrays.rounding`).
-            state: float32 [n, state_size].
-            out: uint8 [n, size_bytes], contiguous, to fill instead of a new array.
 
         Returns:
             uint8 [n, size_bytes], contiguous.
@@ -112,16 +97,11 @@ class RecordFormat:
     def check(
         self,
         records: NDArray[np.uint8],
-        ids: NDArray[np.uint64],
-        found: NDArray[np.bool_],
+        ids: NDArray[np.uint64],  # uint64 [n], in the records' order
+        found: NDArray[np.bool_],  # bool [n]
         where: Callable[[int], str] | None = None,
     ) -> None:
-        """Refuse a batch in which any found record is not its id's record of this table.
-
-        Args:
-            ids: uint64 [n], in the records' order.
-            found: bool [n].
-        """
+        """Refuse a batch in which any found record is not its id's record of this table."""
         words = records[:, :4].view("<u4")[:, 0]  # uint32 [n], a view: no copy, byte by byte, of every header
         wrong = (words != self.header_words(ids)) & found  # bool [n]
         if wrong.any():

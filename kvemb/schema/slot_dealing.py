@@ -33,21 +33,15 @@ class SlotSizes:
 
 @dataclass(frozen=True, eq=False)
 class SlotPlan:
-    """A move of slots as it would be. Nothing is changed until it is begun.
+    """A move of slots as it would be. Nothing is changed until it is begun."""
 
-    Args:
-        kind: "nodes" or "shards", as of a `MovePlan`.
-        basis: the cluster map that it begins with.
-        before, after: uint16 [16384], the number of each slot's owner before and after the move.
-        sizes: of the slots.
-        join, leave: addresses.
-    """
-
-    kind: str
-    basis: ClusterMap
+    kind: str  # "nodes" or "shards", as of a `MovePlan`
+    basis: ClusterMap  # the cluster map that it begins with
+    # before, after: uint16 [16384], the number of each slot's owner before and after the move
     before: NDArray[np.uint16]
     after: NDArray[np.uint16]
-    sizes: SlotSizes
+    sizes: SlotSizes  # of the slots
+    # join, leave: addresses
     join: tuple[str, ...] = ()
     leave: tuple[str, ...] = ()
 

@@ -23,16 +23,12 @@ _ID_BITS = 64
 
 @dataclass(frozen=True)
 class Placement:
-    """How the ids of a table fall into groups, and groups into slots.
+    """How the ids of a table fall into groups, and groups into slots."""
 
-    Args:
-        n_groups: a power of two up to 2**32. The upper bits of the mix choose the group. Up to 16,384 groups have a slot each, evenly
-            spread; if there are more, several share a slot.
-        ids_per_group: so many neighbouring ids are mixed as one: those of a page.
-    """
-
+    # a power of two up to 2**32. The upper bits of the mix choose the group. Up to 16,384 groups have a slot each, evenly spread; if there
+    # are more, several share a slot.
     n_groups: int
-    ids_per_group: int = 1
+    ids_per_group: int = 1  # so many neighbouring ids are mixed as one: those of a page
 
     def groups(self, ids: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Return the group of each id: int64 [n] in [0, n_groups)."""

@@ -31,19 +31,13 @@ log = logging.getLogger("kvemb")
 
 @dataclass(eq=False)
 class RowSet:
-    """Rows that look-ups are answered from.
+    """Rows that look-ups are answered from."""
 
-    Args:
-        tables: what is kept of them.
-        definition: of a table, by name.
-        pull: as `Connection.pull_known`.
-        projected: those of a target; None of a cluster.
-    """
-
-    tables: ServedTables
-    definition: Callable[[str], TableDef]
+    tables: ServedTables  # what is kept of them
+    definition: Callable[[str], TableDef]  # of a table, by name
+    # as `Connection.pull_known`
     pull: Callable[[Sequence[tuple[TableDef, NDArray[np.uint64]]], float], list[tuple[NDArray[Any], NDArray[np.uint64]]]]
-    projected: ProjectedRows | None = None
+    projected: ProjectedRows | None = None  # those of a target; None of a cluster
     _made: dict[Callable[["RowSet"], Any], Any] = field(default_factory=dict)
     _making: ForkLock = field(default_factory=ForkLock)
 

@@ -43,21 +43,14 @@ class ServedFrom(IntEnum):
 
 @dataclass(eq=False)
 class ServedTable:
-    """One table.
-
-    Attributes:
-        cache: None where rows are not kept.
-        filter: of the ids that exist; None where it is not known yet, or would not fit.
-        building: the filter that will take its place: the feed adds to it, too.
-        unfilterable: no filter is to be built.
-        mean: of the table's rule for unknown ids, see `MeanOf`: when it was computed, and the row; None until then.
-    """
+    """One table."""
 
     definition: TableDef
-    cache: CachedRows | None
-    filter: IdFilter | None = None
-    building: IdFilter | None = None
-    unfilterable: bool = False
+    cache: CachedRows | None  # None where rows are not kept
+    filter: IdFilter | None = None  # of the ids that exist; None where it is not known yet, or would not fit
+    building: IdFilter | None = None  # the filter that will take its place: the feed adds to it, too
+    unfilterable: bool = False  # no filter is to be built
+    # of the table's rule for unknown ids, see `MeanOf`: when it was computed, and the row; None until then
     mean: tuple[float, NDArray[Any]] | None = None
 
     @property
@@ -68,22 +61,15 @@ class ServedTable:
 
 @dataclass(eq=False)
 class RowsFound:
-    """One table's share of a look-up of m ids.
+    """One table's share of a look-up of m ids."""
 
-    Args:
-        served: the table.
-        ids, keys: uint64 [m], and mixed.
-        rows: [m, dim], filled as rows are found.
-        versions: uint64 [m], 0 where a row does not exist.
-        sources: uint8 [m], see `ServedFrom`.
-    """
-
-    served: ServedTable
+    served: ServedTable  # the table
+    # ids, keys: uint64 [m], and mixed
     ids: Ids
     keys: Ids
-    rows: NDArray[Any]
-    versions: Ids
-    sources: NDArray[np.uint8]
+    rows: NDArray[Any]  # [m, dim], filled as rows are found
+    versions: Ids  # uint64 [m], 0 where a row does not exist
+    sources: NDArray[np.uint8]  # uint8 [m], see `ServedFrom`
     left: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
     """Which of the ids storage is to be asked for."""
     absent: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))

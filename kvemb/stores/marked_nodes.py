@@ -17,34 +17,24 @@ from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 
 @dataclass(frozen=True)
 class LostNode:
-    """A node that cannot be relied on.
+    """A node that cannot be relied on."""
 
-    Args:
-        address: "host:port".
-        why: "empty": its marker is gone (restarted empty, flushed, evicted). "suspect": another server process than the one that the
-            marker was written for (restart from a snapshot, failover). "repairing": a repair has begun.
-        nonce: of the repair that has begun.
-    """
-
-    address: str
+    address: str  # "host:port"
+    # "empty": its marker is gone (restarted empty, flushed, evicted). "suspect": another server process than the one that the marker was
+    # written for (restart from a snapshot, failover). "repairing": a repair has begun.
     why: Why
-    nonce: str | None = None
+    nonce: str | None = None  # of the repair that has begun
 
 
 @dataclass(frozen=True, eq=False)
 class RepairLane:
-    """A repair that a store takes part in; all rows of a batch in it are of one node.
+    """A repair that a store takes part in; all rows of a batch in it are of one node."""
 
-    Args:
-        address, process: of the node and its server.
-        nonce: of the repair.
-        places: int64 [n], the markers that the node had when it began: by their slots, or by the node's own number.
-    """
-
+    # address, process: of the node and its server
     address: str
     process: str
-    nonce: str
-    places: NDArray[np.int64]
+    nonce: str  # of the repair
+    places: NDArray[np.int64]  # int64 [n], the markers that the node had when it began: by their slots, or by the node's own number
 
     def begun(self, expected: Marker) -> Marker:
         """The marker of a place while the repair goes on, after the one that is expected of a whole node."""
@@ -57,22 +47,16 @@ class RepairLane:
 
 @dataclass(frozen=True, eq=False)
 class MarkedState:
-    """The state of a node by its markers.
+    """The state of a node by its markers."""
 
-    Args:
-        address, process: of the node and its server.
-        places: int64 [n], as of `RepairLane`.
-        values: n values in the places of markers, None where there is none.
-        judged: of each None where it is in order, else why not, and the nonce of the repair that goes on for this process.
-        elsewhere: the numbers of those whose markers may be at another node: they do not say what this one has lost.
-    """
-
+    # address, process: of the node and its server
     address: str
     process: str
-    places: NDArray[np.int64]
-    values: list[bytes | None]
+    places: NDArray[np.int64]  # int64 [n], as of `RepairLane`
+    values: list[bytes | None]  # n values in the places of markers, None where there is none
+    # of each None where it is in order, else why not, and the nonce of the repair that goes on for this process
     judged: list[tuple[Why, str | None] | None]
-    elsewhere: Collection[int] = ()
+    elsewhere: Collection[int] = ()  # the numbers of those whose markers may be at another node: they do not say what this one has lost
 
     @property
     def has_lost(self) -> bool:

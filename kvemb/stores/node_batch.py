@@ -30,17 +30,11 @@ _MOST_PARTS = 1 << 16  # of one `coalesce_keys`
 
 @batch_value
 class Grouped:
-    """The keys of a part in the order of their nodes.
+    """The keys of a part in the order of their nodes."""
 
-    Args:
-        keys: in node order.
-        order: intp [n], position in the part of each; None when one node has all.
-        shares: (node index, slice) of each node that has rows.
-    """
-
-    keys: RowKeys
-    order: NDArray[np.intp] | None
-    shares: list[tuple[int, slice]]
+    keys: RowKeys  # in node order
+    order: NDArray[np.intp] | None  # intp [n], position in the part of each; None when one node has all
+    shares: list[tuple[int, slice]]  # (node index, slice) of each node that has rows
 
 
 def group_by_node(keys: RowKeys, nodes: NDArray[np.integer[Any]] | None, kinds: NDArray[np.int8] | None = None) -> Grouped:

@@ -13,46 +13,32 @@ from kvemb.schema.keys import RowKeys
 
 @batch_value
 class ReadPart:
-    """Read n rows of one table, or of several whose records have one size.
+    """Read n rows of one table, or of several whose records have one size."""
 
-    Args:
-        keys: n unique keys; of several tables, `kvemb.schema.keys.coalesce_keys` has made one batch of them.
-        record_bytes: the size every record of these tables has.
-        prefix_bytes: how many bytes of each record are wanted; the rest may travel, but is not copied. Of rows in pages at least the
-            header, by which rows are told from no rows.
-        tokens: whether compare-and-swap tokens are wanted too (stores without CAS return None).
-        into: uint8 [n, prefix_bytes], contiguous: memory that the records may be read into, instead of new one.
-        foreign: whether values of another size, which only another program can have written, are results and no error.
-        meanwhile: work of the caller's that a store may do while the servers answer, given the order that the result will have; again where
-            the read is tried again.
-    """
-
-    keys: RowKeys
-    record_bytes: int
+    keys: RowKeys  # n unique keys; of several tables, `kvemb.schema.keys.coalesce_keys` has made one batch of them
+    record_bytes: int  # the size every record of these tables has
+    # how many bytes of each record are wanted; the rest may travel, but is not copied. Of rows in pages at least the header, by which rows
+    # are told from no rows.
     prefix_bytes: int
-    tokens: bool = False
+    tokens: bool = False  # whether compare-and-swap tokens are wanted too (stores without CAS return None)
+    # uint8 [n, prefix_bytes], contiguous: memory that the records may be read into, instead of new one
     into: NDArray[np.uint8] | None = None
-    foreign: bool = False
+    foreign: bool = False  # whether values of another size, which only another program can have written, are results and no error
+    # work of the caller's that a store may do while the servers answer, given the order that the result will have; again where the read is
+    # tried again
     meanwhile: Callable[[NDArray[np.intp] | None], None] | None = None
 
 
 @dataclass(eq=False)
 class ReadResult:
-    """The rows of one ReadPart, in the order of their nodes.
+    """The rows of one ReadPart, in the order of their nodes."""
 
-    Args:
-        records: uint8 [n, prefix_bytes]; row i belongs to keys.ids[order[i]]; rows not found have no defined content.
-        found: bool [n], in the same order.
-        order: intp [n], or None when the rows are in the order of the keys.
-        tokens: uint64 [n] in the same order, or None.
-        foreign: bool [n] in the same order: rows that were not found because a value of another size lies there (their tokens are its).
-            None where that was not asked for.
-    """
-
-    records: NDArray[np.uint8]
-    found: NDArray[np.bool_]
-    order: NDArray[np.intp] | None = None
-    tokens: NDArray[np.uint64] | None = None
+    records: NDArray[np.uint8]  # uint8 [n, prefix_bytes]; row i belongs to keys.ids[order[i]]; rows not found have no defined content
+    found: NDArray[np.bool_]  # bool [n], in the same order
+    order: NDArray[np.intp] | None = None  # intp [n], or None when the rows are in the order of the keys
+    tokens: NDArray[np.uint64] | None = None  # uint64 [n] in the same order, or None
+    # bool [n] in the same order: rows that were not found because a value of another size lies there (their tokens are its). None where
+    # that was not asked for.
     foreign: NDArray[np.bool_] | None = None
 
     def in_key_order(self) -> "ReadResult":
@@ -79,40 +65,27 @@ class ReadResult:
 
 @dataclass(frozen=True)
 class HeldRows:
-    """How many rows of a table a node holds; not `exact` where some of its buckets or pages were counted for all.
-
-    Args:
-        idle_bytes: of places in pages that hold no row.
-    """
+    """How many rows of a table a node holds; not `exact` where some of its buckets or pages were counted for all."""
 
     n_rows: int
     exact: bool
-    idle_bytes: int = 0
+    idle_bytes: int = 0  # of places in pages that hold no row
 
 
 @batch_value
 class WritePart:
-    """Write n whole records of one table, or of several whose records have one size.
+    """Write n whole records of one table, or of several whose records have one size."""
 
-    Args:
-        keys: n unique keys.
-        records: uint8 [n, record_bytes], contiguous.
-        tokens: uint64 [n] from the read that this write follows; 0 = the row must not exist yet. Ignored by stores without CAS.
-    """
-
-    keys: RowKeys
-    records: NDArray[np.uint8]
+    keys: RowKeys  # n unique keys
+    records: NDArray[np.uint8]  # uint8 [n, record_bytes], contiguous
+    # uint64 [n] from the read that this write follows; 0 = the row must not exist yet. Ignored by stores without CAS.
     tokens: NDArray[np.uint64] | None = None
 
 
 @batch_value
 class WriteResult:
-    """The result of a WritePart, in key order.
+    """The result of a WritePart, in key order."""
 
-    Args:
-        stored: bool [n]; False is a conflict: read again before writing again.
-        tokens: uint64 [n], of the rows stored, for the next write without a read; None on stores without CAS.
-    """
-
-    stored: NDArray[np.bool_]
+    stored: NDArray[np.bool_]  # bool [n]; False is a conflict: read again before writing again
+    # uint64 [n], of the rows stored, for the next write without a read; None on stores without CAS
     tokens: NDArray[np.uint64] | None = None

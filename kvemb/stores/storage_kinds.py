@@ -17,17 +17,11 @@ if TYPE_CHECKING:
 
 
 class StorageKind(NamedTuple):
-    """One kind of storage that this distribution brings: its store's class, and its server's program.
+    """One kind of storage that this distribution brings: its store's class, and its server's program."""
 
-    Args:
-        store: "module:Class" of its store.
-        program: its server's program, as a system that has it installed calls it.
-        least_nodes: the fewest servers that make a cluster.
-    """
-
-    store: str
-    program: str
-    least_nodes: int = 1
+    store: str  # "module:Class" of its store
+    program: str  # its server's program, as a system that has it installed calls it
+    least_nodes: int = 1  # the fewest servers that make a cluster
 
 
 # Not entry points, so that a source checkout works without being installed.

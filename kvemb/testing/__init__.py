@@ -1,1 +1,1 @@
-"""For a backend's tests: the contract of every store, and real servers to run it on. Imported by tests only."""
+"""The contract of every store: for a backend of your own, and for `kvemb doctor --conformance`."""

@@ -38,37 +38,24 @@ _MANY = 500
 
 @dataclass(frozen=True)
 class ServerCheck:
-    """One check of a server.
+    """One check of a server."""
 
-    Args:
-        name: what is to hold.
-        outcome: HOLDS, MISSING or NOT_TRIED.
-        said: what came instead, or why it was not tried.
-        costs: which promise of kvemb breaks without.
-        needed: whether kvemb refuses a server without.
-    """
-
-    name: str
-    outcome: str
-    said: str = ""
-    costs: str = ""
-    needed: bool = True
+    name: str  # what is to hold
+    outcome: str  # HOLDS, MISSING or NOT_TRIED
+    said: str = ""  # what came instead, or why it was not tried
+    costs: str = ""  # which promise of kvemb breaks without
+    needed: bool = True  # whether kvemb refuses a server without
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Commands, and what a server answers that has them.
+    """Commands, and what a server answers that has them."""
 
-    Args:
-        name, costs, needed: see `ServerCheck`.
-        commands: in one piece; "KEY" stands for a scratch key.
-        expected: of each: a value, or a type.
-    """
-
+    # name, costs, needed: see `ServerCheck`
     name: str
     costs: str
-    commands: Sequence[Sequence[Word]]
-    expected: Sequence[object]
+    commands: Sequence[Sequence[Word]]  # in one piece; "KEY" stands for a scratch key
+    expected: Sequence[object]  # of each: a value, or a type
     needed: bool = True
 
 

@@ -16,15 +16,10 @@ Bytes = NDArray[np.uint8]
 
 @batch_value
 class RecordsToWrite:
-    """Records to write, put in order only as their requests are built.
+    """Records to write, put in order only as their requests are built."""
 
-    Args:
-        values: uint8 [m, size_bytes].
-        order: intp [n], which of them are written, in which order; None for all as they are.
-    """
-
-    values: Bytes
-    order: NDArray[np.intp] | None = None
+    values: Bytes  # uint8 [m, size_bytes]
+    order: NDArray[np.intp] | None = None  # intp [n], which of them are written, in which order; None for all as they are
 
     @property
     def size_bytes(self) -> int:
@@ -43,13 +38,9 @@ class RecordsToWrite:
 
 
 class Codec(Protocol):
-    """Turns batches of rows into steps (request and reply) of one protocol. Arrays passed as outputs are filled as replies are fed.
+    """Turns batches of rows into steps (request and reply) of one protocol. Arrays passed as outputs are filled as replies are fed."""
 
-    Attributes:
-        limit: of what a step that reads carries.
-    """
-
-    limit: StepLimit
+    limit: StepLimit  # of what a step that reads carries
 
     def read_steps(
         self,

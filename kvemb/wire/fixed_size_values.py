@@ -34,30 +34,21 @@ _MISSES_IN_A_ROW = 16  # with fewer, looking for a run costs more than it saves
 
 @dataclass(eq=False)
 class FixedSizeValuesReply(RowsReader):
-    """n values of one size, each of which may be missing.
+    """n values of one size, each of which may be missing."""
 
-    Args:
-        head: bytes before every value (they hold its size).
-        size_bytes: of a value.
-        miss: the reply for a missing value.
-        out: uint8 [n, m], m <= size_bytes; the first m bytes of each value found are copied here.
-        found: bool [n], set here.
-        row_prefix: the reply to the command before each row's (Redis Cluster's ASKING): every `head` and `miss` begins with it, and an
-            error follows it, too.
-        announced: the bytes between that and a value or a miss, in `head` and `miss`, too, but not before an error (an array's first line).
-        blank_bytes: where not 0, a value that begins with so many zero bytes counts as missing (a row that its page has no record of). A
-            multiple of 4.
-        foreign: bool [n], set here for values of another size, which are passed over then; None: such a value is an error.
-    """
-
-    head: bytes
-    size_bytes: int
-    miss: bytes
-    out: Bytes
-    found: NDArray[np.bool_]
+    head: bytes  # bytes before every value (they hold its size)
+    size_bytes: int  # of a value
+    miss: bytes  # the reply for a missing value
+    out: Bytes  # uint8 [n, m], m <= size_bytes; the first m bytes of each value found are copied here
+    found: NDArray[np.bool_]  # bool [n], set here
+    # the reply to the command before each row's (Redis Cluster's ASKING): every `head` and `miss` begins with it, and an error follows it,
+    # too
     row_prefix: bytes = b""
+    # the bytes between that and a value or a miss, in `head` and `miss`, too, but not before an error (an array's first line)
     announced: bytes = b""
+    # where not 0, a value that begins with so many zero bytes counts as missing (a row that its page has no record of). A multiple of 4.
     blank_bytes: int = 0
+    # bool [n], set here for values of another size, which are passed over then; None: such a value is an error
     foreign: NDArray[np.bool_] | None = None
 
     def __post_init__(self) -> None:

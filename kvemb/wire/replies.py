@@ -71,14 +71,10 @@ class ReplyReader(ABC):
 
 @dataclass(eq=False, kw_only=True)
 class RowsReader(ReplyReader):
-    """Reads one answer for each of n rows into arrays. Answers come in the order of the rows. Subclasses are dataclasses.
+    """Reads one answer for each of n rows into arrays. Answers come in the order of the rows. Subclasses are dataclasses."""
 
-    Args:
-        n_rows: how many rows this reply answers; a subclass sets it.
-        errors: (row, error line) of each row that the server refused; such a row is answered, too.
-    """
-
-    n_rows: int = field(init=False)
+    n_rows: int = field(init=False)  # how many rows this reply answers; a subclass sets it
+    # (row, error line) of each row that the server refused; such a row is answered, too
     errors: list[tuple[int, bytes]] = field(default_factory=list)
     _at: int = 0  # how many rows were answered so far
 
@@ -97,18 +93,14 @@ class RowsReader(ReplyReader):
 
 @batch_value
 class Step:
-    """One request and the reply it will get.
+    """One request and the reply it will get."""
 
-    Args:
-        source: the request's bytes, or a function that builds them. It is called when the request is sent, so that the requests of a large
-            batch are built while the server works on the first ones.
-        reply: reads the answer.
-        reply_bytes: how large the answer is if nothing is missing; 0 = small or unknown. A hint for the exchange, which may wait for
-            more of a large answer before it looks at it.
-    """
-
+    # the request's bytes, or a function that builds them. It is called when the request is sent, so that the requests of a large batch are
+    # built while the server works on the first ones.
     source: memoryview | Callable[[], memoryview]
-    reply: ReplyReader
+    reply: ReplyReader  # reads the answer
+    # how large the answer is if nothing is missing; 0 = small or unknown. A hint for the exchange, which may wait for more of a large
+    # answer before it looks at it.
     reply_bytes: int = 0
 
     @property
@@ -126,17 +118,11 @@ class RowsStep(Step):
 
 @dataclass(eq=False)
 class CodeReply(RowsReader):
-    """n status replies of one size, such as `+OK` or `HD`.
+    """n status replies of one size, such as `+OK` or `HD`."""
 
-    Args:
-        codes: the accepted replies, all of one length.
-        out: uint8 [n]; the index in `codes` of each reply is stored here.
-        row_prefix: as in `FixedSizeValuesReply`.
-    """
-
-    codes: tuple[bytes, ...]
-    out: NDArray[np.uint8]
-    row_prefix: bytes = b""
+    codes: tuple[bytes, ...]  # the accepted replies, all of one length
+    out: NDArray[np.uint8]  # uint8 [n]; the index in `codes` of each reply is stored here
+    row_prefix: bytes = b""  # as in `FixedSizeValuesReply`
 
     def __post_init__(self) -> None:
         self.n_rows = len(self.out)
@@ -178,17 +164,12 @@ _MOST_BYTES = 1 << 30  # more than any server stores under a key
 
 @dataclass(eq=False)
 class BlobReply(ReplyReader):
-    """One small value, such as a marker, or a miss; FOREIGN for a value that only another program can have put there.
+    """One small value, such as a marker, or a miss; FOREIGN for a value that only another program can have put there."""
 
-    Args:
-        miss: the whole line (without its end) that says the value is missing.
-        line: the first line as it came; memcached's tells the token.
-    """
-
-    miss: bytes
+    miss: bytes  # the whole line (without its end) that says the value is missing
     value: bytes | None = None
     error: bytes | None = None
-    line: bytes = b""
+    line: bytes = b""  # the first line as it came; memcached's tells the token
     done: bool = False
     _over: int = 0  # bytes still to come of a value that is too large
 

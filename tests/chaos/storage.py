@@ -10,7 +10,7 @@ from pymemcache.exceptions import MemcacheError
 
 from kvemb.local_cluster.storage_servers import StorageServer
 from kvemb.schema.keys import RowKeys
-from kvemb.testing.real_servers import memcached_client, redis_client
+from tests.real_servers import memcached_client, redis_client
 
 _JUNK = "junk:%0*d"
 _KEY_BYTES = RowKeys(b"abc", np.zeros(1, np.uint64)).encode().shape[1]  # junk of a record's size lies where records lie

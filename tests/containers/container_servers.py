@@ -14,7 +14,7 @@ from kvemb.errors import KvembError
 from kvemb.local_cluster.processes import LocalProcessError, free_ports
 from kvemb.local_cluster.storage_servers import MEMCACHED_OPTIONS, START_TIMEOUT_S, StorageServer, create_redis_cluster
 from kvemb.net.deadline import Deadline
-from kvemb.testing.real_servers import ServerNodes, memcached_client, redis_client
+from tests.real_servers import ServerNodes, memcached_client, redis_client
 
 # The images of docker-compose.yml, by the same variables.
 IMAGES = {

@@ -26,9 +26,9 @@ from kvemb.protocol.messages import Empty
 from kvemb.schema.buckets import BucketKeys
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.pages import PagedKeys
-from kvemb.testing.real_servers import memcached_client, redis_client
 from tests.matrix import examples, one_of
 from tests.raw_shard import RawShard, RawStream
+from tests.real_servers import memcached_client, redis_client
 
 IDS = np.arange(200)
 METHODS = ("Describe", "Hello", "CreateTable", "GetTable", "Assign", "Erase", "Flush", "Count", "Ids", "Status", "Bye")

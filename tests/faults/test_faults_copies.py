@@ -22,7 +22,7 @@ from kvemb.schema.slots import N_SLOTS, text_slot
 from kvemb.stores.redis_cluster.slot_map import marker_keys
 from kvemb.stores.redis_cluster.whole_primaries import MEMBERS, decode_members
 from kvemb.stores.storage_kinds import open_store
-from kvemb.testing.real_servers import memcached_client, redis_client
+from tests.real_servers import memcached_client, redis_client
 
 IDS = np.arange(600)
 Harm = Callable[[bytes | None], bytes | None]

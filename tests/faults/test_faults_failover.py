@@ -14,7 +14,7 @@ from jobs import PATIENCE_S, eventually
 from kvemb.local_cluster.processes import free_ports
 from kvemb.local_cluster.storage_servers import StorageServer
 from kvemb.net.deadline import Deadline
-from kvemb.testing.real_servers import redis_client
+from tests.real_servers import redis_client
 
 pytestmark = pytest.mark.long
 

@@ -15,7 +15,7 @@ from jobs import PATIENCE_S, eventually
 import kvemb
 from kvemb.errors import KvembError, NodeUnavailableError
 from kvemb.local_cluster.storage_servers import StorageServer
-from kvemb.testing.real_servers import memcached_client
+from tests.real_servers import memcached_client
 
 N, DIM = 60_000, 128
 IDS = np.arange(N)

@@ -21,9 +21,9 @@ import kvemb
 import kvemb.config
 from kvemb.local_cluster.processes import LocalProcess
 from kvemb.schema.record import split_version
-from kvemb.testing.real_servers import redis_client
 from paramserver.row_log.state_file import decode_state
 from paramserver.shard_process.data_dir import folder_of
+from tests.real_servers import redis_client
 
 N, DIM = 3000, 5
 OLD, NEW = np.arange(2000), np.arange(2000, N)

@@ -17,8 +17,8 @@ from training import Training
 import kvemb
 from kvemb.errors import NodeLostError, NodeUnavailableError
 from kvemb.schema.keys import RowKeys
-from kvemb.testing.real_servers import memcached_client
 from tests.raw_shard import RawShard
+from tests.real_servers import memcached_client
 
 IDS = np.arange(2000)
 

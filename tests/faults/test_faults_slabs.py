@@ -15,7 +15,7 @@ from kvemb.local_cluster.processes import LocalProcessError
 from kvemb.local_cluster.storage_servers import StorageServer
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import RowKeys
-from kvemb.testing.real_servers import memcached_client
+from tests.real_servers import memcached_client
 
 pytestmark = pytest.mark.full  # test_deleted_rows.py: rows that vanish one by one
 

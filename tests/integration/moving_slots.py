@@ -13,8 +13,8 @@ from kvemb.schema.buckets import BucketKeys
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.pages import PagedKeys, page_layout, paged_keys
 from kvemb.schema.slots import N_SLOTS
-from kvemb.testing.real_servers import ServerNodes, redis_client
 from kvemb.testing.store_contract import SIZE, TAG, row_keys
+from tests.real_servers import ServerNodes, redis_client
 
 N_BUCKETS = 4 * N_SLOTS  # four buckets a slot
 

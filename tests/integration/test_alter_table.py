@@ -37,8 +37,8 @@ from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import STEP, TableRequest
 from kvemb.stores.row_io import ReadPart, WritePart
-from kvemb.testing.real_servers import redis_client
 from tests.integration.table_clusters import names, start
+from tests.real_servers import redis_client
 
 ROOT = Path(__file__).resolve().parents[2]
 N = 400

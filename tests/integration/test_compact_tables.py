@@ -12,7 +12,7 @@ import kvemb
 from kvemb.errors import InvalidInputError
 from kvemb.local_cluster import LocalCluster
 from kvemb.schema.table_def import TableDef
-from kvemb.testing.real_servers import redis_client
+from tests.real_servers import redis_client
 from tests.warm_clusters import warm
 
 PATIENCE_S = 60.0

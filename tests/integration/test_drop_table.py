@@ -20,8 +20,8 @@ from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import DROP_TABLE, ERASE_TABLE, EraseTableRequest, TableRequest
 from kvemb.schema.table_def import TableDef
-from kvemb.testing.real_servers import redis_client
 from tests.integration.table_clusters import names, start
+from tests.real_servers import redis_client
 
 N = 500
 IDS = np.arange(N)

@@ -24,9 +24,9 @@ from kvemb.local_cluster.storage_servers import StorageServer
 from kvemb.stores.standalone import node_rows
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
-from kvemb.testing.real_servers import ServerNodes, redis_client
 from kvemb.testing.repair_contract import LOST, eventually_reads, lost, own, repair, rows_for, rows_of
 from kvemb.testing.store_contract import CLUSTER, GENERATION, read, records_of, require_rows, within, write
+from tests.real_servers import ServerNodes, redis_client
 
 _ZOMBIE = """
 import sys

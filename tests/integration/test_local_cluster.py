@@ -24,7 +24,7 @@ from kvemb.local_cluster.processes import LocalFolder, LocalProcess, LocalProces
 from kvemb.local_cluster.storage_servers import find_server, start_servers
 from kvemb.net.deadline import Deadline
 from kvemb.stores.storage_kinds import KINDS
-from kvemb.testing.real_servers import redis_client
+from tests.real_servers import redis_client
 
 pytestmark = pytest.mark.full  # starts and ends of processes, of which each test needs several
 

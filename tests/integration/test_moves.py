@@ -17,7 +17,7 @@ import kvemb.optim
 from kvemb.errors import ShardUnavailableError
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
-from kvemb.testing.real_servers import memcached_client
+from tests.real_servers import memcached_client
 
 KINDS = {"redis": "redis-server", "memcached": "memcached"}
 

@@ -23,8 +23,8 @@ from kvemb.net.deadline import Deadline
 from kvemb.stores.row_io import ReadPart
 from kvemb.stores.standalone.node_store import NodeStore
 from kvemb.stores.storage_kinds import open_store
-from kvemb.testing.real_servers import ServerNodes
 from kvemb.testing.store_contract import CLUSTER, GENERATION, SIZE, records_of, row_keys, within, write
+from tests.real_servers import ServerNodes
 
 PATIENCE_S = 60.0
 ROOT = Path(__file__).parents[2]

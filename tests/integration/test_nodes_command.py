@@ -23,8 +23,8 @@ from kvemb.local_cluster import LocalCluster, storage_servers
 from kvemb.local_cluster.processes import free_ports
 from kvemb.local_cluster.storage_servers import StorageServer
 from kvemb.schema.slots import N_SLOTS
-from kvemb.testing.real_servers import memcached_client, redis_client
 from tests.integration.scraped import ports_side_by_side, until, value
+from tests.real_servers import memcached_client, redis_client
 
 pytestmark = pytest.mark.full  # commands and pages for operators, on clusters that something is wrong with
 

@@ -17,11 +17,11 @@ from kvemb.errors import ConfigError, KvembError, StorageError
 from kvemb.local_cluster.storage_servers import StorageServer, start_servers
 from kvemb.net.certificate_authority import Authority, Issued
 from kvemb.net.deadline import Deadline
-from kvemb.testing.real_servers import memcached_client, redis_client
 from tests.fuzz.honest import Honest
 from tests.integration.shard_processes import PATIENCE_S, until
 from tests.integration.tls_clusters import NAME, TlsCluster, running
 from tests.integration.tls_storage import TlsServer, start_tls_servers
+from tests.real_servers import memcached_client, redis_client
 
 pytestmark = pytest.mark.full  # users, passwords and certificates that change while a cluster works
 

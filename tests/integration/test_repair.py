@@ -31,7 +31,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.buckets import BucketKeys
 from kvemb.stores.row_io import ReadPart
 from kvemb.stores.storage_kinds import open_store
-from kvemb.testing.real_servers import memcached_client, redis_client
+from tests.real_servers import memcached_client, redis_client
 
 PATIENCE_S = 60.0
 ROOT = Path(__file__).parents[2]

@@ -16,8 +16,8 @@ from kvemb.config import load
 from kvemb.errors import KvembError
 from kvemb.local_cluster.processes import free_ports
 from kvemb.local_cluster.storage_servers import start_servers
-from kvemb.testing.real_servers import redis_client
 from tests.integration.tls_clusters import TlsCluster, running
+from tests.real_servers import redis_client
 
 PASSWORD, TOKEN = "Xq-storage-password-7731", "Zk-token-of-the-shards-9942"
 VERBS = (

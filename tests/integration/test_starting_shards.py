@@ -26,10 +26,10 @@ from kvemb.local_cluster.processes import LocalProcessError, free_ports
 from kvemb.operate.cluster_status import healthy, survey
 from kvemb.operate.examination import examine
 from kvemb.protocol.message_format import installed_version
-from kvemb.testing.real_servers import ServerNodes
 from paramserver.lifecycle.shard import Shard
 from paramserver.lifecycle.start import start
 from paramserver.recovery.start_report import PHASES
+from tests.real_servers import ServerNodes
 
 pytestmark = pytest.mark.full  # starts and ends of processes, of which each test needs several
 

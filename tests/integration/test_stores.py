@@ -32,7 +32,6 @@ from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
 from kvemb.testing.bucket_contract import BucketedStoreContract
 from kvemb.testing.contract_nodes import own_node_of
-from kvemb.testing.real_servers import ServerNodes, redis_client
 from kvemb.testing.repair_contract import RepairContract
 from kvemb.testing.store_contract import (
     CLUSTER,
@@ -50,6 +49,7 @@ from kvemb.testing.store_contract import (
     within,
     write,
 )
+from tests.real_servers import ServerNodes, redis_client
 
 _numbers = itertools.count()
 

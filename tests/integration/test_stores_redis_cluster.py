@@ -22,7 +22,6 @@ from kvemb.stores.redis_cluster.slot_map import SlotMap, fetch_slot_map, marker_
 from kvemb.stores.redis_server.redis_login import RedisAccess
 from kvemb.stores.row_io import WritePart
 from kvemb.stores.store import Store
-from kvemb.testing.real_servers import ServerNodes
 from kvemb.testing.repair_contract import LOST, begun, eventually_reads, lost, repair, rows_of, write_back
 from kvemb.testing.store_contract import (
     CLUSTER,
@@ -48,6 +47,7 @@ from tests.integration.moving_slots import (
     paged_rows_in,
     rows_in,
 )
+from tests.real_servers import ServerNodes
 
 pytestmark = pytest.mark.full  # Redis Cluster beyond its contract
 

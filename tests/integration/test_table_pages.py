@@ -16,8 +16,8 @@ from kvemb.errors import InvalidInputError, PushRejectedError, TableMismatchErro
 from kvemb.local_cluster import LocalCluster
 from kvemb.operate.cluster_status import survey
 from kvemb.stores.storage_kinds import open_store
-from kvemb.testing.real_servers import redis_client
 from kvemb.testing.store_contract import within
+from tests.real_servers import redis_client
 from tests.warm_clusters import warm
 
 NODES = {"memcached": 2, "redis": 1, "valkey": 2, "redis-cluster": 3}

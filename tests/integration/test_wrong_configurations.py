@@ -23,8 +23,8 @@ from kvemb.operate.cluster_status import healthy, survey
 from kvemb.operate.examination import examine
 from kvemb.protocol.message_format import installed_version
 from kvemb.stores.storage_kinds import open_store
-from kvemb.testing.real_servers import ServerNodes
 from paramserver.lifecycle.start import start
+from tests.real_servers import ServerNodes
 
 PATIENCE_S = 60.0
 IDS = np.arange(50)

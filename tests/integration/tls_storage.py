@@ -9,7 +9,7 @@ from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer, 
 from kvemb.net.certificate_authority import Authority, Issued
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_config import TlsConfig
-from kvemb.testing.real_servers import ServerNodes
+from tests.real_servers import ServerNodes
 
 
 class TlsServer(StorageServer):

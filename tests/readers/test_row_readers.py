@@ -18,7 +18,7 @@ import kvemb
 import kvemb.init
 import kvemb.optim
 from kvemb.local_cluster import LocalCluster
-from kvemb.testing.real_servers import redis_client
+from tests.real_servers import redis_client
 
 pytestmark = pytest.mark.full  # whole programs, examples and pages
 

@@ -24,7 +24,7 @@ import yaml
 import kvemb
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.storage_servers import StorageServer
-from kvemb.testing.real_servers import redis_client
+from tests.real_servers import redis_client
 
 GOLDEN = Path(__file__).with_name("golden")
 IDS = {"user": np.arange(-40, 200) * 2**33, "item": np.arange(300), "half": np.arange(120) * 7}

@@ -112,34 +112,20 @@ class BaseCheckpoint:
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """The manifest of a whole checkpoint.
+    """The manifest of a whole checkpoint."""
 
-    Args:
-        save_id: 32 hex digits, of the save that made it.
-        cluster: the saved cluster's name.
-        cluster_id: 32 hex digits; versions compare within one cluster only.
-        created_s: seconds since 1970 when the save began.
-        weights_only: whether the rows come without the optimizer's state.
-        cuts: one per shard, by shard.
-        tables: by name.
-        files: data files, sorted by (table, role, shard, part).
-        base: of an incremental checkpoint; None: it is full.
-        extra: the user's own values.
-        slots: which shard wrote which slot, as runs: of each its first slot and its shard.
-        cut_s: seconds since 1970 when every shard had been cut, rounded up: nothing that was pushed later is in it. None: not known.
-    """
-
-    save_id: str
-    cluster: str
-    cluster_id: str
-    created_s: int
-    weights_only: bool
-    cuts: tuple[Cut, ...]
-    tables: tuple[SavedTable, ...]
-    files: tuple[FileEntry, ...]
-    base: BaseCheckpoint | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
-    slots: tuple[int, ...] = (0, 0)
+    save_id: str  # 32 hex digits, of the save that made it
+    cluster: str  # the saved cluster's name
+    cluster_id: str  # 32 hex digits; versions compare within one cluster only
+    created_s: int  # seconds since 1970 when the save began
+    weights_only: bool  # whether the rows come without the optimizer's state
+    cuts: tuple[Cut, ...]  # one per shard, by shard
+    tables: tuple[SavedTable, ...]  # by name
+    files: tuple[FileEntry, ...]  # data files, sorted by (table, role, shard, part)
+    base: BaseCheckpoint | None = None  # of an incremental checkpoint; None: it is full
+    extra: dict[str, Any] = field(default_factory=dict)  # the user's own values
+    slots: tuple[int, ...] = (0, 0)  # which shard wrote which slot, as runs: of each its first slot and its shard
+    # seconds since 1970 when every shard had been cut, rounded up: nothing that was pushed later is in it. None: not known.
     cut_s: int | None = None
 
     @cached_property

@@ -31,19 +31,12 @@ from kvemb.schema.table_def import TableDef
 
 @dataclass(frozen=True, eq=False)
 class RowBlock:
-    """n rows of one table.
+    """n rows of one table."""
 
-    Args:
-        ids: uint64 [n].
-        versions: uint64 [n].
-        weights: [n, dim] in the storage dtype, contiguous.
-        state: float32 [n, state_size], contiguous; None where a checkpoint holds weights only.
-    """
-
-    ids: NDArray[np.uint64]
-    versions: NDArray[np.uint64]
-    weights: NDArray[Any]
-    state: NDArray[np.float32] | None
+    ids: NDArray[np.uint64]  # uint64 [n]
+    versions: NDArray[np.uint64]  # uint64 [n]
+    weights: NDArray[Any]  # [n, dim] in the storage dtype, contiguous
+    state: NDArray[np.float32] | None  # float32 [n, state_size], contiguous; None where a checkpoint holds weights only
 
     def __len__(self) -> int:
         return len(self.ids)

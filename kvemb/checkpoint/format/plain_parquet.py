@@ -30,17 +30,11 @@ _Field = tuple[int, int, Any]
 
 @dataclass(frozen=True)
 class Column:
-    """One column.
+    """One column."""
 
-    Args:
-        name: of it.
-        kind: "int64", "uint64", "float", "halffloat", or "fixed_size_binary[N]", whose values are N bytes.
-        width: values of a row, which is a list of so many; 0: one value, no list.
-    """
-
-    name: str
-    kind: str
-    width: int
+    name: str  # of it
+    kind: str  # "int64", "uint64", "float", "halffloat", or "fixed_size_binary[N]", whose values are N bytes
+    width: int  # values of a row, which is a list of so many; 0: one value, no list
 
     @property
     def dtype(self) -> "np.dtype[Any]":

@@ -27,23 +27,15 @@ Rows = slice | NDArray[np.intp]
 
 @dataclass(frozen=True, eq=False)
 class NodeShare:
-    """The rows of one part that one node is asked for in one round.
-
-    Args:
-        part: index of the part.
-        rows: which rows of the part, in its node order.
-        slot: a slot of one of these rows, for the marker.
-        asking: an importing node is asked, out of turn.
-        buffers: arrays that the replies fill when `rows` is no slice of the results.
-    """
+    """The rows of one part that one node is asked for in one round."""
 
     address: str
-    part: int
-    rows: Rows
-    slot: int
-    asking: bool
+    part: int  # index of the part
+    rows: Rows  # which rows of the part, in its node order
+    slot: int  # a slot of one of these rows, for the marker
+    asking: bool  # an importing node is asked, out of turn
     steps: NodeSteps
-    buffers: tuple[NDArray[np.generic], ...]
+    buffers: tuple[NDArray[np.generic], ...]  # arrays that the replies fill when `rows` is no slice of the results
 
 
 @dataclass

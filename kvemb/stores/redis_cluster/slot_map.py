@@ -27,18 +27,12 @@ _NEVER = np.int64(2**63 - 1)
 
 @dataclass(frozen=True, eq=False)
 class SlotMap:
-    """Which primary holds each slot.
+    """Which primary holds each slot."""
 
-    Args:
-        addresses: primaries, "host:port".
-        nodes: int64 [16384], index into addresses.
-        source: the node that told it.
-        names: of primaries by address, the 40 hex digits that the cluster knows them by; not of one that an answer alone has named.
-    """
-
-    addresses: tuple[str, ...]
-    nodes: NDArray[np.int64]
-    source: str
+    addresses: tuple[str, ...]  # primaries, "host:port"
+    nodes: NDArray[np.int64]  # int64 [16384], index into addresses
+    source: str  # the node that told it
+    # of primaries by address, the 40 hex digits that the cluster knows them by; not of one that an answer alone has named
     names: Mapping[str, str] = field(default_factory=dict)
 
     def address_of(self, slot: int) -> str:
@@ -127,23 +121,18 @@ def _range(entry: Value, asked: str) -> tuple[int, int, str, str]:
 
 
 class ClusterTopology:
-    """The slot map that batches go by, and more knowledge of slots. Two threads may ask at once.
-
-    Attributes:
-        known: the newest map that was told; None before the first. It is replaced by a newer one, and forgotten for no error.
-        known_before: addresses of nodes that an earlier process knew.
-        on_the_way: slots whose marker was found to be moving.
-        vouched: int64 [16384], the number of the primary where each slot's marker was seen, -1 for none: slots may move without keys.
-        since: int64 [16384], rises with the moment at which that was noted: what came first has seen every loss of what came later.
-    """
+    """The slot map that batches go by, and more knowledge of slots. Two threads may ask at once."""
 
     def __init__(self, access: RedisAccess) -> None:
         self._access = access
+        # the newest map that was told; None before the first. It is replaced by a newer one, and forgotten for no error.
         self.known: SlotMap | None = None
-        self.known_before: tuple[str, ...] = ()
+        self.known_before: tuple[str, ...] = ()  # addresses of nodes that an earlier process knew
         self._in_doubt = False
-        self.on_the_way: set[int] = set()
+        self.on_the_way: set[int] = set()  # slots whose marker was found to be moving
+        # int64 [16384], the number of the primary where each slot's marker was seen, -1 for none: slots may move without keys
         self.vouched = np.full(N_SLOTS, -1, dtype=np.int64)
+        # int64 [16384], rises with the moment at which that was noted: what came first has seen every loss of what came later
         self.since = np.full(N_SLOTS, _NEVER)
         self._moments = itertools.count(1)
         self._answered: tuple[str, ...] = ()  # the node that told the map last: one that hangs is not asked first again and again

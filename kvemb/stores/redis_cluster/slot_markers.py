@@ -33,20 +33,15 @@ _NO_MAP = ClusterMap.first(0, 1)
 
 @dataclass(frozen=True, eq=False)
 class Check:
-    """A marker that a batch reads at a node, after its rows.
-
-    Args:
-        leaving: the slot may be on its way elsewhere: the node may answer ASK, as it does for every row that it has no more.
-        importing: the slot is asked for out of turn, and its marker may not have arrived yet.
-    """
+    """A marker that a batch reads at a node, after its rows."""
 
     address: str
     slot: int
     marker: Marker
     step: Step
     reply: BlobReply
-    leaving: bool = False
-    importing: bool = False
+    leaving: bool = False  # the slot may be on its way elsewhere: the node may answer ASK, as it does for every row that it has no more
+    importing: bool = False  # the slot is asked for out of turn, and its marker may not have arrived yet
 
     @property
     def good(self) -> bool:
@@ -73,20 +68,14 @@ def slot_marker(cluster_id: bytes, slot: int, generation: bytes, repair: str = "
 
 
 class SlotMarkers:
-    """The marker expected in every slot, and the one that stands there.
-
-    Attributes:
-        origin: the cluster that is expected, None before the store is opened.
-        repairs: by slot, the nonce in the marker of one that was repaired.
-        changed: primaries whose markers were found to be renewed.
-    """
+    """The marker expected in every slot, and the one that stands there."""
 
     def __init__(self, topology: ClusterTopology, values: ClusterValues, pool: LinkPool) -> None:
         self._topology, self._values, self._pool = topology, values, pool
         self._codec = RespCodec()
-        self.origin: Identity | None = None
-        self.repairs: dict[int, str] = {}
-        self.changed: set[str] = set()
+        self.origin: Identity | None = None  # the cluster that is expected, None before the store is opened
+        self.repairs: dict[int, str] = {}  # by slot, the nonce in the marker of one that was repaired
+        self.changed: set[str] = set()  # primaries whose markers were found to be renewed
 
     def expected(self, slot: int) -> Marker:
         """Return the marker that a slot should have."""
@@ -255,15 +244,10 @@ class SlotMarkers:
 
 @dataclass(eq=False)
 class _Markers(ReplyReader):
-    """The markers of some slots. They mostly differ in the slot alone, as the first one tells: compared as one piece, else read one by one.
+    """The markers of some slots: compared as one piece where they differ in the slot alone, else read one by one."""
 
-    Args:
-        slots: in the order of the answers.
-        others: the answers, where they are not that.
-    """
-
-    slots: Sequence[int]
-    others: list[BlobReply] = field(default_factory=list)
+    slots: Sequence[int]  # in the order of the answers
+    others: list[BlobReply] = field(default_factory=list)  # the answers, where they are not that
     _alike: list[bytes] = field(default_factory=list)
     _whole: bytes = b""
     _rest: RepliesInOrder | None = None

@@ -43,19 +43,12 @@ _FORBIDDEN_TO_TRAINERS = (("set", _A_KEY, "x"), ("hset", _A_KEY, "x", "x"), ("de
 
 @dataclass(frozen=True)
 class AclUser:
-    """What one kind of process needs of a server.
+    """What one kind of process needs of a server."""
 
-    Args:
-        name: of the user, as `kvemb acl` calls it.
-        commands: that it sends; "command|subcommand" where only that.
-        keys: patterns of the keys that it touches.
-        writes: whether it changes them.
-    """
-
-    name: str
-    commands: tuple[str, ...]
-    keys: tuple[str, ...]
-    writes: bool
+    name: str  # of the user, as `kvemb acl` calls it
+    commands: tuple[str, ...]  # that it sends; "command|subcommand" where only that
+    keys: tuple[str, ...]  # patterns of the keys that it touches
+    writes: bool  # whether it changes them
 
     def rules(self) -> str:
         """Return the rules as ACL SETUSER and a users file take them, without a password."""

@@ -21,15 +21,10 @@ log = logging.getLogger("kvemb")
 
 @dataclass(frozen=True)
 class RedisAccess:
-    """How Redis servers are reached: credentials, and a function that opens a connection.
+    """How Redis servers are reached: credentials, and a function that opens a connection."""
 
-    Args:
-        config: the storage section, for its credentials.
-        connect: opens connections.
-    """
-
-    config: StorageConfig
-    connect: Connect = connect_link
+    config: StorageConfig  # the storage section, for its credentials
+    connect: Connect = connect_link  # opens connections
 
 
 def log_in(address: str, access: RedisAccess, deadline: Deadline, name: str = "") -> Link:

@@ -102,26 +102,21 @@ class NodeLinks:
     """Opens connections to nodes, checks each node's marker, and lends them.
 
     One class, because all calls to a node go by the same view and the same pools.
-
-    Attributes:
-        view: the nodes there are, and their expected markers; replaced as a whole. A batch takes it once.
-        in_file: the addresses that kvemb.yaml says.
-        follow: called after an error that nodes at other addresses, or another map, would explain, and with the deadline of whoever waits
-            for it; returns whether there is a new view.
-        lead_elsewhere: why addresses lead to other nodes than the map says, while they do.
-        meta_pool: the pool for small values of every node.
     """
 
     def __init__(self, server: NodeServer, codec: Codec, nodes: tuple[str, ...], fence: OwnerFence) -> None:
         self._server, self._codec, self._fence = server, codec, fence
-        self.in_file = nodes
+        self.in_file = nodes  # the addresses that kvemb.yaml says
+        # the nodes there are, and their expected markers; replaced as a whole. A batch takes it once.
         self.view = NodesView.unopened(nodes)
+        # called after an error that nodes at other addresses, or another map, would explain, and with the deadline of whoever waits for it;
+        # returns whether there is a new view
         self.follow: Callable[[StorageError, Deadline | None], bool] = lambda error, deadline: False
-        self.lead_elsewhere = WhyWaiting()
+        self.lead_elsewhere = WhyWaiting()  # why addresses lead to other nodes than the map says, while they do
         doubts = Doubts()
         self.pool = LinkPool(self._checked_link, server.dropped, doubts)
         self.plain_pool = LinkPool(self._plain_link, server.dropped, doubts)  # to nodes in any state, for repair
-        self.meta_pool = self.pool
+        self.meta_pool = self.pool  # the pool for small values of every node
 
     def close(self) -> None:
         """Drop every connection."""

@@ -16,17 +16,12 @@ from kvemb.schema.cluster_map import BY_COMMAND, GONE, IN_FILE, ClusterMap
 
 @dataclass(frozen=True, eq=False)
 class NodesView:
-    """The nodes as one map sees them.
+    """The nodes as one map sees them."""
 
-    Args:
-        map: the cluster map.
-        places: address of each number; "" of those that are gone.
-        markers: by address the one that is expected, as it was found last; entries are replaced when one is found renewed. None before the
-            store is opened.
-    """
-
-    map: ClusterMap
-    places: tuple[str, ...]
+    map: ClusterMap  # the cluster map
+    places: tuple[str, ...]  # address of each number; "" of those that are gone
+    # by address the one that is expected, as it was found last; entries are replaced when one is found renewed. None before the store is
+    # opened.
     markers: dict[str, Marker] = field(default_factory=dict)
 
     @staticmethod

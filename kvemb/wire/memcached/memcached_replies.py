@@ -50,20 +50,13 @@ _MOST_LINES = 1 << 14
 
 @dataclass(eq=False)
 class CasValuesReply(RowsReader):
-    """n values of one size with their tokens, each of which may be missing.
+    """n values of one size with their tokens, each of which may be missing."""
 
-    Args:
-        size_bytes: of a value.
-        out: uint8 [n, m], m <= size_bytes; the first m bytes of each value found are copied here.
-        found: bool [n], set here.
-        tokens: uint64 [n], set here for values found.
-        foreign: bool [n], set here for values of another size, which are passed over then, with their tokens; None: they are errors.
-    """
-
-    size_bytes: int
-    out: Bytes
-    found: NDArray[np.bool_]
-    tokens: NDArray[np.uint64]
+    size_bytes: int  # of a value
+    out: Bytes  # uint8 [n, m], m <= size_bytes; the first m bytes of each value found are copied here
+    found: NDArray[np.bool_]  # bool [n], set here
+    tokens: NDArray[np.uint64]  # uint64 [n], set here for values found
+    # bool [n], set here for values of another size, which are passed over then, with their tokens; None: they are errors
     foreign: NDArray[np.bool_] | None = None
 
     def __post_init__(self) -> None:
@@ -160,19 +153,12 @@ def _without_inner(
 
 @dataclass(eq=False)
 class CasWriteReply(RowsReader):
-    """n answers to `mg` with the flag c alone; or to a conditional write and such a `mg` for each row.
+    """n answers to `mg` with the flag c alone; or to a conditional write and such a `mg` for each row."""
 
-    Args:
-        out: uint8 [n], set to 0 for stored or found, 1 for a conflict or a miss.
-        tokens: uint64 [n], set to the token of the value that is there; 0 where there is none.
-        found: bool [n] of reads: set here.
-        written: whether the line of a conditional write comes before each of a `mg`.
-    """
-
-    out: NDArray[np.uint8]
-    tokens: NDArray[np.uint64]
-    found: NDArray[np.bool_] | None = None
-    written: bool = False
+    out: NDArray[np.uint8]  # uint8 [n], set to 0 for stored or found, 1 for a conflict or a miss
+    tokens: NDArray[np.uint64]  # uint64 [n], set to the token of the value that is there; 0 where there is none
+    found: NDArray[np.bool_] | None = None  # bool [n] of reads: set here
+    written: bool = False  # whether the line of a conditional write comes before each of a `mg`
     _owed: bool = False  # whether the line of the `mg` behind a write that failed is still to come
 
     def __post_init__(self) -> None:

@@ -25,15 +25,10 @@ _EOL_BYTES = np.array(len(EOL))
 
 @batch_value
 class BucketRuns:
-    """Neighbouring rows that are asked for by one command each.
+    """Neighbouring rows that are asked for by one command each."""
 
-    Args:
-        firsts: intp [k], the first row of each run, ascending from 0.
-        sizes: intp [k], rows of each, at most MOST_ROWS.
-    """
-
-    firsts: NDArray[np.intp]
-    sizes: NDArray[np.intp]
+    firsts: NDArray[np.intp]  # intp [k], the first row of each run, ascending from 0
+    sizes: NDArray[np.intp]  # intp [k], rows of each, at most MOST_ROWS
 
     @staticmethod
     def of(firsts: NDArray[np.intp], n_rows: int, most: int = MOST_ROWS) -> "BucketRuns":
@@ -51,42 +46,27 @@ class BucketRuns:
 
 @batch_value
 class _Frame:
-    """Where everything lies in a reply in which no value is missing.
+    """Where everything lies in a reply in which no value is missing."""
 
-    Args:
-        before: intp [k], bytes before each run's first row.
-        places: intp [n], where each row begins.
-        seams: intp [n], where the line before each row ends.
-        starts: intp [k], where each run's announcement begins.
-        words, masks: uint64 [k], the announcement in a word, and which bytes of the word are its.
-    """
-
-    before: NDArray[np.intp]
-    places: NDArray[np.intp]
-    seams: NDArray[np.intp]
-    starts: NDArray[np.intp]
+    before: NDArray[np.intp]  # intp [k], bytes before each run's first row
+    places: NDArray[np.intp]  # intp [n], where each row begins
+    seams: NDArray[np.intp]  # intp [n], where the line before each row ends
+    starts: NDArray[np.intp]  # intp [k], where each run's announcement begins
+    # words, masks: uint64 [k], the announcement in a word, and which bytes of the word are its
     words: NDArray[np.uint64]
     masks: NDArray[np.uint64]
 
 
 @dataclass(eq=False)
 class BucketValuesReply(RowsReader):
-    """n values of one size in runs, each of which may be missing.
+    """n values of one size in runs, each of which may be missing."""
 
-    Args:
-        runs: of the rows; each is announced by an array's first line.
-        size_bytes: of a value.
-        out: uint8 [n, m], m <= size_bytes; the first m bytes of each value found are copied here.
-        found: bool [n], set here.
-        asked: the reply to the command before each run's (Redis Cluster's ASKING), which comes before its array; b"" for none.
-        foreign: bool [n], set here for values of another size, and for rows whose key holds no bucket; None: such a value is an error.
-    """
-
-    runs: BucketRuns
-    size_bytes: int
-    out: Bytes
-    found: NDArray[np.bool_]
-    asked: bytes = b""
+    runs: BucketRuns  # of the rows; each is announced by an array's first line
+    size_bytes: int  # of a value
+    out: Bytes  # uint8 [n, m], m <= size_bytes; the first m bytes of each value found are copied here
+    found: NDArray[np.bool_]  # bool [n], set here
+    asked: bytes = b""  # the reply to the command before each run's (Redis Cluster's ASKING), which comes before its array; b"" for none
+    # bool [n], set here for values of another size, and for rows whose key holds no bucket; None: such a value is an error
     foreign: NDArray[np.bool_] | None = None
     _announced: int = 0  # runs whose announcement has come
     _frame: _Frame = field(init=False)  # once prepared

@@ -23,19 +23,12 @@ _OK = int.from_bytes(b"+OK", "little")
 
 @dataclass(eq=False)
 class IntegerReplies(RowsReader):
-    """n rows of several lines each, the last one an integer.
+    """n rows of several lines each, the last one an integer."""
 
-    Args:
-        lines: the kind of each line of a row: b"+" for `+OK`, b":" for an integer; an error may stand in any place.
-        most: the largest integer that is right; a row with a larger one counts as an error.
-        out: uint8 [n], set to 0 for rows that were answered.
-        usual: the integer that nearly all replies are; `most` where nothing is said.
-    """
-
-    lines: bytes
-    most: int
-    out: NDArray[np.uint8]
-    usual: int | None = None
+    lines: bytes  # the kind of each line of a row: b"+" for `+OK`, b":" for an integer; an error may stand in any place
+    most: int  # the largest integer that is right; a row with a larger one counts as an error
+    out: NDArray[np.uint8]  # uint8 [n], set to 0 for rows that were answered
+    usual: int | None = None  # the integer that nearly all replies are; `most` where nothing is said
 
     def __post_init__(self) -> None:
         self.n_rows = len(self.out)

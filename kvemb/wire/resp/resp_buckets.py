@@ -178,17 +178,11 @@ def _head_table(tags: tuple[bytes, ...], n_buckets: int, begin: bytes, end: byte
 
 @dataclass(eq=False)
 class RunsDone(RowsReader):
-    """The replies to commands that wrote or deleted runs of rows: an integer each.
+    """The replies to commands that wrote or deleted runs of rows: an integer each."""
 
-    Args:
-        runs: of the rows.
-        asked: the bytes before each integer, `+OK` or none.
-        out: uint8 [n], set to 0 for rows that were answered.
-    """
-
-    runs: BucketRuns
-    asked: bytes
-    out: NDArray[np.uint8]
+    runs: BucketRuns  # of the rows
+    asked: bytes  # the bytes before each integer, `+OK` or none
+    out: NDArray[np.uint8]  # uint8 [n], set to 0 for rows that were answered
 
     def __post_init__(self) -> None:
         self.n_rows = len(self.out)

@@ -127,17 +127,11 @@ class PageRequests:
 
 @dataclass(frozen=True, eq=False)
 class _Texts:
-    """A text for every place of a page, by kind: texts of one kind have one length, and are those of neighbouring places.
+    """A text for every place of a page, by kind: texts of one kind have one length, and are those of neighbouring places."""
 
-    Args:
-        kinds: int8 [rows per page].
-        firsts: the first place of each kind.
-        tables: of each kind the texts, each one item of raw bytes: [places].
-    """
-
-    kinds: NDArray[np.int8]
-    firsts: tuple[int, ...]
-    tables: tuple[NDArray[np.void], ...]
+    kinds: NDArray[np.int8]  # int8 [rows per page]
+    firsts: tuple[int, ...]  # the first place of each kind
+    tables: tuple[NDArray[np.void], ...]  # of each kind the texts, each one item of raw bytes: [places]
 
     def of(self, kind: int, places: NDArray[np.intp]) -> Bytes:
         """Return the texts of n places, all of this kind: uint8 [n, length]."""
