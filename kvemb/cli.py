@@ -33,10 +33,7 @@ _INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code: 0 well, 1 an error (one line on standard error), 2 wrong usage, 130 Ctrl-C.
-
-    SIGTERM and SIGHUP raise SystemExit (143, 129) once the processes that it started have been ended.
-    """
+    """Run the command; return 0 well, 1 an error (one line on standard error), 2 wrong usage, 130 Ctrl-C. A signal: SystemExit."""
     verb, words = "", list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["shard"]:  # a server: its options, signals and exit codes are its own
         return _shard(words[1:])

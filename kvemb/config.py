@@ -23,8 +23,7 @@ from kvemb.schema.table_def import KEYS, TableDef, frozen_or_trained
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML with two changes: 1e-3 is a number, which YAML 1.1 reads as text for want of a dot; and a key that stands twice is
-    refused, where PyYAML takes the last one."""
+    """Reads YAML, where 1e-3 is a number (YAML 1.1 wants a dot), and a key that stands twice is refused (PyYAML takes the last one)."""
 
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
         """Compose a mapping; here, since later "<<" has put merged keys beside those that override them."""
@@ -102,19 +101,7 @@ class ServersConfig:
     insecure: bool = False  # shards beyond this machine may be reached without encryption
 
     def metrics_port_of(self, shard: int, address: str = "") -> int:
-        """The port on which a shard is scraped; 0 where it is not.
-
-        Args:
-            shard: number.
-            address: where it is. The file is searched for it: once shards have left, the file's order need not be that of numbers.
-
-        Example:
-            >>> servers = ServersConfig(("a:7070", "b:7070", "a:7071"), metrics_port=9300)
-            >>> servers.metrics_port_of(2), servers.metrics_port_of(3, "c:7070"), servers.metrics_port_of(4, "a:7072")
-            (9301, 9300, 9303)
-            >>> servers.metrics_port_of(5, "b:7070")
-            9300
-        """
+        """The port on which a shard is scraped, 0: none. By its place: once shards have left, the file's order is not the numbers'."""
         hosts = [address.rpartition(":")[0] for address in self.shards]
         at = self.shards.index(address) if address in self.shards else shard
         if at < len(hosts):

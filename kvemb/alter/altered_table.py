@@ -81,13 +81,7 @@ class AlteredTable:
         return any(self._kept_at(field) is not None for field in self.new.optimizer.state_fields())
 
     def rows(self, ids: NDArray[np.uint64], weights: NDArray[Any], state: NDArray[np.float32]) -> NDArray[Any]:
-        """Return what rows become, as an assign takes them: [n, new dim + new state values].
-
-        Args:
-            ids: uint64 [n].
-            weights: [n, dim] of the old definition; uint8 of opaque bytes, which are returned as they are.
-            state: float32 [n, state values].
-        """
+        """Return what rows become, as an assign takes them, [n, new dim + new state values]; opaque bytes are returned as they are."""
         if opaque_bytes(self.old.dtype):
             return weights
         new, kept = self.new, min(self.old.dim, self.new.dim)

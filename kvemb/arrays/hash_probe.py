@@ -115,15 +115,9 @@ def _is_even(counts: NDArray[np.int64]) -> bool:
 
 
 def probe(homes: Homes, tag_words: Words, pairs: Words, ids: Ids) -> tuple[Places, Places]:
-    """Look for n unique ids.
+    """Look for n unique ids, uint64 [n]: return the place of each, -1 for none, and the bucket where its probes end, int64 [n] each.
 
-    Args:
-        tag_words: uint64 [buckets], the tags of the 8 places of each bucket, the first in the lowest byte; 0 for a place that is empty.
-        pairs: uint64 [2 * 8 * buckets], id and version of each place, one behind the other.
-        ids: uint64 [n].
-
-    Returns:
-        The place that holds each id, -1 for none, and the bucket where its probes end: int64 [n] each.
+    Of each bucket `tag_words` has the tags of its 8 places, the first in the lowest byte, 0: empty; `pairs` their ids and versions.
     """
     buckets, tags = homes.of(homes.order.hashes(ids))
     tags *= _EVERY_01  # uint64 [n]: the tag in each of the 8 bytes
@@ -165,11 +159,7 @@ def _look(pairs: Words, ids: Ids, buckets: Places, alike: NDArray[np.uint64]) ->
 
 
 def _look_on(tag_words: Words, pairs: Words, ids: Ids, left: Places, places: Places, buckets: Places, tags: NDArray[np.uint64]) -> Places:
-    """Look for the ids numbered `left` in their buckets and those behind them; fill in places and buckets.
-
-    Returns:
-        Of the ids that are neither found nor proven absent: their numbers, int64 [m].
-    """
+    """Look for the ids numbered `left` from their buckets on; return the numbers of those neither found nor proven absent, int64 [m]."""
     width, n_buckets = max(_FEWEST_NEXT, min(_FEW // len(left), len(_NEXT_BUCKETS))), len(tag_words)
     # near, words [m, width]: the buckets of each id from its own on, and their tags
     near = buckets[left][:, None] + _NEXT_BUCKETS[:width]  # from n_buckets on: the first ones

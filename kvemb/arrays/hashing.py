@@ -35,16 +35,9 @@ _BLOCK_WORDS: Final = 1 << 14  # 128 KiB per 8-byte buffer: a handful of them st
 
 
 def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Scramble 64-bit words with the splitmix64 finalizer (a bijection; 0 maps to 0).
+    """Scramble uint64 words of any shape with the splitmix64 finalizer (a bijection; 0 maps to 0): a new array.
 
-    Args:
-        x: words, any shape, uint64. Not changed.
-
-    Returns:
-        A new uint64 array of the same shape.
-
-    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014 (variant 13 of David
-        Stafford's mixers).
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014 (variant 13 of David Stafford's mixers).
     """
     if not isinstance(x, np.ndarray) or x.dtype != np.uint64:
         got = getattr(x, "dtype", type(x).__name__)
@@ -55,12 +48,7 @@ def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def mix64_inplace(z: NDArray[np.uint64], scratch: NDArray[np.uint64]) -> None:
-    """Overwrite `z` with mix64(z). For inner loops that own their buffers; trusts its arguments.
-
-    Args:
-        z: words, any shape, uint64; changed.
-        scratch: uint64 of the same shape; its contents are lost.
-    """
+    """Overwrite `z` with mix64(z), by way of `scratch` of the same shape, uint64. For inner loops; trusts its arguments."""
     # An array for every result: no allocation, and array ufuncs wrap around silently where NumPy scalars would warn.
     np.right_shift(z, _SHIFT_30, scratch)
     np.bitwise_xor(z, scratch, z)
@@ -83,14 +71,9 @@ def unmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def digest64(*parts: str | bytes | int) -> int:
-    """Digest a sequence of parts to 64 bits, for generator keys, tags and checks.
+    """Digest parts to 64 bits, for generator keys, tags and checks: the first 8 bytes, little-endian, of BLAKE2b-512 (RFC 7693).
 
     Every part is preceded by its type and length, so ("ab", "c"), ("a", "bc"), ("1",) and (1,) all differ.
-
-    Returns:
-        An int in [0, 2**64): the first 8 bytes, little-endian, of BLAKE2b-512.
-
-    Source: RFC 7693 (BLAKE2).
     """
     state = hashlib.blake2b()
     for part in parts:
@@ -138,13 +121,7 @@ def hash_ids(strings: Sequence[str] | NDArray[Any]) -> NDArray[np.int64]:
 
 
 def column_words(states: NDArray[np.uint64], first: int, out: NDArray[np.uint64], scratch: NDArray[np.uint64]) -> None:
-    """Fill `out` with the counter generator's words: out[r, c] = mix64(states[r] + (first + c + 1) * GOLDEN).
-
-    Args:
-        states: [m] uint64, one well mixed state per row.
-        out: [m, w] uint64, C-contiguous; overwritten.
-        scratch: [m, w] uint64; its contents are lost.
-    """
+    """Fill `out`, uint64 [m, w], with the counter generator's words: out[r, c] = mix64(states[r] + (first + c + 1) * GOLDEN)."""
     counters = np.arange(first + 1, first + 1 + out.shape[1], dtype=np.uint64)
     np.add(states[:, None], counters[None, :] * GOLDEN, out=out)
     mix64_inplace(out, scratch)

@@ -25,14 +25,7 @@ def group_words(group_rows: int) -> int:
 
 
 def filter_of(keys: Ids, group_rows: int) -> Ids:
-    """Return the filters of groups that lie side by side.
-
-    Args:
-        keys: uint64 [n]: of all groups, one group after the other.
-
-    Returns:
-        '<u8' [groups * words of each].
-    """
+    """Return the filters of groups that lie side by side, '<u8' [groups * words of each], from the keys of one group after the other."""
     n_words = group_words(group_rows)
     hashes, groups = _hashes(keys), np.arange(len(keys)) // group_rows
     base = _chosen(hashes, groups * n_words, n_words) * 64  # int64 [n]: the first bit of each key's word

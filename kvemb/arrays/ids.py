@@ -29,15 +29,9 @@ _FACTORS = tuple(np.uint64(factor) for factor in (0x9E3779B97F4A7C15, 0xBF58476D
 def normalize(
     ids: ArrayLike, id_dtype: str, table: str, num_ids: int | None = None, *, minus_one: bool = True
 ) -> tuple[NDArray[np.uint64], tuple[int, ...]]:
-    """Check ids and return their 64 bits.
+    """Check ids (any integers, not changed) and return their 64 bits, uint64 [m] in C order, perhaps a view; and the shape that they had.
 
-    Args:
-        ids: any integer array (any shape, strides and byte order, not changed), number, or nested list of integers.
-        id_dtype: the table's: "int64" or "uint64".
-        minus_one: whether -1, as uint64 2**64 - 1, is an id like any other of a table without num_ids, and not padding left in.
-
-    Returns:
-        (uint64 [m] in C order, possibly a view of `ids`; the shape that `ids` had).
+    With `minus_one`, -1, as uint64 2**64 - 1, is an id like any other of a table without num_ids, and not padding left in.
     """
     plain = type(ids) is np.ndarray and ids.dtype.kind in "iu"
     array = ids if plain and isinstance(ids, np.ndarray) else _integers(ids, id_dtype, table)
@@ -148,11 +142,7 @@ class Unique:
 
 
 def unique(ids: NDArray[np.uint64]) -> Unique:
-    """Find the unique ids.
-
-    Args:
-        ids: uint64 [m], not changed.
-    """
+    """Find the unique ids of uint64 [m]."""
     if len(ids) < _HASH_FROM:
         in_order = ids.copy()  # most small batches have no duplicates, and sorted values tell in a fraction of the time of an order
         in_order.sort()
@@ -172,11 +162,7 @@ def unique(ids: NDArray[np.uint64]) -> Unique:
 
 
 def unique_ascending(ids: NDArray[np.uint64]) -> Unique:
-    """Find the unique ids in ascending order, as pushes want them: only they are sorted, not their duplicates.
-
-    Args:
-        ids: uint64 [m], not changed.
-    """
+    """Find the unique ids of uint64 [m] in ascending order, as pushes want them: only they are sorted, not their duplicates."""
     found = unique(ids)
     if bool((found.ids[1:] > found.ids[:-1]).all()):
         return found
@@ -228,14 +214,7 @@ def are_among(ids: NDArray[np.uint64], some: NDArray[np.uint64]) -> NDArray[np.b
 
 
 def as_items(rows: NDArray[Any]) -> NDArray[np.void]:
-    """See each row as one opaque item, in the same memory: NumPy moves items whole, two to nine times as fast as byte by byte.
-
-    Args:
-        rows: [n, d] of any dtype, at least one column; bytes of a row lie side by side, rows may be apart.
-
-    Returns:
-        [n], a view.
-    """
+    """View rows, [n, d], as n opaque items: NumPy moves them two to nine times as fast as bytes. A row's bytes lie side by side."""
     return rows.view(f"V{rows.shape[1] * rows.itemsize}")[:, 0]
 
 

@@ -43,14 +43,7 @@ _EXPONENT_SHIFT_FLOAT16: Final = np.uint32((127 - 15) << 10)  # Between the two 
 
 
 def storage_dtype(name: str) -> np.dtype[Any]:
-    """Give the NumPy dtype that holds weights of a storage dtype.
-
-    Args:
-        name: "float32", "float16", "bfloat16", or "bytes:N".
-
-    Returns:
-        '<f4', '<f2', '<u2' (the bit pattern) for bfloat16, or '|u1' for bytes.
-    """
+    """Return the dtype of stored weights: '<f4', '<f2', '<u2' (the bit pattern) for bfloat16, '|u1' for "bytes:N"."""
     known = _DTYPES.get(name) if isinstance(name, str) else None
     if known is not None:
         return known
@@ -66,14 +59,7 @@ def opaque_bytes(name: object) -> int | None:
 
 
 def to_float32(stored: NDArray[Any], name: str) -> NDArray[np.float32]:
-    """Read stored weights; exact.
-
-    Args:
-        stored: any shape, of storage_dtype(name).
-
-    Returns:
-        float32 of the same shape. For "float32" this may be `stored` itself. Opaque bytes have no value in float32: they stay uint8.
-    """
+    """Return stored weights as float32, exactly, perhaps `stored` itself; opaque bytes have no value, and stay uint8."""
     dtype = storage_dtype(name)
     if stored.dtype != dtype:
         raise InvalidInputError(f"{name} weights are stored as {dtype.str}, got {stored.dtype.str}")
@@ -87,16 +73,9 @@ def to_float32(stored: NDArray[Any], name: str) -> NDArray[np.float32]:
 
 
 def round_nearest(weights: NDArray[np.float32], name: str) -> NDArray[Any]:
-    """Round to the nearest stored value, ties to even: for initial rows and assigned ones.
+    """Round to the nearest stored value, ties to even: for initial rows and assigned ones. May return float32 `weights` themselves.
 
-    Finite weights beyond the largest finite value become that value, never infinity; infinities and NaN stay what they
-    are.
-
-    Args:
-        weights: any shape, float32; uint8 for opaque bytes, which stay as they are.
-
-    Returns:
-        Array of storage_dtype(name), same shape. For "float32" this may be `weights` itself.
+    Finite weights beyond the largest finite value become that value, never infinity; infinities, NaN and opaque bytes stay what they are.
     """
     dtype = storage_dtype(name)
     _check_weights(weights, _BYTE if dtype is _BYTE else _DTYPES["float32"])

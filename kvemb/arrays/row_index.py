@@ -94,12 +94,7 @@ class RowIndex:
         return np.concatenate([self.get(ids[block]) for block in _blocks(len(ids))])
 
     def put(self, ids: Ids, versions: Versions) -> None:
-        """Set the versions of n unique ids, known or new.
-
-        Args:
-            ids: uint64 [n], unique.
-            versions: uint64 [n], neither 0 nor 2**64 - 1.
-        """
+        """Set the versions of n unique ids, known or new: uint64 [n] each; no version is 0 or 2**64 - 1."""
         assert not ((versions == 0) | (versions == _ERASED)).any()
         if len(ids) > _BLOCK_ROWS and (self._n_used + len(ids) > self._room or self._homes.starts is not None):
             # For all blocks at once: in the order of keys the first ones would crowd in a few buckets of a table that is too small.
@@ -290,11 +285,7 @@ class RowIndex:
         return n_strange > max(_MOST_STRANGE, _STRANGE_SHARE * self._n_rows)
 
     def _rebuild(self, n_more: int, coming: Ids) -> None:
-        """Make room for n_more rows, or give up room that erased ids took; their places become free.
-
-        Args:
-            coming: uint64 [m], ids that will be put, known or not.
-        """
+        """Make room for n_more rows, of the `coming` ids, uint64 [m], known or not; or give up room that erased ids took."""
         self._layout += 1
         n_old, n_new = len(self._tags), max(_MIN_BUCKETS, int((self._n_rows + n_more) * (self._growth / MAX_LOAD / WIDTH)) + 1)
         self._resize(max(n_old, n_new))
@@ -324,11 +315,7 @@ class RowIndex:
         self._tags[:] = 0
 
     def _fill(self, ids: Ids, versions: Versions, window: slice) -> tuple[int, tuple[Ids, Versions]]:
-        """Put rows into empty buckets, in the order of their hashes.
-
-        Returns:
-            The first bucket taken, and the few rows that belong elsewhere or find no room there.
-        """
+        """Put rows into empty buckets by their hashes; return the first bucket taken, and the few rows that find no room there."""
         buckets, tags = self._homes.of(self._homes.order.hashes(ids))  # [n] each
         rows = np.argsort(buckets, kind="stable")  # they are nearly in order, which makes this kind fast
         buckets = buckets[rows]

@@ -63,11 +63,7 @@ class Groups:
 
 
 def group_by_id(ids: NDArray[np.uint64]) -> Groups:
-    """Group rows by id.
-
-    Args:
-        ids: uint64 [m], not changed.
-    """
+    """Group rows by id, uint64 [m]."""
     if bool((ids[1:] > ids[:-1]).all()):
         return Groups(ids, None, np.arange(len(ids), dtype=np.intp))
     order = _ascending(ids)

@@ -104,11 +104,7 @@ _PLACE_AT = len(msgpack.packb([0] * 10)[:1] + b"".join(map(msgpack.packb, (_MAGI
 
 
 def alike(places: Sequence[int], values: Sequence[bytes | bool | None]) -> list[list[int]]:
-    """Group the values in the places of markers by what they say besides their place: thousands of slots are judged as one.
-
-    Returns:
-        The numbers of each group, in order. A value that does not name its place is alone.
-    """
+    """Group values in the places of markers by what they say besides their place, as lists of numbers: thousands judged as one."""
     groups: dict[object, list[int]] = {}
     for at, (place, value) in enumerate(zip(places, values, strict=True)):
         says: object = value
@@ -217,11 +213,7 @@ def as_under(marker: Marker, expected: Marker, placements: Placements) -> Marker
 
 
 def accept(node: str, expected: Marker, got: bytes | None, run_id: str, placements: Placements = ()) -> Marker:
-    """Return the marker to expect of a node from now on: the one expected, or its renewal after a repair or a move.
-
-    Raises:
-        StorageError: see `diagnose`; the node may not be used.
-    """
+    """Return the marker to expect of a node from now on: the one expected, or its renewal after a repair or a move; else see `diagnose`."""
     wanted = replace(expected, run_id=run_id)
     if got is not None:
         with suppress(DamagedMarkerError):  # which `diagnose` says
@@ -232,11 +224,7 @@ def accept(node: str, expected: Marker, got: bytes | None, run_id: str, placemen
 
 
 def why_lost(node: str, expected: Marker, got: bytes | None, run_id: str, placements: Placements = ()) -> tuple[Why, str | None] | None:
-    """Judge a node for repair; arguments as of `accept`.
-
-    Returns:
-        None when it can be relied on, else why not, and the nonce of the repair that goes on there.
-    """
+    """Judge a node as `accept`: None when it can be relied on, else why not, and the nonce of the repair that goes on there."""
     if got is None:
         return "empty", None
     try:

@@ -28,10 +28,7 @@ class DamagedCopyError(ProtocolError):
 
 
 def unless_newer(value: bytes, is_newer: Callable[[bytes], bool]) -> Change:
-    """Return the change that lets a copy be this value, unless it is a newer one; a damaged copy is none.
-
-    So a program that has not heard of the last change does not take it back.
-    """
+    """Return the change that lets a copy be this value unless it is newer: no old program takes a change back. Damage is older."""
 
     def change(found: bytes | None) -> bytes | None:
         try:

@@ -77,12 +77,7 @@ class TableShare:
     ours: bool = False
 
     def rows(self, inverse: NDArray[np.intp] | None, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """Return the weights of ids, one item each: [m].
-
-        Args:
-            inverse: intp [m], which of the n ids; None for all in their order.
-            out: [m] items, contiguous, to fill instead of a new array.
-        """
+        """Return the weights of ids, [m] items, in `out` if given; `inverse`, intp [m], says which of the n ids, None: all in order."""
         # at intp [m]: which of the k values each row is, one gather for two; None: all k values in their order
         at = inverse if self.at is None else self.at if inverse is None else self.at.take(inverse)
         if out is None:

@@ -87,11 +87,7 @@ def prepare_prefetched(definition: TableDef, ids: ArrayLike, versions: ArrayLike
 def route_prefetched(
     prefetched: Sequence[PrefetchedRows], cluster_map: ClusterMap, limit_bytes: int = MAX_PART_BYTES
 ) -> list[list[list[PrefetchedRows]]]:
-    """Distribute prefetched rows over shards, and each shard's over as few messages as question and answer allow.
-
-    Returns:
-        For each shard its messages, each a list of rows per table; none for a shard without rows.
-    """
+    """Distribute prefetched rows over shards: of each its messages, as few as question and answer allow, each a list of rows per table."""
     routed = [route(rows, cluster_map) for rows in prefetched]
     shares = [[share[shard] for share in routed if len(share[shard].ids)] for shard in range(cluster_map.n_shards)]
     return [split(share, limit_bytes) if share else [] for share in shares]

@@ -47,11 +47,7 @@ class Pulled:
 
 
 def prepare_pull(definition: TableDef, ids: ArrayLike, out: NDArray[Any] | None = None, *, minus_one: bool = False) -> PullRequest:
-    """Check the arguments of a pull; no I/O.
-
-    Args:
-        out: [*ids.shape, dim] of the table's `row_dtype` to fill, of any strides, or None.
-    """
+    """Check the arguments of a pull; no I/O. `out` is [*ids.shape, dim] of the table's `row_dtype`, of any strides."""
     flat, shape = normalize(ids, definition.id_dtype, definition.name, definition.num_ids, minus_one=minus_one)
     if out is not None:
         _check_out(definition, out, (*shape, definition.dim))

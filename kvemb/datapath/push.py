@@ -30,11 +30,7 @@ def prepare_push(
     *,
     minus_one: bool = False,
 ) -> TableRows:
-    """Check a push of one table, sum the gradients of duplicate ids, and round the sums to `wire_dtype`.
-
-    Returns:
-        Rows with unique ids; its arrays may be views of the arguments.
-    """
+    """Check a push, sum gradients of duplicate ids, round to `wire_dtype`: rows with unique ids, perhaps views of the arguments."""
     definition.require_trained()
     # m: the ids as given; n: the unique ids, ascending in `groups.ids`. flat uint64 [m], rows float32 [m, dim]
     flat, shape = normalize(ids, definition.id_dtype, definition.name, definition.num_ids, minus_one=minus_one)
@@ -166,9 +162,7 @@ def _shown(definition: TableDef, row_id: np.uint64) -> int:
 
 
 def gradients_of_now(rows: TableRows, now: TableDef) -> TableRows:
-    """Return gradients by an earlier definition of a table as the present one takes them: columns that are gone left out, new ones
-    zeros.
-    """
+    """Return gradients by an earlier definition of a table as the present one takes them: without columns that are gone, new ones zeros."""
     if rows.schema == now.schema:
         return rows
     now.require_trained()

@@ -41,11 +41,7 @@ class Corpus:
 
 
 def source_files(root: Path) -> list[Path]:
-    """List the .py files below a folder in the same order on every machine; installed packages are left out.
-
-    Returns:
-        Paths sorted by their parts relative to root.
-    """
+    """List the .py files below a folder, sorted by their parts relative to it; installed packages are left out."""
     found: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]

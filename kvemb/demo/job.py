@@ -154,12 +154,7 @@ def _stored(cluster: kvemb.Cluster) -> str:
 
 
 def neighbours(rows: Rows, corpus: Corpus, probes: Sequence[str] = PROBES, *, n_nearest: int = 5) -> dict[str, list[tuple[str, float]]]:
-    """Find the words whose rows point the same way as a probe's: cosine of "word_in" rows.
-
-    Returns:
-        Per probe, (word, cosine) pairs, nearest first. Words seen less than 50 times are left out, as probes too: a few updates say
-        nothing. Pulls the other words' rows at once (some 6,000) and pushes nothing.
-    """
+    """Return (word, cosine) pairs per probe, nearest first, of the rows of "word_in"; words seen less than 50 times are left out."""
     often = np.flatnonzero(corpus.counts >= 50)
     words = [corpus.words[i] for i in often.tolist()]
     if not (known := [probe for probe in probes if probe in words]):

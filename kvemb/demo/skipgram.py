@@ -46,12 +46,10 @@ class TrainingBatch(NamedTuple):
 
 
 class PassText:
-    """The text of one pass in shuffled blocks, and its batches: the same for every trainer, another for every pass.
+    """The text of one pass in shuffled blocks, and its batches: the same for every trainer, another for every pass. Immutable.
 
-    Every kept word stands in exactly one block; places left over are padding of no effect. Immutable.
-
-    Source: subsampling, its threshold and the power 3/4 are those of Mikolov et al. 2013, "Distributed Representations of Words and
-    Phrases and their Compositionality", sections 2.2 and 2.3.
+    Every kept word is in one block; places left over are padding. Subsampling, its threshold and the power 3/4: Mikolov et al. 2013,
+    "Distributed Representations of Words and Phrases and their Compositionality", sections 2.2 and 2.3.
     """
 
     def __init__(self, corpus: Corpus, *, seed: int, pass_index: int = 0, held_out: bool = False, settings: Settings = DEFAULTS) -> None:
@@ -91,13 +89,7 @@ class PassText:
 
 
 def windows(runs: NDArray[np.int32], reach: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Say which words of a block are contexts of which: bool [b, l, l], centre first.
-
-    Args:
-        runs: int32 [b, l], the run of text each word stands in; words of different runs are no contexts of one
-            another; -1 is padding.
-        reach: int64 [b, l], how many words to each side a centre's window reaches.
-    """
+    """Return which words are contexts of which, bool [b, l, l]: of one run, int32 [b, l], -1 for padding, within `reach` words."""
     place = np.arange(runs.shape[1])
     distance = np.abs(place[:, None] - place[None, :])
     near: NDArray[np.bool_] = (distance[None] <= reach[:, :, None]) & (distance > 0)[None]
@@ -121,16 +113,10 @@ def loss_and_grads(
     *,
     n_negatives: int,
 ) -> tuple[float, Gradients]:
-    """Compute the skip-gram loss of some blocks, summed over positive pairs, and its gradients.
+    """Return the skip-gram loss of some blocks, summed over positive pairs, and its three gradients (Mikolov et al. 2013, equation 4).
 
     With s_ij = c_i . x_j and t_im = c_i . y_m, and p_i the number of positive pairs of centre i:
     loss = sum_ij positive log(1 + exp(-s_ij)) + sum_im (n_negatives p_i / k) log(1 + exp(t_im)).
-    The sum, not the mean, so that a short last batch weighs each pair like any other.
-
-    Returns:
-        The summed loss (divide by positives.sum() for the mean per pair) and the three gradients.
-
-    Source: Mikolov et al. 2013, equation 4; see `PassText`.
     """
     n_pairs = positives.sum(axis=2, dtype=np.float32)[:, :, None]
     scores = centers @ contexts.transpose(0, 2, 1)
@@ -150,8 +136,7 @@ def loss_and_grads(
 
 
 class TrainingProgress(NamedTuple):
-    """A trainer's progress after a step: the steps of its pass that are done, and of this step the rows pulled (and pushed) and the mean
-    loss per positive pair."""
+    """A trainer's steps of its pass that are done; the rows pulled (and pushed) and the mean loss per positive pair of the last."""
 
     step: int
     n_steps: int
@@ -160,10 +145,7 @@ class TrainingProgress(NamedTuple):
 
 
 def train_pass(rows: Rows, text: PassText, *, trainer: int = 0, n_trainers: int = 1) -> Iterator[TrainingProgress]:
-    """Train this trainer's share of one pass, every n_trainers-th batch, and yield after each step.
-
-    Errors of `rows` pass through; steps before them have been pushed.
-    """
+    """Train this trainer's share of one pass, every n_trainers-th batch, and yield after each step."""
     numbers = range(trainer, text.n_batches, n_trainers)
     for step, number in enumerate(numbers, start=1):
         batch = text.batch(number)
@@ -174,10 +156,7 @@ def train_pass(rows: Rows, text: PassText, *, trainer: int = 0, n_trainers: int 
 
 
 def held_out_loss(rows: Rows, text: PassText) -> float:
-    """Measure the mean loss per positive pair of a text, and push nothing; nan for a text without pairs.
-
-    Rows that know nothing score (1 + n_negatives) log 2: 4.159 with 5.
-    """
+    """Return the mean loss per positive pair, nan without any; rows that know nothing score (1 + n_negatives) log 2: 4.159 with 5."""
     total, n_pairs = 0.0, 0
     for number in range(text.n_batches):
         batch = text.batch(number)
@@ -189,11 +168,7 @@ def held_out_loss(rows: Rows, text: PassText) -> float:
 def pull_and_grade(
     rows: Rows, batch: TrainingBatch, n_negatives: int
 ) -> tuple[float, Mapping[str, tuple[NDArray[np.int64], NDArray[np.float32]]]]:
-    """Pull a batch's rows and compute.
-
-    Returns:
-        The summed loss, and the push: per table, unique ids int64 [n] and gradients float32 [n, d].
-    """
+    """Pull a batch's rows; return the summed loss, and the push: per table unique ids, int64 [n], and gradients, float32 [n, d]."""
     n_words = batch.tokens.size
     into = group_by_id(batch.tokens.ravel().view(np.uint64))
     out = group_by_id(np.concatenate([batch.tokens.ravel(), batch.negatives.ravel()]).view(np.uint64))

@@ -66,13 +66,7 @@ class ClusterRows:
 
 
 class LocalRows:
-    """Rows of this process, updated by row-wise Adagrad. Not safe to share between threads that push.
-
-    It knows every id in advance, which storage never does, so a row is found by binary search in the sorted ids.
-
-    Args:
-        ids: int64 [v], every id that will ever be used, ascending and unique.
-    """
+    """Rows of this process, updated by row-wise Adagrad; for one thread. All ids are known: int64 [v], ascending and unique."""
 
     def __init__(self, ids: NDArray[np.int64], *, seed: int) -> None:
         self._ids = ids
@@ -87,11 +81,7 @@ class LocalRows:
         return {name: self._weights[name][np.searchsorted(self._ids, ids)] for name, ids in batch.items()}
 
     def push(self, grads: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float32]]]) -> None:
-        """See `Rows`: applied at once. G += mean(g ** 2) over the row's columns; w -= lr g / (sqrt(G) + eps).
-
-        Source: Duchi, Hazan, Singer 2011 (Adagrad); one accumulator per row as in Naumov et al. 2019, "Deep Learning
-        Recommendation Model for Personalization and Recommendation Systems", and its code.
-        """
+        """Apply at once: G += mean(g ** 2) over the row's columns; w -= lr g / (sqrt(G) + eps) (Naumov et al. 2019, DLRM)."""
         for name, (ids, gradients) in grads.items():
             at = np.searchsorted(self._ids, ids)
             sums = self._mean_square_sums[name][at] + np.square(gradients).mean(axis=1, keepdims=True)

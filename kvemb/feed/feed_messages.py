@@ -23,11 +23,7 @@ class FeedPosition(NamedTuple):
 
 
 class FeedRequest(Message):
-    """Subscribe to a shard's changes.
-
-    Args:
-        tables: names of those that are wanted; [] for all.
-    """
+    """Subscribe to a shard's changes, of the tables of these names; [] for all."""
 
     start: str
     tables: list[str]

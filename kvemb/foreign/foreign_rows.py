@@ -141,11 +141,7 @@ def gathered(blocks: Iterable[ForeignRows], n_rows: int) -> Iterator[ForeignRows
 
 
 def ids_of(array: NDArray[Any], definition: TableDef, where: str) -> NDArray[np.uint64]:
-    """Return ids as 64 bits; text is hashed as `kvemb.hash_ids` does.
-
-    Args:
-        array: [n] of integers or text.
-    """
+    """Return ids, [n] of integers or text, as 64 bits; text is hashed as `kvemb.hash_ids` does."""
     if array.ndim != 1:
         raise ForeignRowsError(f"{where}: ids have shape {array.shape}, expected one axis")
     try:
@@ -170,10 +166,7 @@ def texts_of(array: NDArray[Any]) -> NDArray[Any] | None:
 
 
 def weights_of(array: NDArray[Any], definition: TableDef, where: str, *, first: int = 0) -> NDArray[Any]:
-    """Return the weights of rows as the table takes them, [n, dim] of its `row_dtype`; the other arguments and errors as `values_of`.
-
-    Numbers of any kind become a table's floats; opaque bytes are uint8 in the file, too.
-    """
+    """Return rows as the table takes them, [n, dim] of its `row_dtype`: numbers become floats; opaque bytes are uint8. See `values_of`."""
     if definition.row_dtype == np.float32:
         return values_of(array, definition.dim, where, LARGEST[definition.dtype], first=first)
     if array.dtype != np.uint8 or array.ndim != 2 or array.shape[1] != definition.dim:
@@ -182,11 +175,7 @@ def weights_of(array: NDArray[Any], definition: TableDef, where: str, *, first: 
 
 
 def values_of(array: NDArray[Any], width: int, where: str, largest: float = LARGEST["float32"], *, first: int = 0) -> NDArray[np.float32]:
-    """Return numbers as float32 [n, width].
-
-    Args:
-        array: [n, width] of any numbers, or [n] where width is 1.
-    """
+    """Return numbers, [n, width], or [n] where width is 1, as float32 [n, width]."""
     if array.ndim == 1 and width == 1:
         array = array[:, None]
     if array.ndim != 2 or array.shape[1] != width:

@@ -29,12 +29,7 @@ def check_narrow(dtype: str, kind: str) -> None:
 
 
 def narrowed(blocks: Iterable[NDArray[np.float32]], dtype: str, scales: list[NDArray[np.float32]]) -> Iterator[NDArray[Any]]:
-    """Yield weights in fewer bits, block by block.
-
-    Args:
-        blocks: float32 [m, dim] each.
-        scales: gets the scales of each block, float32 [m], where the dtype is int8.
-    """
+    """Yield weights, float32 [m, dim], in fewer bits, block by block; for int8 `scales` gets those of each block, float32 [m]."""
     for block in blocks:
         if dtype == "int8":
             values, scale = to_int8(block)

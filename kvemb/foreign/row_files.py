@@ -36,15 +36,10 @@ Pieces = Iterator[bytes | memoryview]
 def write_rows(
     definition: TableDef, url: str, ids: NDArray[np.uint64] | None, n_rows: int, blocks: Blocks, file_format: str = "", dtype: str = ""
 ) -> None:
-    """Write rows of a table, replacing an older file.
+    """Write rows of a table, replacing an older file: the ids, uint64 [n], or None where row i is id i, and blocks of `row_dtype` [m, dim].
 
-    Args:
-        definition: of the table; weights keep its dtype, where the format has it (npy and Parquet: bfloat16 becomes float32, exactly).
-        ids: uint64 [n] as "id"; None: row i is id i.
-        blocks: [m, dim] each of the table's `row_dtype`, in the order of the ids, n rows together.
-
-    Raises:
-        InvalidInputError: the format is not known, or takes no such rows; nothing was written.
+    Weights keep their dtype where the format has it (npy and Parquet: bfloat16 becomes float32, exactly). InvalidInputError: the format is
+    not known, or takes no such rows; nothing was written.
     """
     kind = format_of(url, file_format)
     check_writable(definition, kind, ids, dtype)
@@ -92,16 +87,7 @@ def check_writable(definition: TableDef, kind: str, ids: NDArray[np.uint64] | No
 
 
 class _Weights:
-    """The weights as they are written, block by block: iterate once.
-
-    Args:
-        blocks: float32 [m, dim] each.
-        wide: whether the format has no bfloat16: then it is float32.
-
-    Attributes:
-        dtype: that is written.
-        scales: of each block's rows, float32 [m], once it was yielded; none but of int8.
-    """
+    """The weights as they are written, of this `dtype`: float32 where the format has no bfloat16; `scales` has those yielded of int8."""
 
     def __init__(self, definition: TableDef, blocks: Blocks, dtype: str, *, wide: bool) -> None:
         self._blocks, self._narrow, self._dim = blocks, bool(dtype), definition.dim

@@ -29,9 +29,7 @@ log = logging.getLogger("kvemb")
 
 
 class LocalCluster:
-    """Real servers and shards on loopback, in a folder of their own; a context manager. The folder of a program that was killed is
-    removed by the next start of one.
-    """
+    """Real servers and shards on loopback, in a folder of their own, which the next start removes if the program was killed."""
 
     def __init__(
         self,
@@ -189,9 +187,7 @@ class Local:
         self._cluster, self._pid, self._started = cluster, 0, False
 
     def start(self) -> str:
-        """Start it and return the URL that `kvemb.connect` takes; where it runs already, return that again, to a notebook's cell. It runs
-        until `stop`, at the longest until the program ends.
-        """
+        """Start it and return the URL for `kvemb.connect`; the same again while it runs: until `stop`, or the program's end."""
         if self._pid:
             return self._cluster.url
         if self._started:

@@ -28,9 +28,7 @@ class Issued:
 
 
 class Authority:
-    """Issues certificates into a folder. An authority that is there already, by its name, is used further: no process must trust a new
-    one.
-    """
+    """Issues certificates into a folder, by the authority of that name there, if there is one: no process must trust a new one."""
 
     def __init__(self, folder: Path, name: str = "ca") -> None:
         folder.mkdir(parents=True, exist_ok=True)

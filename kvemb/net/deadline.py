@@ -99,10 +99,7 @@ SAY_AFTER_S = 5.0
 
 
 class Absence:
-    """The absence of someone who is waited for: said once, when it has lasted, and once more when it is over.
-
-    Threads may share it: at worst something is said twice.
-    """
+    """The absence of someone who is waited for: said once when it has lasted, and once when it is over (by threads perhaps twice)."""
 
     def __init__(self) -> None:
         self.since_s: float | None = None

@@ -142,11 +142,7 @@ class Conversation:
 
 
 def run(conversations: Sequence[Conversation], deadline: Deadline, meanwhile: Sequence[Callable[[], None]] = ()) -> None:
-    """Complete all conversations.
-
-    Raises:
-        DeadlineExceededError: naming the nodes that had not answered, or were silent for as long as one may be.
-    """
+    """Complete all conversations; DeadlineExceededError names the nodes that had not answered, or were silent for as long as one may be."""
     poll = select.poll()
     active = {conversation.link.sock.fileno(): conversation for conversation in conversations if not conversation.done}
     for fd, conversation in active.items():

@@ -82,11 +82,7 @@ def hasty(config: Config) -> Config:
 
 
 def ask_all(servers: "AllShards", timeout_s: float) -> tuple[dict[int, StatusReply | Exception], str]:
-    """Ask every shard for its status: those of kvemb.yaml, and if shard 0 serves, those that it knows, where it knows them to be.
-
-    Returns:
-        Each shard's answer, or its error; and a fault of kvemb.yaml's shards, "" for none.
-    """
+    """Ask every shard for its status, those that shard 0 knows too; return the answers or errors, and a fault of kvemb.yaml or ""."""
     asked = {shard: servers.channels[shard].address for shard in servers.numbers}
     replies = servers.try_each(GET_STATUS, Empty(), Deadline.after(timeout_s))
     first, unknown = replies.get(0), ""

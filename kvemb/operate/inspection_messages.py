@@ -15,11 +15,7 @@ class ShowRowRequest(Message):
 
 
 class ShowRowReply(Message):
-    """One row as its shard knows it, between two batches.
-
-    Args:
-        trainers: of the pushes that were merged into the batch which wrote the row last; [] where the journal does not have it any more.
-    """
+    """One row as its shard knows it between two batches, and the trainers of its last batch; [] where the journal has it no more."""
 
     version: int
     cached: bytes

@@ -24,10 +24,7 @@ def batch_value(of: type[_Class]) -> type[_Class]:
 
 
 class cached_property(Generic[_Value]):  # noqa: N801  the name that Python gives it
-    """Keep what a method without arguments returns, in the object's `__dict__`, frozen or not. Thread- and fork-safe.
-
-    Source: functools.cached_property, as it is since Python 3.12.
-    """
+    """Keep what a method without arguments returns, in `__dict__`, frozen or not; thread- and fork-safe. As in Python 3.12."""
 
     def __init__(self, compute: Callable[[Any], _Value]) -> None:
         self._compute, self._name = compute, ""

@@ -153,12 +153,7 @@ class ProjectedTable:
                 yield [self.prefix.encode() + bytes(name) for name in names]
 
     def values(self, ids: NDArray[np.uint64], rows: NDArray[Any]) -> NDArray[np.uint8]:
-        """Return the values of rows: uint8 [n, row_bytes].
-
-        Args:
-            ids: uint64 [n], for messages.
-            rows: [n, dim] as pulls give them: float32, or uint8 of opaque bytes.
-        """
+        """Return the values of rows, uint8 [n, row_bytes], from rows as pulls give them, [n, dim]; the ids are for messages."""
         if self.dtype in NARROW:
             self._check(ids, rows)
         if self.dtype == "int8":

@@ -104,14 +104,7 @@ class ProjectedRows:
             return dense_bytes(links[self._reader.address], self.view, deadline)
 
     def pull(self, wanted: Sequence[tuple[TableDef, Ids]], timeout_s: float) -> list[tuple[NDArray[Any], Ids]]:
-        """Read rows of several tables in one round trip.
-
-        Args:
-            wanted: of each table the ids, uint64 [n], each once.
-
-        Returns:
-            Of each table (rows [n, dim], the initializer's where there is none; uint64 [n], 1 where there is a row, else 0).
-        """
+        """Read rows of unique ids, uint64 [n], of several tables: of each rows [n, dim], the initializer's for none; uint64 [n], 1 or 0."""
         deadline, address = Deadline.after(timeout_s), self._reader.address
         parts: list[NodeSteps] = []
         read: list[_Read] = []

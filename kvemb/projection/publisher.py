@@ -251,11 +251,7 @@ class Publisher:
         return ProjectedTable.of(definition, self._projection.dtype, self._projection.layout, number, self._target.hash_prefix)
 
     def _mirror(self, cluster: Cluster, name: str, ids: Ids, erased: Ids) -> None:
-        """Make the target have of these ids what storage has.
-
-        Args:
-            ids: uint64 [n]; the others' share is left out.
-        """
+        """Make the target have of these ids, uint64 [n], what storage has; the others' share is left out."""
         projected = self._tables.get(name)
         if projected is None:
             self._require_known(cluster, name)

@@ -104,11 +104,7 @@ class ViewList:
         return sorted((view for view in self.views.values() if view.state == COMPLETE), key=lambda view: view.number)
 
     def named(self, name: str) -> View | None:
-        """Return the view that a reader asks for, "" for the one in use; None: the maintained projection.
-
-        Raises:
-            UnknownViewError: there is none of that name, or it is not whole.
-        """
+        """Return the view that a reader asks for, "" for the one in use, None: the projection; UnknownViewError: none, or not whole."""
         wanted = name or self.in_use
         view = self.views.get(wanted)
         if wanted == LIVE:
@@ -198,11 +194,7 @@ class TargetViews:
         self._change(lambda views: views.used(name))
 
     def drop(self, name: str) -> None:
-        """Delete a view with its rows. Killed at any point, it is done by doing it again.
-
-        Raises:
-            UnknownViewError: there is none of that name.
-        """
+        """Delete a view with its rows; UnknownViewError for none. Killed at any point, it is done by doing it again."""
         view = self._change(lambda views: views.dropping(name)).views[name]
         target = self.target(view)
         try:

@@ -143,11 +143,7 @@ class Message:
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Read a message of this type.
-
-        Raises:
-            MessageError: malformed, truncated, oversized, of another type or protocol version; nothing of it was used.
-        """
+        """Read a message of this type; MessageError: malformed, oversized, of another type or version, and nothing of it was used."""
         if len(data) > MAX_MESSAGE_BYTES:
             raise MessageError(f"message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are taken")
         budget = ItemBudget(_MAX_ITEMS_IN_ALL)

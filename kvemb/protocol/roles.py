@@ -35,11 +35,7 @@ class Caller:
             raise AccessDeniedError(f"{verb.name}: {self.shown} may not do this; it takes the role {needed}. Nothing was changed.")
 
     def require_seat(self, trainer: str) -> None:
-        """Raise unless the caller may push as this trainer.
-
-        Raises:
-            AccessDeniedError: naming the trainers that it may be.
-        """
+        """Raise AccessDeniedError, which names the trainers that it may be, unless the caller may push as this one."""
         names = [name for role, name in self.grants if role == TRAINER]
         if not any(name == "*" or trainer == name or trainer.startswith(f"{name}/") for name in names):
             may = " or ".join(f'"{name}" or "{name}/…"' for name in names) or "no trainer"

@@ -51,11 +51,7 @@ class SlotEntriesRequest(Message):
 
 
 class SlotEntriesReply(Message):
-    """A page of that knowledge.
-
-    Args:
-        ids, versions: uint64, least significant byte first; ascending within a table.
-    """
+    """A page of that knowledge: ids and versions are uint64, least significant byte first, ascending within a table."""
 
     ready: bool
     epoch: int

@@ -68,11 +68,7 @@ def buckets_for(expected_rows: int | None, record_bytes: int, layout: str = "fas
 
 @batch_value
 class BucketKeys(RowKeys):
-    """The keys of n rows that lie in buckets.
-
-    Args:
-        tag, ids: as in `RowKeys`; the ids are the rows', uint64 [n].
-    """
+    """The keys of n rows that lie in buckets; the ids are the rows', uint64 [n]. See `RowKeys`."""
 
     n_buckets: int
     compact: bool = field(default=False, kw_only=True)

@@ -72,11 +72,9 @@ def _size_classes(low: int, high: int) -> list[int]:
 
 @batch_value
 class PagedKeys(RowKeys):
-    """The keys of n rows that lie in pages.
+    """The keys of n rows that lie in pages; the ids are the rows', uint64 [n]. See `RowKeys`.
 
-    Args:
-        tag, ids: as in `RowKeys`; the ids are the rows', uint64 [n].
-        opens: bool [n], the rows before whose write the page may have to be made; None = before every row's.
+    `opens`, bool [n], are the rows before whose write the page may have to be made; None: before every row's.
     """
 
     layout: PageLayout
@@ -169,12 +167,7 @@ class WholePages(RowKeys):
 def paged_keys(
     tag: bytes, ids: NDArray[np.uint64], layout: PageLayout, new: NDArray[np.bool_] | None = None, *, name: str = ""
 ) -> PagedKeys:
-    """Return the keys of rows that lie in pages.
-
-    Args:
-        ids: uint64 [n], unique.
-        new: bool [n], for writes: rows that do not exist, or may not, so that their page may not either; None = any row.
-    """
+    """Return the keys of unique ids, uint64 [n], in pages; `new`, bool [n], says whose page may not exist, None: any row's."""
     if new is None:
         return PagedKeys(tag, ids, layout, name=name)
     opens = np.zeros(len(ids), dtype=bool)

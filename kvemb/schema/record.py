@@ -74,11 +74,7 @@ class RecordFormat:
         state: NDArray[np.float32],  # float32 [n, state_size]
         out: NDArray[np.uint8] | None = None,  # uint8 [n, size_bytes], contiguous, to fill instead of a new array
     ) -> NDArray[np.uint8]:
-        """Build n records.
-
-        Returns:
-            uint8 [n, size_bytes], contiguous.
-        """
+        """Build n records: uint8 [n, size_bytes], contiguous."""
         records = np.empty((len(ids), self.size_bytes), dtype=np.uint8) if out is None else out
         fields = records.view(self._layout)[:, 0]  # structured [n]: the same bytes, by field of the header
         fields["word"] = self.header_words(ids)

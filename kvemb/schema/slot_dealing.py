@@ -89,12 +89,7 @@ def shares_of(
 
 
 def deal(owners: NDArray[np.uint16], sizes: NDArray[np.uint64], weights: Mapping[int, float]) -> NDArray[np.uint16]:
-    """Return the future owner of each slot: uint16 [16384].
-
-    Args:
-        owners: uint16 [16384], the present ones.
-        sizes: uint64 [16384], bytes in each slot.
-    """
+    """Return the future owner of each slot, from the present ones and the bytes in each: uint16 [16384], `sizes` uint64 [16384]."""
     wanted = {owner: weight for owner, weight in weights.items() if weight > 0}
     if not wanted or len(wanted) > N_SLOTS:
         raise InvalidInputError(f"{len(wanted)} owners with a weight above 0; give between 1 and {N_SLOTS}")

@@ -197,12 +197,9 @@ class TableDef:
         return KeyOrder(self.placement.ids_per_group if (self.num_ids or 0) <= MOST_GROUPED_IDS else 1)
 
     def key_ranges(self, slots: NDArray[np.bool_]) -> list[tuple[int, int]]:
-        """Return the ranges of keys (of `order`) where all rows of some slots are, each from its first key to the one behind its last.
+        """Return the ranges of keys (of `order`), first and one behind the last, with all rows of some slots, bool [16384].
 
         Rows of other slots lie there only where a table has more than 2**50 ids: then it is the whole range.
-
-        Args:
-            slots: bool [16384], which.
         """
         if (self.num_ids or 0) > MOST_GROUPED_IDS:
             return [(0, 1 << 64)] if slots.any() else []
@@ -215,12 +212,7 @@ class TableDef:
         return row_id - (1 << 64) if self.id_dtype == "int64" and row_id >> 63 else row_id
 
     def keys(self, ids: NDArray[np.uint64], *, pages: bool, new: NDArray[np.bool_] | None = None) -> RowKeys:
-        """Return the keys of rows.
-
-        Args:
-            ids: uint64 [n], unique.
-            new: bool [n], for writes: rows that may not exist yet; None = any.
-        """
+        """Return the keys of unique ids, uint64 [n]; `new`, bool [n], says which rows may not exist yet, None: any."""
         if not pages:
             return RowKeys(self.tag, ids, name=self.name, placement=self.placement)
         if self.pages is None:
@@ -257,12 +249,7 @@ class TableDef:
             yield self.whole(np.arange(start, min(start + _AT_ONCE, self.n_containers), dtype=np.uint64))
 
     def emptied(self, ids: NDArray[np.uint64], exist: Callable[[NDArray[np.uint64]], NDArray[np.bool_]]) -> NDArray[np.uint64]:
-        """Return the pages that have no row once these are erased: uint64 [k], their numbers; none of a table in buckets.
-
-        Args:
-            ids: uint64 [n].
-            exist: says of uint64 [m] ids which exist, those that are erased perhaps among them: bool [m].
-        """
+        """Return the pages without a row once these ids are erased, uint64 [k], none of a table in buckets; `exist` says which ids are."""
         if self.pages is None or self.num_ids is None:
             return ids[:0]
         erased, layout = np.sort(ids), self.pages
@@ -288,11 +275,7 @@ class TableDef:
         return self.keys(rows[inside], pages=True)
 
     def initial_rows(self, ids: NDArray[np.uint64]) -> NDArray[Any]:
-        """Return the first values of rows, as the table's storage dtype holds them: `row_dtype` [n, dim], a new array.
-
-        Args:
-            ids: uint64 [n].
-        """
+        """Return the first values of rows by their ids, uint64 [n]: `row_dtype` [n, dim], a new array."""
         if self.row_dtype == np.uint8:
             return np.zeros((len(ids), self.dim), np.uint8)
         return self.initializer.rows(ids, self.dim, table=self.name, seed=self.seed, dtype=self.dtype, algorithm=self.init_algorithm)

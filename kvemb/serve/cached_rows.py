@@ -68,13 +68,7 @@ class CachedRows:
         return _field(records, 1, "<f8")
 
     def put(self, keys: Ids, rows: NDArray[Any], versions: Ids, *, began_s: float, answered_s: float, seen: int) -> None:
-        """Keep rows that a pull brought, and put newer ones that were kept already in their place in `rows` and `versions`.
-
-        Args:
-            keys: uint64 [n], each once.
-            rows: [n, dim]; changed.
-            versions: uint64 [n]; changed.
-        """
+        """Keep rows that a pull brought, [n, dim], by keys, uint64 [n]; newer ones that were kept replace them in the arrays given."""
         for start in range(0, len(keys), self._at_once):
             some = slice(start, start + self._at_once)
             self._put(keys[some], rows[some], versions[some], began_s, answered_s, seen)

@@ -105,12 +105,7 @@ class MarkedNodes(ABC):
 
     @abstractmethod
     def state(self, address: str, deadline: Deadline, lane: RepairLane | None = None) -> MarkedState:
-        """Look at the markers of one of these nodes; with a lane at one of its places.
-
-        Raises:
-            NodeLostError: the node has none of these places any more.
-            WrongNodeError: another node is there.
-        """
+        """Look at the markers of one of these nodes; NodeLostError: it has none of these places now, WrongNodeError: another is there."""
 
     @abstractmethod
     def expected(self, state: MarkedState, at: int) -> Marker:

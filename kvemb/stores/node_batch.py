@@ -38,13 +38,7 @@ class Grouped:
 
 
 def group_by_node(keys: RowKeys, nodes: NDArray[np.integer[Any]] | None, kinds: NDArray[np.int8] | None = None) -> Grouped:
-    """Put keys in the order of their nodes; within a node and a kind, rows of one page one after another, where rows lie in pages.
-
-    Args:
-        keys: n keys.
-        nodes: of each the number of its node, or None when there is one node.
-        kinds: int8 [n], none negative; within a node, rows come in their order (`Codec.read_kinds`).
-    """
+    """Put n keys in the order of their nodes, and within a node of their kinds, int8 [n]; where rows lie in pages, page by page."""
     locality = keys.locality()
     n = len(keys.ids)
     if nodes is None and locality is None and (kinds is None or (len(kinds) and (kinds == kinds[0]).all())):
@@ -120,12 +114,7 @@ def unexpected_value(parts: list[NodeSteps], error: UnexpectedValueError) -> Rec
 
 
 def read_coalesced(parts: Sequence[ReadPart], read: Callable[[Sequence[ReadPart]], list[ReadResult]]) -> list[ReadResult]:
-    """Read parts as fewer ones; a result that was cut out of a larger one is in the order of its keys.
-
-    Args:
-        parts: as in `StoreRows.read`; those that bring memory of their own stand alone.
-        read: reads the coalesced parts.
-    """
+    """Read parts as fewer ones, except those with memory of their own; a result cut out of a larger one is in the order of its keys."""
     if len(parts) < 2:
         return read(parts)
     groups = _groups([part.keys for part in parts], [None if part.into is not None else _read_group(part) for part in parts])
@@ -140,9 +129,7 @@ def read_coalesced(parts: Sequence[ReadPart], read: Callable[[Sequence[ReadPart]
 class CoalescedWrite:
     """Parts that are written as fewer ones (`parts`), whose results `results` cuts up again. See `StoreRows.write`.
 
-    Args:
-        one_node: whether one node has all rows. Rows under keys of their own need not be put in any order then, and joining them would
-            cost more than it saves.
+    Where one node has all rows, those under keys of their own need no order, and joining them would cost more than it saves.
     """
 
     def __init__(self, parts: Sequence[WritePart], *, one_node: bool = False) -> None:

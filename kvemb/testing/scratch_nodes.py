@@ -104,13 +104,7 @@ def _lines_with(listing: bytes, mine: bytes) -> bytes:
 
 
 class ScratchLink(Link):
-    """A connection on which a node's prefix comes and goes.
-
-    Args:
-        link: to the server; this one takes its socket.
-        address: of the node.
-        node: whose prefix.
-    """
+    """A connection, by a link whose socket it takes, on which a node's prefix comes and goes."""
 
     def __init__(self, link: Link, address: str, node: ScratchNode) -> None:
         super().__init__(link.sock, address)
@@ -165,12 +159,7 @@ class ScratchLink(Link):
 
 
 def commands_in(data: bytes) -> Iterator[list[bytes]]:
-    """Yield the words of each command.
-
-    Example:
-        >>> list(commands_in(command(b"GET", b"a") + command(b"PING")))
-        [[b'GET', b'a'], [b'PING']]
-    """
+    """Yield the words of each command."""
     at = 0
 
     def number() -> int:
@@ -198,13 +187,7 @@ def _encoded(value: Value) -> bytes:
 
 
 class ScratchNodes(Nodes):
-    """Nodes of a store under the contract, in one server.
-
-    Args:
-        config: of the server: one node, credentials.
-        prefix: of their keys.
-        n: how many nodes.
-    """
+    """Nodes of a store under the contract, all in one server."""
 
     def __init__(self, config: StorageConfig, prefix: str, n: int = 2) -> None:
         self._access = RedisAccess(config, lambda address, deadline: self._by_address[address].connect(address, deadline))
@@ -222,11 +205,7 @@ class ScratchNodes(Nodes):
         return NodeStore(config, role, RespCodec(), RedisServer(RedisAccess(config, self._access.connect), role))
 
     def close(self) -> None:
-        """Delete every scratch key.
-
-        Raises:
-            KvembError: the server does not answer, or forbids it: keys remain.
-        """
+        """Delete every scratch key; after a KvembError (no answer, or forbidden) keys remain."""
         for node in self._nodes:
             for link, _ in node.late:
                 link.close()

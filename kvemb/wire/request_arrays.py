@@ -13,16 +13,7 @@ _CHUNKS_AT_ONCE = 4
 
 
 def columns(n: int, *pieces: bytes | Bytes) -> Bytes:
-    """Return uint8 [n, stride]: the pieces side by side, constant bytes repeated in every row.
-
-    Args:
-        n: rows.
-        pieces: bytes that every row holds, or uint8 [n, width] arrays.
-
-    Example:
-        >>> columns(2, b"GET ", np.array([[65], [66]], dtype=np.uint8)).tobytes()
-        b'GET AGET B'
-    """
+    """Return uint8 [n, stride]: the pieces side by side, uint8 [n, width] arrays and bytes that every row holds."""
     widths = [len(p) if isinstance(p, bytes) else p.shape[1] for p in pieces]
     # A first row of everything constant, repeated; then the others' columns, in whole items: byte by byte costs twice as much.
     first = b"".join(p if isinstance(p, bytes) else bytes(width) for p, width in zip(pieces, widths, strict=True))
@@ -36,12 +27,7 @@ def columns(n: int, *pieces: bytes | Bytes) -> Bytes:
 
 
 def decimals(values: NDArray[np.uint64]) -> Bytes:
-    """Return decimal digits of equal width, zero-padded: uint8 [n, width]; width is that of the largest value.
-
-    Example:
-        >>> decimals(np.array([7, 120], dtype=np.uint64)).tobytes()
-        b'007120'
-    """
+    """Return decimal digits of equal width, zero-padded: uint8 [n, width]; width is that of the largest value."""
     width = len(str(int(values.max(initial=0))))
     out = np.empty((len(values), width), dtype=np.uint8)  # ASCII digits, filled from the last column on
     left = values  # uint64 [n]: the digits not yet written
@@ -52,29 +38,15 @@ def decimals(values: NDArray[np.uint64]) -> Bytes:
 
 
 def chunks(n: int, size: int) -> list[slice]:
-    """Cut n rows into slices of at most `size`.
-
-    Example:
-        >>> chunks(5, 2)
-        [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
-    """
+    """Cut n rows into slices of at most `size`."""
     return [slice(0, n)] if 0 < n <= size else [slice(at, min(at + size, n)) for at in range(0, n, size)]
 
 
 class StepLimit:
-    """How many bytes of rows one step may carry: fewer where a server ends connections that have so much to read.
+    """How many bytes of rows one step may carry, if it has several: fewer where a server ends connections that have so much to read.
 
     A server may limit what waits to be sent to a client (Redis: client-output-buffer-limit, maxmemory-clients), and then closes the
     connection without a word. Threads may share one: at worst a step is larger or smaller than it need be.
-
-    Attributes:
-        most_bytes: of a step of more than one row.
-        narrow: whether that is less than steps have without a limit.
-
-    Example:
-        >>> limit = StepLimit()
-        >>> limit.ended(1 << 20), limit.most_bytes, limit.ended(1 << 19), limit.most_bytes
-        (True, 524288, True, 262144)
     """
 
     _LEAST_BYTES = 16 << 10
@@ -100,21 +72,10 @@ class StepLimit:
 
 
 class SharedRows:
-    """Rows of requests that are built for several chunks at a time, when the first of them is asked for; the very first alone, since the
-    server has nothing to do until it is sent.
+    """n rows of requests, uint8 [rows, stride], built for several chunks at a time when the first of them is asked for.
 
-    A chunk is small enough for the server, and then so small that half of building it is NumPy's price per call. Chunks must be asked for
-    in order; one thread.
-
-    Args:
-        build: returns the rows' bytes, uint8 [rows, stride].
-        n: rows in all.
-        chunk_rows: rows of a chunk.
-
-    Example:
-        >>> rows = SharedRows(lambda rows: np.arange(rows.start, rows.stop, dtype=np.uint8)[:, None], 5, 2)
-        >>> rows[slice(2, 4)].tolist()
-        [[2], [3]]
+    A chunk is small enough for the server, and then so small that half of building it is NumPy's price per call. The very first is built
+    alone, since the server waits for it. Chunks must be asked for in order; one thread.
     """
 
     def __init__(self, build: Callable[[slice], Bytes], n: int, chunk_rows: int) -> None:

@@ -43,12 +43,7 @@ class RowBlock:
 
     @staticmethod
     def of_records(definition: TableDef, ids: NDArray[np.uint64], records: NDArray[np.uint8], weights_only: bool) -> "RowBlock":
-        """Split whole records into columns.
-
-        Args:
-            ids: uint64 [n].
-            records: uint8 [n, record bytes] of these ids; copied.
-        """
+        """Split whole records, uint8 [n, record bytes], of ids, uint64 [n], into columns: copies."""
         record = definition.record
         weights = np.ascontiguousarray(records[:, HEADER_SIZE : record.prefix_bytes]).view(storage_dtype(definition.dtype))
         state = None if weights_only else np.ascontiguousarray(records[:, record.prefix_bytes :]).view("<f4")

@@ -69,11 +69,7 @@ class PlainWriter:
         self._n_rows = self.size_bytes = 0
 
     def add(self, arrays: Sequence[NDArray[Any]]) -> list[memoryview | bytes]:
-        """Return the bytes of one row group.
-
-        Args:
-            arrays: of each column [n], or [n, width] of a list, of items of the column's size; of binary uint8 [n, N]. n is at least 1.
-        """
+        """Return the bytes of one row group: by column [n], or [n, width] of a list, of binary uint8 [n, N]; n >= 1."""
         pieces: list[memoryview | bytes] = [b"" if self.size_bytes else _MAGIC]
         self.size_bytes += len(pieces[0])
         n_rows, begun, chunks = len(arrays[0]), self.size_bytes, []

@@ -24,11 +24,7 @@ _OPEN = re.compile(r"\[(\d{1,5})-[<>]-")  # in CLUSTER NODES
 
 
 class ShardsMap:
-    """The map that one store follows, and its copy in the cluster. Thread-safe.
-
-    Attributes:
-        now: the newest that is known.
-    """
+    """The newest map that one store knows (`now`), and its copy in the cluster. Thread-safe."""
 
     def __init__(self, values: ClusterValues, topology: ClusterTopology) -> None:
         self._values, self._topology = values, topology

@@ -38,9 +38,7 @@ log = logging.getLogger("kvemb")
 
 
 class SlotsOfPrimaries(MarkedNodes):
-    """The primaries of a cluster that moves its own slots, with a marker per slot; methods without a docstring are those of
-    `MarkedNodes`.
-    """
+    """The primaries of a cluster that moves its own slots, a marker per slot; methods without a docstring are those of `MarkedNodes`."""
 
     def __init__(
         self,

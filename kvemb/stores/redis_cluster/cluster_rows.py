@@ -141,10 +141,7 @@ _Open = set[tuple[str, int]]
 
 
 def _not_vouched(checks: Sequence[Check], slot_map: SlotMap, *, in_repair: bool) -> tuple[_Open, _Open]:
-    """Return importing nodes and slots without the slot's marker.
-
-    First those where the source has it, and no other marker says that the importing node has lost nothing; then those where neither has.
-    """
+    """Return importing nodes and slots without a marker: those whose source has it, as far as none vouches; those where neither has it."""
     good = {(check.address, check.slot) for check in checks if check.good}
     whole = {check.address for check in checks if check.good and not check.importing}
     without = {(check.address, check.slot) for check in checks if check.not_yet}

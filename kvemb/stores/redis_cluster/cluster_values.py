@@ -24,9 +24,7 @@ _PAUSE_S = 0.02  # between tries while the cluster says "not now"
 
 
 class ClusterValues(StoreValues):
-    """The facet `values` of a cluster that moves its own slots: one copy of each; methods without a docstring are those of
-    `StoreValues`.
-    """
+    """The facet `values` of a cluster that moves its own slots, one copy of each; methods without a docstring: see `StoreValues`."""
 
     def __init__(self, topology: ClusterTopology, pool: LinkPool, retry: ReadRetry) -> None:
         self._topology, self._pool, self._retry = topology, pool, retry

@@ -16,15 +16,9 @@ _N_ADDRESSES = {"add": (1, 99), "remove": (1, 1), "replace": (2, 2), "rebalance"
 def node_commands(
     action: str, addresses: Sequence[str], weights: Mapping[str, float], slot_map: SlotMap, config: StorageConfig, *, bus_port: int = 0
 ) -> list[str]:
-    """Return the commands, in their order.
+    """Return the commands, in order, for "add", "remove", "replace" or "rebalance"; `weights`: shares of slots by address, else 1.
 
-    Args:
-        action: "add", "remove", "replace" or "rebalance".
-        addresses: that it is about.
-        weights: shares of the slots by address, 1 for a node without one.
-        slot_map: of the cluster as it is.
-        config: how its nodes are reached.
-        bus_port: of the node that told the map, where the one that is to be replaced does not answer; else 0.
+    `bus_port` is that of the node that told the map, where the one that is to be replaced does not answer; else 0.
     """
     least, most = _N_ADDRESSES[action]
     if not least <= len(addresses) <= most:

@@ -60,9 +60,7 @@ def marker_keys() -> list[bytes]:
 
 
 def fetch_slot_map(candidates: Iterable[str], access: RedisAccess, deadline: Deadline) -> SlotMap:
-    """Ask one node after the other until one answers. Each may take its share of the time, so that one that hangs does not take all of
-    it.
-    """
+    """Ask one node after the other until one answers; each may take its share of the time, so that a hung one does not take it all."""
     failures, addresses = list[KvembError](), list(candidates)
     for address, share in deadline.shared(addresses):
         try:

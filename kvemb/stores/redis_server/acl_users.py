@@ -78,10 +78,7 @@ _SPARED = frozenset({"auth", "ping", "asking", "cluster|slots", "cluster|nodes",
 
 
 def require_commands(link: Link, wanted: AclUser, deadline: Deadline) -> None:
-    """Refuse a server that has renamed a command that some path needs, or does not let this user run it; none of them is run.
-
-    A server that cannot be asked, because ACL itself is not for this user, is taken.
-    """
+    """Refuse a server that has renamed, or forbids this user, a command we need; none is run. One that forbids the question is taken."""
     needed = [words for command, words in zip(wanted.commands, wanted.needed(), strict=True) if command not in _SPARED]
     (user,) = ask_all(link, [("ACL", "WHOAMI")], deadline)
     if not isinstance(user, bytes):
@@ -118,11 +115,7 @@ def _is_unknown(answer: object) -> bool:
 
 
 def check_user(address: str, access: RedisAccess, wanted: AclUser, deadline: Deadline) -> list[str]:
-    """Ask a server which commands the user of these credentials may run; none of them is run.
-
-    Returns:
-        Commands that it needs and may not run, and those that it may and should not; nothing where all is well.
-    """
+    """Ask which commands the user of these credentials lacks, and which it may run and should not: two lists. None of them is run."""
     wrong = []
     with logged_in(address, access, deadline) as link:
         user = ask(link, deadline, "ACL", "WHOAMI")

@@ -70,11 +70,7 @@ def swap_words(change: Change) -> tuple[bytes, ...]:
 def make_way(
     address: str, access: RedisAccess, keys: Sequence[bytes], wanted: Containers, run_id: str, deadline: Deadline, *, clear: bool
 ) -> int:
-    """Cut strings off that are longer than a page, and with `clear` take values of other types away; each in one step.
-
-    Returns:
-        How many values were changed.
-    """
+    """Cut strings longer than a page, with `clear` delete values of other types, each in one step; return how many values were changed."""
     commands = [("EVAL", _MAKE_WAY, 1, key, wanted.most_bytes, int(clear), wanted.kind) for key in keys]
     return sum(reply == 1 for reply in _run_all(address, access, commands, run_id, deadline))
 

@@ -47,11 +47,7 @@ _ENTRIES, _VALUE = "hash-max-listpack-entries", "hash-max-listpack-value"
 
 
 def rows_on(address: str, access: RedisAccess, slots: NDArray[np.bool_], deadline: Deadline) -> Iterator[RowKeys]:
-    """Yield the rows on a server in blocks of one table; see `StoreRepair.keys_on`.
-
-    Args:
-        slots: bool [16384]: of buckets of others only the names are read.
-    """
+    """Yield the rows on a server in blocks of one table, of buckets outside `slots`, bool [16384], names; see `StoreRepair.keys_on`."""
     tags = {tag for tag, ours in zip(slot_tags(), slots.tolist(), strict=True) if ours}
     with logged_in(address, access, deadline) as link:
         for block in _scan(address, access, deadline):

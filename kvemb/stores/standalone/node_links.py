@@ -201,10 +201,7 @@ class NodeLinks:
         return found
 
     def cell(self, address: str, name: str, run_id: str, deadline: Deadline, *, joins: bool = False) -> ValueCell:
-        """A node's copy of a small value, whatever its marker says; written only while the server process has this run id.
-
-        `joins`: nothing is expected of the node yet.
-        """
+        """A node's copy of a small value, written only while its process has this run id; nothing else is expected of a node that joins."""
         key, peek = name.encode(), self.first_look if joins else self.peek
         return ValueCell(
             f"node {address}",

@@ -23,11 +23,7 @@ from kvemb.wire.request_arrays import Bytes, SharedRows, StepLimit, chunks, colu
 
 
 class MetaCodec:
-    """Builds requests in memcached's meta commands (>= 1.6), and the readers of their replies; see `Codec`.
-
-    Args:
-        rows_per_step: rows of one request.
-    """
+    """Builds requests in memcached's meta commands (>= 1.6), and the readers of their replies; see `Codec`."""
 
     def __init__(self, *, rows_per_step: int = 1024) -> None:
         self._rows_per_step, self.limit = rows_per_step, StepLimit()
@@ -62,11 +58,7 @@ class MetaCodec:
     def write_steps(
         self, keys: RowKeys, records: RecordsToWrite, tokens: NDArray[np.uint64] | None, out: NDArray[np.uint8]
     ) -> list[RowsStep]:
-        """See `Codec.write_steps`; new rows (token 0) come before the others.
-
-        Raises:
-            ValueError: the tokens are not in that order, or there are none: a write without a condition is never sent.
-        """
+        """See `Codec.write_steps`; new rows (token 0) come first, else ValueError: a write without a condition is never sent."""
         if tokens is None:
             raise ValueError("memcached writes need tokens")
         n_new = int(np.count_nonzero(tokens == 0))

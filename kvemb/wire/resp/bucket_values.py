@@ -261,12 +261,7 @@ class BucketValuesReply(RowsReader):
 
 
 def _genuine(at: NDArray[np.intp], places: NDArray[np.intp], less: int) -> NDArray[np.intp]:
-    """Return the row of each candidate for a miss that stands where a row begins; the others lie inside a value, or behind these rows.
-
-    Args:
-        at: intp [c], positions of a miss's text in the data, ascending.
-        places: intp [p], where each row would begin if none were missing, ascending.
-    """
+    """Return the row of each candidate, intp [c], at one of the `places`, intp [p]; others lie inside a value, or behind these rows."""
     while len(at):
         expected = at + less * np.arange(len(at))  # intp [c]: its row's place, if all candidates before it are misses
         ranks = np.searchsorted(places, expected)  # intp [c]: the row that begins there, or behind

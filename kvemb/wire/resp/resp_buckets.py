@@ -34,14 +34,7 @@ _FILLER_FIELD = b"$1\r\n-\r\n$%d\r\n%s\r\n" % (len(FILLER), FILLER)
 
 
 class BucketRequests:
-    """Builds steps for rows that lie in buckets.
-
-    Args:
-        ask: a command to send before every command, b"" for none.
-        asked: its answer.
-        rows_per_step: rows of one request at most.
-        limit: of what servers let a step carry.
-    """
+    """Builds steps for rows that lie in buckets; `ask` is sent before every command, and answered with `asked`."""
 
     def __init__(self, ask: bytes, asked: bytes, rows_per_step: int, limit: StepLimit) -> None:
         self._ask, self._asked = ask, asked

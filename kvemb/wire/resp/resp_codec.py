@@ -20,9 +20,7 @@ _MISS = b"$-1\r\n"
 class RespCodec:
     """A `Codec` for Redis, Valkey and Redis Cluster, where rows lie in buckets (`resp_buckets`) or in pages (`resp_pages`).
 
-    Args:
-        asking: send ASKING before every command, as a node wants that is importing the rows' slot.
-        rows_per_step: rows of one request; small enough to overlap with its neighbours, large enough to cost nothing per step.
+    With `asking` every command follows ASKING, as a node wants that is importing the rows' slot.
     """
 
     def __init__(self, *, asking: bool = False, rows_per_step: int = 1024) -> None:
@@ -85,10 +83,5 @@ def _get_request(key: bytes) -> memoryview:
 
 
 def command(*words: bytes) -> bytes:
-    """Return one command in RESP.
-
-    Example:
-        >>> command(b"GET", b"key")
-        b'*2\\r\\n$3\\r\\nGET\\r\\n$3\\r\\nkey\\r\\n'
-    """
+    """Return one command in RESP."""
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)

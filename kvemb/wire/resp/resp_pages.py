@@ -33,14 +33,7 @@ _PAGE_IS_MADE = 16  # added to a row's kind; above every number of kinds by digi
 
 
 class PageRequests:
-    """Builds steps for rows that lie in pages.
-
-    Args:
-        ask: a command to send before every command, b"" for none.
-        asked: its answer.
-        rows_per_step: rows of one request at most.
-        limit: of what servers let a step carry.
-    """
+    """Builds steps for rows that lie in pages; `ask` is sent before every command, and answered with `asked`."""
 
     def __init__(self, ask: bytes, asked: bytes, rows_per_step: int, limit: StepLimit) -> None:
         self._ask, self._asked = ask, asked
@@ -49,11 +42,7 @@ class PageRequests:
     def read_steps(
         self, keys: PagedKeys, record_bytes: int, out: Bytes, found: NDArray[np.bool_], foreign: NDArray[np.bool_] | None
     ) -> list[RowsStep]:
-        """Read the first out.shape[1] bytes of every record, and no others.
-
-        Raises:
-            ValueError: fewer bytes than a header, by which rows are told from no rows; or records of another size than the layout's.
-        """
+        """Read the first out.shape[1] bytes of every record, and no others; fewer than a header would not tell rows from no rows."""
         size = out.shape[1]
         if size < HEADER_SIZE or record_bytes != keys.layout.record_bytes:
             raise ValueError(f"read {size} of {record_bytes} bytes from pages of records of {keys.layout.record_bytes}")
