@@ -35,7 +35,7 @@ from kvemb.stores.read_retry import ReadRetry
 from kvemb.stores.redis_server.stored_rows import row_keys_in
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.standalone.node_links import NodeLinks, NodeServer
-from kvemb.stores.standalone.node_repair import NodesByNumber
+from kvemb.stores.standalone.node_store import NodesByNumber
 from kvemb.stores.store import Capabilities, Store, StoreRows, StoreValues
 from kvemb.stores.store_nodes import NodeStats, StoreNodes
 from kvemb.stores.store_repair import StoreRepair

@@ -1,15 +1,35 @@
 """Rows of tables from files of other programs, and into them, as users see it: `cluster.files`. See docs/id-lifecycle.md."""
 
-from __future__ import annotations  # help() shows types as they are written here
+from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvemb.connection import Connection
-from kvemb.foreign.foreign_rows import ArrayNames
-from kvemb.foreign.row_export import ExportProgress, ExportResult, export_rows
+from kvemb.errors import InvalidInputError
+from kvemb.foreign.foreign_file import foreign_url
+from kvemb.foreign.foreign_rows import ArrayNames, block_rows
+from kvemb.foreign.formats import format_of
+from kvemb.foreign.row_files import check_writable, write_ids, write_rows
 from kvemb.foreign.row_import import ImportProgress, ImportResult, RowArrays, import_rows
 from kvemb.schema.table_def import TableDef
+
+ExportProgress = Callable[[str, int, int], None]
+"""Called with (name of the phase, rows done, rows in all)."""
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """The end of an export: rows written, and seconds of all of it."""
+
+    n_rows: int
+    seconds: float
 
 
 class TableFiles:
@@ -106,10 +126,38 @@ class TableFiles:
             ConfigError: a library that writes the format is not installed.
         """
         self._connection.require_shards("export_rows")
-        to_ids = None if ids is None else os.fspath(ids)
-        return export_rows(
-            self._connection, self._definition(table), os.fspath(url), file_format=format, ids=to_ids, dtype=dtype, progress=progress
-        )
+        definition = self._definition(table)
+        connection, begun, show = self._connection, time.monotonic(), progress or (lambda what, done, total: None)
+        file, id_file = foreign_url(os.fspath(url)), None if ids is None else foreign_url(os.fspath(ids))
+        kind = format_of(file, format)
+        rows_only = kind in ("npy", "raw")
+        if id_file is not None and not rows_only:
+            raise InvalidInputError("ids names a further file, which only npy and raw need: in other formats the ids are beside the rows")
+        if rows_only and id_file is None and definition.num_ids is None:
+            raise InvalidInputError(
+                f"table {definition.name!r} has ids of any number, which {kind} does not hold: give ids, a file for them"
+            )
+        check_writable(definition, kind, np.empty(0, np.uint64), dtype)
+        dense = definition.num_ids if rows_only and id_file is None else None
+        all_ids = _existing(connection, definition) if dense is None else np.arange(dense, dtype=np.uint64)
+        blocks = _pulled(connection, definition, all_ids, show)
+        write_rows(definition, file, None if rows_only else all_ids, len(all_ids), blocks, format, dtype)
+        if id_file is not None:
+            write_ids(definition, id_file, all_ids, kind)
+        return ExportResult(len(all_ids), time.monotonic() - begun)
 
     def _definition(self, table: str) -> TableDef:
         return self._connection.require_shards("import_rows").questions.get_table(table)
+
+
+def _existing(connection: Connection, definition: TableDef) -> NDArray[np.uint64]:
+    pages = [np.empty(0, np.uint64), *connection.known_ids(definition.name)]
+    return np.sort(np.concatenate(pages))
+
+
+def _pulled(connection: Connection, definition: TableDef, ids: NDArray[np.uint64], show: ExportProgress) -> Iterator[NDArray[Any]]:
+    step = block_rows(definition)
+    for at in range(0, len(ids), step):
+        [(rows, _)] = connection.pull_known([(definition, ids[at : at + step])])
+        show("exporting", min(at + step, len(ids)), len(ids))
+        yield rows

@@ -21,9 +21,8 @@ from kvemb.net.certificate_authority import Authority, Issued
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_config import TlsConfig, parse_tls
 from kvemb.net.tls_probe import HANGS_UP, look_at_port
-from kvemb.operate.certificate_findings import judge_certificates
 from kvemb.operate.cluster_status import survey
-from kvemb.operate.examination import examine
+from kvemb.operate.examination import examine, judge_certificates
 from kvemb.operate.findings import Finding
 from kvemb.protocol.message_format import installed_version
 from tests.integration.scraped import ports_side_by_side, value
