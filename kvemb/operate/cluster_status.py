@@ -11,6 +11,7 @@ from kvemb.coordination.shard_notes import newest_note, note_name, of_another
 from kvemb.errors import ConfigError, KvembError, StorageError, WrongNodeError, n_of
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import GET_STATUS, Empty, StatusReply
+from kvemb.schema.cluster_map import ClusterMap
 from kvemb.stores.row_io import HeldRows
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
@@ -59,10 +60,10 @@ def survey(config: Config) -> ClusterStatus:
     store = open_store(replace(config.storage, on_lost_node="fail"), role="trainer")
     servers = AllShards.of(config.servers)
     try:
-        replies, unknown = ask_all(servers, config.storage.timeout_s)
+        store.nodes.find(Deadline.after(config.storage.timeout_s))
+        replies, unknown = ask_all(servers, config.storage.timeout_s, store.nodes.cluster_map)
         shards = tuple(_shard(shard, servers.channels[shard].address, reply) for shard, reply in replies.items())
         try:
-            store.nodes.find(Deadline.after(config.storage.timeout_s))
             nodes = tuple(store.nodes.stats(Deadline.after(config.storage.timeout_s)))
         except StorageError as error:
             return ClusterStatus(shards, (), str(error), unknown)
@@ -81,20 +82,26 @@ def hasty(config: Config) -> Config:
     return replace(config, storage=replace(config.storage, timeout_s=min(config.storage.timeout_s, LOOK_S)))
 
 
-def ask_all(servers: "AllShards", timeout_s: float) -> tuple[dict[int, StatusReply | Exception], str]:
-    """Ask every shard for its status, those that shard 0 knows too; return the answers or errors, and a fault of kvemb.yaml or ""."""
+def ask_all(servers: "AllShards", timeout_s: float, on_nodes: ClusterMap) -> tuple[dict[int, StatusReply | Exception], str]:
+    """Ask every shard for its status, those that shard 0 knows too, or else the map on the nodes.
+
+    Returns:
+        The answers or errors, and a fault of kvemb.yaml or "".
+    """
     asked = {shard: servers.channels[shard].address for shard in servers.numbers}
     replies = servers.try_each(GET_STATUS, Empty(), Deadline.after(timeout_s))
     first, unknown = replies.get(0), ""
-    if isinstance(first, StatusReply) and not first.starting:
-        try:
+    try:
+        if isinstance(first, StatusReply) and not first.starting:
             servers.ask_map(Deadline.after(timeout_s))
-        except ConfigError as error:
-            unknown = str(error)
-        except KvembError:
-            pass  # it was there a moment ago
-        elsewhere = {shard: Empty() for shard in servers.numbers if servers.channels[shard].address != asked.get(shard)}
-        replies |= servers.try_each(GET_STATUS, elsewhere, Deadline.after(timeout_s))
+        elif on_nodes.version > servers.cluster_map.version:
+            servers.follow(on_nodes)
+    except ConfigError as error:
+        unknown = str(error)
+    except KvembError:
+        pass  # it was there a moment ago
+    elsewhere = {shard: Empty() for shard in servers.numbers if servers.channels[shard].address != asked.get(shard)}
+    replies |= servers.try_each(GET_STATUS, elsewhere, Deadline.after(timeout_s))
     return {shard: replies[shard] for shard in servers.numbers}, unknown
 
 

@@ -99,7 +99,7 @@ def examine(config: Config, our_version: str) -> Examination:
         else:
             stack.callback(servers.close)
             timeout_s = config.storage.timeout_s
-            statuses, unknown = ask_all(servers, timeout_s)
+            statuses, unknown = ask_all(servers, timeout_s, store.nodes.cluster_map)
             if unknown:
                 mend = "Use the kvemb.yaml that the shards were started with."
                 found.append(error("shard-count", "parameter_servers.shards", unknown, mend))

@@ -31,7 +31,8 @@ _NOT_READY = {
     "-BUSY ": "A script keeps it busy; wait, or end it with SCRIPT KILL.",
     "-MISCONF": "It cannot write its snapshots; look at its log and its disk.",
     "-NOREPLICAS": "It has fewer replicas than min-replicas-to-write; start them.",
-    "-ERR max number of clients": "Raise its maxclients, or close other connections.",
+    "-ERR max number of clients": "redis-cli gets no connection there either. End programs that hold some (`ss -tnp` on its host names "
+    "them) and type CONFIG SET maxclients 10000; or put that into redis.conf and start it again: the shards bring its rows back.",
     "-UNBLOCKED": "An operator ended the command (CLIENT UNBLOCK).",
     "ERROR Too many open connections": "Start it with a larger -c, or close other connections.",
     UNREAD.decode(): "Give it more (-m, or the line `cache_memlimit MEGABYTES`); it needs some for rows on their way from flash.",

@@ -127,7 +127,7 @@ def test_a_node_that_refuses_a_shards_user_is_waited_for_loudly(kind: str, requi
             node.execute_command("ACL", "SETUSER", "default", "nopass")
         ack.wait_applied(timeout_s=60)
         np.testing.assert_array_equal(table.pull(ids), np.full((200, 4), -1, np.float32))
-        assert value(port, "kvemb_shard_refused") == 0
+        until(lambda: value(port, "kvemb_shard_refused") == 0)
 
 
 def test_the_check_names_what_a_user_lacks_and_what_it_has_too_much(

@@ -109,6 +109,9 @@ def test_a_shard_that_came_back_at_another_address_is_looked_at_there_though_kve
         assert status.returncode == 0, status.stdout
         assert re.search(rf"^1 +{address} .* ok$", status.stdout, re.MULTILINE)
         assert run("doctor", path).returncode == 0
+        local.shards[0].kill()
+        assert re.search(rf"^1 +{address} .* ok$", (said := run("status", path).stdout), re.MULTILINE), said
+        assert f"shard 1 ({old})" not in run("doctor", path).stdout
 
 
 def test_connections_that_were_idle_while_a_shard_joined_ask_all_shards(require_server: Callable[[str], str]) -> None:

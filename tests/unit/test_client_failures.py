@@ -166,6 +166,9 @@ def test_a_shard_that_had_stopped_is_asked_again_and_pushes_go_on_once_it_is_men
     with pytest.raises(ShardFailedError, match="no room"):
         session.push(rows_of(2), soon()).wait()
     session.wait_applied(soon())  # nothing of it is left to be waited for
+    deadline = soon()
+    while session._streams[0]._failure is None:  # the stream has told the push, and is about to end
+        assert not deadline.expired
     shards[0].hello_error = ShardFailedError("still no room")
     with pytest.raises(ShardFailedError, match="still no room"):
         session.push(rows_of(3), soon())

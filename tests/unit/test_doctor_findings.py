@@ -78,7 +78,7 @@ def test_a_replica_within_a_redis_cluster_is_as_it_should_be() -> None:
 
 
 def test_a_node_that_answers_with_an_error_is_not_to_be_started() -> None:
-    full = "node n:1: does not serve now (-ERR max number of clients reached). Raise its maxclients, or close other connections."
+    full = "node n:1: does not serve now (-ERR max number of clients reached). End programs that hold some."
     (found,) = judge_node(replace(NODE, error=full), {})
     assert (found.name, found.mend.startswith("It runs")) == ("node-unreachable", True)
     (found,) = judge_node(replace(NODE, error="node n:1: cannot connect: Connection refused."), {})
