@@ -10,13 +10,14 @@ and does not send it. A change that the other side must not overlook raises the 
 `installed_version` says which kvemb this process runs; shards and clients compare it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache, partial
 from typing import Any, Self, dataclass_transform
 
 import msgpack
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from kvemb.arrays.rounding import storage_dtype
@@ -265,3 +266,17 @@ def installed_version() -> str:
         return version("kvemb")
     except PackageNotFoundError:
         return ""
+
+
+def digest_tables(tables: list[TableRows], prefetched: Sequence[TableRows] = ()) -> int:
+    """Return the xxh3-64 digest of the arrays of a push part."""
+    state = xxhash.xxh3_64()
+    for number, rows in enumerate([*tables, *prefetched]):
+        if number == len(tables):
+            state.update(b"held ")  # a table of rows without weights would digest like rows that are prefetched
+        # Sizes too: without them the same bytes split otherwise (an id taken for a version) would digest alike.
+        state.update(f"{rows.table} {len(rows.ids)} {rows.rows.size} {rows.dtype} {len(rows.versions)} ".encode())
+        for array in (rows.ids, rows.rows, rows.versions):
+            state.update(np.ascontiguousarray(array).data)
+        state.update(repr(sorted(rows.hyper.items())).encode())
+    return state.intdigest()

@@ -1,11 +1,7 @@
 """The messages between trainers and parameter servers, and the verbs that they belong to. Those of a capability are in its folder. Pure."""
 
-from collections.abc import Sequence
 from dataclasses import field
 from typing import Any
-
-import numpy as np
-import xxhash
 
 from kvemb.errors import MessageError
 from kvemb.protocol.message_format import ChangedRowsBlock, Message, TableRows
@@ -307,20 +303,6 @@ class ByeRequest(Message):
 
     trainer: str
     incarnation: int
-
-
-def digest_tables(tables: list[TableRows], prefetched: Sequence[TableRows] = ()) -> int:
-    """Return the xxh3-64 digest of the arrays of a push part."""
-    state = xxhash.xxh3_64()
-    for number, rows in enumerate([*tables, *prefetched]):
-        if number == len(tables):
-            state.update(b"held ")  # a table of rows without weights would digest like rows that are prefetched
-        # Sizes too: without them the same bytes split otherwise (an id taken for a version) would digest alike.
-        state.update(f"{rows.table} {len(rows.ids)} {rows.rows.size} {rows.dtype} {len(rows.versions)} ".encode())
-        for array in (rows.ids, rows.rows, rows.versions):
-            state.update(np.ascontiguousarray(array).data)
-        state.update(repr(sorted(rows.hyper.items())).encode())
-    return state.intdigest()
 
 
 HELLO = Verb("Hello", HelloRequest, HelloReply, TRAINERS, repeatable=True)

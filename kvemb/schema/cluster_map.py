@@ -96,7 +96,7 @@ class ClusterMap:
         """The existing shards, ascending, with and without slots."""
         return tuple(number for number in range(self.n_shards) if not self.shards or self.shards[number].said_by != GONE)
 
-    @property
+    @cached_property
     def shards_serial(self) -> int:
         """The serial with which the shards' half came into force: writes are routed by that half alone."""
         return self.serial - self.n_node_moves

@@ -20,8 +20,8 @@ from kvemb.errors import (
     TableDroppedError,
     UnknownTableError,
 )
-from kvemb.protocol.message_format import TableRows
-from kvemb.protocol.messages import PushPart, digest_tables
+from kvemb.protocol.message_format import TableRows, digest_tables
+from kvemb.protocol.messages import PushPart
 from kvemb.protocol.shard_routing import MapSource
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, HOLDING, SHARDS

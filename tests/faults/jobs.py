@@ -9,8 +9,8 @@ import kvemb
 from kvemb.client.ack import Ack
 from kvemb.errors import KvembError
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.message_format import TableRows
-from kvemb.protocol.messages import PushPart, digest_tables
+from kvemb.protocol.message_format import TableRows, digest_tables
+from kvemb.protocol.messages import PushPart
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.slots import N_SLOTS
 from kvemb.schema.table_def import TableDef

@@ -15,8 +15,8 @@ import kvemb
 from kvemb.errors import MessageError
 from kvemb.local_cluster.launcher import LocalCluster
 from kvemb.net.certificate_authority import Issued
-from kvemb.protocol.message_format import TableRows
-from kvemb.protocol.messages import SERVICE, DescribeReply, Empty, HelloReply, HelloRequest, PushPart, Reply, digest_tables
+from kvemb.protocol.message_format import TableRows, digest_tables
+from kvemb.protocol.messages import SERVICE, DescribeReply, Empty, HelloReply, HelloRequest, PushPart, Reply
 from paramserver.rpc import handlers
 from tests.fuzz.http2 import odd_connection
 from tests.fuzz.mutation import corpus, golden_messages, mutated, odd_message

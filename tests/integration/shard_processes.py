@@ -18,7 +18,7 @@ import kvemb.optim
 from kvemb.config import StorageConfig
 from kvemb.local_cluster.processes import free_ports
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.message_format import TableRows
+from kvemb.protocol.message_format import TableRows, digest_tables
 from kvemb.protocol.messages import (
     CountReply,
     CreateTableRequest,
@@ -28,7 +28,6 @@ from kvemb.protocol.messages import (
     PushPart,
     TableReply,
     TableRequest,
-    digest_tables,
 )
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart

@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 import kvemb
 from kvemb.api import Cluster
-from kvemb.client import push_session
+from kvemb.client import part_numbering, push_session
 from kvemb.client.ack import Ack
 from kvemb.config import StorageConfig
 from kvemb.datapath.prefetched_rows import route_prefetched
 from kvemb.errors import ClosedError, InvalidInputError, ShardUnavailableError, UnknownTableError
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import free_ports
-from kvemb.protocol.messages import digest_tables
+from kvemb.protocol.message_format import digest_tables
 from kvemb.protocol.shard_routing import split
 from tests.integration.shard_processes import Cluster as Shards
 from tests.integration.shard_processes import Server, part, redis_command
@@ -121,7 +121,7 @@ def test_a_step_is_released_before_storage_has_it_and_pulls_wait_for_that() -> N
 
 
 def test_every_part_of_a_push_that_holds_rows_is_released_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push_session, "split", lambda tables: split(tables, 600))
+    monkeypatch.setattr(part_numbering, "split", lambda tables: split(tables, 600))
     rng = np.random.default_rng(6)
     with warm("redis", shards=2, mode="sync", trainers=1) as local, kvemb.connect(local.url, trainer="a") as trainer:
         create(trainer, "t")

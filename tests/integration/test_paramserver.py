@@ -25,7 +25,7 @@ from kvemb.errors import (
     WrongNodeError,
 )
 from kvemb.local_cluster.processes import free_ports
-from kvemb.protocol.message_format import TableRows
+from kvemb.protocol.message_format import TableRows, digest_tables
 from kvemb.protocol.messages import (
     ByeRequest,
     CountReply,
@@ -41,7 +41,6 @@ from kvemb.protocol.messages import (
     StatusReply,
     TableReply,
     TableRequest,
-    digest_tables,
 )
 from kvemb.schema.table_def import TableDef
 from tests.integration.shard_processes import TABLE, Cluster, Server, Shard, cluster, first_rows, part, server, until

@@ -20,7 +20,7 @@ from matrix import one_of
 import kvemb
 import kvemb.init
 import kvemb.optim
-from kvemb.client import push_session
+from kvemb.client import part_numbering
 from kvemb.config import StorageConfig, load
 from kvemb.errors import KvembError, ShardUnavailableError
 from kvemb.local_cluster import LocalCluster
@@ -68,8 +68,8 @@ def test_every_push_is_applied_exactly_once_while_shards_are_killed_under_load(k
 @pytest.mark.full
 def test_a_push_in_many_parts_survives_a_kill_as_a_whole(require_server: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     require_server("redis-server")
-    original = push_session.split
-    monkeypatch.setattr(push_session, "split", lambda tables: original(tables, 1 << 12))
+    original = part_numbering.split
+    monkeypatch.setattr(part_numbering, "split", lambda tables: original(tables, 1 << 12))
     with LocalCluster("redis") as local, kvemb.connect(local.url) as cluster:
         table = cluster.create_table("ledger", dim=4, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
         ids, grads = np.arange(8000), -np.ones((8000, 4), np.float32)  # 47 parts, where 8 make a full window

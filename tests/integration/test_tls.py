@@ -15,8 +15,8 @@ from kvemb.config import load
 from kvemb.errors import AccessDeniedError, ConfigError, ShardUnavailableError
 from kvemb.net.certificate_authority import Authority, Issued
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.message_format import TableRows
-from kvemb.protocol.messages import BYE, HELLO, ByeRequest, HelloRequest, PushPart, PushReply, digest_tables
+from kvemb.protocol.message_format import TableRows, digest_tables
+from kvemb.protocol.messages import BYE, HELLO, ByeRequest, HelloRequest, PushPart, PushReply
 from tests.integration.shard_processes import PATIENCE_S, until
 from tests.integration.tls_clusters import NAME, TlsCluster, running
 from tests.integration.tls_storage import start_tls_servers

@@ -19,7 +19,7 @@ from kvemb.errors import MoveRefusedError, SlotsMovedError, from_wire
 from kvemb.local_cluster.launcher import LocalCluster
 from kvemb.local_cluster.processes import free_ports
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.message_format import TableRows
+from kvemb.protocol.message_format import TableRows, digest_tables
 from kvemb.protocol.messages import (
     DESCRIBE,
     GET_STATUS,
@@ -28,7 +28,6 @@ from kvemb.protocol.messages import (
     HelloRequest,
     PushPart,
     PushReply,
-    digest_tables,
 )
 from kvemb.schema.cluster_map import equal_runs
 from kvemb.schema.slots import N_SLOTS

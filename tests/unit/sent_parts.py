@@ -7,8 +7,8 @@ import numpy as np
 import kvemb.init
 import kvemb.optim
 from kvemb.errors import UnknownTableError
-from kvemb.protocol.message_format import TableRows
-from kvemb.protocol.messages import PushPart, digest_tables
+from kvemb.protocol.message_format import TableRows, digest_tables
+from kvemb.protocol.messages import PushPart
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.table_def import TableDef
 from tests.owners import shard_of

@@ -7,10 +7,11 @@ from typing import Any
 import grpc
 import pytest
 
-from kvemb.client import push_sender, push_session
+from kvemb.client import part_numbering, push_sender
 from kvemb.client.ack import Ack
 from kvemb.client.outbox import WINDOW_PARTS
 from kvemb.client.push_session import PushSession
+from kvemb.client.push_waits import PushWaits
 from kvemb.client.shard_channel import SAY_AFTER_S, ShardChannel
 from kvemb.errors import ClosedError, FencedError, MessageError, PushRejectedError, ShardFailedError, ShardUnavailableError, to_wire
 from kvemb.net.deadline import Deadline
@@ -110,8 +111,9 @@ def test_whoever_waits_in_vain_hears_why_within_the_time_that_was_given(
     shards: list[FakeShard], connect: Connections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards[0].script = silent
-    session, asked = connect(), list[tuple[int, float]]()
-    monkeypatch.setattr(session, "_trouble", lambda shard, deadline: asked.append((shard, deadline.timeout_s)) or "it sleeps")
+    asked = list[tuple[int, float]]()
+    monkeypatch.setattr(PushWaits, "trouble", lambda self, shard, deadline: asked.append((shard, deadline.timeout_s)) or "it sleeps")
+    session = connect()
     ack = session.push(rows_of(7), soon())
     with pytest.raises(ShardUnavailableError, match=r"not accepted within 0.2 s by shard 0 .*\(it sleeps\)"):
         ack.wait(0.2)
@@ -216,8 +218,8 @@ def test_a_shard_that_refuses_a_known_trainer_is_an_error(shards: list[FakeShard
 def test_parts_of_an_unfinished_push_are_sent_again_to_a_shard_that_dropped_them(
     shards: list[FakeShard], connect: Connections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = push_session.split
-    monkeypatch.setattr(push_session, "split", lambda tables: original(tables, 100))
+    original = part_numbering.split
+    monkeypatch.setattr(part_numbering, "split", lambda tables: original(tables, 100))
     first_is_in = threading.Event()
 
     def hold_the_first(shard: FakeShard, part: PushPart) -> Iterator[PushReply]:
@@ -237,8 +239,8 @@ def test_parts_of_an_unfinished_push_are_sent_again_to_a_shard_that_dropped_them
 def test_a_push_longer_than_the_window_goes_out_whole_before_anything_of_it_is_accepted(
     shards: list[FakeShard], connect: Connections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = push_session.split
-    monkeypatch.setattr(push_session, "split", lambda tables: original(tables, 100))
+    original = part_numbering.split
+    monkeypatch.setattr(part_numbering, "split", lambda tables: original(tables, 100))
 
     def as_a_whole(shard: FakeShard, part: PushPart) -> Iterator[PushReply]:
         if not part.more:
@@ -255,8 +257,8 @@ def test_a_push_longer_than_the_window_goes_out_whole_before_anything_of_it_is_a
 def test_all_parts_of_a_refused_push_leave_their_sequences_free(
     shards: list[FakeShard], connect: Connections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = push_session.split
-    monkeypatch.setattr(push_session, "split", lambda tables: original(tables, 100))
+    original = part_numbering.split
+    monkeypatch.setattr(part_numbering, "split", lambda tables: original(tables, 100))
 
     def refuse_as_a_whole(shard: FakeShard, part: PushPart) -> Iterator[PushReply]:
         if not part.more:

@@ -23,7 +23,7 @@ from kvemb.feed import feed_messages as feed
 from kvemb.life import eviction_messages as life
 from kvemb.operate import inspection_messages as inspection
 from kvemb.protocol import messages as m
-from kvemb.protocol.message_format import MAGIC, MAX_MESSAGE_BYTES, PROTOCOL_VERSION, ChangedRowsBlock, Message, TableRows
+from kvemb.protocol.message_format import MAGIC, MAX_MESSAGE_BYTES, PROTOCOL_VERSION, ChangedRowsBlock, Message, TableRows, digest_tables
 from kvemb.sample import row_sample as samples
 from kvemb.scaling import move_messages as moves
 
@@ -336,17 +336,17 @@ def test_a_message_above_the_limit_is_refused_unread() -> None:
 
 
 def test_the_digest_tells_other_data() -> None:
-    base = m.digest_tables([rows()])
+    base = digest_tables([rows()])
     changed = rows()
     changed.rows[1, 2] += 1
     others = [rows(3), rows(versions=False), rows(hyper={"lr": 0.5}), rows(hyper={"lr": 0.25}), changed]
     halves = rows(dtype="float16")
     others += [halves, replace(halves, rows=halves.rows.view(np.uint16), dtype="bfloat16")]  # the same bytes under another name
-    digests = [m.digest_tables([other]) for other in others] + [m.digest_tables([]), m.digest_tables([rows(), rows()])]
-    assert base == m.digest_tables([rows()])
+    digests = [digest_tables([other]) for other in others] + [digest_tables([]), digest_tables([rows(), rows()])]
+    assert base == digest_tables([rows()])
     assert len({base, *digests}) == len(digests) + 1
     decoded = m.PushPart.decode(part([rows()]).encode())
-    assert m.digest_tables(decoded.tables) == base
+    assert digest_tables(decoded.tables) == base
 
 
 def test_the_digest_tells_ids_from_versions() -> None:
@@ -354,16 +354,16 @@ def test_the_digest_tells_ids_from_versions() -> None:
     none, nothing = np.empty(0, dtype=np.uint64), np.empty((2, 0), dtype=np.float32)
     first = TableRows("t", 0, ids, nothing, none)
     second = TableRows("t", 0, none, nothing[:0], ids)
-    assert m.digest_tables([first]) != m.digest_tables([second])
+    assert digest_tables([first]) != digest_tables([second])
 
 
 def test_the_digest_tells_prefetched_rows_from_pushed_ones() -> None:
     pushed, prefetched = rows(), rows(2, 0)
     digests = {
-        m.digest_tables([pushed], []),
-        m.digest_tables([pushed], [prefetched]),
-        m.digest_tables([pushed, prefetched]),
-        m.digest_tables([], [prefetched]),
+        digest_tables([pushed], []),
+        digest_tables([pushed], [prefetched]),
+        digest_tables([pushed, prefetched]),
+        digest_tables([], [prefetched]),
     }
     assert len(digests) == 4
 

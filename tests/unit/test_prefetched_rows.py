@@ -17,8 +17,8 @@ from kvemb.datapath.prefetched_rows import (
     route_prefetched,
 )
 from kvemb.errors import MessageError
-from kvemb.protocol.message_format import ChangedRowsBlock
-from kvemb.protocol.messages import PushPart, PushReply, digest_tables
+from kvemb.protocol.message_format import ChangedRowsBlock, digest_tables
+from kvemb.protocol.messages import PushPart, PushReply
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.table_def import TableDef
 from tests.owners import shard_of

@@ -9,8 +9,8 @@ from memory_store import memory_node
 from kvemb.arrays.record_cache import CacheBudget
 from kvemb.arrays.rounding import to_float32
 from kvemb.errors import PushRejectedError, SlotsMovedError
-from kvemb.protocol.message_format import ChangedRowsBlock
-from kvemb.protocol.messages import PushReply, digest_tables
+from kvemb.protocol.message_format import ChangedRowsBlock, digest_tables
+from kvemb.protocol.messages import PushReply
 from kvemb.schema.record import make_version
 from paramserver.apply.changed_rows import ChangedRowsFinder
 from paramserver.engine.batch_records import PreparedRows

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvemb.client import push_session
+from kvemb.client import part_numbering, push_session
 from kvemb.errors import ShardFailedError, ShardUnavailableError, to_wire
-from kvemb.protocol.messages import PushPart, PushReply, digest_tables
+from kvemb.protocol.message_format import digest_tables
+from kvemb.protocol.messages import PushPart, PushReply
 from tests.unit.fake_shard import WAIT_S, Connections, FakeShard, accept, apply, owned, rows_of, soon
 
 
@@ -83,8 +84,8 @@ def test_the_caller_may_change_its_arrays_as_soon_as_push_returns(shards: list[F
 
 
 def test_a_large_push_is_cut_and_marked(shards: list[FakeShard], connect: Connections, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = push_session.split
-    monkeypatch.setattr(push_session, "split", lambda tables: original(tables, 100))
+    original = part_numbering.split
+    monkeypatch.setattr(part_numbering, "split", lambda tables: original(tables, 100))
     connect().push(rows_of(*range(13)), soon()).wait_applied()
     assert [(len(p.tables[0].ids), p.more, p.step) for p in shards[0].parts] == [(6, True, 1), (6, True, 1), (1, False, 1)]
 

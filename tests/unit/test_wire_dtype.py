@@ -7,7 +7,8 @@ from kvemb import init, optim
 from kvemb.arrays.rounding import to_float32
 from kvemb.datapath.push import prepare_push
 from kvemb.errors import InvalidInputError
-from kvemb.protocol.messages import PushPart, digest_tables
+from kvemb.protocol.message_format import digest_tables
+from kvemb.protocol.messages import PushPart
 from kvemb.protocol.shard_routing import route, split
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.table_def import TableDef
