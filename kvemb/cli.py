@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import FrameType
+from typing import TypeAlias
 
 from kvemb.commands.verb_options import (
     AddressesThenFile,
@@ -30,6 +31,7 @@ from kvemb.stores.storage_kinds import DEFAULT_KIND, KINDS
 
 # 128 + SIGINT, as a shell reports a program that Ctrl-C ended.
 _INTERRUPTED = 130
+_Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -117,11 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.set_defaults(run=_demo, refuse=demo.error)
     verbs.add_parser("shard", help="run one parameter-server shard; `kvemb shard --help` shows its options")
-    status = verbs.add_parser("status", help="show nodes, rows, memory headroom and the lag of every shard")
-    takes_config(status)
+    status = _verb(verbs, "status", "show nodes, rows, memory headroom and the lag of every shard", "status_command.status_command")
     status.add_argument("--json", action="store_true", help="for programs: one line of JSON")
     status.add_argument("--watch", nargs="?", type=_count, const=2, metavar="S", help="look again every S seconds (2 unless given)")
-    status.set_defaults(run=_runs("status_command", "status_command"))
     _add_table_verbs(verbs)
     init = verbs.add_parser("init", help="write a kvemb.yaml with a comment on every key")
     takes_config(init, what="where to (default: ./kvemb.yaml)")
@@ -144,28 +144,24 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="for programs: one line of JSON")
     add_conformance(doctor)
     doctor.set_defaults(run=_doctor)
-    certificates = verbs.add_parser(
-        "certificates", help="make an authority and certificates for a trial of TLS: shards, trainers, admin, storage"
-    )
-    takes_config(certificates)
+    text = "make an authority and certificates for a trial of TLS: shards, trainers, admin, storage"
+    certificates = _verb(verbs, "certificates", text, "setup_commands.certificates_command")
     certificates.add_argument("--out", default="tls", metavar="FOLDER", help="where to, from the cluster's file on (default tls)")
     certificates.add_argument("--days", type=positive, default=30.0, metavar="N", help="how long they are good for (default 30)")
-    certificates.set_defaults(run=_runs("setup_commands", "certificates_command"))
-    acl = verbs.add_parser("acl", help="print users for Redis and Valkey nodes: trainers that only read, shards that only do what they do")
-    takes_config(acl)
+    acl = _verb(
+        verbs,
+        "acl",
+        "print users for Redis and Valkey nodes: trainers that only read, shards that only do what they do",
+        "setup_commands.acl_command",
+    )
     acl.add_argument("--check", choices=("trainer", "shard"), help="ask every node whether kvemb.yaml's user is as this role's should be")
-    acl.set_defaults(run=_runs("setup_commands", "acl_command"))
-    repair = verbs.add_parser("repair", help="restore rows that storage nodes have lost, from the shards' journals")
-    takes_config(repair)
+    repair = _verb(verbs, "repair", "restore rows that storage nodes have lost, from the shards' journals", "status_command.repair_command")
     repair.add_argument("--node", action="append", default=[], metavar="ADDR", help="compare this node row by row too; may be repeated")
     repair.add_argument("--all", action="store_true", help="compare every node row by row")
     repair.add_argument("--timeout", type=_count, default=3600, metavar="S", help="seconds to wait for the end (default 3600)")
-    repair.set_defaults(run=_runs("status_command", "repair_command"))
-    drop = verbs.add_parser("drop", help="delete a table with all its rows")
-    takes_config(drop)
+    drop = _verb(verbs, "drop", "delete a table with all its rows", "table_commands.drop_command")
     drop.add_argument("table", help="its name")
     drop.add_argument("--yes", action="store_true", help="do it; without, only say how many rows there are")
-    drop.set_defaults(run=_runs("table_commands", "drop_command"))
     _add_alter(verbs)
     _add_checkpoint_verbs(verbs)
     _add_foreign_verbs(verbs)
@@ -186,30 +182,31 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_table_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    tables = verbs.add_parser("tables", help="list the tables: rows, steps, bytes")
-    show = verbs.add_parser("show", help="show one row: values, version, where it is, and whether shard and storage agree")
-    for verb, command in ((tables, "tables_command"), (show, "show_command")):
-        takes_config(verb)
+def _add_table_verbs(verbs: _Verbs) -> None:
+    tables = _verb(verbs, "tables", "list the tables: rows, steps, bytes", "table_commands.tables_command")
+    text = "show one row: values, version, where it is, and whether shard and storage agree"
+    show = _verb(verbs, "show", text, "table_commands.show_command")
+    for verb in (tables, show):
         verb.add_argument("--json", action="store_true", help="for programs: one line of JSON")
-        verb.set_defaults(run=_runs("table_commands", command))
     tables.add_argument("--evictions", action="store_true", help="rows that the tables' policies have erased, since each shard was started")
     tables.add_argument("--dry-run", action="store_true", help="rows that they would erase now; nothing is erased")
     tables.add_argument("--timeout", type=positive, default=600.0, metavar="SECONDS", help="of these two: the second looks at every row")
-    feed = verbs.add_parser("feed", help="print a line for everything that the shards change, until it is ended")
-    takes_config(feed)
+    feed = _verb(verbs, "feed", "print a line for everything that the shards change, until it is ended", "feed_command.feed_command")
     feed.add_argument("--tables", default="", metavar="A,B", help="their names (default: all)")
     feed.add_argument("--from", dest="start", default="now", metavar="X", help="now (default), start, or an event's position")
     feed.add_argument("--weights", action="store_true", help="read the rows' weights from storage, too (for --json)")
     feed.add_argument("--json", action="store_true", help="for programs: each line an object")
-    feed.set_defaults(run=_runs("feed_command", "feed_command"))
     show.add_argument("table", help="its table")
     show.add_argument("id", type=_id, help="its id; any other word is hashed, as kvemb.hash_ids does")
 
 
-def _add_alter(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    alter = verbs.add_parser("alter", help="give a table that has rows another definition; its pushes wait meanwhile, pulls go on")
-    takes_config(alter)
+def _add_alter(verbs: _Verbs) -> None:
+    alter = _verb(
+        verbs,
+        "alter",
+        "give a table that has rows another definition; its pushes wait meanwhile, pulls go on",
+        "table_commands.alter_command",
+    )
     alter.add_argument("table", help="its name")
     alter.add_argument("--dim", type=_count, metavar="N", help="weights of a row")
     alter.add_argument(
@@ -223,10 +220,9 @@ def _add_alter(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     alter.add_argument("--abort", action="store_true", help="give up an alteration that was broken off, or erase what one has left")
     alter.add_argument("--dry-run", action="store_true", help="only say what would become of the rows")
     alter.add_argument("--yes", action="store_true", help="do not ask")
-    alter.set_defaults(run=_runs("table_commands", "alter_command"))
 
 
-def _add_move_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_move_verbs(verbs: _Verbs) -> None:
     nodes = verbs.add_parser("nodes", help="show the storage nodes; let some join, leave or take other shares while training goes on")
     takes_words(nodes, ("show", "add", "remove", "replace", "rebalance"), "host:port")
     nodes.add_argument("--weights", default="", metavar="ADDR=W,...", help="shares of nodes; 1 of those that are not named")
@@ -246,7 +242,7 @@ def _add_move_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]"
         verb.set_defaults(run=_runs("scaling_commands", command))
 
 
-def _add_checkpoint_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_checkpoint_verbs(verbs: _Verbs) -> None:
     save = _checkpoint_verb(verbs, "save", "save every table while training goes on", "path or URL of the new checkpoint")
     save.add_argument("--base", default="", metavar="URL", help="a checkpoint beside it: save only what has changed since")
     save.add_argument("--weights-only", action="store_true", help="leave the optimizer's state out, for serving")
@@ -278,9 +274,13 @@ def _add_checkpoint_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentPa
     prune.add_argument("--dry-run", action="store_true", help="only say which would be deleted")
 
 
-def _add_foreign_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    bring = verbs.add_parser("import", help="set rows of a table from a file of another program; a row that is there is written over")
-    takes_config(bring)
+def _add_foreign_verbs(verbs: _Verbs) -> None:
+    bring = _verb(
+        verbs,
+        "import",
+        "set rows of a table from a file of another program; a row that is there is written over",
+        "foreign_commands.import_command",
+    )
     bring.add_argument("table", help="its name")
     bring.add_argument("url", help="path or URL of the file, or of a folder of Parquet files")
     bring.add_argument("--format", default="", help="of the file, where its ending does not tell")
@@ -290,25 +290,25 @@ def _add_foreign_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParse
         "--state", action="append", default=[], metavar="[FIELD=]NAME", help="its array of the optimizer's state, or of one field of it"
     )
     bring.add_argument("--resume", action="store_true", help="go on behind the rows that the table has already")
-    bring.set_defaults(run=_runs("foreign_commands", "import_command"))
-    give = verbs.add_parser("export", help="write the rows of a table into a file that other programs read")
-    takes_config(give)
+    give = _verb(verbs, "export", "write the rows of a table into a file that other programs read", "foreign_commands.export_command")
     give.add_argument("table", help="its name")
     give.add_argument("url", help="path or URL of the file: .npy, .safetensors, .parquet, .pt")
     give.add_argument("--format", default="", help="of the file, where its ending does not tell")
     give.add_argument("--ids", metavar="URL", help="of npy: a further file for the ids")
     give.add_argument("--dtype", default="", metavar="float16|int8", help="of the weights in the file, int8 with a scale for each row")
-    give.set_defaults(run=_runs("foreign_commands", "export_command"))
 
 
-def _checkpoint_verb(
-    verbs: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, text: str, url: str, *, config: bool = True
-) -> argparse.ArgumentParser:
+def _checkpoint_verb(verbs: _Verbs, name: str, text: str, url: str, *, config: bool = True) -> argparse.ArgumentParser:
+    verb = _verb(verbs, name, text, f"checkpoint_commands.{name}_command", config=config)
+    verb.add_argument("url", help=url)
+    return verb
+
+
+def _verb(verbs: _Verbs, name: str, text: str, runs: str, *, config: bool = True) -> argparse.ArgumentParser:
     verb = verbs.add_parser(name, help=text)
     if config:
         takes_config(verb)
-    verb.add_argument("url", help=url)
-    verb.set_defaults(run=_runs("checkpoint_commands", f"{name}_command"))
+    verb.set_defaults(run=_runs(*runs.split(".")))
     return verb
 
 

@@ -22,10 +22,9 @@ from kvemb.stores.redis_server.compare_and_set import swap_words
 from kvemb.stores.redis_server.redis_commands import Word, ask_all, shown
 from kvemb.stores.redis_server.redis_login import RedisAccess, fields_of, logged_in
 from kvemb.testing.bucket_contract import BucketedStoreContract
-from kvemb.testing.conflict_contract import ConflictContract
 from kvemb.testing.node_contract import NodeContract
 from kvemb.testing.repair_contract import RepairContract
-from kvemb.testing.rows_contract import RowsContract
+from kvemb.testing.rows_contract import ConflictContract, RowsContract
 from kvemb.testing.scratch_nodes import PREFIX, ScratchNodes
 from kvemb.testing.shared_use_contract import SharedUseContract
 from kvemb.testing.store_contract import PagedStoreContract

@@ -22,8 +22,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.stores import read_retry
 from kvemb.stores.row_io import WritePart
 from kvemb.stores.store import Store
-from kvemb.testing.contract_nodes import Nodes, StoreOnNodes
-from kvemb.testing.contract_rows import CLUSTER, GENERATION, read, records_of, require_rows, within, write
+from kvemb.testing.contract_nodes import CLUSTER, GENERATION, Nodes, StoreOnNodes, read, records_of, require_rows, within, write
 
 
 class NodeContract(StoreOnNodes):

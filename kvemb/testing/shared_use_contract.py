@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from kvemb.errors import ClosedError
 from kvemb.stores.row_io import WritePart
 from kvemb.stores.store import Store
-from kvemb.testing.contract_nodes import Nodes, StoreOnNodes
-from kvemb.testing.contract_rows import (
+from kvemb.testing.contract_nodes import (
+    Nodes,
+    StoreOnNodes,
     read,
     records_of,
     require_rows,

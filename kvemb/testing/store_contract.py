@@ -20,14 +20,13 @@ from kvemb.schema.keys import RowKeys
 from kvemb.schema.pages import PagedKeys, page_layout, paged_keys
 from kvemb.stores.row_io import WritePart
 from kvemb.stores.store import Store
-from kvemb.testing.conflict_contract import ConflictContract
-from kvemb.testing.contract_nodes import Nodes
-from kvemb.testing.contract_rows import (
+from kvemb.testing.contract_nodes import (
     CLUSTER,
     GENERATION,
     N_PAGED_IDS,
     SIZE,
     TAG,
+    Nodes,
     bucket_keys,
     keys_for,
     protocol_records,
@@ -39,7 +38,7 @@ from kvemb.testing.contract_rows import (
     write,
 )
 from kvemb.testing.node_contract import NodeContract
-from kvemb.testing.rows_contract import RowsContract
+from kvemb.testing.rows_contract import ConflictContract, RowsContract
 from kvemb.testing.shared_use_contract import SharedUseContract
 
 __all__ = [
