@@ -57,6 +57,7 @@ def keras_objects() -> dict[str, Any]:
         "jax.trainer": import_module("keras.src.backend.jax.trainer") if backend == "jax" else _Any(),
         "EpochIterator": import_module("keras.src.trainers.epoch_iterator").EpochIterator,
         "torch": import_module("torch") if backend == "torch" else _Any(),
+        "torch._C": import_module("torch")._C if backend == "torch" else _Any(),
     }
 
 
@@ -116,7 +117,8 @@ USED: dict[str, dict[str, str]] = {
         "Variable": "_shape _value",
         "jax.trainer": "_distribute_data",
         "EpochIterator": "_get_iterator",
-        "torch": "_C _current_graph_task_id",
+        "torch": "_C",
+        "torch._C": "_current_graph_task_id",
     },
     "tensorflow": {
         "Module": "_flatten",
