@@ -272,5 +272,5 @@ def test_a_repair_names_every_shard_that_is_away_and_does_not_wait_for_its_whole
             ShardUnavailableError, match=r"(?s)away: 2 of 3 shards. Nothing was begun: shard 0 .*No process.*shard 1 .*No process"
         ):
             repair(config, all_nodes=True, timeout_s=2 * PATIENCE_S)
-    said = [record.getMessage() for record in caplog.records if "waited for" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "waiting for" in record.getMessage()]
     assert [f"shard {shard} (" in text for shard, text in enumerate(said)] == [True, True]
