@@ -102,15 +102,11 @@ def round_stochastic(
     versions: NDArray[np.uint64] | int,  # [n] uint64 or one int in [0, 2**64): the version the rows are written with
     seed: int,
 ) -> NDArray[Any]:
-    """Round up or down at random so that the expected stored value is the weight: small updates are not lost.
+    """Round up or down at random, to [n, d] of storage_dtype(name), so that the expected value is the weight: small updates are not lost.
 
-    The draw is a pure function of (seed, id, column, version): replaying an apply gives the same bits. Values that are
-    exact stay. Finite weights beyond the largest finite value become that value; infinities and NaN stay what they are.
-    The probability of rounding up is exact, except among float16's subnormals, where it is rounded to a multiple of
-    2**-32.
-
-    Returns:
-        [n, d] of storage_dtype(name).
+    The draw is a pure function of (seed, id, column, version): replaying an apply gives the same bits. Values that are exact stay. Finite
+    weights beyond the largest finite value become that value; infinities and NaN stay what they are. The probability of rounding up is
+    exact, except among float16's subnormals, where it is rounded to a multiple of 2**-32.
 
     Source: Gupta et al., "Deep learning with limited numerical precision", ICML 2015.
     """
@@ -198,12 +194,9 @@ def _stochastic_float16(bits: NDArray[np.uint32], lanes: NDArray[np.uint32]) -> 
 
 
 def to_int8(rows: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Return rows as integers, int8 [n, dim], and what each row's are to be multiplied by, float32 [n].
+    """Return finite rows, float32 [n, dim], as int8 [n, dim], and what each row's are to be multiplied by, float32 [n].
 
     A value is off by at most scale / 2 and the rounding of float32. Rows whose largest magnitude is below 1.5e-36 become zeros.
-
-    Args:
-        rows: float32 [n, dim], finite.
     """
     scale = np.abs(rows).max(axis=1, initial=0.0) / np.float32(127)
     scale[scale < _TINY] = 0.0  # below it float32 has too few digits left to divide by
@@ -212,11 +205,6 @@ def to_int8(rows: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.flo
 
 
 def from_int8(values: NDArray[np.int8], scale: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the rows of `to_int8`: float32 [n, dim].
-
-    Args:
-        values: int8 [n, dim].
-        scale: float32 [n].
-    """
+    """Return the rows of `to_int8`: float32 [n, dim]."""
     rows: NDArray[np.float32] = values.astype(np.float32) * scale.astype(np.float32, copy=False)[:, None]
     return rows

@@ -237,11 +237,7 @@ def _decide(store: Store, decision: Decision, timeout_s: float) -> None:
 
 
 def _watch(loading: Loading, load_id: str, stall_timeout_s: float, progress: LoadProgress | None) -> list[Report]:
-    """Wait until every shard has loaded and serves.
-
-    Raises:
-        CheckpointError: a shard has failed, or none has made progress for so long. The load stays decided.
-    """
+    """Wait until every shard has loaded and serves; CheckpointError: one failed, or none gets further. The load stays decided."""
     begun = moved = time.monotonic()
     seen = ""
     while True:

@@ -117,11 +117,7 @@ class OwnerFence:
         require_not_fenced(copies, self.shard, self.epoch)
 
     def require_ours(self, copy: bytes | None, where: str, elsewhere: Callable[[], Iterable[bytes | None]] = lambda: ()) -> None:
-        """Raise once another process owns the shard. Where this copy names no owner, the other copies are read.
-
-        Raises:
-            DamagedCopyError: the copy is damaged, and nothing else says that the shard is ours.
-        """
+        """Raise once another process owns the shard; where this copy names no owner or is damaged, the other copies are read."""
         if copy == self.record:
             return
         self.require_not_behind([copy])

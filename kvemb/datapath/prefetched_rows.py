@@ -66,14 +66,7 @@ class ChangedRows(NamedTuple):
 
 
 def prepare_prefetched(definition: TableDef, ids: ArrayLike, versions: ArrayLike) -> PrefetchedRows:
-    """Check the rows that a trainer says it holds; the arrays are copied.
-
-    Args:
-        versions: uint64 [*ids.shape], as the pull returned them; 0 = did not exist.
-
-    Raises:
-        InvalidInputError: a wrong dtype, shape or id, or an id given twice; nothing was sent.
-    """
+    """Check the rows that a trainer says it holds, and copy them; versions, uint64 [*ids.shape], are as the pull returned them."""
     flat, shape = normalize(ids, definition.id_dtype, definition.name, definition.num_ids)  # flat uint64 [n]
     seen = checked_versions(definition, versions, shape, "versions of prefetched rows")
     groups = group_by_id(flat)

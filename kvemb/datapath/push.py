@@ -50,11 +50,7 @@ def prepare_push(
 def prepare_assign(
     definition: TableDef, ids: ArrayLike, rows: ArrayLike, state: ArrayLike | None = None, *, minus_one: bool = False
 ) -> TableRows:
-    """Check an assign: ids unique, rows finite floats [*ids.shape, dim] (uint8 if opaque), and state floats, [*ids.shape, state values].
-
-    Returns:
-        Rows in ascending order of ids; each with its state behind the weights, if that is given.
-    """
+    """Check an assign: unique ids, finite floats [*ids.shape, dim] (uint8 if opaque), perhaps state values; return rows in order of ids."""
     flat, shape = normalize(ids, definition.id_dtype, definition.name, definition.num_ids, minus_one=minus_one)
     values = _rows(definition, rows, shape, "rows", definition.dim, definition.row_dtype)
     if state is not None:

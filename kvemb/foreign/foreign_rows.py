@@ -68,11 +68,7 @@ class RowSource(Protocol):
         """How many there are; 0 where that is not known before all are read."""
 
     def blocks(self) -> Iterator[ForeignRows]:
-        """Yield all rows from the first on, in blocks that memory has room for; may be called again.
-
-        Raises:
-            ForeignRowsError: the file is damaged, or does not fit the table.
-        """
+        """Yield all rows from the first on, in blocks that memory has room for, each time anew; ForeignRowsError: damaged, or unfit."""
 
 
 @dataclass(frozen=True)

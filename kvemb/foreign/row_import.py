@@ -151,11 +151,7 @@ def _read_ahead(blocks: Iterator[ForeignRows]) -> Generator[ForeignRows]:
 
 
 def _verify(definition: TableDef, source: RowSource, show: ImportProgress) -> None:
-    """Read all of it once: afterwards every block has ids and values that the table takes, and no id stands twice.
-
-    Raises:
-        ForeignRowsError: naming what is wrong; nothing was written.
-    """
+    """Read all of it once: afterwards every block has ids and values that the table takes, and no id stands twice; nothing was written."""
     done, ids = 0, [np.empty(0, np.uint64)]
     for block in source.blocks():
         done += len(block)

@@ -224,7 +224,6 @@ class Local:
 
 
 def local(
-    # store, nodes, shards, mode, trainers, memory_mb, cache_mb, durability, journal_max_mb: see `LocalCluster`
     store: str = "valkey",
     *,
     nodes: int = 1,
@@ -237,6 +236,12 @@ def local(
     journal_max_mb: int | None = None,
 ) -> Local:
     """Run a real cluster on this machine: `with kvemb.local() as url:`, or `started = kvemb.local()`, then `started.start()` and `.stop()`.
+
+    Args:
+        store: the kind of its storage: "valkey", "redis", "redis-cluster" or "memcached".
+        nodes, shards: how many of each.
+        mode, trainers, cache_mb, durability, journal_max_mb: as in kvemb.yaml's `parameter_servers`.
+        memory_mb: of each node.
 
     Returns:
         An object that gives the URL for `kvemb.connect` when it is entered, or started.

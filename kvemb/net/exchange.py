@@ -31,13 +31,7 @@ LONG_QUIET_S = 0.05  # while the replies are certain to come: for servers that s
 
 
 class Conversation:
-    """The steps of one batch on one link, in order, and how far they have come.
-
-    Attributes:
-        done: whether every reply has been read.
-        events: to poll the socket for.
-        quiet_s: how long to wait for bytes that the kernel holds back; None where it holds nothing back.
-    """
+    """The steps of one batch on one link, in order, and how far they have come."""
 
     def __init__(self, link: Link, steps: Sequence[Step]) -> None:
         self.link = link
@@ -51,7 +45,7 @@ class Conversation:
         self._heard_s = time.monotonic()
         self._sure = True  # no wait was in vain since bytes came
         self.done, self.events = not steps, select.POLLIN
-        self.quiet_s: float | None = None
+        self.quiet_s: float | None = None  # how long to wait for bytes that the kernel holds back; None: it holds none
 
     def go_on(self) -> None:
         """Send until the kernel takes no more or the window is full; then choose how many bytes must come before it is woken."""

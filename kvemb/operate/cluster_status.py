@@ -37,15 +37,20 @@ class ShardStatus:
 
 @dataclass(frozen=True, eq=False)
 class ClusterStatus:
-    """Every shard (none on a read-only connection), and every node, or why the nodes did not answer."""
+    """Every shard (none on a read-only connection), and every node, or why the nodes did not answer.
+
+    Args:
+        held: of each table (name, the rows on each node, None where storage cannot tell), as far as `survey` has looked.
+        strangers: the shard or node that is not the one that kvemb.yaml names, as far as `survey` has looked; "" for none.
+        open_slots: of a Redis Cluster, those that stand open between two nodes.
+    """
 
     shards: tuple[ShardStatus, ...]
     nodes: tuple[NodeStats, ...]
     nodes_error: str = ""
-    strangers: str = ""  # the shard or node that is not the one that kvemb.yaml names, as far as `survey` has looked; "" for none
-    # of each table (name, the rows on each node, None where storage cannot tell), as far as `survey` has looked
+    strangers: str = ""
     held: tuple[tuple[str, tuple[HeldRows | None, ...]], ...] = ()
-    open_slots: tuple[int, ...] = ()  # of a Redis Cluster, those that stand open between two nodes
+    open_slots: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         n_shards, n_nodes = sum(one.reply is not None for one in self.shards), sum(not one.error for one in self.nodes)
@@ -83,11 +88,7 @@ def hasty(config: Config) -> Config:
 
 
 def ask_all(servers: "AllShards", timeout_s: float, on_nodes: ClusterMap) -> tuple[dict[int, StatusReply | Exception], str]:
-    """Ask every shard for its status, those that shard 0 knows too, or else the map on the nodes.
-
-    Returns:
-        The answers or errors, and a fault of kvemb.yaml or "".
-    """
+    """Ask every shard for its status, those that shard 0 or the map knows too; return answers or errors, and a fault of the file or ""."""
     asked = {shard: servers.channels[shard].address for shard in servers.numbers}
     replies = servers.try_each(GET_STATUS, Empty(), Deadline.after(timeout_s))
     first, unknown = replies.get(0), ""

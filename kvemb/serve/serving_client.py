@@ -56,23 +56,29 @@ UnknownRule = Literal["initializer", "zeros"] | MeanOf | ArrayLike
 
 
 def connect(
-    # as of `kvemb.connect`. With TLS between clients and shards its certificate needs the role `reader`, for the feed. Or redis://HOST:PORT
-    # of a projection's target, which is read in the cluster's place; with `?view=NAME` always this view.
     source: str | os.PathLike[str] | Mapping[str, Any],
     *,
-    cache_mb: float = 256.0,  # memory for rows, of each table that is looked up; 0: none is kept
-    # memory for filters of ids that exist, 2 to 2.5 bytes an id, of all tables; a table whose filter would have less than a byte for each
-    # has none. 0: none is built.
+    cache_mb: float = 256.0,
     filter_mb: float = 256.0,
-    max_age_ms: float = 1000.0,  # how old a cached row may be where no feed is followed
-    # of each look-up; storage.timeout_s unless given, which is also that of connecting and of opening a table. 5 s of a target.
+    max_age_ms: float = 1000.0,
     timeout_ms: float | None = None,
-    # the answer where storage does not give one in time. "cached": rows of the cache, however old; where an id has none, the storage's
-    # error is raised. "default": these ids get the table's rule for unknown ids.
     degraded: Literal["cached", "default"] = "cached",
-    unknown: Mapping[str, UnknownRule] | None = None,  # by table, what an id without a row gets; "initializer" unless given
+    unknown: Mapping[str, UnknownRule] | None = None,
 ) -> ServingClient:
     """Open a cluster to serve its rows; needs storage, and no parameter server. See docs/serve.md.
+
+    Args:
+        source: as of `kvemb.connect`. With TLS between clients and shards its certificate needs the role `reader`, for the feed. Or
+            redis://HOST:PORT of a projection's target, which is read in the cluster's place; with `?view=NAME` always this view.
+        cache_mb: memory for rows, of each table that is looked up; 0: none is kept.
+        filter_mb: memory for filters of ids that exist, 2 to 2.5 bytes an id, of all tables; a table whose filter would have less than a
+            byte for each has none. 0: none is built.
+        max_age_ms: how old a cached row may be where no feed is followed.
+        timeout_ms: of each look-up; storage.timeout_s unless given, which is also that of connecting and of opening a table. 5 s of a
+            target.
+        degraded: the answer where storage does not give one in time. "cached": rows of the cache, however old; where an id has none, the
+            storage's error is raised. "default": these ids get the table's rule for unknown ids.
+        unknown: by table, what an id without a row gets; "initializer" unless given.
 
     Raises:
         InvalidInputError: an option is out of range.
@@ -175,14 +181,20 @@ class ServingClient:
 
     def lookup_tables(
         self,
-        ids: Mapping[str, ArrayLike],  # by table, as of `lookup`
+        ids: Mapping[str, ArrayLike],
         *,
-        return_sources: bool = False,  # as of `lookup`
-        # also return the name of the view that all these rows are of: "live" for the projection that is maintained, "" for a cluster's
+        return_sources: bool = False,
         return_view: bool = False,
-        timeout_ms: float | None = None,  # as of `lookup`
+        timeout_ms: float | None = None,
     ) -> Any:
         """Look up in several tables, with one round trip per node.
+
+        Args:
+            ids: by table, as of `lookup`.
+            return_sources: as of `lookup`.
+            return_view: also return the name of the view that all these rows are of: "live" for the projection that is maintained, "" for
+                a cluster's.
+            timeout_ms: as of `lookup`.
 
         Returns:
             By table what `lookup` returns; with `return_view` (that, name).

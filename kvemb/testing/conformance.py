@@ -139,12 +139,7 @@ _PROXY = (
 
 
 class ServerExamination:
-    """The checks of one server, in order.
-
-    Args:
-        config: of the server: one node, credentials.
-        report: told of each check when it is done.
-    """
+    """The checks of one server, in order; `report` is told of each when it is done."""
 
     def __init__(self, config: StorageConfig, report: Callable[[ServerCheck], None]) -> None:
         self._address, self._access, self._config, self._report = config.nodes[0], RedisAccess(config), config, report
@@ -161,14 +156,7 @@ class ServerExamination:
         return not any(check.outcome == MISSING and check.needed for check in self.checks)
 
     def run(self) -> None:
-        """Run all checks; what the server lacks is in `checks`.
-
-        Raises:
-            NodeUnavailableError: nothing answers at the address.
-            NodeRefusesError: the credentials are refused.
-            ConfigError: pytest is too old.
-            StorageError: the server went away: scratch keys remain, and are named.
-        """
+        """Run all checks; what the server lacks is in `checks`. After a StorageError (it went away) scratch keys remain, and are named."""
         with logged_in(self._address, self._access, self._deadline()):
             pass
         probed = ScratchNodes(self._config, f"{self.prefix}probe:", n=1)

@@ -60,11 +60,7 @@ def encode_manifest(manifest: CheckpointManifest) -> bytes:
 
 
 def decode_manifest(data: bytes, where: str) -> CheckpointManifest:
-    """Read manifest.json.
-
-    Raises:
-        CheckpointError: damaged, contradicting itself, or of another format; nothing of it was used.
-    """
+    """Read manifest.json; CheckpointError: damaged, contradicting itself, or of another format, and nothing of it was used."""
     fields = decode(data, where)
     if fields.text("format") != FORMAT:
         raise fields.wrong("format", repr(FORMAT))

@@ -120,12 +120,7 @@ class ClusterBatch(ABC):
     ) -> Redirects:
         """Take a round's answers: rows that were redirected are pending again, and so are all rows of nodes whose marker has moved.
 
-        Args:
-            unsure: importing nodes and slots whose marker has not come: rows that are missing there are asked for again.
-            lost: the same where neither node has the marker: all rows are.
-
-        Raises:
-            StorageError: a server's error that is no redirection.
+        Of importing nodes and slots without a marker, `unsure`, missing rows are asked for again; all where neither node has it, `lost`.
         """
         redirects = Redirects()
         for share in shares:

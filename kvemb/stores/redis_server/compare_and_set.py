@@ -50,11 +50,8 @@ return 1
 def swap(address: str, access: RedisAccess, changes: Sequence[Change], run_id: str, deadline: Deadline) -> list[bool | None]:
     """Replace values where they are the ones expected, each in one step, as long as the server is still the same process.
 
-    Of a slot that stands open, keys that have left it are changed at the node that takes them.
-
-    Returns:
-        Which were replaced, None for a key whose slot has left the server; none if the process is another. After an error some may
-        have been.
+    Return which were, None for a key whose slot has left the server; none if the process is another. After an error some may have been. Of
+    a slot that stands open, keys that have left it are changed at the node that takes them.
     """
     words = [swap_words(change) for change in changes]
     replies = _run_all(address, access, words, run_id, deadline, passed_over=(b"-MOVED ",))
