@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matrix import one_of
 from memory_store import MemoryStore
 from numpy.typing import NDArray
 
@@ -226,7 +227,7 @@ def test_a_save_asks_storage_for_nothing(shard: Shard, tmp_path: Path, monkeypat
     assert loaded(str(tmp_path / "a")) == expected
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, *one_of(1, 2, 3, 4)])
 def test_incremental_saves_on_top_of_each_other_are_exact_too(shard: Shard, tmp_path: Path, seed: int) -> None:
     url = str(tmp_path / "0")
     shard.begin(url)
