@@ -1,7 +1,7 @@
 """The pictures of docs/diagrams: `make diagrams` draws each SVG from its .dot file, by Graphviz. They are kept beside each other.
 
-The two of moves are made from the pure machine that carries moves (`paramserver.moves.move_phases`), so they cannot be wrong. An SVG names
-the digest of its source, by which a test knows that it is current; it has its own colours for light and dark.
+The two of moves are made from the pure machine that carries moves (`paramserver.scaling.move_phases`), so they cannot be wrong. An SVG
+names the digest of its source, by which a test knows that it is current; it has its own colours for light and dark.
 """
 
 import hashlib
@@ -16,8 +16,6 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-
-from paramserver.moves.move_phases import Transition, on_abort, on_reports  # noqa: E402
 
 from kvemb.coordination.shard_notes import MoveReport  # noqa: E402 (of this checkout)
 from kvemb.errors import MoveRefusedError  # noqa: E402
@@ -35,6 +33,7 @@ from kvemb.schema.move_plan import (  # noqa: E402
     SHARDS,
     MovePlan,
 )  # fmt: skip
+from paramserver.scaling.move_phases import Transition, on_abort, on_reports  # noqa: E402
 
 FOLDER = ROOT / "docs/diagrams"
 _LARGER = 1.25  # than letters of 13: as wide as a phone, or larger

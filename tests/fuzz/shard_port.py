@@ -17,7 +17,7 @@ from kvemb.local_cluster.launcher import LocalCluster
 from kvemb.net.certificate_authority import Issued
 from kvemb.protocol.message_format import TableRows, digest_tables
 from kvemb.protocol.messages import SERVICE, DescribeReply, Empty, HelloReply, HelloRequest, PushPart, Reply
-from paramserver.rpc import handlers
+from paramserver import capabilities
 from tests.fuzz.http2 import odd_connection
 from tests.fuzz.mutation import corpus, golden_messages, mutated, odd_message
 from tests.fuzz.target import Target
@@ -26,7 +26,7 @@ from tests.integration.tls_clusters import TlsCluster, running
 _TIMEOUT_S = 0.2
 _LISTEN_S = 0.02
 _LINGERING = 64
-VERBS = tuple(sorted(set(handlers.VERBS) - {"Push", "Save", "Load"}))  # those two write and read files where a message says
+VERBS = tuple(sorted(set(capabilities.VERBS) - {"Push", "Save", "Load"}))  # those two write and read files where a message says
 _SOME_IDS = np.array([0, 1, 5, 2**63, 2**64 - 2, 2**64 - 1], np.uint64)
 _SOME_GRADS = np.array([0, 1, -1, 1e-45, 3e38, np.inf, np.nan], np.float32)
 

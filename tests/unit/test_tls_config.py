@@ -10,7 +10,7 @@ from kvemb.config import load, parse
 from kvemb.errors import AccessDeniedError, ConfigError
 from kvemb.net.tls_config import TlsConfig
 from kvemb.protocol.roles import ROLES, caller_of
-from paramserver.rpc.handlers import VERBS
+from paramserver.capabilities import VERBS
 
 
 def tree(tls: Any, at: str = "parameter_servers") -> dict[str, Any]:
