@@ -71,7 +71,6 @@ class ServerNodes(Nodes):
         return self.servers[own_node_of(key, len(self.servers))]
 
     def put_foreign(self, key: bytes, value: bytes) -> None:
-        """See `Nodes.put_foreign`."""
         if not self.own_map:
             with redis.RedisCluster(host="127.0.0.1", port=self.servers[0].port) as cluster:
                 cluster.set(key, value)
@@ -79,7 +78,6 @@ class ServerNodes(Nodes):
             self._put(self.server_of(key), key, value)
 
     def delete(self, key: bytes) -> None:
-        """See `Nodes.delete`."""
         if not self.own_map:
             with redis.RedisCluster(host="127.0.0.1", port=self.servers[0].port) as cluster:
                 cluster.delete(key)
@@ -88,7 +86,6 @@ class ServerNodes(Nodes):
                 client.delete(key)
 
     def put_markers(self, values: Sequence[bytes]) -> None:
-        """See `Nodes.put_markers`."""
         if self.own_map:
             for server, value in zip(self.servers, values, strict=True):
                 self._put(server, MARKER_KEY, value)
@@ -100,7 +97,6 @@ class ServerNodes(Nodes):
             pipeline.execute()
 
     def flush(self, index: int) -> None:
-        """See `Nodes.flush`."""
         server = self.servers[index]
         if server.kind == "memcached":
             with closing(memcached_client(server)) as client:
@@ -110,14 +106,12 @@ class ServerNodes(Nodes):
                 client.flushall()
 
     def restart(self, index: int, *, saved: bool = False) -> None:
-        """See `Nodes.restart`."""
         server = self.servers[index]
         server.restart(snapshot=self._saved[index] if saved else None, member=not self.own_map)
         if not self.own_map:
             server.process.wait_until(self._cluster_serves, Deadline.after(START_TIMEOUT_S))
 
     def save(self, index: int) -> None:
-        """See `Nodes.save`."""
         server = self.servers[index]
         if server.kind == "memcached":
             super().save(index)
@@ -129,21 +123,17 @@ class ServerNodes(Nodes):
         shutil.copyfile(server.snapshot_path, self._saved[index])
 
     def go_back(self, index: int) -> None:
-        """See `Nodes.go_back`."""
         self.flush(index)
         with redis_client(self.servers[index]) as client:
             self._each(client, [("RESTORE", key, 0, dumped) for key, dumped in self._kept[index].items()])
 
     def stop(self, index: int) -> None:
-        """See `Nodes.stop`."""
         self.servers[index].process.kill()
 
     def pause(self, index: int) -> None:
-        """See `Nodes.pause`."""
         self.servers[index].process.signal(signal.SIGSTOP)
 
     def resume(self, index: int) -> None:
-        """See `Nodes.resume`."""
         self.servers[index].process.signal(signal.SIGCONT)
 
     def _cluster_serves(self) -> bool:

@@ -1,9 +1,4 @@
-"""The verbs that set a cluster up: `kvemb init`, `certificates`, `acl`, `completion`.
-
-`init` writes a kvemb.yaml that explains every key, and checks it as every program will. `certificates` makes an authority and one
-certificate for each process of a cluster, for a trial of TLS. `acl` prints users for Redis and Valkey nodes, and whether the one in
-kvemb.yaml has the right permissions. `completion` prints a script that lets a shell complete verbs and options, made by shtab.
-"""
+"""The verbs that set a cluster up: `kvemb init`, `certificates` (for a trial of TLS), `acl`, `completion`."""
 
 import argparse
 import os

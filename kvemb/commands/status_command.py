@@ -1,8 +1,6 @@
 """The verbs `kvemb status`, `doctor` and `repair`.
 
-`status` looks at every shard and node, once or again and again, and prints tables or JSON. `doctor` prints each finding and its mend; its
-exit code is 1 if one is an error. With `--conformance` it examines a server that is no node yet. `repair` asks every shard at once to
-repair storage nodes. It does not touch storage itself: nodes that need a repair refuse usual connections.
+`repair` asks every shard at once; it does not touch storage itself: nodes that need a repair refuse usual connections.
 """
 
 import argparse

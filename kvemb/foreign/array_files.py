@@ -73,7 +73,6 @@ class ArrayRows:
             )
 
     def blocks(self) -> Iterator[ForeignRows]:
-        """See `RowSource.blocks`."""
         step = block_rows(self._definition)
         for start in range(0, self.n_rows, step):
             stop = min(start + step, self.n_rows)
@@ -144,7 +143,6 @@ class PlacedArrays:
         }
 
     def read(self, name: str, start: int, stop: int) -> NDArray[Any]:
-        """See `NamedArrays.read`."""
         return self._places[name].read(start, stop)
 
 

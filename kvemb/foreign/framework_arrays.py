@@ -55,7 +55,6 @@ class TorchArrays:
         }
 
     def read(self, name: str, start: int, stop: int) -> NDArray[Any]:
-        """See `NamedArrays.read`."""
         with translated(f"{self.where}: {name!r}"):
             some = self._tensors[name][start:stop].detach()
             if some.dtype.is_floating_point and str(some.dtype) not in _NUMPY_HAS:
@@ -93,7 +92,6 @@ class CheckpointVariables:
         self._kept: dict[str, NDArray[Any]] = {}
 
     def read(self, name: str, start: int, stop: int) -> NDArray[Any]:
-        """See `NamedArrays.read`."""
         if start == 0 or name not in self._kept:
             with translated(f"{self.where}: {name!r}"):
                 self._kept[name] = _plain(self._reader.get_tensor(name))

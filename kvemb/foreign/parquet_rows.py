@@ -88,7 +88,6 @@ class ParquetRows:
         return chosen, scale
 
     def blocks(self) -> Iterator[ForeignRows]:
-        """See `RowSource.blocks`."""
         return gathered(self._blocks(), block_rows(self._definition))
 
     def _blocks(self) -> Iterator[ForeignRows]:

@@ -52,7 +52,6 @@ class WordVectors:
         self.n_rows = self._layout.n_words or 0
 
     def blocks(self) -> Iterator[ForeignRows]:
-        """See `RowSource.blocks`."""
         if self._layout.n_words == 0:
             return iter(())
         return gathered(self._binary() if self._layout.is_binary else self._lines(), block_rows(self._definition))

@@ -1,11 +1,8 @@
 """One batch over several nodes: which node gets which rows, and the arrays that replies fill. Pure.
 
 Rows of a part are put in the order of their nodes once. Each node's share is then a plain slice of every array: replies are parsed straight
-into the result, and nothing is copied to sort it.
-
-A batch of a parameter server has a part for each of tens of tables, a thousand rows each. Most of its price is then that of NumPy's calls
-for each part and node, not that of its bytes. So parts of one record size and one layout are coalesced, at the price of a copy of their
-records. The results are cut up again. Large parts stand alone: they would be copied for nothing.
+into the result. Parts of one record size and one layout are coalesced, except large ones: for tens of tables of a thousand rows, NumPy's
+calls for each part and node cost more than a copy of the bytes. The results are cut up again.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence

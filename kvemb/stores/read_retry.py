@@ -1,8 +1,7 @@
 """Repeats a trainer's reads while a node is down, being repaired, or not the one of its address; or lets them fail at once.
 
-The parameter servers bring a lost node's rows back by themselves, usually within seconds to minutes: a training job need not end. A read
-is repeated within its deadline, and whole: nothing of a failed batch is used, so no answer mixes rows from before and after a repair. That
-it waits is said in the log.
+A read is repeated within its deadline, and whole: nothing of a failed batch is used, so no answer mixes rows from before and after a
+repair, which usually takes seconds to minutes. That it waits is said in the log.
 """
 
 import logging

@@ -123,7 +123,6 @@ class ScratchLink(Link):
         return len(data)
 
     def receive(self) -> int:
-        """See `Link.receive`."""
         self._require_running()
         self._flush()
         count = super().receive()
@@ -142,7 +141,6 @@ class ScratchLink(Link):
         return count
 
     def close(self) -> None:
-        """See `Link.close`."""
         if self._held and self.sock.fileno() >= 0:
             self._node.late.append((Link(self.sock.dup(), self.address), self._held))
             self._held = b""
@@ -187,7 +185,7 @@ def _encoded(value: Value) -> bytes:
 
 
 class ScratchNodes(Nodes):
-    """Nodes of a store under the contract, all in one server."""
+    """Nodes of a store under the contract, all in one server; methods without a docstring are those of `Nodes`."""
 
     def __init__(self, config: StorageConfig, prefix: str, n: int = 2) -> None:
         self._access = RedisAccess(config, lambda address, deadline: self._by_address[address].connect(address, deadline))
@@ -198,7 +196,6 @@ class ScratchNodes(Nodes):
         super().__init__(replace(config, nodes=tuple(self._by_address)))
 
     def store(self, *, nodes: Sequence[str] | None = None, role: str = "shard:0") -> Store:
-        """See `Nodes.store`."""
         config = StorageConfig(
             self.config.kind, tuple(nodes or self.config.nodes), username=self.config.username, password=self.config.password
         )
@@ -220,34 +217,27 @@ class ScratchNodes(Nodes):
         return key
 
     def put_foreign(self, key: bytes, value: bytes) -> None:
-        """See `Nodes.put_foreign`."""
         self._put(own_node_of(key, len(self._nodes)), key, value)
 
     def delete(self, key: bytes) -> None:
-        """See `Nodes.delete`."""
         self._ask("DEL", self._nodes[own_node_of(key, len(self._nodes))].prefix + key)
 
     def put_markers(self, values: Sequence[bytes]) -> None:
-        """See `Nodes.put_markers`."""
         for at, value in enumerate(values):
             self._put(at, MARKER_KEY, value)
 
     def flush(self, index: int) -> None:
-        """See `Nodes.flush`."""
         keys = list(self._nodes[index].keys)
         for some in chunks(len(keys), _AT_ONCE):
             self._ask("DEL", *keys[some])
 
     def stop(self, index: int) -> None:
-        """See `Nodes.stop`."""
         self._nodes[index].stopped = True
 
     def pause(self, index: int) -> None:
-        """See `Nodes.pause`."""
         self._nodes[index].paused = True
 
     def resume(self, index: int) -> None:
-        """See `Nodes.resume`."""
         self._nodes[index].paused = False
 
     def _put(self, index: int, key: bytes, value: bytes) -> None:

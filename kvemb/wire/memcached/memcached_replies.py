@@ -4,14 +4,9 @@
 constant there, so rows are found from the positions of all lines that look like a hit or a miss. Genuine ones follow each other without a
 gap. One that lies inside a value starts before its predecessor ends, and is dropped. All in vector operations.
 
-`CasWriteReply`: tokens that were asked for without their values, `HD c<token>` or a miss, one line per row; behind a conditional write the
-line of its outcome comes first. memcached hands them over in small pieces. They gather first, since parsing costs the same for few lines as
-for many. Tokens count up, so usually all lines are equally wide and have a constant stride; others are parsed from the positions of their
-ends.
-
-`ClassicWriteReply`: outcomes of the classic commands, one line per value.
-
-`StatsReply`: lines of a name and a value, until END.
+`CasWriteReply`: tokens without values, `HD c<token>` or a miss, one line per row; behind a conditional write its outcome comes first.
+memcached hands them over in small pieces. They gather first, since parsing costs the same for few lines as for many. Tokens count up, so
+usually all lines are equally wide and have a constant stride; others are parsed from the positions of their ends.
 """
 
 from dataclasses import dataclass, field
