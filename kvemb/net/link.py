@@ -34,12 +34,11 @@ class Link:
     JOINED_BYTES = 32 << 10
     """Requests that follow each other are sent by one call up to this size: the server is woken once."""
 
-    def __init__(self, sock: socket.socket, address: str, connection_id: str = "", run_id: str = "") -> None:
+    def __init__(self, sock: socket.socket, address: str) -> None:
         sock.setblocking(False)
         self.sock = sock
         self.address = address
-        self.connection_id = connection_id
-        self.run_id = run_id
+        self.connection_id = self.run_id = ""  # as the server says, where it is asked
         self.wants_write = self.waits_to_read = False
         self.n_doubts = 0  # see `kvemb.net.pool.Doubts`
         self._buffer = np.empty(_BUFFER_BYTES, dtype=np.uint8)

@@ -41,47 +41,34 @@ KEYS |= {"tag_attempt", "num_ids", "life", "init_algorithm", "n_buckets", "layou
 
 @dataclass(frozen=True)
 class TableDef:
-    """The definition of one table, fixed for its life.
+    """The definition of one table, fixed for its life; a value out of range is refused.
 
     One class, because its methods only read these fields: keys, digests and records follow from them.
-
-    Args:
-        name: 1 to 255 bytes of printable text, in UTF-8; see `check_table_name`.
-        dim: weights per row; any integer, NumPy's too.
-        optimizer: the update method; its kind and static options are identity, its hyper-parameters defaults.
-        initializer: the first value of a row; the parts of `kvemb.init.columns` have dim columns together.
-        dtype: how weights are stored: "float32", "float16" or "bfloat16". Or "bytes:N" (N is dim, too): a row is N bytes, which only its
-            users understand; such a table is frozen, and rows that do not exist are zeros.
-        id_dtype: the ids' domain: "int64" or "uint64". One table has one domain, so -1 and 2**64-1 can never be the same row.
-        seed: of the initializer and of stochastic rounding.
-        reduce: how the gradients of different trainers combine in one step: "sum" or "mean".
-        tag_attempt: which candidate for the key tag the registry took (0 unless another table has that tag).
-        num_ids: of a dense table: its ids are 0 to num_ids - 1. Where storage can (Redis, Valkey), its records lie side by side in pages
-            (`kvemb.schema.pages`). None: ids of the whole domain.
-        life: how many tables of this name were dropped before; the registry sets it. No identity, but rows, journals and pushes of one life
-            are never taken for another's.
-        init_algorithm: which version of the algorithm draws the first values. A table keeps the one that it was made with.
-        n_buckets: of a table without num_ids: where storage can, its rows are fields of so many hashes (`kvemb.schema.buckets`), a power
-            of two; None: as many as without an expected number of rows. No identity, but fixed for the table's life.
-        layout: of such a table: "fast", or "compact" for buckets of some dozens of rows, which take less memory. As n_buckets, no identity.
-
-    Raises:
-        InvalidInputError: on any value out of range; nothing was created.
     """
 
-    name: str
-    dim: int
-    optimizer: OptimizerSpec
-    initializer: Initializer
+    name: str  # 1 to 255 bytes of printable text, in UTF-8; see `check_table_name`
+    dim: int  # weights per row; any integer, NumPy's too
+    optimizer: OptimizerSpec  # the update method; its kind and static options are identity, its hyper-parameters defaults
+    initializer: Initializer  # the first value of a row; the parts of `kvemb.init.columns` have dim columns together
+    # how weights are stored: "float32", "float16" or "bfloat16". Or "bytes:N" (N is dim, too): a row is N bytes, which only its users
+    # understand; such a table is frozen, and rows that do not exist are zeros.
     dtype: str = "float32"
-    id_dtype: str = "int64"
-    seed: int = 0
-    reduce: str = "sum"
-    tag_attempt: int = 0
+    id_dtype: str = "int64"  # the ids' domain: "int64" or "uint64". One table has one domain, so -1 and 2**64-1 can never be the same row.
+    seed: int = 0  # of the initializer and of stochastic rounding
+    reduce: str = "sum"  # how the gradients of different trainers combine in one step: "sum" or "mean"
+    tag_attempt: int = 0  # which candidate for the key tag the registry took (0 unless another table has that tag)
+    # of a dense table: its ids are 0 to num_ids - 1. Where storage can (Redis, Valkey), its records lie side by side in pages
+    # (`kvemb.schema.pages`). None: ids of the whole domain.
     num_ids: int | None = None
+    # how many tables of this name were dropped before; the registry sets it. No identity, but rows, journals and pushes of one life are
+    # never taken for another's.
     life: int = 0
+    # which version of the algorithm draws the first values. A table keeps the one that it was made with.
     init_algorithm: int = ALGORITHM_VERSION
+    # of a table without num_ids: where storage can, its rows are fields of so many hashes (`kvemb.schema.buckets`), a power of two; None:
+    # as many as without an expected number of rows. No identity, but fixed for the table's life.
     n_buckets: int | None = None
+    # of such a table: "fast", or "compact" for buckets of some dozens of rows, which take less memory. As n_buckets, no identity.
     layout: str = "fast"
 
     def __post_init__(self) -> None:
