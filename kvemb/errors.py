@@ -232,7 +232,7 @@ class JournalFullError(ParameterServerError):
 
 
 class JournalDamagedError(ParameterServerError):
-    """A journal or snapshot file has other bytes than were written. The message names file and offset; nothing behind it was used."""
+    """A journal or snapshot file has other bytes than were written. The message names file and offset; nothing after it was used."""
 
 
 class JournalBehindError(JournalDamagedError):

@@ -63,7 +63,7 @@ class StartStep(Protocol):
         """Rows done, and of about how many. Any thread."""
 
     def read(self) -> None:
-        """Change the saved state, before it is read; called if nothing is in the journal behind it."""
+        """Change the saved state, before it is read; called if nothing is in the journal after it."""
 
     def finish(self, parts: ShardParts) -> None:
         """Do what needs the recovered shard; StartAgainError: all is to be done again, from the saved state that there is now."""

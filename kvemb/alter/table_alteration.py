@@ -41,7 +41,7 @@ def alter_table(connection: Connection, name: str, changes: TableChanges, timeou
     old = shards.questions.get_table(name, timeout_s)
     change = AlteredTable.of(old, changes)
     with connection.changes.change():
-        if change.is_none:  # so it may be because an alteration was broken off behind its switch
+        if change.is_none:  # so it may be because an alteration was broken off after its switch
             end_alter(shards, name, "abort", old.key, timeout_s)
         else:
             _alter(shards, connection.store, change, connection.storage_deadline, timeout_s=timeout_s, progress=progress)
@@ -92,7 +92,7 @@ def _alter(
 
 
 def begin_alter(shards: ShardClient, old: TableDef, wanted: TableDef, timeout_s: float | None) -> TableDef:
-    """Begin to alter a table, behind this process's own pushes; return the one that is to be filled."""
+    """Begin to alter a table, after this process's own pushes; return the one that is to be filled."""
     if shards.n_undelivered:  # they may wait for the end of an alteration that was broken off: this one takes its place
         end_alter(shards, old.name, "abort", "", timeout_s)
     deadline = shards.deadline(timeout_s)
@@ -125,7 +125,7 @@ def hold_for_alter(
 
 
 def copy_rows(shards: ShardClient, rows: TableRows, timeout_s: float | None) -> None:
-    """Set rows of a table that is filled. Not behind this process's own pushes, as `assign`: these may wait for the end of the copy."""
+    """Set rows of a table that is filled. Not after this process's own pushes, as `assign`: these may wait for the end of the copy."""
     shards.assign(rows, timeout_s, behind_pushes=False)
 
 

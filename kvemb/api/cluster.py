@@ -256,7 +256,7 @@ class Cluster(Facets[Table]):
             hyper: run-time values of the optimizer for this push, by table name, over those of `Table.set_hyper`.
             prefetched: sync mode only: rows of any tables that this trainer has pulled for steps to come, as (ids, versions) by table name.
                 Each id once, versions as pulled. `Ack.changed_rows` then has those of them that this step changed. Rows assigned or erased
-                behind this step are told by the next one. The step is then released as soon as it is computed and safe in the journals; see
+                after this step are told by the next one. The step is then released as soon as it is computed and safe in the journals; see
                 `Ack.wait_released`.
         """
         self._connection.require_shards("push")

@@ -269,7 +269,7 @@ class Table:
         Args:
             ids: any integer array, each id once.
             rows: floats [*ids.shape, dim], finite; rounded to the table's storage dtype. Of a table of opaque bytes uint8.
-            state: the optimizer's, floats [*ids.shape, s]: the fields of `definition.optimizer.state_fields()`, one behind the other.
+            state: the optimizer's, floats [*ids.shape, s]: the fields of `definition.optimizer.state_fields()`, one after the other.
                 Unless given, each row's state begins anew, as that of a row which was never pushed.
             timeout_s: of the whole call; unless given, `away_timeout_s` for every message of 16 MB to a shard.
 

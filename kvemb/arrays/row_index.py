@@ -71,7 +71,7 @@ class RowIndex:
         self._growth = growth
         self._homes = Homes(order, _MIN_BUCKETS)
         self._tags = np.zeros(_MIN_BUCKETS, np.uint64)  # of the 8 places of each bucket, the first in the lowest byte
-        self._pairs = np.zeros(2 * WIDTH * _MIN_BUCKETS, np.uint64)  # id and version of each place, one behind the other
+        self._pairs = np.zeros(2 * WIDTH * _MIN_BUCKETS, np.uint64)  # id and version of each place, one after the other
         self._n_rows = self._n_used = self._n_strange = 0
         self._n_laid, self._is_far = 0, False  # places taken when the rows were laid out; whether one has come far from its bucket since
         self._room = int(MAX_LOAD * WIDTH * _MIN_BUCKETS)  # places that may be taken
@@ -234,7 +234,7 @@ class RowIndex:
 
         Nothing needs to be looked for then: a row's place is the first one from its bucket on that no row before it has.
         """
-        free, home, n_placed = 0, 0, 0  # the first place behind all taken ones; the bucket of the last row
+        free, home, n_placed = 0, 0, 0  # the first place after all taken ones; the bucket of the last row
         pairs, every_tag = self._pairs.reshape(-1, 2), self._tags.view(np.uint8)
         for block in _blocks(len(ids)):
             buckets, tags = self._homes.of(self._homes.order.hashes(ids[block]))  # [n] each

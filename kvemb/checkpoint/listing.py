@@ -42,7 +42,7 @@ def list_checkpoints(url: str, known: Known | None = None) -> list[Listed]:
 
 
 def checkpoint_at(url: str, moment: datetime) -> str:
-    """Return the URL of the newest checkpoint in a folder that holds nothing which was pushed behind a moment.
+    """Return the URL of the newest checkpoint in a folder that holds nothing which was pushed after a moment.
 
     Exports without the optimizer's state count only where there is nothing else. The time is that of the machine which saved.
 

@@ -60,7 +60,7 @@ def verify_chain(chain: Chain, progress: VerifyProgress | None = None) -> Verify
         found = list(pool.map(lambda one: _look_at(chain, one[0], one[1], counter), work))
     faults = [fault for _, fault in found if fault]
     ends: dict[tuple[int, str, str, int], int] = {}
-    for (level, entry), (span, fault) in zip(work, found, strict=True):  # parts of a stream stand behind each other in a manifest
+    for (level, entry), (span, fault) in zip(work, found, strict=True):  # parts of a stream stand after each other in a manifest
         key = (id(level), entry.table, entry.role, entry.shard)
         if not fault and span and span[0] <= ends.get(key, -1):
             faults.append(f"{level.storage.where(entry.path)}: its ids are not behind those of the part before")

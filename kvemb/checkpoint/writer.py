@@ -142,7 +142,7 @@ class ShardWriter:
         self.n_skipped = 0
 
     def add_rows(self, definition: TableDef, blocks: Sequence[RowBlock]) -> None:
-        """Write a data file of these blocks, in order, also behind the blocks added of this table before."""
+        """Write a data file of these blocks, in order, also after the blocks added of this table before."""
         self._submit(definition, ROWS, sum(map(len, blocks)), lambda: encode_rows(definition, blocks, self._weights_only))
 
     def add_ids(self, definition: TableDef, role: str, ids: NDArray[np.uint64]) -> None:

@@ -2,7 +2,7 @@
 
 No thread, no lock, no gRPC: the push stream has those. Every part is kept until it is applied: its answer may be lost with the
 connection. Then it must be sent again under its old sequence. The parts of a push are accepted together, when the shard has the whole
-push in its journal. A part that is refused leaves its sequence free. What was sent behind it is refused too, as a gap; then numbering
+push in its journal. A part that is refused leaves its sequence free. What was sent after it is refused too, as a gap; then numbering
 goes on from the last accepted part, first with pushes that were refused as a gap alone, if they go again. Parts of one push that were
 refused because slots moved, or a table was closed, are one push again, under its step, to be routed by the map in force: rows of its
 tables side by side, whichever shards had refused them.
@@ -50,7 +50,7 @@ class Outbox:
         self._parts: dict[int, Sent] = {}  # by sequence, ascending
         self._last_accepted = self._n_accepted = 0
         self.next_sequence = self._cursor = 1  # the cursor: the next sequence to go out on this connection
-        self._refused_at: int | None = None  # a part was refused, and those sent behind it have not been answered yet
+        self._refused_at: int | None = None  # a part was refused, and those sent after it have not been answered yet
         self._again: list[Sent] = []  # of those that were answered: they go again when all are
         self.forgotten = False  # whether the shard has lost parts that it had acknowledged: nothing can follow them
 
@@ -73,7 +73,7 @@ class Outbox:
 
     @property
     def is_level(self) -> bool:
-        """Whether all that was sent behind a refused part has been answered, so that its number may be used."""
+        """Whether all that was sent after a refused part has been answered, so that its number may be used."""
         return self._refused_at is None
 
     @property
@@ -114,7 +114,7 @@ class Outbox:
             self._n_accepted -= 1
 
     def is_behind(self, sequence: int) -> bool:
-        """Whether a part was sent behind one that was refused: it is refused as a gap, whatever it holds."""
+        """Whether a part was sent after one that was refused: it is refused as a gap, whatever it holds."""
         return self._refused_at is not None and sequence > self._refused_at
 
     def refused(self, sequence: int, *, again: bool = False) -> None:
@@ -156,7 +156,7 @@ class Outbox:
         )
 
     def resume(self, last_sequence: int) -> None:
-        """Number on behind the last part that the shard knows, while nothing is open; raises as `reconcile`."""
+        """Number on after the last part that the shard knows, while nothing is open; raises as `reconcile`."""
         self.reconcile(last_sequence)
         self._last_accepted, self._refused_at = last_sequence, None
         self.next_sequence = self._cursor = last_sequence + 1
@@ -175,7 +175,7 @@ class Outbox:
 
 @dataclass(frozen=True, eq=False)
 class RefusedPush:
-    """The parts of one push that shards refused, or that came behind a refused one."""
+    """The parts of one push that shards refused, or that came after a refused one."""
 
     ack: Ack  # the push's
     step: int  # its number

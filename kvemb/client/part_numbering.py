@@ -165,6 +165,6 @@ def send(numbered: Sequence[Numbered], ack: Ack) -> None:
 def _with_prefetched(
     messages: list[list[TableRows]], prefetched: list[list[PrefetchedRows]]
 ) -> list[tuple[list[TableRows], list[PrefetchedRows]]]:
-    """Let prefetched rows travel with the last rows of a push, and in messages of their own behind them where one is not enough."""
+    """Let prefetched rows travel with the last rows of a push, and in messages of their own after them where one is not enough."""
     pairs = [(tables, list[PrefetchedRows]()) for tables in messages[:-1]]
     return [*pairs, *zip_longest(messages[-1:], prefetched or [[]], fillvalue=[])]

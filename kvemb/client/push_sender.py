@@ -110,7 +110,7 @@ class PushSender:
         self._wait(lambda: self._outbox.n_unaccepted == 0, deadline, "it has not answered everything sent to it")
 
     def wait_level(self, deadline: Deadline) -> None:
-        """Wait until everything sent behind a refused part is answered, and its number is free; raises as `wait_room` does."""
+        """Wait until everything sent after a refused part is answered, and its number is free; raises as `wait_room` does."""
         self._wait(lambda: self._outbox.is_level, deadline, "it has not answered what was sent to it behind a part that it refused")
 
     def next_sequence(self) -> int:
@@ -126,7 +126,7 @@ class PushSender:
                     self._outbox.add(sequence, sent)
                     self._start()
                 except PushRejectedError as error:
-                    if self._refused:  # since this part was numbered, an earlier one was refused, and goes anew: this one behind it
+                    if self._refused:  # since this part was numbered, an earlier one was refused, and goes anew: this one after it
                         why = self._refused[-1].refusal
                         self._put_back(sent, why if isinstance(why, SlotsMovedError) else self._refusal_before(sent))
                     else:
@@ -306,7 +306,7 @@ class PushSender:
             elif isinstance(error, ShardUnavailableError):
                 raise error  # to be sent again: to the shard after its restart, or to the process that took it over
             else:
-                # One behind a refused part goes again, unless its own push was refused, or a sync job has lost a step.
+                # One after a refused part goes again, unless its own push was refused, or a sync job has lost a step.
                 if is_gap := isinstance(error, PushRejectedError) and self._outbox.is_behind(reply.sequence):
                     error = self._refusal_before(sent) or error
                 again = is_gap and self._recovers and not sent.ack.failed and not isinstance(error, _ANEW)

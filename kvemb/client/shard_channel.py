@@ -61,7 +61,7 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", 15_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.max_pings_without_data", 0),  # else no ping is sent behind the second one while a long call waits
+    ("grpc.http2.max_pings_without_data", 0),  # else no ping is sent after the second one while a long call waits
     ("grpc.keepalive_permit_without_calls", 0),  # an idle trainer sends nothing
     ("grpc.use_local_subchannel_pool", 1),  # two clusters opened in one process do not share sockets or their failures
     ("grpc.enable_http_proxy", 0),  # shards are cluster-internal addresses; a proxy of the environment is not for them

@@ -114,7 +114,7 @@ class ShardClient:
         self.servers.call_each(SET_POLICIES, SetPoliciesRequest(name, {}, serial), deadline)
 
     def drop_table(self, name: str, timeout_s: float | None = None) -> int:
-        """Drop a table, behind this process's own pushes; return how many rows were erased.
+        """Drop a table, after this process's own pushes; return how many rows were erased.
 
         Called again, it goes on with a drop that was broken off. Unless the caller gave a timeout, every half a million rows of a shard
         have the whole default time.
@@ -159,7 +159,7 @@ class ShardClient:
         self._session.wait_applied(deadline)
 
     def assign(self, rows: TableRows, timeout_s: float | None = None, *, behind_pushes: bool = True) -> None:
-        """Set rows, unless said otherwise behind this process's own pushes.
+        """Set rows, unless said otherwise after this process's own pushes.
 
         Raises:
             ShardUnavailableError, DeadlineExceededError: some of the rows may have been set, or may still be.
@@ -167,7 +167,7 @@ class ShardClient:
         self._change_rows(ASSIGN_ROWS, rows, timeout_s, behind_pushes=behind_pushes)
 
     def erase(self, rows: TableRows, timeout_s: float | None = None) -> int:
-        """Erase rows, behind this process's own pushes; return how many existed. Raises as `assign` does."""
+        """Erase rows, after this process's own pushes; return how many existed. Raises as `assign` does."""
         return sum(reply.n_rows for reply in self._change_rows(ERASE_ROWS, rows, timeout_s))
 
     @property

@@ -25,7 +25,7 @@ class _Given(argparse.Action):
 
 
 class AddressesThenFile(_Given):
-    """Several addresses, behind which the cluster's file may stand: argparse would take it for one more of them."""
+    """Several addresses, after which the cluster's file may stand: argparse would take it for one more of them."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, *_: object) -> None:
         assert isinstance(values, list)

@@ -77,7 +77,7 @@ def prepare_erase(definition: TableDef, ids: ArrayLike) -> TableRows:
 
 
 def _with_state(definition: TableDef, values: NDArray[np.float32], state: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Put each row's state behind its weights: float32 [n, dim + s]."""
+    """Put each row's state after its weights: float32 [n, dim + s]."""
     if (width := definition.dim + definition.record.state_size) > MAX_DIM:
         raise InvalidInputError(
             f"table {definition.name!r}: weights and state of a row are {width} values; at most {MAX_DIM} are assigned together. Leave "

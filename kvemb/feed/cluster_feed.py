@@ -222,8 +222,8 @@ class Feeds:
 
         Args:
             tables: names of those that are wanted, also of tables that are created later; None for all.
-            from_: "now": what is pushed behind this call. "start": every row that there is, then what changes. Or the `position` of an
-                earlier feed, or (epoch, k) by shard: what changed behind that.
+            from_: "now": what is pushed after this call. "start": every row that there is, then what changes. Or the `position` of an
+                earlier feed, or (epoch, k) by shard: what changed after that.
             weights: read the rows of each event from storage.
             max_mb: memory, per shard, for events that are not taken yet; a shard whose subscriber takes nothing for long ends its stream,
                 which is opened again by itself.

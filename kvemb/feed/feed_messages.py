@@ -17,7 +17,7 @@ class FeedPosition(NamedTuple):
     epoch: int
     k: int
     serial: int = 0  # of the last move of slots that was told. With epoch 0 instead: nothing was told, and the feed begins with this move.
-    # segment, offset: behind the last entry told, in the shard's journal; 0 where that is to be found from k
+    # segment, offset: after the last entry told, in the shard's journal; 0 where that is to be found from k
     segment: int = 0
     offset: int = 0
 

@@ -31,7 +31,7 @@ from kvemb.schema.table_def import TableDef
 ImportProgress = Callable[[str, int, int], None]
 """Called with (name of the phase, rows done, rows in all), 0 where that is not known."""
 RowArrays = tuple[ArrayLike, ArrayLike] | tuple[ArrayLike, ArrayLike, ArrayLike]
-"""(ids [n], weights [n, dim]), or the state [n, state values] behind them."""
+"""(ids [n], weights [n, dim]), or the state [n, state values] after them."""
 
 _WHAT = ("ids", "weights", "state")
 

@@ -179,7 +179,7 @@ class Initializer:
         object.__setattr__(self, "parts", tuple(settled))
 
     def _ranges(self, dim: int) -> Iterator[tuple[int, int, "Initializer"]]:
-        """Yield the first column, the column behind the last, and their initializer."""
+        """Yield the first column, the column after the last, and their initializer."""
         first = 0
         for width, part in self.parts or ((dim, self),):
             yield first, first + width, part

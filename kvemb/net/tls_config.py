@@ -30,7 +30,7 @@ class TlsConfig:
 
     @property
     def lacks(self) -> str:
-        """A sentence on variables that are not set, to stand behind an error that this may explain; "" for none."""
+        """A sentence on variables that are not set, to stand after an error that this may explain; "" for none."""
         return f" Environment variables that are not set: {', '.join(self.unset)}." if self.unset else ""
 
     @property

@@ -76,7 +76,7 @@ class ClosingClient(Protocol):
         ...
 
 
-_LAST = -100  # behind multiprocessing's own, which send the items in its queues
+_LAST = -100  # after multiprocessing's own, which send the items in its queues
 _clients: dict[int, ClosingClient] = {}
 _stuck = False
 _prepared_in = 0  # the process whose end is watched

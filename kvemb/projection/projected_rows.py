@@ -1,7 +1,7 @@
 """How the rows of a projection lie in its target: keys and values of two layouts, and the share of one of several publishers. Pure.
 
 In both layouts a table is one or more hashes, a field is the id's 8 bytes, least significant first, and a value is the row's weights alone:
-float32, float16, or int8 and behind them the row's scale, a float32. "kvemb" has the hashes of training storage (`kvemb.schema.buckets`),
+float32, float16, or int8 and after them the row's scale, a float32. "kvemb" has the hashes of training storage (`kvemb.schema.buckets`),
 "nve" one hash for each table, as the Redis plugin of NVIDIA's embedding cache reads it. A projected table describes itself in JSON, and its
 description is in the target, for readers that have no kvemb.
 """

@@ -1,7 +1,7 @@
 """Reads the rows of a view, or of the projection that is maintained, from its target; needs nothing else.
 
-With each batch the list of views is read behind the rows, in the same round trip: if the view is still there then, the rows were whole. A
-batch reads the keys of one view alone, so it cannot mix two. Of the maintained projection its records are read before the rows and behind
+With each batch the list of views is read after the rows, in the same round trip: if the view is still there then, the rows were whole. A
+batch reads the keys of one view alone, so it cannot mix two. Of the maintained projection its records are read before the rows and after
 them: they tell whether the tables are the ones that were opened, and which of them are being filled. Thread- and fork-safe.
 """
 

@@ -1,7 +1,7 @@
 """One Redis or Valkey server that holds a projection: its rows, how far they are, and which publisher writes them.
 
 The target's own small values: `kvemb:projection` describes the projection (JSON), `kvemb:projection:1/4` is the record of a share of the
-slots (JSON: the feed's position behind the rows there), `kvemb:publisher:1/4` names the publisher of that share. A record is replaced only
+slots (JSON: the feed's position after the rows there), `kvemb:publisher:1/4` names the publisher of that share. A record is replaced only
 where there is one: a target that was flushed meanwhile says so. Those of a view (`kvemb.projection.views`) have its prefix for `kvemb:`.
 
 A write without a reply may land later. So a publisher ends its predecessors' connections, and each broken one of its own, before anything
@@ -55,7 +55,7 @@ class TargetUrl:
     address: str  # "host:port"
     username: str | None  # None for the default user
     encrypted: bool  # whether it is rediss://
-    options: Mapping[str, str]  # of a reader's URL, behind "?": `view`, `password_env`, and of rediss:// `ca`, `cert`, `key`
+    options: Mapping[str, str]  # of a reader's URL, after "?": `view`, `password_env`, and of rediss:// `ca`, `cert`, `key`
 
     @staticmethod
     def parse(text: str, allowed: Sequence[str] = _READER_OPTIONS) -> "TargetUrl":
@@ -187,7 +187,7 @@ class ProjectionTarget:
         self._ask("SET", self._record_key, json.dumps(record))
 
     def note(self, record: Mapping[str, Any]) -> bool:
-        """Replace the record, behind the rows that were written; return False, and do nothing, where there is none any more."""
+        """Replace the record, after the rows that were written; return False, and do nothing, where there is none any more."""
         return self._ask("SET", self._record_key, json.dumps(record), "XX") is not None
 
     def put(self, key: bytes, value: bytes) -> None:

@@ -5,7 +5,7 @@ a page have one node and one writer. A page's key holds a hash tag that pins it 
 of zeros means that the row does not exist, and so does a page that is not there.
 
 The number of rows per page follows from the record's size alone, so every process computes the same. Pages fill one of jemalloc's size
-classes, Redis's string header included; docs/adr/0009 has the measurements. A byte behind the last record, written first, makes a page
+classes, Redis's string header included; docs/adr/0009 has the measurements. A byte after the last record, written first, makes a page
 whole at once: it is then allocated once, at its exact size.
 """
 

@@ -184,7 +184,7 @@ class TableDef:
         return KeyOrder(self.placement.ids_per_group if (self.num_ids or 0) <= MOST_GROUPED_IDS else 1)
 
     def key_ranges(self, slots: NDArray[np.bool_]) -> list[tuple[int, int]]:
-        """Return the ranges of keys (of `order`), first and one behind the last, with all rows of some slots, bool [16384].
+        """Return the ranges of keys (of `order`), first and one after the last, with all rows of some slots, bool [16384].
 
         Rows of other slots lie there only where a table has more than 2**50 ids: then it is the whole range.
         """
@@ -258,7 +258,7 @@ class TableDef:
         n = self.pages.rows_per_page
         firsts = found.ids[found.ids <= np.uint64((self.num_ids - 1) // n)] * np.uint64(n)
         rows: NDArray[np.uint64] = np.add.outer(firsts, np.arange(n, dtype=np.uint64)).reshape(-1)
-        inside = (rows < np.uint64(self.num_ids)) & (rows >= np.repeat(firsts, n))  # the last page may end behind 64 bits
+        inside = (rows < np.uint64(self.num_ids)) & (rows >= np.repeat(firsts, n))  # the last page may end after 64 bits
         return self.keys(rows[inside], pages=True)
 
     def initial_rows(self, ids: NDArray[np.uint64]) -> NDArray[Any]:

@@ -89,7 +89,7 @@ class FixedSizeValuesReply(RowsReader):
             return 0
         run = count if self._all_hits(data, count) else self._n_hits(data[: count * self._stride].reshape(count, self._stride))
         rows = slice(self._at, self._at + run)
-        # Both [run] items of m bytes; in data they lie a stride apart, behind each head.
+        # Both [run] items of m bytes; in data they lie a stride apart, after each head.
         self._values[rows] = np.ndarray((run,), self._values.dtype, data, len(self.head), (self._stride,))
         self.found[rows] = True
         self._at += run
@@ -158,7 +158,7 @@ class FixedSizeValuesReply(RowsReader):
         last = len(data) - self._stride
         if last < 0:
             return missing
-        starts = np.minimum(starts, last)  # only a missing row can lie behind the last hit
+        starts = np.minimum(starts, last)  # only a missing row can lie after the last hit
         good = matches_at(data, starts, self.head, self._stride)
         good &= matches_at(data[self._stride - len(EOL) :], starts, EOL, len(EOL))
         good |= missing
@@ -167,7 +167,7 @@ class FixedSizeValuesReply(RowsReader):
     def _ranks(self, at: NDArray[np.intp], n_bytes: int, left: int) -> tuple[NDArray[np.intp], int]:
         """Turn candidates for misses, intp [c], into row numbers below `left` (the rows that remain); count the bytes behind the last.
 
-        A genuine one leaves a whole number of hits before it; the others lie inside a value, or behind this reply's end.
+        A genuine one leaves a whole number of hits before it; the others lie inside a value, or after this reply's end.
         """
         while len(at):
             before = np.arange(len(at))  # intp [c]: misses before each, should all be genuine

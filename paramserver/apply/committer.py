@@ -44,7 +44,7 @@ class Committed:
         version: (epoch, k), packed.
         batch: for the engine.
         work: the pushes or row change that it was made of.
-        end: position behind its entry.
+        end: position after its entry.
     """
 
     version: int
@@ -133,7 +133,7 @@ class Committer:
         self._sync, self._epoch, self._failed = sync, epoch, failed
         self.k = k  # of the last batch numbered: pushes acknowledged before are in it or in earlier ones
         self._counting = threading.Lock()
-        self._steps: dict[str, int] = {}  # per table, behind the last batch numbered
+        self._steps: dict[str, int] = {}  # per table, after the last batch numbered
         self._group: list[Committed] = []  # numbered, and not in the journal for certain
         self.thread = OwnedThread(self._run, name="kvemb-journal", wakes=(ingest.state.stop, handover.close))
 

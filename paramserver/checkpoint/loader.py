@@ -2,12 +2,12 @@
 
     reading    the checkpoint's rows that this shard owns become runs of its row log, and its other rows notes that they are gone. None
                of it counts yet: a checkpoint that turns out damaged leaves the shard as it was
-    switch     a saved state names these runs, with the checkpoint's steps; the journal goes on behind its old entries
+    switch     a saved state names these runs, with the checkpoint's steps; the journal goes on after its old entries
     writing    every row goes to storage, unconditionally; rows that are gone are erased there
     done       the file `loaded` holds the decision's serial, and the saved state says of no load any more
 
-Reading needs no row in memory, so it comes before the tables are made, if the saved state is all there is: nothing in the journal behind
-it, and for a load of some tables nothing behind the row log. Else the shard recovers first, flushes what other tables need, and starts
+Reading needs no row in memory, so it comes before the tables are made, if the saved state is all there is: nothing in the journal after
+it, and for a load of some tables nothing after the row log. Else the shard recovers first, flushes what other tables need, and starts
 once more.
 
 A crash before the switch starts the reading again; after it the load goes on from the row log, without the checkpoint. Acknowledged changes
@@ -103,7 +103,7 @@ class Loader(StartStep):
         return self._done, self._rows
 
     def read(self) -> None:
-        """Make the checkpoint's rows the shard's row log, if a load is decided. Nothing is in the journal behind the saved state."""
+        """Make the checkpoint's rows the shard's row log, if a load is decided. Nothing is in the journal after the saved state."""
         decision = self._undone()
         if decision is None:
             return
@@ -145,7 +145,7 @@ class Loader(StartStep):
         return decision if decision is not None and (begun is None or begun[1] != decision.load_id) else None
 
     def _touched(self) -> dict[str, Ids]:
-        """Return the keys of the rows that the journal has changed or erased behind the row log: ascending, by the table's key."""
+        """Return the keys of the rows that the journal has changed or erased after the row log: ascending, by the table's key."""
         shard, waiting = self._shard, dict[str, list[Ids]]()
         for _, entry in batches_behind(shard.saved.now.cut, shard.fenced_log.journal, shard.registry.find_key):
             for rows in entry.batch.tables:
@@ -207,7 +207,7 @@ class Loader(StartStep):
     def _gone(self, definition: TableDef, rows: Sequence[RunWriter], version: int, touched: Ids) -> RunWriter:
         """Note that all other rows are gone: those that there were, and those that a load before this one was to erase.
 
-        The journal behind the row log may name rows of slots that are another shard's by now: those are not this shard's to erase.
+        The journal after the row log may name rows of slots that are another shard's by now: those are not this shard's to erase.
         """
         runs, shards_of = self._shard.runs, self._store.nodes.cluster_map.shards_of
         gone = runs.begin(definition)
@@ -270,7 +270,7 @@ class Loader(StartStep):
         self._report(load_id, "done")
 
     def _stretches(self) -> list[tuple[int, int]]:
-        """Return ranges of keys, each from its first to the one behind its last: as many of our slots in each, one for each node.
+        """Return ranges of keys, each from its first to the one after its last: as many of our slots in each, one for each node.
 
         Neighbouring slots lie on one node, so that rows in the order of their keys would let all other nodes wait.
         """

@@ -1,7 +1,7 @@
 """One save of one shard: the cut, and the thread that writes the rows as they were at the cut while training goes on.
 
 The row log and the journal hold every row of the cut, so storage is asked for nothing. The log's runs stay as they are for this reader.
-Rows that changed behind the log's cut are brought forward by the journal first (`Reconstructor`), and take part as one more run, the
+Rows that changed after the log's cut are brought forward by the journal first (`Reconstructor`), and take part as one more run, the
 newest. So the checkpoint is exact: it holds every batch up to the cut and none after it, and needs no journal to be loaded.
 """
 
@@ -66,7 +66,7 @@ class TableCut:
 
 
 class _LateRun:
-    """The rows of a table that changed behind the row log, as one more run."""
+    """The rows of a table that changed after the row log, as one more run."""
 
     def __init__(self, table: TableCut, records: Bytes) -> None:
         self._order, self._table, self._records = table.definition.order, table, records

@@ -215,7 +215,7 @@ class PieceWriter:
             self._access.erase_blindly(parts)
 
     def _not_newer(self, rows: CheckedRows, version: int) -> CheckedRows:
-        """The rows that an erase may still take away: those created again behind it have a version above its own."""
+        """The rows that an erase may still take away: those created again after it have a version above its own."""
         self._tables.state(rows.definition).cache.forget(rows.ids)
         got = self._fetch([rows])[0].read
         assert got is not None

@@ -54,7 +54,7 @@ class ShardChanges:
         self._epoch, self._k, self._serial = request.epoch, request.k, request.serial or 1  # the first map of a cluster has 1
         self._foreign_until, self._owned = 0, events.told[1]
         self._ended = False
-        # Alterations that are over: of a stream from here on, all rows of the altered tables are told behind their events.
+        # Alterations that are over: of a stream from here on, all rows of the altered tables are told after their events.
         self._over = frozenset(self._registry.known_keys) if request.start in (NOW, START) else frozenset[str]()
 
     def end(self) -> None:
@@ -122,7 +122,7 @@ class ShardChanges:
             self._k = (first_batch(self._journal) or self._mark.now[0] + 1) - 1
 
     def _find(self) -> Position:
-        """The place in the journal behind the subscriber's last batch."""
+        """The place in the journal after the subscriber's last batch."""
         found = self._read(lambda: behind_version(self._journal, self._version))
         if found is not None:
             if found[1] != self._k:
@@ -170,7 +170,7 @@ class ShardChanges:
 
     def _batch(self, entry: BatchEntry, after: Position) -> Iterator[FeedReply]:
         epoch, k = split_version(entry.version)
-        if k <= self._k:  # a failed sync has moved its entry behind a place that was noted before
+        if k <= self._k:  # a failed sync has moved its entry after a place that was noted before
             self._at = after
             return
         if k != self._k + 1:
@@ -222,7 +222,7 @@ class ShardChanges:
     # --- the row log -----------------------------------------------------------------------------------------------------------------
 
     def _row_log(self, above: int, behind: Position | None = None) -> Iterator[FeedReply]:
-        """Tell the rows that have changed since a version, and go on in the journal behind the log's cut, and behind a place.
+        """Tell the rows that have changed since a version, and go on in the journal after the log's cut, and after a place.
 
         Raises:
             FeedBehindError: that cannot be told: rows have been erased, or have gone to other shards, of which nothing is known any more.
@@ -246,14 +246,14 @@ class ShardChanges:
         yield self._reply(CAUGHT_UP)
 
     def _cut(self) -> tuple[RunView, Position, int]:
-        """The row log, the place in the journal behind its cut, and the k of the last batch before that."""
+        """The row log, the place in the journal after its cut, and the k of the last batch before that."""
         for _ in range(_TRIES):
             view = self._parts.runs.view
             found = self._read(lambda: behind_version(self._journal, view.cut))  # noqa: B023
             if found is None:
                 first, start = self._read(lambda: first_batch(self._journal)), self._journal.start
                 found = start, (self._mark.now[0] if first is None else first - 1)
-            if self._parts.runs.view.cut == view.cut:  # nothing behind the cut was discarded meanwhile
+            if self._parts.runs.view.cut == view.cut:  # nothing after the cut was discarded meanwhile
                 return view, *found
         raise ShardUnavailableError(f"shard {self._parts.shard}: its row log is being written; ask again")
 

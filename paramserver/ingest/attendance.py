@@ -179,7 +179,7 @@ class StepsByMap:
         return 0 if self._registry is None else self._registry.serial
 
     def hold_behind(self, last: int) -> HeldSteps:
-        """While a table is being altered, hand out no step behind this one, or behind the one that was handed out last. Any thread."""
+        """While a table is being altered, hand out no step after this one, or after the one that was handed out last. Any thread."""
         with self._state.changed:
             self._last_asked = max(self._last_asked, last)
             self._follow(self._gate.now)

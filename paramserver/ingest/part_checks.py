@@ -208,7 +208,7 @@ class LoadGate:
         self.serial = serial
 
     def require(self, serial: int) -> None:
-        """Refuse a part whose push was made before the load; one that was made behind a later load waits for that.
+        """Refuse a part whose push was made before the load; one that was made after a later load waits for that.
 
         Raises:
             ClusterLoadedError, ShardUnavailableError: nothing was taken.

@@ -67,7 +67,7 @@ def _n_whole(steps: SyncSteps) -> int:
 
 
 def _oldest_step(steps: SyncSteps, n_before: int = 0) -> tuple[int, str, str]:
-    """The number of the step behind the first `n_before` that wait, the trainers here for it, and the missing ones."""
+    """The number of the step after the first `n_before` that wait, the trainers here for it, and the missing ones."""
     here = {name: place for name, place in steps.places.items() if len(place.waiting) > n_before}
     missing = sorted(name for name in steps.members if name not in here)
     absent = steps.n_trainers - len(steps.members) if not steps.complete else 0

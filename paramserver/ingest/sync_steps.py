@@ -87,7 +87,7 @@ class StepHold:
     shut: bool = False
 
     def begin(self, released: int, last: int, *, job: bool) -> "StepHold":
-        """Hand out none behind `last`, nor behind the one `released` last; none at all without a job."""
+        """Hand out none after `last`, nor after the one `released` last; none at all without a job."""
         first = replace(self, furthest=released, shut=self.unknown or not job) if self.last is None else self
         return replace(first, last=max(first.furthest, last))
 
@@ -313,7 +313,7 @@ class SyncSteps:
         return replace(self, released=due, hold=hold, places=after, members_before=frozenset())._tidied(), step
 
     def hold_behind(self, last: int) -> "SyncSteps":
-        """Hand out no step behind this one, nor behind the last one handed out if that is further.
+        """Hand out no step after this one, nor after the last one handed out if that is further.
 
         So all shards can be brought to the same step: each holds, and those behind go on to the furthest one's. Where there is no job, or
         an earlier process handed out the last step, no step is handed out at all; nor once the job has ended.

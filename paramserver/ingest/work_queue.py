@@ -236,7 +236,7 @@ def _sum(named: list[tuple[CheckedRows, PartTicket]], n_members: int, held_back:
     rows = [some for some, _ in named]
     definition = rows[0].definition
     one = len(rows) == 1
-    # [m] ids and float32 [m, d] gradients of all parts, one part behind the other; an id may stand in several.
+    # [m] ids and float32 [m, d] gradients of all parts, one part after the other; an id may stand in several.
     ids = rows[0].ids if one else np.concatenate([r.ids for r in rows])
     grads = rows[0].rows if one else np.concatenate([r.rows for r in rows])
     groups = group_by_id(ids)

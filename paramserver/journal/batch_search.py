@@ -1,4 +1,4 @@
-"""Looking for a batch in the journal: whose pushes it holds, and where a reader goes on behind it. Reads; changes nothing."""
+"""Looking for a batch in the journal: whose pushes it holds, and where a reader goes on after it. Reads; changes nothing."""
 
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import split_version

@@ -3,7 +3,7 @@
     header size u32 | msgpack header | zeros up to a multiple of 8 | arrays of each table
     arrays: ids '<u8' [n] | rows '<f4' (of opaque bytes '|u1') [n, dim], of an assign with state [n, dim + s] | zeros up to a multiple of 8
 
-The header of a batch is [format, "batch", version, kind, steps, watermarks, tables], and behind them the reason where a policy or a drop
+The header of a batch is [format, "batch", version, kind, steps, watermarks, tables], and after them the reason where a policy or a drop
 erased the rows. A watermark is [trainer, incarnation, sequence], a table [key, schema, n, dim, hyper]. The header of a session is [format,
 "session", trainer, incarnation], that of an event [format, "event", name, table, serial, gone, came, left], where slots are [[shard, [slot,
 …]], …]. Arrays lie at multiples of 8, so that they can be used where they were read. The framing of `segment` has a checksum. Even so

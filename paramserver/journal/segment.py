@@ -8,7 +8,7 @@
   was written again. A segment that was cut short, or is missing, is noticed.
 * The check of an entry header depends on the segment's nonce and on the offset: no payload, and no older file's bytes, can pass for one.
 * `durable` is the offset up to which the segment was known durable when the entry was written. The last segment of a writer may end in an
-  entry that is not whole. When an entry behind it says that those bytes had been durable, they were damaged later. When none does, they are
+  entry that is not whole. When an entry after it says that those bytes had been durable, they were damaged later. When none does, they are
   a torn tail, for which no promise was made: a power failure keeps the blocks of an unfinished group in any order.
 """
 
@@ -99,7 +99,7 @@ def entries(header: SegmentHeader, read_at: ReadAt, start: int, end: int, where:
 
 
 def find_end(header: SegmentHeader, read_at: ReadAt, size: int, where: str) -> int:
-    """Return where the last segment of a writer that is gone ends: behind its last whole entry."""
+    """Return where the last segment of a writer that is gone ends: after its last whole entry."""
     end = HEADER_SIZE
     while end < size:
         found = _entry_header(header, read_at(end, ENTRY_HEADER_SIZE), end)
@@ -138,7 +138,7 @@ def _entry_header(header: SegmentHeader, data: bytes, offset: int) -> _EntryHead
 
 
 def _headers_behind(header: SegmentHeader, read_at: ReadAt, offset: int, size: int) -> Iterator[tuple[int, _EntryHeader]]:
-    """Yield every entry header behind `offset`, at any byte."""
+    """Yield every entry header after `offset`, at any byte."""
     at = offset + 1
     while at < size:
         chunk = read_at(at, _CHUNK_BYTES + len(ENTRY_MAGIC) - 1)

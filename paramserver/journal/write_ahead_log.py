@@ -196,7 +196,7 @@ class Journal:
         return not current.trusted or (current.written > HEADER_SIZE and current.written + size > self._segment_bytes)
 
     def _write(self, segment: _Current, pieces: list[memoryview]) -> None:
-        """Write an entry behind the others, or leave the segment as it was."""
+        """Write an entry after the others, or leave the segment as it was."""
         head = frame(segment.header, segment.written, segment.end, list(pieces))
         try:
             segment_files.write_all(segment.descriptor, [head, *pieces], segment.written)
@@ -270,7 +270,7 @@ class FencedLog:
         self.journal, self._still_ours = journal, still_ours
 
     def append(self, entry: Entry) -> Position:
-        """Write an entry, durable with the next `commit`; return the position behind it.
+        """Write an entry, durable with the next `commit`; return the position after it.
 
         Raises:
             JournalFullError: nothing of the entry is in the journal.
@@ -308,7 +308,7 @@ class AppliedMark:
     """The last batch applied. Thread-safe; costs an apply one notification.
 
     Attributes:
-        now: the number of the last batch applied, and the position behind its entry.
+        now: the number of the last batch applied, and the position after its entry.
         n_changes: how often the mark has changed, or its readers were woken.
     """
 

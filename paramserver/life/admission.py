@@ -78,7 +78,7 @@ class Admissions:
         return let_in
 
     def _known(self, definition: TableDef, ids: NDArray[np.uint64], unapplied: Sequence[Batch]) -> NDArray[np.bool_]:
-        """Return which of n unique ids have a row behind the batches numbered so far: bool [n].
+        """Return which of n unique ids have a row after the batches numbered so far: bool [n].
 
         Some of the batches that are looked through may have been applied meanwhile: in their order they change nothing then.
         """

@@ -215,7 +215,7 @@ class _Start:
             again(lambda: settle_limits(self._store, self._store.nodes.addresses, registry.tables, self._timeout_s))
 
     def _loaded(self, known: StartingShard, state: ShardState, cluster_id: bytes) -> ShardParts:
-        """Recover, with what capabilities do before and behind it."""
+        """Recover, with what capabilities do before and after it."""
         report = self._report
         recovery = Recovery(known.fenced_log.journal, state.journal, state.k, known.registry.find_key)
         report.enter(READING, recovery.looked_through)

@@ -19,7 +19,7 @@ EVICTED, DROPPED = "evicted", "dropped"
 
 
 def dims_of(kind: str, definition: TableDef) -> tuple[int, ...]:
-    """Return how many values a row of a change may have: none to erase it; to assign it, its state may lie behind its weights."""
+    """Return how many values a row of a change may have: none to erase it; to assign it, its state may lie after its weights."""
     if kind == ERASE:
         return (0,)
     dim, state_size = definition.dim, definition.record.state_size

@@ -52,7 +52,7 @@ class Timeline:
     _before: int = field(default=0, init=False)  # the epoch of batches up to k that are still to be applied; 0: there are none
 
     def rise(self, epoch: int, k: int, applied: int) -> None:
-        """Go on in a higher epoch; no batch above k was numbered before, none behind `applied` is applied yet. Apply thread only."""
+        """Go on in a higher epoch; no batch above k was numbered before, none after `applied` is applied yet. Apply thread only."""
         self._before = self._before if self._before and applied < self.k else self.epoch
         self.epoch, self.k = epoch, k
 
@@ -97,7 +97,7 @@ class Replay:
         self._written: dict[str, tuple[TableDef, RowIndex]] = {}
 
     def reach(self, version: int) -> None:
-        """Note one more batch behind all before."""
+        """Note one more batch after all before."""
         self.newest = version
 
     def will_change(self, kind: str, rows: CheckedRows, version: int) -> None:
@@ -126,7 +126,7 @@ class Replay:
                 yield definition, ids
 
     def still_wanted(self, rows: CheckedRows, version: int) -> CheckedRows:
-        """Return the rows that no batch behind this version erases."""
+        """Return the rows that no batch after this version erases."""
         erased = self._erased.get(rows.definition.key)
         return rows if erased is None else rows.take(erased.get(rows.ids) <= np.uint64(version))
 
@@ -191,7 +191,7 @@ def refuse_later_epoch(definition: TableDef, ids: Ids, stored: Ids, epoch: int, 
 def rows_to_erase(
     definition: TableDef, ids: Ids, stored: Ids, found: NDArray[np.bool_], *, version: int, newest: int, epoch: int
 ) -> NDArray[np.bool_]:
-    """Return which rows an erase of this version may take away: bool [n]. Those created again behind it have a version above its own.
+    """Return which rows an erase of this version may take away: bool [n]. Those created again after it have a version above its own.
 
     Args:
         ids: uint64 [n].

@@ -179,7 +179,7 @@ class _Traces:
         )
 
     def way_back(self, data: DataDir) -> str:
-        """Say what helps where later owners may have been refused behind their claim: they came with another copy of the folder, say."""
+        """Say what helps where later owners may have been refused after their claim: they came with another copy of the folder, say."""
         if self.note is None or not self.note.epoch <= self.kept < self.stored:
             return ""
         return (

@@ -32,7 +32,7 @@ _ROW_BYTES = 24  # of an index
 
 
 class _Late:
-    """One table's rows that changed behind the row log's cut, and those that went, each with its last version."""
+    """One table's rows that changed after the row log's cut, and those that went, each with its last version."""
 
     def __init__(self, order: KeyOrder) -> None:
         self.rows, self.gone = RowIndex(order=order), RowIndex(order=order)

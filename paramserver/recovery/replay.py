@@ -1,6 +1,6 @@
 """Recovery: brings tables, sessions and storage from the saved state to the end of the journal, before anything is served.
 
-Two passes over the journal behind the state's position. The first checks that no batch is missing, and learns which rows will be erased.
+Two passes over the journal after the state's position. The first checks that no batch is missing, and learns which rows will be erased.
 The second applies batch by batch, each under its old version. A stored row is not touched, and every other one gets the bits that it
 would have had. Breaking off is fine: the next start does the same again.
 """
@@ -62,7 +62,7 @@ class Recovery:
 
     @property
     def is_done(self) -> bool:
-        """Whether the first pass has found nothing behind the saved state."""
+        """Whether the first pass has found nothing after the saved state."""
         return not self._n_entries
 
     def looked_through(self) -> tuple[int, int]:

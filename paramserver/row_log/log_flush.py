@@ -66,7 +66,7 @@ class LogFlush:
         with dropped_on_error([self._runs.begin(table.definition) for table in tables]) as writers:
             for writer, table, ids in zip(writers, tables, newer, strict=True):
                 yield from self._rows(writer, table, ids)
-            for writer, table in zip(writers, tables, strict=True):  # at last, in one step: nothing is erased behind this
+            for writer, table in zip(writers, tables, strict=True):  # at last, in one step: nothing is erased after this
                 for ids, versions in table.gone():
                     writer.add_erased(ids, versions)
             self._runs.publish(writers, replace(state(), cut=cut))

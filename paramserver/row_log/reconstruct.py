@@ -122,7 +122,7 @@ def require_versions(
 
 
 def batches_behind(cut: int, journal: Journal, find: Find) -> Iterator[tuple[Position, BatchEntry]]:
-    """Yield the batches behind a row log's cut in order, each with the position behind its entry, making sure that none is missing.
+    """Yield the batches behind a row log's cut in order, each with the position after its entry, making sure that none is missing.
 
     What the journal has from before the cut is in the log, too; where the log has nothing, no row existed.
     """

@@ -47,7 +47,7 @@ class Rounds:
         self.size_bytes = 0
 
     def add(self, at: NDArray[np.intp], grads: Array, version: int, factors: Mapping[str, float]) -> None:
-        """Add an update of rows, behind those added before.
+        """Add an update of rows, after those added before.
 
         Args:
             at: intp [n], unique places of rows.

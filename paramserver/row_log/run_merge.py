@@ -40,7 +40,7 @@ def merged(
 
 
 def merge_from(sizes: Sequence[int], limit: int) -> int | None:
-    """Return the first run, oldest first, that is to be merged with all behind it; None when nothing is to be done.
+    """Return the first run, oldest first, that is to be merged with all after it; None when nothing is to be done.
 
     Nothing is merged while there are at most `limit` runs. Then the newest are merged, and with them every one before them that is at most
     twice as large as those together: a large old run is rewritten only when as much has come since.
@@ -86,7 +86,7 @@ class _Cursor:
 
 def _newest(parts: Sequence[Part], ages: Sequence[int]) -> Iterator[Part]:
     """Of each key among some parts, by the age of their runs, the state of the newest run, and there of the highest version."""
-    # [m] each: the parts one behind the other, rows of a run before its erased ids; a key once for every part that has it.
+    # [m] each: the parts one after the other, rows of a run before its erased ids; a key once for every part that has it.
     keys, versions = (np.concatenate([part[column] for part in parts]) for column in (1, 2))
     kinds, runs = (np.repeat(one, [len(part[1]) for part in parts]) for one in ([part[0] for part in parts], ages))
     order: NDArray[np.intp] = np.argsort(keys, kind="stable")  # by key, and within a key by age: parts are in order, which makes this fast

@@ -55,7 +55,7 @@ class RunWriter:
         self.add(ERASED, keys[order], np.broadcast_to(np.asarray(versions, np.uint64), len(keys))[order], NO_RECORDS)
 
     def add(self, kind: int, keys: Ids, versions: Ids, records: Bytes) -> None:
-        """Add rows, or erased ids, behind those of the same kind that were added before."""
+        """Add rows, or erased ids, after those of the same kind that were added before."""
         if not len(keys):
             return
         assert int(keys[0]) > self._last[kind]

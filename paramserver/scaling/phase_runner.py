@@ -54,7 +54,7 @@ class PhaseProgress:
         self.rows += n_rows
 
     def hold_at(self, step: int) -> None:
-        """All hold behind this step."""
+        """All hold after this step."""
         self.step = step
 
 

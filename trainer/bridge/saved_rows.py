@@ -33,7 +33,7 @@ def saves_rows(cluster: Any) -> None:
 
 
 class StepMark:
-    """The step of one module's table, in states and behind them. One thread."""
+    """The step of one module's table, in states and after them. One thread."""
 
     def __init__(self, table: TablePort) -> None:
         self.table = table

@@ -108,7 +108,7 @@ class VocabularyColumn(_KeyedColumn):
         return len(self.vocabulary) + self.num_oov_buckets
 
     def buckets(self, values: NDArray[Any]) -> NDArray[np.int64]:
-        """Return the place of each value [m] in the vocabulary; of others the default, or a bucket behind the vocabulary."""
+        """Return the place of each value [m] in the vocabulary; of others the default, or a bucket after the vocabulary."""
         _require_dtype(self.key, values, self.dtype)
         ids = self._integers(values) if self.dtype == "int64" else self._texts(values)
         unknown = ids == NO_ROW

@@ -67,7 +67,7 @@ def rmsprop(
     centered: bool = False,
     momentum: float | None = None,
 ) -> OptimizerSpec:
-    """optax.rmsprop, its eps under the root or behind it."""
+    """optax.rmsprop, its eps under the root or after it."""
     behind, under = (_NONE, eps) if eps_in_sqrt else (eps, 0.0)
     rate = _rate(learning_rate)
     return optim.rmsprop(rate, alpha=decay, eps=behind, eps_root=under, momentum=momentum or 0.0, centered=centered)

@@ -32,7 +32,7 @@ _NAME = re.compile(r"[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]{0,254}")
 def table_folder(table: str) -> str:
     """Return the folder of a table: its name, with %XX for bytes that mean something else to file systems, URLs or readers of folders.
 
-    No two tables share one. A name that is too long for a file system ends in a digest, behind a "%-" that no other folder has.
+    No two tables share one. A name that is too long for a file system ends in a digest, after a "%-" that no other folder has.
     """
     escaped = "".join(letter if letter in _PLAIN else f"%{byte:02X}" for byte in table.encode() for letter in (chr(byte),))
     if table[0] in "._" or table.endswith(".json"):

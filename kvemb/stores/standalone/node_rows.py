@@ -123,7 +123,7 @@ class NodeRows:
     ) -> None:
         """Run a batch's steps at its nodes, the marker last on each connection.
 
-        `owner_last`: the owner record behind the rows, too. A token that was read after its row was written is of that write only if no
+        `owner_last`: the owner record after the rows, too. A token that was read after its row was written is of that write only if no
         newer owner of the shard can have written the row in between. (A repair keeps no tokens.)
         """
         by_node: dict[str, list[Step]] = {}

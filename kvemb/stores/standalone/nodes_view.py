@@ -54,7 +54,7 @@ class NodesView:
         return NodesView(cluster_map, places, markers)
 
     def require(self, address: str, expected: Marker, got: bytes | None) -> None:
-        """Refuse a marker read behind a batch, unless it is the expected one, or that one renewed for a map that is in force too."""
+        """Refuse a marker read after a batch, unless it is the expected one, or that one renewed for a map that is in force too."""
         if got == expected.encode():
             return
         marker = None

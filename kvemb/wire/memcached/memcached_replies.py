@@ -4,7 +4,7 @@
 constant there, so rows are found from the positions of all lines that look like a hit or a miss. Genuine ones follow each other without a
 gap. One that lies inside a value starts before its predecessor ends, and is dropped. All in vector operations.
 
-`CasWriteReply`: tokens without values, `HD c<token>` or a miss, one line per row; behind a conditional write its outcome comes first.
+`CasWriteReply`: tokens without values, `HD c<token>` or a miss, one line per row; after a conditional write its outcome comes first.
 memcached hands them over in small pieces. They gather first, since parsing costs the same for few lines as for many. Tokens count up, so
 usually all lines are equally wide and have a constant stride; others are parsed from the positions of their ends.
 """
@@ -66,7 +66,7 @@ class CasValuesReply(RowsReader):
         starts, lengths, digits = _without_inner(starts, lengths, digits)  # [k]: without those inside a value, which are fewer
         if not len(starts) or starts[0] != 0:
             return 0
-        ends = starts + lengths  # intp [k]: where the row behind each begins
+        ends = starts + lengths  # intp [k]: where the row after each begins
         # bool [k]: the row begins where the one before ended, has arrived whole, and ends with CR LF
         chained = np.append(True, starts[1:] == ends[:-1]) & (ends <= len(data))
         chained &= (data[np.minimum(ends, len(data)) - 2] == ord("\r")) & (data[np.minimum(ends, len(data)) - 1] == ord("\n"))
@@ -139,7 +139,7 @@ def _without_inner(
     if not (starts[1:] < ends[:-1]).any():
         return starts, lengths, digits
     # Rare (a record happens to hold such text), so the chain of rows is followed one by one here.
-    following = np.searchsorted(starts, ends).tolist()  # [k]: of each candidate, the first one that begins at or behind its end
+    following = np.searchsorted(starts, ends).tolist()  # [k]: of each candidate, the first one that begins at or after its end
     kept = [0]
     while following[kept[-1]] < len(starts):
         kept.append(following[kept[-1]])
@@ -154,7 +154,7 @@ class CasWriteReply(RowsReader):
     tokens: NDArray[np.uint64]  # uint64 [n], set to the token of the value that is there; 0 where there is none
     found: NDArray[np.bool_] | None = None  # bool [n] of reads: set here
     written: bool = False  # whether the line of a conditional write comes before each of a `mg`
-    _owed: bool = False  # whether the line of the `mg` behind a write that failed is still to come
+    _owed: bool = False  # whether the line of the `mg` after a write that failed is still to come
 
     def __post_init__(self) -> None:
         self.n_rows = len(self.out)
@@ -173,7 +173,7 @@ class CasWriteReply(RowsReader):
         return self._take_usual(data) or self._take_lines(data) or self._take_odd(data)
 
     def _may_wait(self, data: Bytes) -> bool:
-        """Whether more is coming for sure: nothing in it can be an error, behind which the node may fall silent."""
+        """Whether more is coming for sure: nothing in it can be an error, after which the node may fall silent."""
         n_lines = (len(self.out) - self._at) * (1 + self.written)
         if len(data) >= _GATHERED_BYTES or self._owed or np.count_nonzero(data == ord("\n")) >= n_lines:
             return False

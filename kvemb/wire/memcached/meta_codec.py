@@ -6,7 +6,7 @@ stride of a batch constant.
 
 Writes are the classic `add`, `cas` and `replace`: where the server has no room for the new value, those leave the old one. `ms` and `set`
 delete it then, whatever their condition says, also when they come late; and a row that is gone looks like one that never was
-(docs/adr/0112). They do not tell the new token; a `mg` right behind each does.
+(docs/adr/0112). They do not tell the new token; a `mg` right after each does.
 """
 
 from functools import partial

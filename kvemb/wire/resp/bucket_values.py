@@ -261,10 +261,10 @@ class BucketValuesReply(RowsReader):
 
 
 def _genuine(at: NDArray[np.intp], places: NDArray[np.intp], less: int) -> NDArray[np.intp]:
-    """Return the row of each candidate, intp [c], at one of the `places`, intp [p]; others lie inside a value, or behind these rows."""
+    """Return the row of each candidate, intp [c], at one of the `places`, intp [p]; others lie inside a value, or after these rows."""
     while len(at):
         expected = at + less * np.arange(len(at))  # intp [c]: its row's place, if all candidates before it are misses
-        ranks = np.searchsorted(places, expected)  # intp [c]: the row that begins there, or behind
+        ranks = np.searchsorted(places, expected)  # intp [c]: the row that begins there, or after
         n_inside = int(np.searchsorted(ranks, len(places)))
         good = np.zeros(len(at), dtype=bool)  # [c]: genuine, up to the first false one
         good[:n_inside] = places[ranks[:n_inside]] == expected[:n_inside]

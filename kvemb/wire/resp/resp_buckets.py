@@ -128,7 +128,7 @@ class BucketRequests:
         places = np.arange(0, width * len(rows), width)  # intp [n]: where each row begins in out, by the next line
         places += offsets.repeat(runs.sizes)
         pieces(out, rows.shape[1])[places] = as_items(rows)
-        # Items end in surplus bytes, which later writes cover: a row's by the command behind it, an announcement's by its own head.
+        # Items end in surplus bytes, which later writes cover: a row's by the command after it, an announcement's by its own head.
         if self._ask:
             pieces(out, len(self._ask))[starts] = np.void(self._ask)
             starts += len(self._ask)
@@ -140,7 +140,7 @@ class BucketRequests:
 def _fields(keys: BucketKeys) -> Bytes:
     """`$8`, the field, and the next row's beginning: uint8 [n, 16]. Items of 16 bytes are put in place in two thirds of the time of 14."""
     words = np.empty((len(keys.ids), 2), dtype="<u8")  # 16 bytes per row
-    np.left_shift(keys.ids, _HALF, words[:, 0])  # the id's low half, behind the four bytes of `$8`
+    np.left_shift(keys.ids, _HALF, words[:, 0])  # the id's low half, after the four bytes of `$8`
     np.right_shift(keys.ids, _HALF, words[:, 1])  # its high half, before the line's end and _NEXT
     words |= _FIELD_FRAME
     return words.view(np.uint8)

@@ -4,7 +4,7 @@ Redis takes offsets without leading zeros only, so the requests of a page's rows
 offsets. Rows of one kind have requests of one stride; stores put the rows of a kind together, and steps are cut where the kind changes.
 The text of a row's offset is looked up in a table that holds it for every place of a page.
 
-Before a row is written whose page may not exist, the byte behind the page's last record is written. That makes a page whole at once, and
+Before a row is written whose page may not exist, the byte after the page's last record is written. That makes a page whole at once, and
 changes nothing on one that is whole.
 """
 
@@ -138,7 +138,7 @@ def _texts(texts: list[bytes]) -> _Texts:
 
 @cache
 def _range_texts(layout: PageLayout, size_bytes: int) -> _Texts:
-    """The text behind the key in GETRANGE: the first and the last byte to read."""
+    """The text after the key in GETRANGE: the first and the last byte to read."""
     starts = [place * layout.record_bytes for place in range(layout.rows_per_page)]
     pairs = [(b"%d" % start, b"%d" % (start + size_bytes - 1)) for start in starts]
     return _texts([b"\r\n$%d\r\n%s\r\n$%d\r\n%s\r\n" % (len(start), start, len(end), end) for start, end in pairs])

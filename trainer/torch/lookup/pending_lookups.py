@@ -92,7 +92,7 @@ class PendingLookups:
                 self._tell_dropped()
             self._append(leaf, lookup, 1)
             if len(self.leaves) > 1:
-                Variable._execution_engine.queue_callback(self._merge)  # behind this pass's other lookups
+                Variable._execution_engine.queue_callback(self._merge)  # after this pass's other lookups
 
     @property
     def has_gradient(self) -> bool:
