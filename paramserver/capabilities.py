@@ -10,7 +10,7 @@ from kvemb.protocol.verb import Verb
 from .alter.alterations import Alterations
 from .capability import Capability
 from .checkpoint.checkpoint_handlers import ShardCheckpoints
-from .feed.feed_streams import FeedStreams
+from .feed.subscriptions import FeedStreams
 from .life.life_of_ids import LifeOfIds
 from .operate.inspection import Inspection
 from .rpc.handlers import Handlers

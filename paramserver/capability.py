@@ -73,7 +73,10 @@ class Capability:
     """One thing that a shard can do. Any thread, but for jobs and judges.
 
     Attributes:
-        verbs: that it answers, each with a method of `answering`.
+        verbs: that it answers, each with a method of `answering`, which is the capability itself unless it says otherwise.
+        streams: verbs whose calls have many replies; `serving` has what answers each.
+        jobs: what the apply thread does between two batches.
+        judges: of the gradients of a batch, before it is journaled.
     """
 
     verbs: ClassVar[Handled] = {}

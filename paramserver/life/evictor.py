@@ -31,7 +31,7 @@ from ..model.batch import ERASE, EVICTED, CheckedRows, EvictionWork
 from ..model.tables import TableState
 from ..recovery.shard_parts import ShardParts
 from ..row_log.log_flush import ReadRecords, from_storage, without_cache
-from .verdicts import EvictionLimits, Norms, PushCounts, judge, terms
+from .eviction_verdicts import EvictionLimits, Norms, PushCounts, judge, terms
 
 Ids = NDArray[np.uint64]
 _SLICE_ROWS, _SLICE_READ = 1 << 15, 1 << 12  # rows looked at between two batches; the second where weights are read

@@ -39,8 +39,8 @@ from paramserver.journal import BatchEntry, Entry, Position
 from paramserver.journal.write_ahead_log import FencedLog
 from paramserver.life import evictor as evictor_module
 from paramserver.life.admission import Admissions
+from paramserver.life.eviction_verdicts import terms
 from paramserver.life.evictor import Evictor
-from paramserver.life.verdicts import terms
 from paramserver.model.batch import ERASE, CheckedRows, RowsWork
 from paramserver.model.row_ages import RowAges
 from paramserver.model.tables import Tables, TableState

@@ -17,7 +17,7 @@ from kvemb.feed.feed_messages import FEED, FeedRequest
 from kvemb.protocol.verb import Verb
 
 from ..capability import MAX_SUBSCRIBERS, Capability, ShardKernel, Stream
-from .shard_changes import ShardChanges
+from .told_changes import ShardChanges
 
 LONGEST_UNREAD_S = 30.0
 _LOOK_S = 1.0
