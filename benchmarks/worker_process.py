@@ -9,7 +9,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +96,5 @@ def running(name: str, command: Sequence[str], more_environment: Mapping[str, st
                 yield WorkerProcess(name, process, Path(folder), log)
             finally:
                 process.kill()
+                with suppress(BrokenPipeError):  # what it was not sent any more
+                    process.stdin.close()
