@@ -96,5 +96,6 @@ def running(name: str, command: Sequence[str], more_environment: Mapping[str, st
                 yield WorkerProcess(name, process, Path(folder), log)
             finally:
                 process.kill()
+                assert process.stdin is not None
                 with suppress(BrokenPipeError):  # what it was not sent any more
                     process.stdin.close()
