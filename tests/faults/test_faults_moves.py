@@ -104,7 +104,7 @@ def test_a_move_is_taken_back_on_request_and_another_refused_meanwhile(local: Lo
         nodes = load.cluster.nodes
         before = nodes.state()
         plan = nodes.add(third.address)
-        nodes.begin(plan, max_mb_per_s=SLOW_MB_PER_S)
+        nodes.begin(plan, max_mb_per_s=SLOW_MB_PER_S / 10)  # on a busy machine it was over before it was taken back
         with pytest.raises(KvembError, match="under way"):
             nodes.begin(nodes.rebalance())
         nodes.abort("the operator thought again")

@@ -44,7 +44,7 @@ def test_a_password_is_in_no_line(cluster: Cluster, server: Server, monkeypatch:
         node.config_set("requirepass", "correct horse")
     monkeypatch.setenv("KVEMB_TEST_PASSWORD", "correct horse")
     path = cluster.folder / "kvemb.yaml"
-    path.write_text(path.read_text().replace("timeout_s: 2", "timeout_s: 2, password_env: KVEMB_TEST_PASSWORD"))
+    path.write_text(path.read_text().replace("timeout_s:", "password_env: KVEMB_TEST_PASSWORD, timeout_s:"))
     shard = cluster.start(0, "--log-format", "json", "--log-level", "debug")
     server.process.end()
     shard.process.child.send_signal(signal.SIGTERM)
