@@ -29,7 +29,7 @@ NOTEBOOKS := $(wildcard docs/tutorials/*.ipynb)
 help:
 	@echo 'make demo     train skip-gram embeddings on a real local cluster (under 2 minutes)'
 	@echo 'make quick    no servers: units, models of the protocols, the architecture (a minute)'
-	@echo 'make test     every promise once, against real Valkey, Redis, Redis Cluster and memcached (ten minutes or less on two quiet cores)'
+	@echo 'make test     every promise once, against real Valkey, Redis, Redis Cluster and memcached (about half an hour on two cores)'
 	@echo 'make test-all the whole suite: also the slow tests, and whole clusters on every other storage kind (an hour on two cores)'
 	@echo 'make chaos    random faults for $$SECONDS on $$STORE, in $$MODE: is every acknowledged push applied exactly once?'
 	@echo 'make fuzz     bytes of any kind for $$SECONDS against shards and clients: does anything end, hang, grow, or harm an honest trainer?'
